@@ -128,7 +128,7 @@ class PriorStore:
         computer, fit = ChunkComputer(model, self._context), _LeastSquares(model)
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
-            cache = run(blend_prefill(model, prompt, lay_out(prompt), full)).cache
+            cache = run(blend_prefill(model, lay_out(prompt), full)).cache
             alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
             fit.add(prompt.spans[first:], alone, cache)
             done += len(prompt)

@@ -309,14 +309,14 @@ class Engine:
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
         room = min(MAX_WARM_UP, model.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        prompt, layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
+        layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(model, max(room, len(prompt) + 1))
+        cache = KVCache(model, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(model, prompt, layout, blend, cache=cache))
-        append(model, done.cache, len(prompt), [int(done.logits.argmax())])
+        done = run(blend_prefill(model, layout, blend, cache=cache))
+        append(model, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:

@@ -199,10 +199,10 @@ class _Checks:
 
     def _prefill(self, n_stored: int, has_prefix: bool = True, **options: Any) -> PassResult:
         """Blend when the first `n_stored` chunks are stored."""
-        views = [TensorView(kv) for kv in self.stored[:n_stored]]
+        views = {i: TensorView(kv) for i, kv in enumerate(self.stored[:n_stored])}
         prefix = TensorView(self.stored_prefix) if has_prefix else None
         layout, blend = lay_out(self.prompt, prefix, views), BlendConfig(method="blend", **options)
-        return run(blend_prefill(self.model, self.prompt, layout, blend, new_tokens=1))
+        return run(blend_prefill(self.model, layout, blend, new_tokens=1))
 
     def _same(self, name: str, done: PassResult) -> Iterator[GateRow]:
         kv = self._kv_distance(done.cache.keys, done.cache.values)
