@@ -21,7 +21,7 @@ from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.codec_fit import codec_without_tables, writing_codec
-from blendserve.engine.documents import Documents, Progress
+from blendserve.engine.documents import Documents
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
@@ -36,6 +36,7 @@ from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
+from blendserve.store.base import Progress
 from blendserve.timing import Clock
 
 PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
