@@ -248,7 +248,7 @@ class Engine:
         """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
         if plan.blend.method not in {"auto", "full"}:
             self.gate.require()
-        model, why = self.reader.adapter, f"the reader fails {self.gate.failure}"
+        model, why = self.reader.adapter, f"the model fails {self.gate.failure}"
         reference = OwnDecoding(model)
         sequence = Sequence(
             plan, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)

@@ -87,7 +87,7 @@ class GateRow:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """The verdict on one reader."""
+    """The verdict on one model."""
 
     reader: str
     rows: tuple[GateRow, ...]
@@ -105,8 +105,8 @@ class GateReport:
         """Raise ModelUnsupported unless every check passed."""
         if not self.passed:
             raise ModelUnsupported(
-                f"reader {self.reader!r} cannot blend, as it fails {self.failure}. "
-                "Use method 'full', which its own forward serves, or another reader"
+                f"model {self.reader!r} cannot blend, as it fails {self.failure}. "
+                "Use method 'full', which its own forward serves, or another model"
             )
 
     def to_dict(self) -> dict[str, Any]:
