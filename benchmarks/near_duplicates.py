@@ -19,7 +19,7 @@ from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms,
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
-from blendserve.blend.near import MAX_DONORS
+from blendserve.blend.near import MAX_DONORS, find_runs
 from blendserve.config import BlendConfig, Ratio, changed
 from blendserve.core import TokenIds
 from blendserve.evaluate.edits import before
@@ -92,7 +92,8 @@ def _prompt(blender: Blender, workload: Workload, blend: BlendConfig) -> Metrics
 
 def _search(blender: Blender, chunks: dict[int, TokenIds]) -> Metrics:
     clock = Clock()
-    blender.near.find(chunks, lambda donors: {})
+    for i, donors in blender.near.donors(chunks).items():
+        find_runs(chunks[i], donors)
     return {"search_s": clock.elapsed()}
 
 

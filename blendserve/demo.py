@@ -198,6 +198,8 @@ def print_sources(answer: Answer) -> None:
         if report.blended
         else f"not blended: {report.reason}"
     )
+    if report.chunks_corrupt:
+        done += f"; damaged chunks in the store, computed anew: {report.chunks_corrupt}"
     console.out.print(
         f"  {done}; first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s",
         style="dim",

@@ -128,7 +128,7 @@ def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
     layout = lay_out(prompt)
-    return run(blend_prefill(adapter, prompt, layout, BlendConfig(), n))
+    return run(blend_prefill(adapter, layout, BlendConfig(), n))
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:

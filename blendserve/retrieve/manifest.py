@@ -58,7 +58,7 @@ class Manifest:
         """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
         for role, built, given in (
             ("embedder", (self.embedder, self.embedder_fingerprint), embedder),
-            ("reader", (self.reader, self.reader_fingerprint), reader),
+            ("model", (self.reader, self.reader_fingerprint), reader),
         ):
             if built[1] != given[1]:
                 raise IndexMismatch(

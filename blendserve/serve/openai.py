@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer
-from blendserve.engine.prompt import Turn
+from blendserve.engine.prompt import ChatMessage
 from blendserve.engine.request import Finished, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.auth import ServerState, StateDep, TenantDep
@@ -33,8 +33,10 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, tenant: Ten
     *earlier, last = body.messages
     if last.role != "user":
         raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
-    turns = tuple(Turn("system" if m.role == "developer" else m.role, m.content_text) for m in earlier)
-    query = _query(state, body, last.content_text, turns)
+    history = tuple(
+        ChatMessage("system" if m.role == "developer" else m.role, m.content_text) for m in earlier
+    )
+    query = _query(state, body, last.content_text, history)
     form = OpenAIFormat(CHAT, state, body, query)
     return await respond(request, state, tenant, query, form, bool(body.stream))
 
@@ -71,10 +73,13 @@ def _require_model(state: ServerState[EngineClient], name: str) -> None:
 
 
 def _query(
-    state: ServerState[EngineClient], body: OpenAIRequest, question: str, turns: tuple[Turn, ...] = ()
+    state: ServerState[EngineClient],
+    body: OpenAIRequest,
+    question: str,
+    history: tuple[ChatMessage, ...] = (),
 ) -> QueryRequest:
     _require_model(state, body.model)
-    query = body.query(question, body.x_blendserve or BlendOptions(), turns)
+    query = body.query(question, body.x_blendserve or BlendOptions(), history)
     return query.split(state.backend.config.prompt.separator)
 
 
