@@ -238,7 +238,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models.loader import load_model
-    from blendserve.models.native import native_decoder
+    from blendserve.models.runner import native_decoder
     from blendserve.provenance import machine
 
     reader = load_model(settings.model)

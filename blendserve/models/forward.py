@@ -25,8 +25,8 @@ from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
-from blendserve.models.native_layers import native_layers
-from blendserve.models.threads import threads_of_pass
+from blendserve.models.native import native_layers
+from blendserve.models.threads import layer_series
 
 
 class LayerPass(Protocol):
@@ -47,11 +47,11 @@ class LayerPass(Protocol):
 
 def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
     """Embedded rows [S, E] through all layers -> hidden [S', E] of the rows that go on."""
-    threads = threads_of_pass(len(hidden), model.device)
+    series = layer_series(len(hidden), model.device)
     for l in range(model.n_layers):
         yield
         layer = partial(_run_layer, model, l, hidden, layers)
-        done = threads.layer(layer) if threads else layer()
+        done = series.run(layer) if series else layer()
         if done is None:
             break
         hidden = done

@@ -35,7 +35,7 @@ def test_logits_have_the_same_bits_for_any_number_of_threads_changed_at_any_laye
             with team.at_most(next(turns)):
                 return run()
 
-        monkeypatch.setattr(forward, "threads_of_pass", lambda rows, device: SimpleNamespace(layer=layer))
+        monkeypatch.setattr(forward, "layer_series", lambda rows, device: SimpleNamespace(run=layer))
         monkeypatch.setattr(model_module, "limit_threads", lambda rows, device: team.at_most(next(turns)))
         tokens = {0: [7 * n % 1000 for n in range(40)], 40: [1], 41: [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]}
         return [runner.append(adapter, cache, at, ids) for at, ids in tokens.items()]
