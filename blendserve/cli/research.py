@@ -271,7 +271,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
     from blendserve.kernels import ops
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
-    from blendserve.models import threads
+    from blendserve.models import thread_tuner
     from blendserve.provenance import describe
 
     rows = [
@@ -297,7 +297,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"{costs['per_pass'] * 1e3:.3g} ms per pass",
         f"this machine: {describe(found['machine'])}",
         *(f"kernels for {v.title} ({v.dtype}): {cpu_status(v).reason}" for v in LEVELS.values()),
-        f"threads: {SETTLED}; {threads.RULE}",
+        f"threads: {SETTLED}; {thread_tuner.RULE}",
         f"decoding: {kernels['decoding']}",
         f"attention: {together} for contiguous rows, {anywhere} for others",
     ]

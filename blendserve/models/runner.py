@@ -29,7 +29,7 @@ from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_weights
-from blendserve.models.threads import Series, ThreadTuner
+from blendserve.models.thread_tuner import Series, ThreadTuner
 
 CHECKED = (0, 299)  # positions of the comparison with the layer loop
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit

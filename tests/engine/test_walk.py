@@ -55,7 +55,7 @@ SIDE_ROOMS = {
     },
     "models/kv_cache.py": {"__init__", "write"},
     "models/native.py": {"native_layers"},
-    "models/threads.py": {"layer_series"},
+    "models/thread_tuner.py": {"layer_series"},
     "models/runner.py": {"over", "step", "draft_room"},
 }
 
@@ -131,7 +131,7 @@ def listed() -> list[Stay]:
 
 
 def walk(engine: Engine) -> Walk:
-    with threads(1):  # with more, the layers of a short pass run behind models/threads.py
+    with threads(1):  # with more, the layers of a short pass run behind models/thread_tuner.py
         return Walk().record(lambda: engine.answer(QUESTIONS[0], max_new_tokens=2))
 
 

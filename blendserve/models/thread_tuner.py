@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -128,9 +127,3 @@ def layer_series(n_rows: int, device: torch.device) -> Series | None:
     """For the layers of a pass of the calling thread, which begins with this number of rows; None: no choice."""
     has_choice = device.type == "cpu" and n_rows <= MAX_ROWS and torch.get_num_threads() > 1
     return Series(_of_this_thread.tuner) if has_choice else None
-
-
-def limit_threads(n_rows: int, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, kernels for few rows run with the threads that the calling thread's last passes ended with."""
-    is_limited = n_rows <= MAX_ROWS and device.type == "cpu"
-    return team.at_most(_of_this_thread.tuner.threads if is_limited else None)
