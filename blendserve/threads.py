@@ -2,7 +2,7 @@
 
 A barrier that spins wins microseconds on an idle machine. Beside other work it loses milliseconds: the thread that is
 waited for has been put aside by the system, and whoever spins meanwhile holds the core that it needs. (Small passes
-ask for fewer threads then, models/threads.py.) Left alone,
+ask for fewer threads then, models/thread_tuner.py.) Left alone,
 libgomp, the OpenMP that torch brings and the compiled kernels share, spins 300,000 times. It reads its environment once,
 when it is loaded, so `blendserve` settles this in its own first line. What the user has set stays.
 

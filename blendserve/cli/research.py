@@ -238,7 +238,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models.loader import load_model
-    from blendserve.models.native import native_decoder
+    from blendserve.models.runner import native_decoder
     from blendserve.provenance import machine
 
     reader = load_model(settings.model)
@@ -271,7 +271,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
     from blendserve.kernels import ops
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
-    from blendserve.models import threads
+    from blendserve.models import thread_tuner
     from blendserve.provenance import describe
 
     rows = [
@@ -297,7 +297,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"{costs['per_pass'] * 1e3:.3g} ms per pass",
         f"this machine: {describe(found['machine'])}",
         *(f"kernels for {v.title} ({v.dtype}): {cpu_status(v).reason}" for v in LEVELS.values()),
-        f"threads: {SETTLED}; {threads.RULE}",
+        f"threads: {SETTLED}; {thread_tuner.RULE}",
         f"decoding: {kernels['decoding']}",
         f"attention: {together} for contiguous rows, {anywhere} for others",
     ]

@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[str, Callable[..., Args]]] = {
     "add_rms_norm": ("add_rms_norm", lambda l, x, add, norm: (l, x, add, replace(norm, weight=norm.weight.roll(1)))),
     "silu_and_mul": ("silu_and_mul", lambda l, gate, up, activation: (l, gate, up.roll(1, 1), activation)),
 }  # fmt: skip
-# Compared with the layer loop by models/native.py and native_layers.py; the codec checks its own.
+# Compared with the layer loop by models/native.py and runner.py; the codec checks its own.
 CHECKED_ELSEWHERE = {"layer_qkv", "layer_out", "decode_step", "rans_encode", "rans_decode", "dequantize"}
 
 
