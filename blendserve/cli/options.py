@@ -155,7 +155,7 @@ class Options:
         plain = kind is bool and not (value or self._load)  # else --no-... can switch off what was on
         several = "Repeatable." if name in self._verbatim else "Separate several by commas."
         words = [
-            info.description or "",
+            type(owner).description(field),
             *([f"One of {', '.join(choices)}."] if (choices := choices_of(info)) else []),
             *([several] if kind == list[str] else []),
             *([f"[default: {shown(value)}]"] if shown(value) and not plain else []),

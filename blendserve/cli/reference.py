@@ -133,7 +133,7 @@ def _settings(section: Section, above: str = "") -> Iterator[tuple[str, str, str
             yield from _settings(value, f"{above}{name}.")
         else:
             choices = ", ".join(choices_of(field))
-            about = f"{field.description}{f' One of {choices}.' if choices else ''}"
+            about = f"{type(section).description(name)}{f' One of {choices}.' if choices else ''}"
             yield f"`{above}{name}`", shown(value), about
 
 
