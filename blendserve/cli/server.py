@@ -144,7 +144,7 @@ def list_keys(file: FileOpt = KEYS, json: JsonOpt = False) -> None:
             "collections": tenant.collections,
             "rights": [word for word, on in (("read-only", tenant.read_only), ("admin", tenant.admin)) if on],
         }
-        for tenant in KeyFile(file).tenants()
+        for tenant in KeyFile(file).read().values()
     ]
     rows = [
         (
