@@ -97,7 +97,7 @@ class Config(Section):
         return self.replace("serve.api_key", None).replace("deliver.api_key", None)
 
     def to_yaml(self, changes: bool = False) -> str:
-        """All settings but API keys, as `load` reads them. changes: only those that differ from the defaults."""
+        """All settings but API keys, as `load` reads them. changes: without default values."""
         keys = {section: {"api_key"} for section in ("serve", "deliver")}
         values = self.model_dump(mode="json", exclude=keys, exclude_defaults=changes)
         return str(yaml.safe_dump(values, sort_keys=False)) if values else ""

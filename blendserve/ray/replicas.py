@@ -94,7 +94,7 @@ class Replicas(AbstractContextManager["Replicas"]):
             raise unwrap_ray_error(error, f"replicas cannot be started: {error}") from error
 
     def scale(self, n: int) -> None:
-        """Run n replicas from now on; those that stay keep their memory."""
+        """Run n replicas from now on; remaining ones keep their memory."""
         self._deployment = self._deployment.options(num_replicas=n)
         self._run()
 

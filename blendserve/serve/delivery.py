@@ -76,6 +76,7 @@ class DeliveryBackend(Backend):
     """
 
     http: DeliverConfig
+    metrics: DeliveryMetrics
 
     def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
         """clock: of how long the catalogue's entries are fresh."""
