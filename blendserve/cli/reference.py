@@ -25,7 +25,11 @@ def pages() -> dict[str, str]:
     user = [(name, command) for name, command in commands if name.split()[1] not in RESEARCH]
     root_help = f"## `blendserve`\n\n{_help('blendserve', root)}\n\n"
     settings = _table(("setting", "default", "description"), list(_settings(Config())))
-    return {"cli-user.md": root_help + _page(user), "cli-research.md": _page(research), "settings.md": settings}
+    return {
+        "cli-user.md": root_help + _page(user),
+        "cli-research.md": _page(research),
+        "settings.md": settings,
+    }
 
 
 def _page(commands: Sequence[tuple[str, Any]]) -> str:
