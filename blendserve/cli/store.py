@@ -110,7 +110,7 @@ def merge(
 @codec.command("list")
 def list_codecs(json: JsonOpt = False) -> None:
     """List codecs with their levels, the finest first."""
-    columns = {"codec": "codec", "levels": "levels", "needs tables": "needs_tables", "": "problem"}
+    columns = {"codec": "codec", "levels": "levels", "needs tables": "needs_tables", "problem": "problem"}
     console.emit_list("codecs", [_describe(name) for name in CODECS.names], json, "Codecs", columns)
 
 
