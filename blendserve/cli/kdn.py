@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,19 +59,12 @@ def publish(
             "engines behind slower links. Repeatable; it codes what store.codec stores."
         ),
     ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Number of further processes that precompute until the collection is complete."
-        ),
-    ] = 0,
     json: JsonOpt = False,
 ) -> None:
     """Publish an index as a collection.
 
-    Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, by its worker
-    processes, and by every `blendserve precompute` on the same index and store. Publishing again updates what
-    changed:
+    Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, and by every
+    `blendserve precompute` on the same index and store. Publishing again updates what changed:
 
     \b
         blendserve index build corpus.jsonl docs
@@ -84,7 +73,7 @@ def publish(
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.kdn.publish import publish as run
 
-    with Engine.open(index, settings) as engine, _workers(workers, index, settings):
+    with Engine.open(index, settings) as engine:
         per_token = engine.reader.adapter.kv_bytes_per_token
         computing = console.progress("Precomputing", "tokens", per_token)
         with computing as computed, console.progress("Encoding", "chunks") as encoded:
@@ -102,26 +91,10 @@ def publish(
 def list_collections(settings: Config, json: JsonOpt = False) -> None:
     """List the collections in a store."""
     with _catalogue(settings) as (_, catalogue):
-        found = list(catalogue.collections().values())
-    rows = [
-        (
-            c.name,
-            c.reader,
-            f"{c.chunks:,}",
-            f"{c.tokens:,}",
-            f"{c.n_bytes / 1e6:,.0f} MB",
-            ", ".join(c.levels),
-            "yes" if c.pinned else "no",
-            c.published,
-        )
-        for c in found
-    ]
-    columns = ("name", "model", "chunks", "tokens", "stored", "levels", "pinned", "published")
-    console.emit(
-        {"collections": [_summary(c) for c in found]},
-        json,
-        lambda: console.table("collections", columns, rows),
-    )
+        found = [_summary(collection) for collection in catalogue.collections().values()]
+    columns = {name: name for name in ("name", "chunks", "tokens", "levels", "pinned", "published")}
+    columns |= {"model": "reader", "stored bytes": "n_bytes"}
+    console.emit_list("collections", found, json, "collections", columns)
 
 
 def _summary(collection: Collection) -> dict[str, Any]:
@@ -294,21 +267,3 @@ def _catalogue(settings: Config) -> Iterator[tuple[KVStore, Catalogue]]:
 
     with open_store(settings.store, None, persistent=True) as store:
         yield store, Catalogue(store)
-
-
-@contextmanager
-def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
-    """Processes that precompute the same index into the same store. They exit when done, or with this one."""
-    with tempfile.TemporaryDirectory(prefix="blendserve-workers-") as folder:
-        file = Path(folder) / "settings.yaml"
-        file.write_text(settings.to_yaml())
-        command = [sys.executable, "-m", "blendserve", "precompute", index, "-c", str(file)]
-        started = [
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(n)
-        ]
-        try:
-            yield
-        finally:
-            for worker in started:
-                worker.terminate()
-                worker.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -137,26 +137,17 @@ def list_keys(file: FileOpt = KEYS, json: JsonOpt = False) -> None:
     """List the owners of keys and their rights."""
     from blendserve.serve.keys import KeyFile
 
-    found: list[dict[str, Any]] = [
+    found = [
         {
             "name": tenant.name,
             "namespace": tenant.namespace,
             "collections": tenant.collections,
             "rights": [word for word, on in (("read-only", tenant.read_only), ("admin", tenant.admin)) if on],
         }
-        for tenant in KeyFile(file).tenants()
+        for tenant in KeyFile(file).read().values()
     ]
-    rows = [
-        (
-            key["name"],
-            key["namespace"],
-            "all" if key["collections"] is None else ", ".join(key["collections"]),
-            ", ".join(key["rights"]),
-        )
-        for key in found
-    ]
-    columns = ("name", "namespace", "collections", "rights")
-    console.emit({"keys": found}, json, lambda: console.table(str(file), columns, rows))
+    columns = {name: name for name in ("name", "namespace", "collections", "rights")}
+    console.emit_list("keys", found, json, str(file), columns, none="all")
 
 
 @keys.command()

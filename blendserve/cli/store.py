@@ -14,10 +14,9 @@ from blendserve.config import Config
 from blendserve.errors import ConfigError, InputError
 from blendserve.extras import install_hint
 from blendserve.paths import index_folder
-from blendserve.registry import CODECS, DELIVERED
+from blendserve.registry import CODECS, DELIVERED, nearest
 
 if TYPE_CHECKING:
-    from blendserve.core import Document
     from blendserve.store import KVStore
 
 store = make_app("Inspect, repair and merge KV stores.")
@@ -111,18 +110,8 @@ def merge(
 @codec.command("list")
 def list_codecs(json: JsonOpt = False) -> None:
     """List codecs with their levels, the finest first."""
-    found = [_describe(name) for name in CODECS.names]
-    rows = [
-        (
-            c["codec"],
-            ", ".join(map(str, c["levels"])) or "not installed",
-            "yes" if c["needs_tables"] else "no",
-        )
-        for c in found
-    ]
-    console.emit(
-        {"codecs": found}, json, lambda: console.table("Codecs", ("codec", "levels", "needs tables"), rows)
-    )
+    columns = {"codec": "codec", "levels": "levels", "needs tables": "needs_tables", "problem": "problem"}
+    console.emit_list("codecs", [_describe(name) for name in CODECS.names], json, "Codecs", columns)
 
 
 @codec.command()
@@ -133,8 +122,7 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
     New chunks are coded with the current tables.
     """
     with _open(index, settings) as store:
-        infos = [info for info in store.blobs.list() if info.kind != DELIVERED]  # without collections
-        found: list[dict[str, Any]] = [
+        found = [
             {
                 "hash": info.hash.hex(),
                 "codec": info.kind,
@@ -142,20 +130,11 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
                 "bytes": info.n_bytes,
                 "current": store.blobs.current(info.kind, info.owner) == info.hash,
             }
-            for info in infos
+            for info in store.blobs.list()
+            if info.kind != DELIVERED  # collections
         ]
-    rows = [
-        (
-            t["hash"],
-            t["codec"],
-            f"{t['bytes']:,}",
-            "yes" if t["current"] else "no",
-            t["reader_fingerprint"],
-        )
-        for t in found
-    ]
-    columns = ("hash", "codec", "bytes", "current", "model fingerprint")
-    console.emit({"tables": found}, json, lambda: console.table("Tables", columns, rows))
+    columns = {name: name for name in ("hash", "codec", "bytes", "current")}
+    console.emit_list("tables", found, json, "Tables", {**columns, "model fingerprint": "reader_fingerprint"})
 
 
 @codec.command("fit")
@@ -201,21 +180,20 @@ def fit_tables(
 
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
-    documents = [list(read_documents(path)) for path in text or []]
+    texts = [list(read_documents(path)) for path in text or []]
     reader = load_model(settings.model)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)
-    if documents:
-        chunks = chunks_of(_in_turns(documents), tokens, settings, prompts)
+    if texts:  # documents of all texts in turns, so that the first tokens are of each kind
+        documents = [document for turn in zip_longest(*texts) for document in turn if document is not None]
+        chunks = chunks_of(documents, tokens, settings, prompts)
     else:
         with console.progress("Sampling text from the model", "tokens") as drawing:
             chunks = self_generated_text(reader, tokens, drawing)
     tables = []
     with _open(index, settings.replace("store.codec", CODECS.default), read_only=False) as store:
         for name in names:
-            per_token = reader.adapter.kv_bytes_per_token
-            computing = console.progress(f"{name}: computing KV", "tokens", per_token)
-            fitting = console.progress(f"{name}: fitting", "steps")
-            with computing as computed, fitting as fitted:
+            computing = console.progress(f"{name}: computing KV", "tokens", reader.adapter.kv_bytes_per_token)
+            with computing as computed, console.progress(f"{name}: fitting", "steps") as fitted:
                 hash = fit(name, chunks, reader, prompts, store, computed, fitted)
             size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)
             tables.append({"codec": name, "hash": hash.hex(), "bytes": size})
@@ -228,24 +206,19 @@ def fit_tables(
 
 def _describe(name: str) -> dict[str, Any]:
     try:
-        made = CODECS.load(name)
+        found = CODECS.load(name)
     except ImportError as error:
         return {"codec": name, "levels": [], "needs_tables": True, "problem": str(error)}
-    return {
-        "codec": name,
-        "levels": list(made.levels),
-        "default_level": made.default_level,
-        "needs_tables": made.needs_tables,
-    }
+    level = {"default_level": found.default_level, "needs_tables": found.needs_tables}
+    return {"codec": name, "levels": list(found.levels), **level}
 
 
 def _check_codecs(names: list[str]) -> list[str]:
     """The codecs to fit, by default all that need tables. Raises ConfigError, InputError."""
     for name in names:
-        try:
-            described = _describe(CODECS.check(name))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        if name not in CODECS.names:
+            raise ConfigError(f"there is no codec {name!r}: {nearest(name, list(CODECS.names))}")
+        described = _describe(name)
         if "problem" in described:
             raise ConfigError(described["problem"])
         if not described["needs_tables"]:
@@ -254,8 +227,3 @@ def _check_codecs(names: list[str]) -> list[str]:
     if not (names or known):
         raise InputError(f"no installed codec needs tables: {install_hint('codecs')}")
     return names or known
-
-
-def _in_turns(texts: list[list[Document]]) -> list[Document]:
-    """Documents of all texts in turns, so that the first tokens are of each kind."""
-    return [document for turn in zip_longest(*texts) for document in turn if document is not None]

@@ -19,8 +19,15 @@ from blendserve.blend.chunk_kv import STACK_TOKENS, in_stacks
 from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
 from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.errors import BlendserveError, ClusterUnavailable, ConfigError
-from blendserve.ray.cluster import WorkerResources, can_fit_worker, cluster, import_ray, worker_config
+from blendserve.errors import ClusterUnavailable, ConfigError
+from blendserve.ray.cluster import (
+    WorkerResources,
+    can_fit_worker,
+    cluster,
+    import_ray,
+    unwrap_ray_error,
+    worker_config,
+)
 from blendserve.registry import STORES
 from blendserve.store import ChunkKey
 from blendserve.store.base import Progress
@@ -195,13 +202,3 @@ class Actors:
                 "no machine of the Ray cluster has room for a worker any more: what was computed is stored; add one "
                 "(ray start --address ...) and run the same command again"
             )
-
-
-def unwrap_ray_error(error: BaseException, message: str) -> BlendserveError:
-    """The error of this package that a Ray error carries, or ClusterUnavailable with the message."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, BlendserveError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return ClusterUnavailable(message)

@@ -59,21 +59,17 @@ def test_numbers_of_replicas() -> None:
 
 def test_a_report_expires_unless_the_replica_repeats_it() -> None:
     reports, chunks = CacheReports(), frozenset({b"a", b"b"})
-    assert reports.cached_chunks("new", {}, 0.0) == frozenset()
-    for number, seconds, expected in (
-        (1, 0.0, chunks),
-        (1, EXPIRY_S, chunks),
-        (1, EXPIRY_S + 0.1, frozenset()),
-    ):
-        assert (
-            reports.cached_chunks("one", {"version": number, "cached_chunks": chunks}, 100.0 + seconds)
-            == expected
-        )
-    assert reports.cached_chunks("one", {"version": 2, "cached_chunks": chunks}, 100.2 + EXPIRY_S) == chunks
-    reports.keep({"another"})
-    assert (
-        reports.cached_chunks("one", {"version": 2, "cached_chunks": chunks}, 300.0) == chunks
-    )  # a new replica of that name
+
+    def cached(now: float, **report: Any) -> frozenset[bytes]:
+        return reports.cached_chunks({"one": report}, now)["one"]
+
+    first: dict[str, Any] = {"version": 1, "cached_chunks": chunks}
+    assert cached(0.0) == frozenset()
+    assert [cached(100.0 + s, **first) for s in (0.0, EXPIRY_S)] == [chunks, chunks]
+    assert cached(100.1 + EXPIRY_S, **first) == frozenset()
+    assert cached(100.2 + EXPIRY_S, **{**first, "version": 2}) == chunks
+    assert reports.cached_chunks({"another": {}}, 300.0) == {"another": frozenset()}
+    assert cached(300.0, **{**first, "version": 2}) == chunks  # a new replica of that name
 
 
 ENDED = ["RayActorError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError"]  # of Ray's exceptions
