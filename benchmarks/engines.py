@@ -52,6 +52,7 @@ class EnginesConfig(BenchConfig):
     contexts: tuple[Positive, ...] = Field((1024, 3072), description="Context lengths, in tokens.")
     thread_counts: tuple[Positive, ...] = Field((2, 1), description="Numbers of threads per engine.")
     new_tokens: int = Field(64, ge=2, description="Number of tokens to decode.")
+    int8: bool = Field(True, description="Measure blendserve with int8 weights, too.")
     llama: bool = Field(True, description="Measure llama.cpp, too.")
     gguf: Path | None = Field(None, description="GGUF file of the model; the bundled model's if not set.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
@@ -62,7 +63,8 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
         raise InputError(
             "llama-cpp-python is not installed: build it as benchmarks/engines.py says, or give --no-llama"
         )
-    engines = [OURS, OURS_INT8, TRANSFORMERS, MEMORY, *(LLAMA if config.llama else ())]
+    ours = [OURS, OURS_INT8] if config.int8 else [OURS]
+    engines = [*ours, TRANSFORMERS, MEMORY, *(LLAMA if config.llama else ())]
     with scratch(config.folder) as folder:
         files = {name: folder / f"{kind}.gguf" for name, kind in LLAMA.items() if config.llama}
         for name, file in files.items():
@@ -181,7 +183,7 @@ TABLE = table(
     *(ratio(f"/ {name}", "token_s", engine=name) for name in LLAMA),
     Column("GB/s", "gb_per_s"),
 )
-TINY = {"contexts": (60,), "thread_counts": (1,), "new_tokens": 3, "repeats": 1, "llama": False}
+TINY = {"contexts": (60,), "thread_counts": (1,), "new_tokens": 3, "repeats": 1, "int8": False, "llama": False}
 BENCH = Bench(EnginesConfig, groups, (TABLE,), tiny=TINY)
 
 
