@@ -169,11 +169,12 @@ def write_folder(file: Path, into: Path) -> Start:
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
     special, eos, template = tokenizer.about.values()
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-    for name, values in {
+    written: dict[str, dict[str, Any]] = {
         "config": config,
         "generation_config": {"_from_model_config": True, **ids},
         "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **special},
-    }.items():
+    }
+    for name, values in written.items():
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
     if template:

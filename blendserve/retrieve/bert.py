@@ -189,9 +189,10 @@ class Bert:
         def affine(part: str) -> Affine:
             return _affine(weights, f"{name}.{part}", self._dtype)
 
-        qkv = [affine(f"attention.self.{part}") for part in ("query", "key", "value")]
+        qkv = zip(*(affine(f"attention.self.{part}") for part in ("query", "key", "value")), strict=True)
+        weight, bias = (torch.cat(parts) for parts in qkv)
         return _EncoderLayer(
-            self._linear(*map(torch.cat, zip(*qkv, strict=True))),
+            self._linear(weight, bias),
             self._linear(*affine("attention.output.dense")),
             affine("attention.output.LayerNorm"),
             self._linear(*affine("intermediate.dense"), gelu=True),
