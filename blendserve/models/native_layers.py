@@ -15,7 +15,7 @@ from blendserve.kernels import switches
 from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.cpu.decoder import NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS, Level
-from blendserve.kernels.ops import LINEAR
+from blendserve.kernels.ops import linear
 from blendserve.models.model import DecoderModel
 from blendserve.models.native_weights import decode_weights
 
@@ -54,7 +54,7 @@ def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
 
 def _level(matrices: list[Tensor], n_rows: int) -> Level | None:
     """The instruction set that computes all of these linear layers, if it is one."""
-    names = {LINEAR.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
+    names = {linear.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
     level = _TITLES.get(names.pop()) if len(names) == 1 else None
     return level if level is not None and "layer_qkv" in level.sources else None
 
