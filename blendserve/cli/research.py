@@ -234,7 +234,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
-    from blendserve.kernels import ops
+    from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models.loader import load_model
@@ -256,7 +256,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
             "attention": list(adapter.attention_backends),
             "decoding": decoding if decoder else f"layer by layer ({decoding})",
-            "measured": [asdict(row) for row in ops.tuning_results()],
+            "measured": [asdict(row) for row in autotune.results()],
         },
         "threads": asdict(SETTLED),
         "machine": machine(),
@@ -268,7 +268,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
 
 
 def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
-    from blendserve.kernels import ops
+    from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models import thread_tuner
@@ -302,6 +302,6 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"attention: {together} for contiguous rows, {anywhere} for others",
     ]
     console.out.print("\n".join(lines), markup=False)
-    tuned = [(r.operation, r.shapes, *r.cells()) for r in ops.tuning_results()]
+    tuned = [(r.operation, r.shapes, *r.cells()) for r in autotune.results()]
     columns = ("operation", "shapes", "kernel", "ms", "")
     console.table("kernels in use", columns, tuned or [("nothing was measured", "", "", "", "")])

@@ -19,7 +19,7 @@ from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.cpu.decoder import DecodeWeights, LayerWeights, NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.norm import Norm
-from blendserve.kernels.ops import LINEAR
+from blendserve.kernels.ops import linear
 from blendserve.kernels.rotary import HALVES
 from blendserve.models.layers import MLP, Linear
 from blendserve.models.model import DecoderLayer, DecoderModel
@@ -47,7 +47,7 @@ def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
         return None
     layer = weights.layers[0]
     matrices = [part[0] for part in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
-    names = {LINEAR.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
+    names = {linear.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
     level = _TITLES.get(names.pop()) if len(names) == 1 else None
     if level is None or "layer_qkv" not in level.sources or unsupported(level, weights):
         return None

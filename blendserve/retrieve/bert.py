@@ -168,7 +168,7 @@ class Bert:
             q, k, v = qkv[:, :, end - n : end]
             if n not in backends:
                 plan = plan_rows(torch.full((n,), n - 1), 1)
-                backends[n] = ops.ATTEND.select(q, k, v, self._attention, plan).run, plan
+                backends[n] = ops.attend.select(q, k, v, self._attention, plan).run, plan
             attend, plan = backends[n]
             out.append(attend(q, k, v, self._attention, plan))
         return torch.cat(out)

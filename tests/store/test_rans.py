@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ SIZES = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module", params=NATIVE, ids=lambda level: level.name)
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+def library(request: pytest.FixtureRequest) -> SimpleNamespace:
     level: Level = request.param
     if reason := missing(level):
         pytest.skip(reason)
@@ -62,7 +62,9 @@ def test_the_plain_form_is_the_format_read_by_hand(sizes: dict[str, Any]) -> Non
 
 
 @given(sizes=SIZES)
-def test_native_kernels_give_the_same_bytes_and_symbols(library: ctypes.CDLL, sizes: dict[str, Any]) -> None:
+def test_native_kernels_give_the_same_bytes_and_symbols(
+    library: SimpleNamespace, sizes: dict[str, Any]
+) -> None:
     values, below, means = symbols(**sizes)
     contexts = rans.contexts_of(below, len(values))
     wanted = rans.encode_reference(values, contexts, means, MODEL)
@@ -81,7 +83,7 @@ def test_native_kernels_give_the_same_bytes_and_symbols(library: ctypes.CDLL, si
     seed=st.integers(0, 99),
 )
 def test_numbers_are_the_formulas_and_the_same_bits_everywhere(
-    library: ctypes.CDLL,
+    library: SimpleNamespace,
     dtype: torch.dtype,
     shape: tuple[int, int],
     tokens: int,
@@ -117,7 +119,7 @@ def test_other_shapes_are_left_to_the_plain_form(dim: int, axes: int) -> None:
 
 @given(sizes=SIZES, data=st.data())
 def test_other_bytes_are_refused_or_are_other_symbols(
-    library: ctypes.CDLL, sizes: dict[str, Any], data: st.DataObject
+    library: SimpleNamespace, sizes: dict[str, Any], data: st.DataObject
 ) -> None:
     """Natively as by the plain form, in whole."""
     values, below, means = symbols(**sizes)
@@ -140,12 +142,12 @@ def test_other_bytes_are_refused_or_are_other_symbols(
 
 @pytest.mark.parametrize("name", ["encode", "decode", "dequantize"])
 def test_the_self_check_refuses_what_is_one_position_off(
-    library: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch
+    library: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rans_native.check(library)
     right = getattr(rans_native, name)
 
-    def off(library: ctypes.CDLL, first: Any, *rest: Any) -> Any:
+    def off(library: SimpleNamespace, first: Any, *rest: Any) -> Any:
         if name == "decode":
             return np.roll(right(library, first, *rest), 1, 0)
         moved = first.roll(1, 0) if isinstance(first, torch.Tensor) else np.roll(first, 1, 0)

@@ -5,18 +5,17 @@ One thread; the GIL is free during a native call. Functions of kernels/cpu/kerne
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from blendserve.kernels import switches
-from blendserve.kernels.cpu.bindings import pointer
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS, Level
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.library import loaded, pointer
 from blendserve.store.codecs.predict.rans import (
     BLOCK,
     ONE,
@@ -91,13 +90,13 @@ def is_supported(layer: LayerMap, dim: int) -> bool:
     )
 
 
-def native_library() -> ctypes.CDLL | None:
+def native_library() -> SimpleNamespace | None:
     """The kernels of the widest instruction set that are right on this machine; None = the plain form serves."""
     return _native_library() if switches.is_native_on() else None
 
 
 @cache
-def _native_library() -> ctypes.CDLL | None:
+def _native_library() -> SimpleNamespace | None:
     levels = [level for level in reversed(LEVELS.values()) if "rans_decode" in level.sources]
     return next((loaded(level) for level in levels if not unavailable_reason(level)), None)
 
@@ -111,7 +110,7 @@ def unavailable_reason(level: Level) -> str:
     return ""
 
 
-def check(library: ctypes.CDLL) -> None:
+def check(library: SimpleNamespace) -> None:
     """Raises Unavailable unless the kernels give the plain form's bytes and bits."""
     model, generator = random_model(), np.random.default_rng(0)
     layer, codes = random_map(64, 20), random_codes(40, 64)
@@ -136,7 +135,7 @@ def check(library: ctypes.CDLL) -> None:
 
 
 def encode(
-    library: ctypes.CDLL, values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: RansModel
+    library: SimpleNamespace, values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: RansModel
 ) -> bytes:
     words, escapes = np.empty(values.size, np.uint16), np.empty(values.size, np.int8)
     states, counts = np.empty(STREAMS, np.uint32), np.empty(2, np.int64)
@@ -147,23 +146,21 @@ def encode(
         model.model_of,
         model.encode_table,
     ]
-    library.blendserve_rans_encode(
-        *(x.ctypes.data for x in (*given, words, escapes, states, counts)), *values.shape
-    )
+    library.rans_encode(*(x.ctypes.data for x in (*given, words, escapes, states, counts)), *values.shape)
     n_words, n_escapes = counts.tolist()
     return join_segment(states.tolist(), escapes[:n_escapes], words[len(words) - n_words :])
 
 
 def decode(
-    library: ctypes.CDLL, segment: memoryview, below: Below, means: np.ndarray, model: RansModel
+    library: SimpleNamespace, segment: memoryview, below: Below, means: np.ndarray, model: RansModel
 ) -> np.ndarray:
     """Symbols [C, N] of int8. Raises ValueError for bytes that encode no such symbols."""
     states, escapes, words = split_segment(segment)
     flat, seen = np.frombuffer(words, np.uint8), below[0]
     first, expected = np.array(states, np.uint32), np.ascontiguousarray(means, np.int32)
     values = np.empty((len(below[1]), len(expected)), np.int8)
-    is_right = library.blendserve_rans_decode(
-        flat.ctypes.data, escapes.ctypes.data, None if seen is None else seen.ctypes.data, expected.ctypes.data,
+    is_right = library.rans_decode(
+        flat.ctypes.data, escapes.ctypes.data, 0 if seen is None else seen.ctypes.data, expected.ctypes.data,
         model.model_of.ctypes.data, model.decode_table.ctypes.data, model.cdf_head.ctypes.data, first.ctypes.data,
         values.ctypes.data, len(flat) // 2, len(escapes), *values.shape, 0 if seen is None else seen.shape[1],
     )  # fmt: skip
@@ -173,7 +170,7 @@ def decode(
 
 
 def dequantize(
-    library: ctypes.CDLL,
+    library: SimpleNamespace,
     below: Tensor,
     symbols: Tensor | None,
     layer: LayerMap,
@@ -186,7 +183,7 @@ def dequantize(
     out = torch.empty(width // dim, tokens, dim, dtype=dtype if short else torch.float32)
     codes = torch.empty_like(below)
     scales = layer.map_scale, layer.mean, layer.residual_scale, layer.code_scale, layer.code_zero
-    library.blendserve_dequantize(
+    library.dequantize(
         *map(pointer, (below, symbols, *layer.packed, *scales)),
         *map(pointer, (None, out) if short else (out, None)), codes.data_ptr(),
         tokens, width, len(layer.residual), dim,
