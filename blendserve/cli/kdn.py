@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
+from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
 from blendserve.config import Config
 from blendserve.errors import ConfigError
 
@@ -52,13 +52,11 @@ def publish(
     index: IndexArg,
     name: NameArg,
     settings: Config,
-    level: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Further codec to store every chunk with, written name or name@level, for "
-            "engines behind slower links. Repeatable; it codes what store.codec stores."
-        ),
-    ] = None,
+    level: list[str] | None = option(
+        None,
+        "Further codec to store every chunk with, written name or name@level, for engines behind "
+        "slower links. Repeatable; it codes what store.codec stores.",
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Publish an index as a collection.
@@ -134,9 +132,7 @@ def _set_pins(name: str, settings: Config, pinned: bool, json: bool) -> None:
 def unpublish(
     name: NameArg,
     settings: Config,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete its chunks at once, except those of other collections.")
-    ] = False,
+    delete: bool = option(False, "Delete its chunks at once, except those of other collections.", "--delete"),
     json: JsonOpt = False,
 ) -> None:
     """Unpublish a collection.
@@ -210,10 +206,8 @@ def pull(
 
 @kdn.command()
 def relay(
-    bind: Annotated[str, typer.Option(help="Address to listen on, HOST:PORT.")] = "127.0.0.1:4443",
-    cache_mb: Annotated[
-        int, typer.Option(min=1, help="Size of the cache of delivered chunks, in MB (10^6 bytes).")
-    ] = 1024,
+    bind: str = option("127.0.0.1:4443", "Address to listen on, HOST:PORT."),
+    cache_mb: int = option(1024, "Size of the cache of delivered chunks, in MB (10^6 bytes).", min=1),
 ) -> None:
     """Run a MoQ relay that delivers chunks to many engines (experimental).
 
@@ -236,13 +230,11 @@ def relay(
 def moq_publish(
     url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],
     settings: Config,
-    fingerprint: Annotated[
-        str,
-        typer.Option(
-            help="SHA-256 of the relay's certificate, in hex; without it, the certificate must be "
-            "signed by a trusted authority."
-        ),
-    ] = "",
+    fingerprint: str = option(
+        "",
+        "SHA-256 of the relay's certificate, in hex; without it, the certificate must be signed "
+        "by a trusted authority.",
+    ),
 ) -> None:
     """Publish a store's collections on a MoQ relay (experimental).
 

@@ -23,6 +23,12 @@ from pydantic.fields import FieldInfo
 from blendserve.config import BASIC, Config, Section
 from blendserve.registry import Registry
 
+
+def option(default: Any, help: str, *flags: str, **details: Any) -> Any:
+    """The default of a parameter that is an option. help: a noun phrase with its unit. details: of typer.Option."""
+    return typer.Option(default, *flags, help=help, **details)
+
+
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[
     str,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blendserve import console
-from blendserve.cli.options import JsonOpt, RayOpt, make_app, single_command, with_settings
+from blendserve.cli.options import JsonOpt, RayOpt, make_app, option, single_command, with_settings
 from blendserve.config import Config
 from blendserve.errors import InputError
 
@@ -28,27 +28,22 @@ keys = make_app("Create, list and revoke API keys of the server.")
 )
 def serve(
     settings: Config,
-    index: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--index",
-            "-i",
-            help="Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. Repeat it to "
-            "serve several collections; they share the first one's store. [default: indexes/demo]",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN-MAX",
-            help="Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. Without it, "
-            "one engine runs in this process.",
-        ),
-    ] = None,
+    index: list[str] | None = option(
+        None,
+        "Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. "
+        "Repeat it to serve several collections; they share the first one's store. [default: "
+        "indexes/demo]",
+        "--index",
+        "-i",
+    ),
+    replicas: str | None = option(
+        None,
+        "Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. "
+        "Without it, one engine runs in this process.",
+        metavar="N|MIN-MAX",
+    ),
     ray: RayOpt = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print all settings as YAML and exit.")
-    ] = False,
+    print_config: bool = option(False, "Print all settings as YAML and exit.", "--print-config"),
 ) -> None:
     """Serve indexes over an HTTP API that OpenAI clients can use.
 
@@ -87,30 +82,16 @@ def serve(
 def create(
     name: OwnerArg,
     file: FileOpt = KEYS,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            help="Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
-        ),
-    ] = None,
-    collection: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Collection that the key may use; repeat it for several. [default: all collections]"
-        ),
-    ] = None,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Refuse adding and deleting documents.")
-    ] = False,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="Allow access to /metrics and to other admin routes.")
-    ] = False,
-    max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent requests. [default: the server's limit]")
-    ] = None,
-    max_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Requests per minute. [default: the server's limit]")
-    ] = None,
+    namespace: str | None = option(
+        None, "Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
+    ),
+    collection: list[str] | None = option(
+        None, "Collection that the key may use; repeat it for several. [default: all collections]"
+    ),
+    read_only: bool = option(False, "Refuse adding and deleting documents.", "--read-only"),
+    admin: bool = option(False, "Allow access to /metrics and to other admin routes.", "--admin"),
+    max_concurrent: int | None = option(None, "Concurrent requests. [default: the server's limit]", min=1),
+    max_per_minute: int | None = option(None, "Requests per minute. [default: the server's limit]", min=1),
     json: JsonOpt = False,
 ) -> None:
     """Create a key and print it once.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
+from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
 from blendserve.config import Config
 from blendserve.errors import ConfigError, InputError
 from blendserve.extras import install_hint
@@ -43,13 +43,9 @@ def stats(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
 def verify(
     index: IndexArg,
     settings: Config,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Delete bad chunks and tables; `precompute` and `codec fit` restore them.",
-        ),
-    ] = False,
+    repair: bool = option(
+        False, "Delete bad chunks and tables; `precompute` and `codec fit` restore them.", "--repair"
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Verify every chunk and the codec tables of the store.
@@ -142,23 +138,17 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
 def fit_tables(
     index: IndexArg,
     settings: Config,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
-        ),
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File or folder with text to fit on, as for `index build`, repeatable; text "
-            "sampled from the model if not given."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Length of the text to fit on, in tokens, taken from all files in turn."),
-    ] = 16_384,
+    codec: list[str] | None = option(
+        None, "Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
+    ),
+    text: list[Path] | None = option(
+        None,
+        "File or folder with text to fit on, as for `index build`, repeatable; text sampled from "
+        "the model if not given.",
+    ),
+    tokens: int = option(
+        16_384, "Length of the text to fit on, in tokens, taken from all files in turn.", min=1
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Fit a codec's tables for a model, into an index's store.
@@ -181,24 +171,24 @@ def fit_tables(
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
     texts = [list(read_documents(path)) for path in text or []]
-    reader = load_model(settings.model)
-    prompts = PromptBuilder(reader.tokenizer, settings.prompt)
+    model = load_model(settings.model)
+    prompts = PromptBuilder(model.tokenizer, settings.prompt)
     if texts:  # documents of all texts in turns, so that the first tokens are of each kind
         documents = [document for turn in zip_longest(*texts) for document in turn if document is not None]
         chunks = chunks_of(documents, tokens, settings, prompts)
     else:
         with console.progress("Sampling text from the model", "tokens") as drawing:
-            chunks = self_generated_text(reader, tokens, drawing)
+            chunks = self_generated_text(model, tokens, drawing)
     tables = []
     with _open(index, settings.replace("store.codec", CODECS.default), read_only=False) as store:
         for name in names:
-            computing = console.progress(f"{name}: computing KV", "tokens", reader.adapter.kv_bytes_per_token)
+            computing = console.progress(f"{name}: computing KV", "tokens", model.adapter.kv_bytes_per_token)
             with computing as computed, console.progress(f"{name}: fitting", "steps") as fitted:
-                hash = fit(name, chunks, reader, prompts, store, computed, fitted)
+                hash = fit(name, chunks, model, prompts, store, computed, fitted)
             size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)
             tables.append({"codec": name, "hash": hash.hex(), "bytes": size})
     console.emit(
-        {"reader": reader.name, "reader_fingerprint": reader.fingerprint, "tables": tables},
+        {"reader": model.name, "reader_fingerprint": model.fingerprint, "tables": tables},
         json,
         "\n".join(f"{t['codec']}: tables {t['hash']}, {t['bytes']:,} bytes" for t in tables),
     )

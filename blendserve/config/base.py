@@ -6,7 +6,6 @@ pydantic-settings would ignore a misspelt variable, and would read the environme
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import os
 import sys
@@ -175,7 +174,9 @@ def _config_error(root: type[Section], error: ValidationError) -> ConfigError:
     reason = problem["msg"].removeprefix("Value error, ")
     reason = reason[0].lower() + reason[1:]
     if problem["type"] == "extra_forbidden":
-        message = f"unknown setting {setting!r}: {_hint(root, before, path)}"
+        message = (
+            f"unknown setting {setting!r}: {nearest(setting, [before + '.'.join(p) for p in _paths(root)])}"
+        )
     elif problem["type"] == SECRET:
         message = f"setting {setting!r} {reason}"
     else:
@@ -184,20 +185,6 @@ def _config_error(root: type[Section], error: ValidationError) -> ConfigError:
             reason = f"it has settings of its own: {', '.join(inner)}"
         message = f"setting {setting!r} cannot be {problem['input']!r}: {reason}"
     return ConfigError(message, setting=setting)
-
-
-def _hint(root: type[BaseModel], before: str, path: tuple[str, ...]) -> str:
-    """The setting with the most similar name; of equals, the one with the most similar path."""
-
-    def likeness(one: str, other: str) -> float:
-        return difflib.SequenceMatcher(None, one, other).ratio()
-
-    *parents, name = path
-    paths = [p for p in _paths(root) if likeness(name, p[-1]) >= 0.6]
-    if not paths:
-        return nearest(name, [p[-1] for p in _paths(root) if list(p[:-1]) == parents])
-    best = max(paths, key=lambda p: (likeness(name, p[-1]), likeness(".".join(path), ".".join(p))))
-    return f"did you mean {before + '.'.join(best)!r}?"
 
 
 def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:

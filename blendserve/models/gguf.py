@@ -168,7 +168,9 @@ def write_folder(file: Path, into: Path) -> Start:
     gguf = Gguf(file)
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
     special, eos, template = tokenizer.about.values()
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    ids: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
+    }
     written: dict[str, dict[str, Any]] = {
         "config": config,
         "generation_config": {"_from_model_config": True, **ids},

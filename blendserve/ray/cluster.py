@@ -149,12 +149,6 @@ def cpus_each(cpus: Sequence[int], free: int, workers: int) -> int:
     return next(fits, 0)
 
 
-def can_fit_worker(resources: WorkerResources) -> bool:
-    """Whether a machine of the connected cluster is large enough for a worker, in use or not."""
-    alive = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
-    return any(r.get("CPU", 0) >= resources.cpus and r.get("GPU", 0) >= resources.gpus for r in alive)
-
-
 def worker_config(config: Config, folder: Path) -> Config:
     """An index's settings for workers, which have no index: a store in a folder gets an absolute path."""
     if not STORES.load(config.store.kind).needs_folder:

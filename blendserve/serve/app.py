@@ -58,19 +58,13 @@ async def page_file(request: Request, name: str) -> Response:
     return response
 
 
-INGRESS_ROUTERS = (openai.router, rag.router, ops.router)
-"""Routes of any EngineClient. Documents and cache are missing, as each replica has a store of its own."""
-LOCAL_ROUTERS = (*INGRESS_ROUTERS, documents.router, page)
+def create_engine_app(client: EngineClient) -> FastAPI:
+    """The application of an engine, which it starts and closes.
 
-
-def create_local_app(client: LocalEngineClient) -> FastAPI:
-    """The application of an engine in this process, which it starts and closes."""
-    return create_engine_app(client, LOCAL_ROUTERS)
-
-
-def create_engine_app(client: EngineClient, routers: Sequence[APIRouter] = INGRESS_ROUTERS) -> FastAPI:
-    """The application of an engine, which it starts and closes."""
-    app = create_app(ServerState(client), routers)
+    A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
+    """
+    local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
+    app = create_app(ServerState(client), (openai.router, rag.router, ops.router, *local))
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
