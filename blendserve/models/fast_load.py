@@ -48,8 +48,9 @@ class Start(NamedTuple):
 def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | None:
     """The folder's record and weights; None without a record, and where anything is damaged."""
     try:
-        record = json.loads(record_file(folder, dtype).read_text("utf-8"))
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(record["backend"]), record["tokenizer"])
+        head, _, backend = record_file(folder, dtype).read_text("utf-8").partition("\n")
+        record = json.loads(head)
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend), record["tokenizer"])
         ends = frozenset(record["end_tokens"])
         tensors = _weights(folder, dtype)
         if record["config"]["tie_word_embeddings"]:
@@ -61,17 +62,13 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | 
 
 
 def save(folder: Path, dtype: torch.dtype, start: Start) -> None:
-    """Write what `load` reads."""
+    """Write what `load` reads: a line of JSON, and the Rust tokenizer."""
     file = record_file(folder, dtype)
-    record = {
-        **start._asdict(),
-        "backend": start.tokenizer.backend_tokenizer.to_str(),
-        "tokenizer": start.tokenizer.about,
-        "end_tokens": sorted(start.end_tokens),
-    }
+    about = {"tokenizer": start.tokenizer.about, "end_tokens": sorted(start.end_tokens)}
+    head = json.dumps({**start._asdict(), **about}, default=str)
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(record, default=str), "utf-8")
+    scratch.write_text(f"{head}\n{start.tokenizer.backend_tokenizer.to_str()}", "utf-8")
     os.replace(scratch, file)
 
 
@@ -92,4 +89,4 @@ def record_file(folder: Path, dtype: torch.dtype) -> Path:
     versions = __version__, torch.__version__, version("transformers")
     about = repr((str(folder.resolve()), files, str(dtype), versions))
     digest = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
-    return cache_folder() / "starts" / f"{digest}.json"
+    return cache_folder() / "starts" / f"{digest}.record"
