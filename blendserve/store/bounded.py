@@ -247,7 +247,7 @@ class BoundedClient:
 
 
 class NegativeCache:
-    """Chunks whose reading failed, for some seconds each; at most so many. Thread-safe.
+    """Chunks whose reading failed, for some seconds each, up to a number of chunks. Thread-safe.
 
     Absent chunks do not belong here: their look-up is cheap, and another engine may store them at any moment.
     """
