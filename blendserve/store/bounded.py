@@ -28,11 +28,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable, unraised
 from blendserve.store.clock import Clock
-from blendserve.store.key import ChunkKey
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORKERS = 4
-FAILED_S, MAX_FAILED = 10.0, 4096
 
 HINT = "beside its url in the settings"
 
@@ -244,37 +242,6 @@ class BoundedClient:
                 self.peer.disconnect(client)
             except Exception as error:
                 log.debug("a connection did not end cleanly: %s", error)
-
-
-class NegativeCache:
-    """Chunks whose reading failed, for some seconds each, up to a number of chunks. Thread-safe.
-
-    Absent chunks do not belong here: their look-up is cheap, and another engine may store them at any moment.
-    """
-
-    def __init__(
-        self, seconds: float = FAILED_S, most: int = MAX_FAILED, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._seconds, self._most, self._now = seconds, most, now
-        self._until: dict[ChunkKey, tuple[float, str]] = {}  # the oldest first
-        self._lock = threading.Lock()
-
-    def add(self, key: ChunkKey, why: str) -> None:
-        with self._lock:
-            self._until.pop(key, None)
-            self._until[key] = self._now() + self._seconds, why
-            if len(self._until) > self._most:
-                del self._until[next(iter(self._until))]
-
-    def why(self, key: ChunkKey) -> str:
-        """Why the chunk is not read now; "" if it may be."""
-        until, why = self._until.get(key, (0.0, ""))
-        return why if self._now() < until else ""
-
-    def forget(self, key: ChunkKey) -> None:
-        """It was stored again."""
-        with self._lock:
-            self._until.pop(key, None)
 
 
 class Deadline:

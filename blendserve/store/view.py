@@ -24,6 +24,7 @@ class ChunkView:
     raw_bytes: int  # of keys and values over all layers, as `layer` returns them
     version: Hashable  # equal only for views of the same bytes
     read: Callable[[int], Pair]
+    in_memory: bool = False  # decoded already: `layer` costs nothing
 
     def layer(self, l: int) -> Pair:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
@@ -44,9 +45,8 @@ class TensorView(ChunkView):
 
     def __init__(self, kv: ChunkKV) -> None:
         n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes
-        super().__init__(
-            n_layers, kv.n_tokens, n_bytes, n_bytes, object(), lambda l: (kv.keys[l], kv.values[l])
-        )
+        read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
+        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True)
 
 
 class RecordView(ChunkView):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ SIZES = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module", params=NATIVE, ids=lambda level: level.name)
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+def library(request: pytest.FixtureRequest) -> SimpleNamespace:
     level: Level = request.param
     if reason := missing(level):
         pytest.skip(reason)
@@ -64,7 +64,9 @@ def test_the_plain_form_is_the_format_read_by_hand(sizes: dict[str, Any]) -> Non
 
 
 @given(sizes=SIZES)
-def test_native_kernels_give_the_same_bytes_and_symbols(library: ctypes.CDLL, sizes: dict[str, Any]) -> None:
+def test_native_kernels_give_the_same_bytes_and_symbols(
+    library: SimpleNamespace, sizes: dict[str, Any]
+) -> None:
     values, below, means = symbols(**sizes)
     contexts = rans.contexts_of(below, len(values))
     wanted = rans.encode_reference(values, contexts, means, MODEL)
@@ -82,7 +84,7 @@ def test_native_kernels_give_the_same_bytes_and_symbols(library: ctypes.CDLL, si
     seed=st.integers(0, 99),
 )
 def test_numbers_are_the_formulas_and_the_same_bits_everywhere(
-    library: ctypes.CDLL,
+    library: SimpleNamespace,
     dtype: torch.dtype,
     shape: tuple[int, int],
     tokens: int,
@@ -107,7 +109,7 @@ def test_numbers_are_the_formulas_and_the_same_bits_everywhere(
 
 
 @pytest.mark.parametrize(("dim", "axes"), [(24, 4), (16, 3)])
-def test_other_shapes_are_left_to_the_plain_form(library: ctypes.CDLL, dim: int, axes: int) -> None:
+def test_other_shapes_are_left_to_the_plain_form(library: SimpleNamespace, dim: int, axes: int) -> None:
     layer = rans.random_map(48, axes)
     assert not rans_native.is_supported(layer, dim)
     below, given_symbols = rans.random_codes(5, 48), rans.random_codes(5, axes)
@@ -118,7 +120,7 @@ def test_other_shapes_are_left_to_the_plain_form(library: ctypes.CDLL, dim: int,
 
 @given(sizes=SIZES, data=st.data())
 def test_other_bytes_are_refused_or_are_other_symbols(
-    library: ctypes.CDLL, sizes: dict[str, Any], data: st.DataObject
+    library: SimpleNamespace, sizes: dict[str, Any], data: st.DataObject
 ) -> None:
     """Natively as by the plain form, in whole."""
     values, below, means = symbols(**sizes)
@@ -140,12 +142,12 @@ def test_other_bytes_are_refused_or_are_other_symbols(
 
 @pytest.mark.parametrize("name", ["encode", "decode", "dequantize"])
 def test_the_self_check_refuses_what_is_one_position_off(
-    library: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch
+    library: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rans_native.check(library)
     right = getattr(rans_native, name)
 
-    def off(library: ctypes.CDLL, first: Any, *rest: Any) -> Any:
+    def off(library: SimpleNamespace, first: Any, *rest: Any) -> Any:
         if name == "decode":
             return np.roll(right(library, first, *rest), 1, 0)
         moved = first.roll(1, 0) if isinstance(first, torch.Tensor) else np.roll(first, 1, 0)

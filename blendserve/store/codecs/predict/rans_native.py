@@ -5,9 +5,9 @@ One thread; the GIL is free during a native call. Functions of kernels/cpu/kerne
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import suppress
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import switches
-from blendserve.kernels.cpu.bindings import pointer
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.library import loaded, pointer
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.rans import BLOCK, STREAMS, LayerMap, RansModel, contexts_of
 
 
-def native_library() -> ctypes.CDLL | None:
+def native_library() -> SimpleNamespace | None:
     """The kernels of the widest instruction set that pass their check on this machine; None = use the plain form."""
     return _native_library() if switches.is_native_on() else None
 
 
 @cache
-def _native_library() -> ctypes.CDLL | None:
+def _native_library() -> SimpleNamespace | None:
     for level in reversed(LEVELS.values()):
         with suppress(Unavailable):
             if "rans_decode" in level.sources:
@@ -39,7 +38,11 @@ def _native_library() -> ctypes.CDLL | None:
 
 
 def encode(
-    library: ctypes.CDLL | None, values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: RansModel
+    library: SimpleNamespace | None,
+    values: np.ndarray,
+    contexts: np.ndarray,
+    means: np.ndarray,
+    model: RansModel,
 ) -> bytes:
     """As rans.encode_reference."""
     if library is None:
@@ -49,13 +52,13 @@ def encode(
     values = np.ascontiguousarray(values, np.int8)
     given = values, np.ascontiguousarray(contexts, np.uint8), np.ascontiguousarray(means, np.int32)
     arrays = *given, model.model_of, model.encode_table, words, escapes, states, counts
-    library.blendserve_rans_encode(*(x.ctypes.data for x in arrays), *values.shape)
+    library.rans_encode(*(x.ctypes.data for x in arrays), *values.shape)
     n_words, n_escapes = counts.tolist()
     return rans.join_segment(states.tolist(), escapes[:n_escapes], words[len(words) - n_words :])
 
 
 def decode(
-    library: ctypes.CDLL | None,
+    library: SimpleNamespace | None,
     segment: memoryview,
     below: np.ndarray | None,
     n_tokens: int,
@@ -75,8 +78,8 @@ def decode(
         *(np.frombuffer(words, np.uint8), escapes, below, means, model.model_of, model.decode_table),
         *(model.cdf_head, np.array(states, np.uint32), values),
     )
-    is_right = library.blendserve_rans_decode(
-        *(None if x is None else x.ctypes.data for x in arrays),
+    is_right = library.rans_decode(
+        *(0 if x is None else x.ctypes.data for x in arrays),
         *(len(words) // 2, len(escapes), *values.shape, 0 if below is None else below.shape[1]),
     )
     if not is_right:
@@ -85,7 +88,7 @@ def decode(
 
 
 def dequantize(
-    library: ctypes.CDLL | None,
+    library: SimpleNamespace | None,
     below: Tensor,
     symbols: Tensor | None,
     layer: LayerMap,
@@ -103,7 +106,7 @@ def dequantize(
     scales = layer.map_scale, layer.mean, layer.residual_scale, layer.code_scale, layer.code_zero
     outputs = (None, out, codes) if is_short else (out, None, codes)
     tensors = below, symbols, *layer.packed, *scales, *outputs
-    library.blendserve_dequantize(*map(pointer, tensors), tokens, width, len(layer.residual), dim)
+    library.dequantize(*map(pointer, tensors), tokens, width, len(layer.residual), dim)
     return out.to(dtype), codes
 
 
@@ -113,7 +116,7 @@ def is_supported(layer: LayerMap, dim: int) -> bool:
     return is_whole and (dim % BLOCK == 0 or BLOCK % dim == 0)
 
 
-def check(library: ctypes.CDLL) -> None:
+def check(library: SimpleNamespace) -> None:
     """Raises Unavailable unless the kernels give the plain form's bytes and bits."""
     model, generator = rans.random_model(), np.random.default_rng(0)
     layer, codes = rans.random_map(64, 20), rans.random_codes(40, 64)
