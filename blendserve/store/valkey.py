@@ -222,7 +222,9 @@ class ValkeyStore(KVStore):
             held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
         with suppress(StoreError):  # they expire
-            self._each(held, self._end_lease)
+            self._each(
+                held, lambda p, key: p.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
+            )
 
     # The whole
 
@@ -302,7 +304,7 @@ class ValkeyStore(KVStore):
         return store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
 
     def _write(self, client: Client, record: ChunkRecord, reserved: Reserved) -> None:
-        """In place of the chunk before; this process's lease on it ends."""
+        """In place of the chunk before; the lease on it ends."""
         name, key = chunk_name(record.key), record.key
         fields: dict[bytes, Buffer] = {HEADER: record.header_bytes()}
         fields |= {segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())}
@@ -311,14 +313,10 @@ class ValkeyStore(KVStore):
         (persist if reserved.pinned else expire)(pipeline, key)
         if surplus := [segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
             pipeline.hdel(name, *surplus)
-        if key in self._leased:
-            self._end_lease(pipeline, key)
+        pipeline.unlink(lease_name(key))
         pipeline.execute()
         with self._lock:
             self._leased.discard(key)
-
-    def _end_lease(self, pipeline: Client, key: ChunkKey) -> None:
-        pipeline.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
 
     def _remove_lost(self) -> None:
         """Remove the entries whose chunks the server has evicted, or that no process ever wrote."""
