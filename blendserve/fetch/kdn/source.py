@@ -254,7 +254,7 @@ class _Blobs(BlobStore):
 
     def _only_read(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self._source.name} is for reading: publish anew with `blendserve kdn publish`, or retire the collection"
+            f"{self._source.name} is for reading: publish anew with `blendserve kdn publish`, or unpublish the collection"
         )
 
 
