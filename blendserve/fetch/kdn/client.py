@@ -103,7 +103,7 @@ class Client:
         finally:
             self._release(connection, is_reusable)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Shut down every connection: a thread that waits for one gets an error."""
         with self._lock:
             ended, self._idle = [*self._open, *self._idle], []
@@ -138,7 +138,7 @@ class KdnPeer:
         return Client(self._config)
 
     def disconnect(self, client: Client) -> None:
-        client.cut()
+        client.close()
 
     def explain(self, error: Exception) -> StoreError | str:
         match error:
