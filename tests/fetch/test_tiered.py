@@ -224,7 +224,7 @@ def test_a_stored_chunk_reaches_the_remote_store_though_copies_of_it_are_forgott
     machine.far.gate.clear()
     for n in range(10, 14):
         put_kv(machine.store, key_of(n), kv(n))
-        machine.fetcher.forget([key_of(n)])
+    machine.fetcher.forget([key_of(n) for n in range(11, 14)])  # that wait behind the first one
     machine.far.gate.set()
     machine.store.flush()
     assert stored(machine.far) >= set(range(10, 14))
