@@ -27,6 +27,8 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
 
+STAGES = "retrieve", "queue", "load", "select", "correct", "prefill"  # of a request's clock
+
 # position of the first token, tokens -> logits [n, V] after each
 Decode = Callable[[int, list[int]], Tensor]
 
@@ -97,8 +99,7 @@ class Sequence:
         """
         draft, self._draft = self._draft, []
         pieces, self.n_new, self._n_passes = list[str](), 0, self._n_passes + 1
-        rows = logits if logits.dim() == 2 else logits[None]
-        for row, drafted in zip(rows, [*draft, None], strict=True):
+        for row, drafted in zip(logits.view(-1, logits.shape[-1]), [*draft, None], strict=True):
             token = self._sampler(row)
             self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
             if self._n_sampled == 1:  # before the answer can end
@@ -138,13 +139,12 @@ class Sequence:
     def _timings(self) -> Timings:
         seconds, n = self.plan.clock.seconds, len(self._tokens)
         decode = self.plan.clock.elapsed() - self.ttft
-        rate = (n - 1) / decode if n > 1 else 0.0
-        stages = {
-            stage: seconds[stage] for stage in ("retrieve", "queue", "load", "select", "correct", "prefill")
-        }
-        per_pass = (self._n_sampled - 1) / (self._n_passes - 1) if self._n_passes > 1 else 1.0
         return Timings(
-            **stages, ttft=self.ttft, decode=decode, tokens_per_second=rate, tokens_per_pass=per_pass
+            **{stage: seconds[stage] for stage in STAGES},
+            ttft=self.ttft,
+            decode=decode,
+            tokens_per_second=(n - 1) / decode if n > 1 else 0.0,
+            tokens_per_pass=(self._n_sampled - 1) / (self._n_passes - 1) if self._n_passes > 1 else 1.0,
         )
 
 
@@ -289,10 +289,8 @@ class Detokenizer:
             out, self._pending = self._pending[: min(found)[1]], ""
             return out
         keep = 0 if final else max((_stop_prefix_len(self._pending, s) for s in self._stop), default=0)
-        out, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        end = len(self._pending) - keep
+        out, self._pending = self._pending[:end], self._pending[end:]
         return out
 
 

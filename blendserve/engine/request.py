@@ -75,10 +75,6 @@ class Plan:
         """Of prompt and answer, at most."""
         return len(self.prompt) + self.decode.max_new_tokens
 
-    def require_room(self, room: int) -> None:
-        """Raises PromptTooLong if prompt and answer have more than `room` tokens."""
-        _require_room(len(self.prompt), room, self.decode)
-
 
 def make_plan(
     request: Request,
@@ -98,10 +94,12 @@ def make_plan(
     make_policy(blend).validate(n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
-    if least := prompts.at_least(_texts(request), max(0, room - decode.max_new_tokens)):
-        _require_room(least, room, decode, at_least=True)
+    own = [text for passage in request.passages or () for text in (passage.title, passage.text)]
+    texts = [request.question, *(message.text for message in request.history), *own]
+    if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
+        require_room(least, room, decode, at_least=True)
     frame = prompts.frame(request.question, request.history)
-    _require_room(len(frame), room, decode, at_least=bool(request.passages))
+    require_room(len(frame), room, decode, at_least=bool(request.passages))
     passages = request.passages
     if passages is None:
         with clock.stage("retrieve"):
@@ -111,20 +109,14 @@ def make_plan(
     for passage in passages:  # one by one, as long as they fit
         chunks.append(prompts.chunk(passage))
         n_tokens += len(chunks[-1])
-        _require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
+        require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
     return Plan(frame.with_chunks(chunks), passages, blend, decode, clock)
 
 
-def _require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
-    """Raises PromptTooLong. at_least: the prompt may have more tokens."""
+def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
+    """Raises PromptTooLong if a prompt and its answer need more than `room`. at_least: the prompt may be longer."""
     if n_tokens > room - decode.max_new_tokens:
         raise PromptTooLong(n_tokens, room, decode.max_new_tokens, at_least)
-
-
-def _texts(request: Request) -> list[str]:
-    """All texts of a request."""
-    passages = [text for passage in request.passages or () for text in (passage.title, passage.text)]
-    return [request.question, *(message.text for message in request.history), *passages]
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

@@ -30,7 +30,7 @@ from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta
+from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
@@ -143,7 +143,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
         try:
-            sequence.plan.require_room(self._pool.n_tokens)
+            require_room(len(sequence.plan.prompt), self._pool.n_tokens, sequence.plan.decode)
             with self._wake:
                 self.refuse_if_full(sequence.tenant, 0)
                 if len(self._tenants) < 2:
