@@ -23,8 +23,7 @@ from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
-from blendserve.fetch.copies import Hold
-from blendserve.fetch.fetcher import COMPUTED, Fetch, KVFetcher
+from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
