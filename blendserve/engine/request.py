@@ -1,6 +1,6 @@
-"""Request -> Plan: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
+"""Prepares a request: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
 
-A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of messages
+A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of history
 and question before the search.
 """
 
@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PreparedRequest:
     """A request that can be answered."""
 
     prompt: Prompt
@@ -76,7 +76,7 @@ class Plan:
         return len(self.prompt) + self.decode.max_new_tokens
 
 
-def make_plan(
+def prepare_request(
     request: Request,
     config: Config,
     n_layers: int,
@@ -84,7 +84,7 @@ def make_plan(
     prompts: PromptBuilder,
     search: Search,
     clock: Clock,
-) -> Plan:
+) -> PreparedRequest:
     """n_layers: of the model. room: tokens for prompt and answer.
 
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
@@ -110,7 +110,7 @@ def make_plan(
         chunks.append(prompts.chunk(passage))
         n_tokens += len(chunks[-1])
         require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
-    return Plan(frame.with_chunks(chunks), passages, blend, decode, clock)
+    return PreparedRequest(frame.with_chunks(chunks), passages, blend, decode, clock)
 
 
 def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
