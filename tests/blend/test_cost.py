@@ -103,7 +103,7 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
 
     def compute(ratio: float) -> float:
         rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
-        return MODEL.seconds(count_work(LONG, rows_alone, LAYERS)._replace(loaded=0.0))
+        return MODEL.seconds(Work(*count_work(LONG, rows_alone, LAYERS)[:-1], loaded=0.0))
 
     ratio, loading = overlapped_ratio(MODEL, LONG, config, token_s), OVERLAP_TARGET * token_s * LONG.n_loaded
     highest = (LONG.n_reusable - 1) / LONG.n_found
