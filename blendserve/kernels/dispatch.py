@@ -101,7 +101,7 @@ def _kind(x: Any) -> Hashable:
     if isinstance(x, Rope):
         return _kind(x.cos), _kind(x.sin), x.cos.stride(0) == x.sin.stride(0)
     if isinstance(x, Rotary):
-        return x.form
+        return x
     if isinstance(x, Activation):
         return x.is_silu
     if isinstance(x, CorrectionParams):

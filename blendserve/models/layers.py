@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blendserve.kernels.activation import Activation
-from blendserve.kernels.norm import Norm, NormForm
+from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
-from blendserve.models.families import RMS, Family
+from blendserve.models.families import Family
 
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")

@@ -80,7 +80,7 @@ def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
 
 def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
-    if model.rotary.form != HALVES:
+    if model.rotary != HALVES:
         raise ValueError("RoPE is not by halves")
     if model.family.parallel or model.family.qk_norm == "width":
         raise ValueError("the MLP is parallel to attention, or norms are over all heads")

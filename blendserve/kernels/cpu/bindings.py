@@ -171,7 +171,7 @@ def silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation)
 def supports_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> bool:
     cos, sin = rope.cos, rope.sin
     return (
-        rotary.form == HALVES
+        rotary == HALVES
         and _is_native(level, x, cos, sin)
         and cos.stride(0) == sin.stride(0)
         and cos.shape[-1] % ROPE_STEP == 0
@@ -233,7 +233,7 @@ def supports_correction(
 ) -> bool:
     cos, sin = rope.cos, rope.sin
     return (
-        rotary.form == HALVES
+        rotary == HALVES
         and _is_native(level, keys, values, cos, sin)
         and cos.stride(0) == sin.stride(0)
         and keys.shape[-1] % ROPE_STEP == cos.shape[-1] % ROPE_STEP == 0
