@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from blendserve.kernels import selfcheck
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.cpu import isa
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.norm import FORMS, Norm
@@ -55,7 +54,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
                 yield "attend_with_scores", f"{len(at)} rows, {window}, {softcap}", (*given, plan)
     for rows in (1, 8, 9, 130):
         yield "linear", f"{rows}", (draw(rows, 192), draw(142, 192), draw(142))
-        yield "gated_activation", f"{rows}", (4 * draw(rows, 90), draw(rows, 90), Activation(F.silu, True))
+        yield "gated_activation", f"{rows}", (4 * draw(rows, 90), draw(rows, 90), F.silu)
         for i, form in enumerate(FORMS):
             norm = Norm(lambda x: x, draw(576), 1e-5, form)
             yield "add_norm", f"{rows}, form {i}", (draw(rows, 576), draw(rows, 576), norm)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import FORMS as NORM_FORMS
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary
@@ -151,7 +150,7 @@ def norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apar
 def gate(draw: Draw, rows: int, width: int, apart: int = 0) -> Args:
     gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
     gate[:, ::5] *= 20  # to where the exponential overflows
-    return gate, up, Activation(F.silu, True)
+    return gate, up, F.silu
 
 
 CASES: dict[str, Callable[..., Args]] = {  # by operation

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan
-from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
+from blendserve.kernels.types import (
+    Activation,
+    AttentionSpec,
+    CorrectionParams,
+    Prior,
+    RecomputedTokens,
+    Rope,
+)
 
 # Attention
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import (
+    Activation,
     AttentionSpec,
     CorrectionParams,
     Prior,
@@ -154,7 +155,10 @@ def add_rms_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> tup
 
 def supports_silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> bool:
     return (
-        activation.is_silu and gate.dim() == 2 and _is_native(level, gate, up) and not torch.is_grad_enabled()
+        activation is F.silu
+        and gate.dim() == 2
+        and _is_native(level, gate, up)
+        and not torch.is_grad_enabled()
     )
 
 
