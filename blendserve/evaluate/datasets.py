@@ -77,7 +77,7 @@ def load(
         examples = continuations(_text(path), path.stem)[:limit]
     else:
         path, text = _read(name)
-        examples, passages = _parsed(path, text, corpus and Path(corpus), limit)
+        examples, passages = _parsed(path, text, Path(corpus) if corpus else None, limit)
         examples = [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples]
     (repeated, n), tasks = Counter(e.id for e in examples).most_common(1)[0], {e.task for e in examples}
     if n > 1:

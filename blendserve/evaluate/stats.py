@@ -64,7 +64,7 @@ def _ratio(
         top, bottom = reduce(top, axis=axis), reduce(bottom, axis=axis)
         return np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=np.asarray(bottom) > 0)
 
-    value, n = float(statistic(*columns)), len(columns[0])
+    value, n = float(statistic(columns[0], columns[1])), len(columns[0])
     if np.isnan(value):
         return None
     if n == 1:

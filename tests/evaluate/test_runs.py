@@ -27,8 +27,7 @@ from blendserve.evaluate.job import Outcome, evaluate_each
 from blendserve.evaluate.prompts import PromptSource, open_engine
 from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
 from blendserve.evaluate.tables import show_all
-from blendserve.models.native import native_decoder
-from blendserve.models.runner import decode_in_int8
+from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.policies import LRU
 from tests.golden import research

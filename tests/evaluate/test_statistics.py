@@ -36,9 +36,7 @@ ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
 def prefilled(name: str, **options: Any) -> PassResult:
     adapter = tiny_adapter(name)
-    return run_steps(
-        blend_prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER))
-    )
+    return run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER)))
 
 
 @pytest.mark.parametrize("name", KINDS)
