@@ -183,7 +183,14 @@ TABLE = table(
     *(ratio(f"/ {name}", "token_s", engine=name) for name in LLAMA),
     Column("GB/s", "gb_per_s"),
 )
-TINY = {"contexts": (60,), "thread_counts": (1,), "new_tokens": 3, "repeats": 1, "int8": False, "llama": False}
+TINY = {
+    "contexts": (60,),
+    "thread_counts": (1,),
+    "new_tokens": 3,
+    "repeats": 1,
+    "int8": False,
+    "llama": False,
+}
 BENCH = Bench(EnginesConfig, groups, (TABLE,), tiny=TINY)
 
 
