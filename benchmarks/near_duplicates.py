@@ -18,7 +18,7 @@ from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_pr
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.blend.near import MAX_DONORS
+from blendserve.blend.near import MAX_DONORS, find_runs
 from blendserve.config import BlendConfig, Ratio, changed
 from blendserve.evaluate.edits import before
 from blendserve.store import LMDBStore
@@ -66,7 +66,8 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
 
         def search() -> Metrics:
             clock = Clock()
-            blender.near.find(dict(enumerate(unrelated)), lambda donors: {})
+            for i, donors in blender.near.donors(dict(enumerate(unrelated))).items():
+                find_runs(unrelated[i], donors)
             return {"search_s": clock.elapsed()}
 
         cases = [Case({"passages": name}, partial(prompt, *given)) for name, given in prompts.items()]

@@ -129,7 +129,8 @@ class _Stamps:
 def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
-    return run(blend_prefill(adapter, prompt, lay_out(prompt), BlendConfig(), n))
+    layout = lay_out(prompt)
+    return run(blend_prefill(adapter, layout, BlendConfig(), n))
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:

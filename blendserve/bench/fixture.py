@@ -193,9 +193,9 @@ def make_blender(reader: LoadedModel, prompts: PromptBuilder, store: KVStore, **
 
 def forward(adapter: DecoderModel, ids: TokenIds) -> Tensor:
     """The model's own forward over these tokens, with a cache -> logits [V] after the last."""
-    from blendserve.kernels.cuda.dense import BACKENDS
+    from blendserve.kernels.sdpa import GPU_BACKENDS
 
-    with sdpa_kernel(BACKENDS) if adapter.device.type == "cuda" else nullcontext():
+    with sdpa_kernel(GPU_BACKENDS) if adapter.device.type == "cuda" else nullcontext():
         return OwnDecoding(adapter).feed(ids)
 
 

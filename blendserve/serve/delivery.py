@@ -32,7 +32,7 @@ from blendserve.kdn.publish import retire, set_pins
 from blendserve.serve import ops
 from blendserve.serve.app import create_app
 from blendserve.serve.auth import ServerState, TenantDep, server_state
-from blendserve.serve.engine_client import run_on
+from blendserve.serve.engine_client import Backend, run_on
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import TokenBucket
 from blendserve.serve.metrics import HttpMetrics
@@ -69,30 +69,23 @@ class DeliveryMetrics(HttpMetrics):
         self.bytes = self.counter("delivered_bytes", "Bytes of bodies, as sent")
 
 
-class DeliveryBackend:
+class DeliveryBackend(Backend):
     """The collections of a store, as the routes read them. Methods that read the store are for its executor's thread.
 
     The store is its opener's to close.
     """
 
-    namespace = ""
+    http: DeliverConfig
+    metrics: DeliveryMetrics
 
     def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
         """clock: of how long the catalogue's entries are fresh."""
         self.store, self.http, self.metrics = store, config, DeliveryMetrics()
         self.catalogue = Catalogue(store, now=clock.monotonic)
         self.executor = FairExecutor("delivery", config.queue)
-        self.is_alive = True
         self._sent_mb = TokenBucket()
         self._cache: OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody] = OrderedDict()
         self._cached_bytes = 0
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def drain(self) -> None:
-        """Running requests end within uvicorn's shutdown timeout."""
-        self.is_alive = False
 
     def close(self) -> None:
         """End the thread."""
