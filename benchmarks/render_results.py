@@ -62,7 +62,7 @@ def results_part(suite: Suite, results: Path) -> str:
         lines.append(f"| {claim.says} | {_measured(verdict)} | {claim.target} | {met} | `{claim.run}` |")
     lines += ["", _measured_on(suite, results), ""]
     for name, (title, run, _) in FIGURES.items():
-        shown = suite.runs[run].result(results) is not None
+        shown = suite.result(run, results) is not None
         lines.append(f"![{title}](plots/{name}.svg)" if shown else f"- {title}: {UNKNOWN}.")
     return "\n".join(lines)
 
@@ -71,7 +71,7 @@ def readme_part(suite: Suite, results: Path) -> str:
     """TTFT of every method, speedup over transformers, and KL shares."""
     titles = ("method", "TTFT ms", "speedup", *(f"KL share, {title}" for title in QUALITY.values()))
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    ttft = suite.runs["ttft"].result(results)
+    ttft = suite.result("ttft", results)
     for method, name in METHODS.items():
         cells = [UNKNOWN, ""]
         if ttft is not None:
@@ -80,7 +80,7 @@ def readme_part(suite: Suite, results: Path) -> str:
             column = Column("", "ttft_s", baseline={"method": "transformers"})
             ratio = 1.0 if method == "transformers" else summarize(select(ttft, column, where)).median
             cells = [f"{seconds:,.0f}", f"{ratio:.1f}"]
-        shares = [_kl_share(suite.runs[run].result(results), method) for run in QUALITY]
+        shares = [_kl_share(suite.result(run, results), method) for run in QUALITY]
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (name, *cells, *shares)))
     return "\n".join(lines)
 
@@ -111,7 +111,7 @@ def _measured(verdict: Verdict | None) -> str:
 
 def _measured_on(suite: Suite, results: Path) -> str:
     """Machines and commits of the results: one each, or the table is not of one machine and commit."""
-    found = [result for run in suite.runs.values() if (result := run.result(results)) is not None]
+    found = [result for run in suite.runs if (result := suite.result(run, results)) is not None]
     places = [result["environment"] for result in found if "environment" in result]
     machines = {p["machine"] if isinstance(p["machine"], str) else describe(p["machine"]) for p in places}
     commits = {p.get("versions", p)["commit"] for p in places}
@@ -128,7 +128,7 @@ def main() -> None:
     folder = RESULTS_PAGE.with_name("plots")
     folder.mkdir(exist_ok=True)
     for name, (_, run, draw) in FIGURES.items():
-        if (result := suite.runs[run].result(RESULTS)) is not None:
+        if (result := suite.result(run, RESULTS)) is not None:
             (folder / f"{name}.svg").write_bytes(draw(result))
 
 
