@@ -49,16 +49,12 @@ class RayEngineClient(EngineClient):
         replicas: Replicas,
     ) -> None:
         """The replicas are their opener's to close."""
-        self.metrics, self._facts, self._prompts, self._replicas = (
-            HttpMetrics(),
-            replicas.facts(),
-            prompts,
-            replicas,
-        )
+        super().__init__(config, http, HttpMetrics())
+        self._facts, self._prompts, self._replicas = replicas.facts(), prompts, replicas
         names = engine_client.served_names(self._facts.name, http.served_model_name)
-        model = engine_client.ServedModel(names, tokenizer, self._facts.max_tokens)
+        self.model = engine_client.ServedModel(names, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
-        super().__init__(config, http, model, engine_client.TenantCollections(library, retrieval))
+        self.collections = engine_client.TenantCollections(library, retrieval)
 
     def close(self) -> None:
         """End the thread."""
