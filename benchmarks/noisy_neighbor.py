@@ -1,9 +1,9 @@
 """`python -m benchmarks noisy_neighbor`: what one hostile client does to the TTFT of a server's other clients.
 
-Regular clients load the server to a fixed share of what it answers one by one: each waits for its answer, then for its
-think time. Windows without and with a hostile client take turns. Each has a new server over a new copy of the index, as
-documents that the hostile client sent are indexed long after it has gone. Every client has an API key, the limits are the
-server's defaults, and the hostile client has a collection of its own.
+Regular clients load the server to a fixed share of its sequential throughput: each waits for its answer, then for its
+think time. Windows without and with a hostile client alternate. Each has a new server over a new copy of the index, as
+the server indexes the hostile client's documents long after the window. Every client has an API key, the limits are the
+server's defaults, and the hostile client has its own collection.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
+from itertools import count as count_up
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,12 @@ from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.serving import ROOM, model_settings
 from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
-from blendserve.errors import InputError, ServeError
+from blendserve.errors import InputError
 from blendserve.retrieve import language_reference
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"
-ALONE = 5  # answers one by one, before a window
+SEQUENTIAL = 5  # requests one at a time, before a window
 TIMEOUT_S = 120.0  # without an event until a request has failed
 POOL = 30  # passages whose titles are asked about
 INDEX, UPLOADS = "index", "uploads"  # collections: the regular clients', the hostile one's
@@ -63,9 +65,6 @@ class NeighborConfig(BenchConfig):
 
 
 def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
-    labels = {"clients": config.clients}
-    if log.done(labels):
-        return
     with scratch(config.folder) as folder:
         prepare(config, folder / "made")
         model_settings(config, folder / "model.yaml")
@@ -76,18 +75,16 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
         ]
         hostile = keys.create(Tenant("hostile", "hostile", collections=(UPLOADS,)))
         facts: dict[str, Any] = {"statuses": {kind: {} for kind in KINDS}}
-        windows = {"no": 0, "yes": 0}
+        windows = {"no": count_up(), "yes": count_up()}
 
         def run(neighbor: str) -> Metrics:
             with server(folder) as url:
                 window = Window(config, url, regular, titles(folder / "made"), facts)
-                attacker_key = hostile if neighbor == "yes" else None
-                metrics = asyncio.run(window.run(windows[neighbor], attacker_key, folder))
-            windows[neighbor] += 1
-            return metrics
+                with hostile_client(config, url, hostile, folder, neighbor == "yes", facts) as start:
+                    return asyncio.run(window.run(next(windows[neighbor]), start))
 
         cases = [Case({"hostile": name}, partial(run, name)) for name in windows]
-        yield Group(labels, cases, facts, warm_up=False)
+        yield Group({"clients": config.clients}, cases, lambda: facts, warm_up=False)
 
 
 def think_time(service_s: float, clients: int, share: float) -> float:
@@ -114,19 +111,36 @@ def titles(index: Path) -> Body:
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
     """The URL of a new server over a new copy of the index in folder/made. Raises ServeError."""
-    served, log = folder / "served", folder / "server.log"
-    shutil.copytree(folder / "made", served / INDEX)
-    shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
-    indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
-    given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"), "--method", METHOD)
-    command = serve_command(*indexes, *given, *ROOM)
-    try:
-        with ServerProcess(command, log) as child:
+    with scratch(folder) as served:
+        shutil.copytree(folder / "made", served / INDEX)
+        shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
+        indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
+        given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"))
+        command = serve_command(*indexes, *given, "--method", METHOD, *ROOM)
+        with ServerProcess(command, folder / "server.log") as child:
             yield child.url
-    except ServeError:
-        raise ServeError(f"the server did not start: {log.read_text().strip().splitlines()[-1]}") from None
-    finally:
-        shutil.rmtree(served, ignore_errors=True)
+
+
+@contextmanager
+def hostile_client(
+    config: NeighborConfig, url: str, key: str, folder: Path, attacks: bool, facts: dict[str, Any]
+) -> Iterator[Callable[[], object]]:
+    """A function that starts the hostile client, or nothing. Its statuses are added to the facts at the end."""
+    with ExitStack() as stack:
+        attackers: list[WorkerProcess] = []
+
+        def start() -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            models = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S).raise_for_status()
+            task = {"url": url, "key": key, "model": models.json()["data"][0]["id"]}
+            limits = {"max_body": ServeConfig().max_body_kb * 1024, "connections": config.connections}
+            process = WorkerProcess("benchmarks.support.hostile", {**task, **limits}, folder / "hostile.log")
+            attackers.append(stack.enter_context(process))
+
+        yield start if attacks else lambda: None
+        for attacker in attackers:
+            for kind, statuses in attacker.call("end").items():
+                facts["statuses"][kind] = Counter(facts["statuses"][kind]) + Counter(statuses)
 
 
 class Window:
@@ -135,50 +149,37 @@ class Window:
     def __init__(
         self, config: NeighborConfig, url: str, keys: Sequence[str], body: Body, facts: dict[str, Any]
     ) -> None:
-        """facts: think time, set by the first window for all; statuses of the hostile client, added up."""
+        """facts: the think time, which the first window sets for all."""
         self._config, self._url, self._keys, self._facts = config, url, keys, facts
         about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
         self._body: Body = lambda rng: {**body(rng), **about}
 
-    async def run(self, draw: int, hostile_key: str | None, folder: Path) -> Metrics:
-        """Warm up, then measure; `draw` decides what is asked and when; with a key, beside the hostile client."""
+    async def run(self, draw: int, start: Callable[[], object]) -> Metrics:
+        """Warm up, then measure; `draw` decides what is asked and when. start: the hostile client."""
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(self._client(key)) for key in self._keys]
-            service_s = await self._alone(clients)
+            service_s = await self._sequential(clients)
             think_s = self._facts.setdefault(
                 "think_s", think_time(service_s, self._config.clients, self._config.share)
             )
-            with ExitStack() as attack:
-                attacker = None
-                if hostile_key:
-                    model = (await clients[0].get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-                    attacker = attack.enter_context(self._attacker(hostile_key, str(model), folder))
-                began = time.perf_counter()
-                until = began + self._config.seconds
-                asking = (
-                    self._regular(client, think_s, until, random.Random(f"{draw} {n}"))
-                    for n, client in enumerate(clients)
-                )
-                responses = [one for some in await asyncio.gather(*asking) for one in some]
-                seconds = time.perf_counter() - began
-                for kind, statuses in (attacker.call("end") if attacker else {}).items():
-                    total = self._facts["statuses"][kind]
-                    total |= {status: total.get(status, 0) + n for status, n in statuses.items()}
-        return {**metrics_of(responses, seconds), "service_s": service_s}
+            start()
+            began = time.perf_counter()
+            until = began + self._config.seconds
+            asking = (
+                self._regular(client, think_s, until, random.Random(f"{draw} {n}"))
+                for n, client in enumerate(clients)
+            )
+            responses = [one for some in await asyncio.gather(*asking) for one in some]
+            return {**metrics_of(responses, time.perf_counter() - began), "service_s": service_s}
 
     def _client(self, key: str) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, headers=headers)
 
-    def _attacker(self, key: str, model: str, folder: Path) -> WorkerProcess:
-        task = {"url": self._url, "key": key, "model": model}
-        limits = {"max_body": ServeConfig().max_body_kb * 1024, "connections": self._config.connections}
-        return WorkerProcess("benchmarks.support.hostile", {**task, **limits}, folder / "hostile.log")
-
-    async def _alone(self, clients: Sequence[httpx.AsyncClient]) -> float:
-        """One by one -> median seconds of an answer, without the first. Raises InputError when none is answered."""
+    async def _sequential(self, clients: Sequence[httpx.AsyncClient]) -> float:
+        """One request at a time -> median seconds of an answer, without the first. Raises InputError without answers."""
         rng = random.Random("alone")
-        responses = [await send(clients[n % len(clients)], self._body(rng)) for n in range(ALONE)]
+        responses = [await send(clients[n % len(clients)], self._body(rng)) for n in range(SEQUENTIAL)]
         seconds = [r.ttft_s + sum(r.itl_s) for r in responses[1:] if r.ttft_s is not None]
         if not seconds:
             raise InputError(
@@ -189,7 +190,7 @@ class Window:
     async def _regular(
         self, client: httpx.AsyncClient, think_s: float, until: float, rng: random.Random
     ) -> list[Response]:
-        """Ask, wait for the answer, think; once at least."""
+        """Ask, wait for the answer, think; at least once."""
         responses: list[Response] = []
         await asyncio.sleep(min(rng.uniform(0, think_s), until - time.perf_counter()))
         while not responses or time.perf_counter() < until:

@@ -21,7 +21,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.reference import model_logits
+from blendserve.models.reference import OwnDecoding
 from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
 from blendserve.store import read_record
@@ -172,7 +172,12 @@ def _work(answer: Answer) -> str:
     report = answer.report
     if not report.blended:
         return f"not blended: {report.reason}"
-    return f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed"
+    damaged = (
+        f"; damaged chunks in the store, computed anew: {report.chunks_corrupt}"
+        if report.chunks_corrupt
+        else ""
+    )
+    return f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed{damaged}"
 
 
 def _sentence(text: str) -> str:
@@ -195,7 +200,9 @@ def compare(engine: Engine, question: str) -> list[Row]:
     """Time every method once on one prompt of six long chunks, behind a warm-up of each."""
     passages = _long_passages(engine, question)
     n_tokens = len(engine.prompts.build(question, passages))
-    model_logits(engine.reader.adapter, engine.prompts.build(question, ()).ids)  # imports transformers' model
+    OwnDecoding(engine.reader.adapter).feed(
+        engine.prompts.build(question, ()).ids
+    )  # imports transformers' model
     rows = [Row("full prefill, transformers", _transformers_s(engine, question, passages), n_tokens, 0)]
     for method, name in METHODS.items():
         for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
@@ -218,7 +225,7 @@ def _transformers_s(engine: Engine, question: str, passages: list[Passage]) -> f
     """Seconds from the question's text to its first token, by the model's own forward."""
     start = time.perf_counter()
     ids = engine.prompts.build(question, passages).ids
-    int(model_logits(engine.reader.adapter, ids).argmax())
+    int(OwnDecoding(engine.reader.adapter).feed(ids).argmax())
     return time.perf_counter() - start
 
 

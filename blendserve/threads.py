@@ -6,7 +6,7 @@ default. It reads its environment once, when it is loaded, so `blendserve` sets 
 user has set stay.
 
 libgomp counts CPUs by affinity and ignores cgroup quotas. More threads than the quota allows are all throttled for a
-part of each period, so the count is limited here. (models/threads.py uses fewer threads for small passes.)
+part of each period, so the count is limited here. (models/thread_tuner.py uses fewer threads for small passes.)
 """
 
 from __future__ import annotations

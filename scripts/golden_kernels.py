@@ -85,7 +85,7 @@ def codec_calls(
     def decode(
         segment: memoryview, below: Any, means: Any, model: Any, layer: Any, dim: int, dtype: Any
     ) -> Any:
-        symbols = rans_native.decode(library, segment, below, means, model)
+        symbols = rans_native.decode(library, segment, below[0], len(below[1]), means, model)
         heads, codes = rans_native.dequantize(library, below[1], torch.from_numpy(symbols), layer, dim, dtype)
         return heads, symbols, codes
 

@@ -93,7 +93,8 @@ def run_bench(
     environment = {"versions": versions(), "machine": machine()}
     settings = config.model_dump(mode="json", exclude={"folder"})
     log = SampleLog({"bench": name, "config": settings, "environment": environment}, out)
-    measure(bench.groups(config, log), config.repeats, log, update)
+    if not log.is_complete:
+        measure(bench.groups(config, log), config.repeats, log, update)
     return log.result
 
 

@@ -51,20 +51,20 @@ def evaluate(
     commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
     resumes with the same command.
     """
-    from blendserve.evaluate import job, show  # torch and all the rest: seconds
+    from blendserve.evaluate import job, tables  # torch and all the rest: seconds
 
     datasets = split_list(plan.dataset)
     try:
         if len(datasets) > 1:
             several = job.evaluate_each(datasets, plan, settings, runs)
             found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
-            console.emit(found, json, lambda: show.show_all(found))
+            console.emit(found, json, lambda: tables.show_all(found))
         else:
             done = job.evaluate(plan, settings, name, runs)
             console.emit(
                 {"folder": str(done.folder), **done.metrics},
                 json,
-                lambda: show.show(done.metrics, done.folder / "report.html"),
+                lambda: tables.show(done.metrics, done.folder / "report.html"),
             )
     except KeyboardInterrupt:
         log.info("stopped: predictions are saved; run the same command to resume")
@@ -220,11 +220,11 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
-    from blendserve.kernels import ops
+    from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models.loader import load_model
-    from blendserve.models.native import native_decoder
+    from blendserve.models.runner import native_decoder
     from blendserve.provenance import machine
 
     reader = load_model(settings.model)
@@ -242,7 +242,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
             "attention": list(adapter.attention_backends),
             "decoding": decoding if decoder else f"layer by layer ({decoding})",
-            "measured": [asdict(row) for row in ops.tuning_results()],
+            "measured": [asdict(row) for row in autotune.results()],
         },
         "threads": asdict(SETTLED),
         "machine": machine(),
@@ -254,10 +254,10 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
 
 
 def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
-    from blendserve.kernels import ops
+    from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
-    from blendserve.models import threads
+    from blendserve.models import thread_tuner
     from blendserve.provenance import describe
 
     rows = [
@@ -283,11 +283,11 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"{costs['per_pass'] * 1e3:.3g} ms per pass",
         f"this machine: {describe(found['machine'])}",
         *(f"kernels for {v.title} ({v.dtype}): {cpu_status(v).reason}" for v in LEVELS.values()),
-        f"threads: {SETTLED}; {threads.RULE}",
+        f"threads: {SETTLED}; {thread_tuner.RULE}",
         f"decoding: {kernels['decoding']}",
         f"attention: {together} for contiguous rows, {anywhere} for others",
     ]
     console.out.print("\n".join(lines), markup=False)
-    tuned = [(r.operation, r.shapes, *r.cells()) for r in ops.tuning_results()]
+    tuned = [(r.operation, r.shapes, *r.cells()) for r in autotune.results()]
     columns = ("operation", "shapes", "kernel", "ms", "")
     console.table("kernels in use", columns, tuned or [("nothing was measured", "", "", "", "")])

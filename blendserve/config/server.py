@@ -109,10 +109,11 @@ class DeliverConfig(HttpConfig):
     """MB sent per minute and API key; 0 sets no limit."""
 
 
-def check_binding(serve: HttpConfig) -> None:
+def check_binding(http: HttpConfig) -> None:
     """Raises ConfigError for an address that others can reach, without API keys."""
-    if serve.host not in {"127.0.0.1", "::1", "localhost"} and serve.keys is None and serve.api_key is None:
+    if http.host not in {"127.0.0.1", "::1", "localhost"} and http.keys is None and http.api_key is None:
+        section, option = ("deliver", "") if isinstance(http, DeliverConfig) else ("serve", "--api-key, or ")
         raise ConfigError(
-            f"serve.host {serve.host!r} can be reached by others, and no API keys are set: give --api-key, or --keys "
+            f"{section}.host {http.host!r} can be reached by others, and no API keys are set: give {option}--keys "
             "with a file made by `blendserve keys create`, or bind to 127.0.0.1"
         )

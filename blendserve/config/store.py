@@ -15,6 +15,8 @@ from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED
 VALKEY_SCHEMES = ("valkey", "redis", "valkeys", "rediss", "unix")
 TLS = ("valkeys", "rediss")
 HTTP_SCHEMES = ("http", "https")
+SERVER_URLS = "valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH"
+COLLECTION_URL = "https://HOST:8010/COLLECTION"
 
 
 def _codec(word: str) -> str:
@@ -42,9 +44,15 @@ def _url(url: str) -> SplitResult:
 
 def _location(text: str) -> str:
     """Raises ValueError."""
-    if "://" not in text:
+    scheme, is_url, _ = text.partition("://")
+    if not is_url:
         return text
-    return _collection_url(text) if text.startswith(HTTP_SCHEMES) else _server_url(text)
+    if scheme not in (*HTTP_SCHEMES, *VALKEY_SCHEMES):
+        raise ValueError(
+            f"a store is a folder, `memory`, a Valkey server at {SERVER_URLS}, or a collection at "
+            f"{COLLECTION_URL}, not {scheme}://"
+        )
+    return _collection_url(text) if scheme in HTTP_SCHEMES else _server_url(text)
 
 
 def _collection_url(url: str) -> str:
@@ -52,7 +60,7 @@ def _collection_url(url: str) -> str:
     parts = _url(url)
     collection = parts.path.strip("/")
     if not parts.hostname or not collection or "/" in collection or parts.query or parts.fragment:
-        raise ValueError("the URL of a collection looks like https://HOST:8010/COLLECTION")
+        raise ValueError(f"the URL of a collection looks like {COLLECTION_URL}")
     return url.rstrip("/")
 
 
@@ -61,7 +69,7 @@ def _server_url(url: str) -> str:
     parts = _url(url)
     where = parts.path if parts.scheme == "unix" else parts.hostname
     if parts.scheme not in VALKEY_SCHEMES or not where or parts.query or parts.fragment:
-        raise ValueError("a URL looks like valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH")
+        raise ValueError(f"the URL of a Valkey server looks like {SERVER_URLS}")
     if parts.scheme != "unix" and not (parts.path.strip("/") or "0").isdigit():
         raise ValueError(f"the path of a URL is a database's number, not {parts.path.strip('/')!r}")
     return url

@@ -46,7 +46,7 @@ class BatchEngine:
         reader, limit = engine.reader, engine.reader.adapter.context_limit
         self.engine, self.fetcher = engine, engine.fetcher
         self.pool = CachePool(reader.adapter, slots, min(slot_tokens or limit, limit))
-        self.fetcher.held.cap_bytes = share_bytes
+        self.fetcher.copies.shared.cap_bytes = share_bytes
         engine.blender.prefixes.cap_bytes = prefix_bytes
         self.scheduler = Scheduler(
             reader, self.pool, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)

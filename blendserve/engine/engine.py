@@ -21,7 +21,7 @@ from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.codec_fit import codec_without_tables, writing_codec
-from blendserve.engine.documents import Documents, Progress
+from blendserve.engine.documents import Documents
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
@@ -36,6 +36,7 @@ from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
+from blendserve.store.base import Progress
 from blendserve.timing import Clock
 
 PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
@@ -247,7 +248,7 @@ class Engine:
         """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
         if plan.blend.method not in {"auto", "full"}:
             self.gate.require()
-        model, why = self.reader.adapter, f"the reader fails {self.gate.failure}"
+        model, why = self.reader.adapter, f"the model fails {self.gate.failure}"
         reference = OwnDecoding(model)
         sequence = Sequence(
             plan, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
@@ -309,14 +310,14 @@ class Engine:
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
         room = min(MAX_WARM_UP, model.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        prompt, layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
+        layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(model, max(room, len(prompt) + 1))
+        cache = KVCache(model, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(model, prompt, layout, blend, cache=cache))
-        append(model, done.cache, len(prompt), [int(done.logits.argmax())])
+        done = run(blend_prefill(model, layout, blend, cache=cache))
+        append(model, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:

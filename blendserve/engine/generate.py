@@ -20,7 +20,7 @@ from blendserve.config import DecodeConfig
 from blendserve.core import Answer, Steps, Timings
 from blendserve.engine.drafts import Drafter
 from blendserve.engine.request import Event, Plan
-from blendserve.fetch.copies import Hold
+from blendserve.fetch.fetcher import Hold
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel

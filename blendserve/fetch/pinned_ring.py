@@ -1,19 +1,20 @@
 """Stored layers sent to a device: memory map -> ring of pinned buffers -> device, on a stream of their own.
 
-    loader thread      read l+1, wait until the device has read slot (l+1) % 3, fill it, issue its copy | read l+2 ...
+    reader thread      read l+1, wait until the device has read slot (l+1) % 3, fill it, issue its copy | read l+2 ...
     copy stream        copy l                                                                   | copy l+1 ...
     computing stream   layer l-1                                           | wait for copy l    | layer l ...
 
 A copy from pageable memory keeps the host busy; pinned memory is read by the device alone. So layers in the store's map
-go through a few pinned buffers in turn. Only the loader thread waits for a buffer to become free. Tensors that are
+go through a few pinned buffers in turn. Only the reader thread waits for a buffer to become free. Tensors that are
 pinned already are sent as they are, and tensors on the device stay there. The computing stream waits for an event, the
-computing thread for the loader alone.
+computing thread for the reader alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -30,12 +31,12 @@ class Sent:
     """A layer whose copies were issued."""
 
     layer: Layer
-    memory: list[Tensor]  # on the device: one tensor of each storage that the layer lies in
-    event: Event | None  # after the copies; None = nothing was copied
+    memory: Sequence[Tensor] = ()  # on the device: one tensor of each storage that the layer lies in
+    event: Event | None = None  # after the copies
 
 
 class HostKv:
-    """For models on the CPU: layers are read ahead and stay in host memory.
+    """For models on the CPU: layers stay in host memory.
 
     One layer ahead is enough where reading and computing take the same time each layer. They vary.
     """
@@ -43,7 +44,7 @@ class HostKv:
     ahead = 3
 
     def send(self, read: Callable[[], Layer]) -> Sent:
-        return Sent(read(), [], None)
+        return Sent(read())
 
     def wait_on_stream(self, sent: Sent) -> Layer:
         return sent.layer
@@ -63,58 +64,52 @@ class PinnedRing:
     ahead = 2  # one is copied while the next is read
 
     def __init__(self, stream: CopyStream, slots: int = SLOTS) -> None:
-        self._copies = stream
+        self._stream = stream
         self._ring = [_Slot() for _ in range(slots)]
-        self._turn = 0
 
     def send(self, read: Callable[[], Layer]) -> Sent:
         """Issue the copies of the layer that `read` returns; `read`'s own work on the device is on the stream too."""
-        with self._copies.entered():
+        stream, slot = self._stream, None
+        with stream.entered():
             units = [as_one(pair) for pair in read()]
             parts = [part for unit in units for part in unit]
-            direct = [self._copies.holds(part) or self._copies.fetches(part) for part in parts]
-            slot = None if all(direct) else self._next_slot()
-            rest = [p for p, is_direct in zip(parts, direct, strict=True) if not is_direct]
-            copied = iter(self._through(slot, rest))
-            on_device = [
-                self._sent(p) if is_direct else next(copied)
-                for p, is_direct in zip(parts, direct, strict=True)
-            ]
-            memory = {part.untyped_storage().data_ptr(): part for part in on_device}
-            each = iter(on_device)
-            layer = [split_kv([next(each) for _ in unit]) for unit in units]
-            sent = Sent(layer, list(memory.values()), self._copies.record_event())
+            pageable = [part for part in parts if not (stream.is_on_device(part) or stream.is_pinned(part))]
+            if pageable:
+                slot = self._ring.pop(0)  # the one that was filled longest ago
+                self._ring.append(slot)
+            copied = {
+                id(part): copy for part, copy in zip(pageable, self._through(slot, pageable), strict=True)
+            }
+            sent = [[self._on_device(part, copied) for part in unit] for unit in units]
+            memory = {part.untyped_storage().data_ptr(): part for unit in sent for part in unit}
+            event = stream.record_event()
         if slot:
-            slot.last = sent.event
-        return sent
+            slot.last = event
+        return Sent([split_kv(unit) for unit in sent], [*memory.values()], event)
 
     def wait_on_stream(self, sent: Sent) -> Layer:
         """The layer, for the computing thread: its stream waits for the copies, the thread does not."""
-        self._copies.wait_on_stream(sent.memory, sent.event)
+        self._stream.wait_on_stream(sent.memory, sent.event)
         return sent.layer
 
-    def _sent(self, part: Tensor) -> Tensor:
-        return part if self._copies.holds(part) else self._copies.send(part)
-
-    def _next_slot(self) -> _Slot:
-        """The slot that was filled longest ago; waits until the device has read it."""
-        slot = self._ring[self._turn]
-        self._turn = (self._turn + 1) % len(self._ring)
-        if slot.last is not None:
-            slot.last.synchronize()
-        return slot
+    def _on_device(self, part: Tensor, copied: Mapping[int, Tensor]) -> Tensor:
+        if id(part) in copied:
+            return copied[id(part)]
+        return part if self._stream.is_on_device(part) else self._stream.send(part)
 
     def _through(self, slot: _Slot | None, parts: Sequence[Tensor]) -> list[Tensor]:
-        """All of these, sent as one copy."""
+        """All of these, sent as one copy from the slot's buffer, as soon as the device has read it."""
         if slot is None:
             return []
-        starts, n_bytes = _offsets(parts)
-        if slot.buffer is None or len(slot.buffer) < n_bytes:
-            slot.buffer = self._copies.buffer(n_bytes)
-        for part, start in zip(parts, starts, strict=True):
+        if slot.last is not None:
+            slot.last.synchronize()
+        starts = [0, *accumulate(-(-part.nbytes // ALIGN) * ALIGN for part in parts)]
+        if slot.buffer is None or len(slot.buffer) < starts[-1]:
+            slot.buffer = self._stream.buffer(starts[-1])
+        for part, start in zip(parts, starts, strict=False):
             _as(part, slot.buffer, start).copy_(part)
-        sent = self._copies.send(slot.buffer[:n_bytes])
-        return [_as(part, sent, start) for part, start in zip(parts, starts, strict=True)]
+        sent = self._stream.send(slot.buffer[: starts[-1]])
+        return [_as(part, sent, start) for part, start in zip(parts, starts, strict=False)]
 
 
 def as_one(pair: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
@@ -133,15 +128,6 @@ def split_kv(unit: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of what `as_one` returned."""
     keys, values = unit if len(unit) == 2 else unit[0].unbind()
     return keys, values
-
-
-def _offsets(parts: Sequence[Tensor]) -> tuple[list[int], int]:
-    """The start of each in one buffer, and the buffer's bytes."""
-    starts, at = [], 0
-    for part in parts:
-        starts.append(at)
-        at += -(-part.nbytes // ALIGN) * ALIGN
-    return starts, at
 
 
 def _as(part: Tensor, buffer: Tensor, start: int) -> Tensor:

@@ -1,12 +1,16 @@
-"""Which backend serves a class of shapes on this CPU: times of each, and the choice by them.
+"""Which backend is the fastest on this CPU: measured once for each operation, dtype and kind of rows.
 
-A thread that waits for a core takes milliseconds, so times on a busy machine say nothing about a kernel. A run counts
-only if no thread of this process waited for a core, which Linux reports. If too few runs count within BUDGET_S,
-nothing is chosen and the order of the table holds.
+One backend serves a kind of rows, whatever the model's sizes, and native backends give a row the same bits whatever the
+other rows. So a kind decides which results are equal to the bit. Contiguous rows are one kind: a prompt's first chunk has
+the same KV, computed alone or as a part of the prompt. Up to FEW rows of a linear layer are one, the steps of one answer
+and of several; larger numbers are another.
+
+A thread that waits for a core takes milliseconds, so a run counts only if no thread of this process waited for one, which
+Linux reports. A process measures for BUDGET_S at most. What was not measured by then is not measured again, and the order
+of the table holds.
 
 Times are kept in the user's cache, so that a machine computes the same bits in every process. There is a file for each
-CPU with its cap, number of threads, torch version and kernels: operation -> class of shapes -> backend -> seconds of each
-sample.
+CPU with its cap, number of threads, torch version and kernels: kind -> backend -> seconds of each sample.
 """
 
 from __future__ import annotations
@@ -14,82 +18,171 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from filelock import FileLock, Timeout
+from torch import Tensor
 
 from blendserve import cpu_cap
-from blendserve.kernels import team
+from blendserve.kernels import cases, team
+from blendserve.kernels.cases import Draw
 from blendserve.kernels.cpu import isa
+from blendserve.kernels.cpu.bindings import FEW
+from blendserve.kernels.rows import AttentionPlan
+from blendserve.kernels.types import AttentionSpec
 from blendserve.paths import cache_folder
 from blendserve.provenance import cpu_name
 
 TIE = 1.05  # of a time: what is closer counts as equal
-RUNS, BUDGET_S = 4, 0.5  # runs of each that count, and the time after which they must be complete
+RUNS = 4  # of each backend and sample that must count
+BUDGET_S = 2.0  # for all measurements of a process
 MAX_WAIT_SHARE = 0.05  # of a run: its threads may have waited for a core for so long
-LOCK_S = 2  # for another process that writes the file
-NOT_TUNED = "not measured: the machine was busy"
+NOT_TUNED = "not measured: the machine was busy or slow"
 TASKS = Path("/proc/self/task")
 SOURCES = Path(__file__).parent
-
-busy = threading.Event()  # measuring failed once: this process does not try again
 
 Times = dict[str, list[float]]  # seconds of a call by backend, one for each sample
 Calls = Sequence[Sequence[tuple[Any, ...]]]  # the samples: arguments of a few calls each
 
 
-def choose(times: Times, native: Sequence[str]) -> str:
-    """The backend that serves. Native backends come first in the table's order, then torch's.
+@dataclass(frozen=True, slots=True)
+class TuningResult:
+    """The measurement of a backend for a kind of rows."""
 
-    Of torch's, the fastest over all samples is a candidate. A native one is a candidate if it is at most TIE times slower
-    than that on every sample. The first candidate whose total is at most TIE times the least serves.
-    """
-    total = {name: sum(found) for name, found in times.items()}
-    torchs = [name for name in times if name not in native]
-    fastest = min(torchs, key=total.__getitem__, default=None)
-    bounds = [inf] * len(next(iter(times.values()))) if fastest is None else [TIE * t for t in times[fastest]]
-    candidates = [
-        name
-        for name in times
-        if name == fastest
-        or (name in native and all(t <= bound for t, bound in zip(times[name], bounds, strict=True)))
+    operation: str
+    shapes: str
+    backend: str
+    milliseconds: tuple[float, ...]  # of a call of each sample; empty: not measured
+    note: str  # "serves", or why it does not
+
+    def cells(self) -> tuple[str, ...]:
+        """Backend, time and note, for a table."""
+        return self.backend, " | ".join(f"{ms:.3g}" for ms in self.milliseconds), self.note
+
+
+class _Process:
+    """What this process has measured."""
+
+    spent_s = 0.0
+    results: ClassVar[dict[str, list[TuningResult]]] = {}  # by kind
+
+
+def results() -> list[TuningResult]:
+    """Of all kinds of rows that this process has met on the CPU: times, and why backends do not serve."""
+    return [result for found in list(_Process.results.values()) for result in found]
+
+
+def forget() -> None:
+    """Measure again at the next call, as a new process does."""
+    _Process.results.clear()
+    _Process.spent_s = 0.0
+
+
+# Kinds of rows, and the calls that are measured for each
+
+
+def attention_rows(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
+    if q.device.type != "cpu":
+        return ""
+    return "one row" if q.shape[1] == 1 else "contiguous rows" if plan.is_contiguous else "scattered rows"
+
+
+def scored_rows(q: Tensor, *_: object) -> str:
+    return "scored rows" if q.device.type == "cpu" else ""
+
+
+def linear_rows(x: Tensor, *_: object) -> str:
+    """Of bf16 alone: other dtypes have no native backend."""
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or x.device.type != "cpu":
+        return ""
+    return "few rows" if x.shape[0] <= FEW else "many rows"
+
+
+def _attention(*rows: Sequence[int], **options: Any) -> Callable[[Draw], Calls]:
+    """9 heads of 64 over 3, behind 512 keys."""
+    return lambda draw: [[cases.attention(draw, at, n_kv=3, group=3, **options)] for at in rows]
+
+
+def _linear(n_layers: int, *rows: int) -> Callable[[Draw], Calls]:
+    """576 to 1,536. Times do not depend on values."""
+
+    def calls(draw: Draw) -> Calls:
+        weights = torch.full((n_layers, 1536, 576), 0.5, dtype=draw.dtype)
+        return [[(torch.ones(n, 576, dtype=draw.dtype), weight, None) for weight in weights] for n in rows]
+
+    return calls
+
+
+SAMPLES: dict[str, Callable[[Draw], Calls]] = {
+    "one row": _attention([511]),
+    "contiguous rows": _attention(range(480, 512), range(256)),
+    "scattered rows": _attention(range(130, 512, 3)),
+    "scored rows": _attention(range(480, 512), absent=1 / 3),
+    "few rows": _linear(10, 1, 4),  # 17 MB of weights: more than a core's cache, as in a model
+    "many rows": _linear(1, 32, 256),
+}
+
+
+# The choice
+
+
+@torch.inference_mode()
+def fastest_first(operation: str, rows: str, dtype: torch.dtype, backends: Sequence[Any]) -> list[Any]:
+    """The backends in the order of use for a kind of rows."""
+    shapes = f"{str(dtype).removeprefix('torch.')}, {rows}"
+    kind = f"{operation}, {shapes}"
+    calls = SAMPLES[rows](Draw(dtype, fill=0.0))
+    candidates = [b for b in backends if b.supports(*calls[0][0])]
+    notes = {b.name: b.unavailable_reason(*calls[0][0]) for b in candidates}
+    runs = {b.name: b.run for b in candidates if not notes[b.name]}
+    times = _times(kind, runs, calls) if len(runs) > 1 else None
+    first = choose(times) if times else next(iter(runs))
+    notes |= dict.fromkeys(runs, "slower" if times else NOT_TUNED) | {first: "serves"}
+    _Process.results[kind] = [
+        TuningResult(operation, shapes, name, tuple(1e3 * t for t in (times or {}).get(name, ())), note)
+        for name, note in notes.items()
     ]
-    least = min(total[name] for name in candidates)
-    return next(name for name in candidates if total[name] <= TIE * least)
+    return sorted(backends, key=lambda b: b.name != first)
 
 
-def times(
-    operation: str, shapes: str, runs: Mapping[str, Callable[..., object]], calls: Calls
+def choose(times: Times) -> str:
+    """The first backend whose worst sample, relative to the best time of that sample, is at most TIE times the least."""
+    best = [min(sample) for sample in zip(*times.values(), strict=True)]
+    worst = {name: max(t / b for t, b in zip(found, best, strict=True)) for name, found in times.items()}
+    return next(name for name in worst if worst[name] <= TIE * min(worst.values()))
+
+
+def _times(kind: str, runs: Mapping[str, Callable[..., object]], calls: Calls) -> Times | None:
+    """Of all these backends, from the cache, or measured and kept; None where the machine is too busy or slow."""
+    found = load(kind, list(runs))
+    left_s, start = BUDGET_S - _Process.spent_s, time.perf_counter()
+    if found is None and left_s > 0:
+        found = measure(runs, calls, left_s)
+        if found:
+            save(kind, found)
+        _Process.spent_s += time.perf_counter() - start if found else left_s
+    return found
+
+
+def measure(
+    runs: Mapping[str, Callable[..., object]], calls: Calls, budget_s: float = BUDGET_S
 ) -> Times | None:
-    """Of all these backends, from the cache or measured and kept; None where the machine is too busy."""
-    found = load(operation, shapes, list(runs))
-    if found is not None or busy.is_set():
-        return found
-    found = measure(runs, calls)
-    if found is None:
-        busy.set()
-        return None
-    return save(operation, shapes, found)
-
-
-def measure(runs: Mapping[str, Callable[..., object]], calls: Calls) -> Times | None:
-    """The least time of each backend and sample over interleaved runs; None where too few of them count."""
+    """The least time of each backend and sample over interleaved runs; None where too few of them count in time."""
     found: dict[str, list[list[float]]] = {name: [[] for _ in calls] for name in runs}
     start = time.perf_counter()
     with team.at_most(None):  # all threads, as torch's own backends have them
         while min(len(sample) for samples in found.values() for sample in samples) < RUNS:
-            if time.perf_counter() - start > BUDGET_S:
-                return None
             for name, run in runs.items():
                 for sample, sums in zip(calls, found[name], strict=True):
+                    if time.perf_counter() - start > budget_s:
+                        return None
                     if len(sums) < RUNS:
                         sums.extend(timed(run, sample))
     return {name: [min(sample) for sample in samples] for name, samples in found.items()}
@@ -127,8 +220,9 @@ def machine() -> str:
 def _machine(threads: int, sets: tuple[str, ...]) -> str:
     libraries = torch.backends.cpu.get_cpu_capability(), *map(os.environ.get, cpu_cap.LIBRARIES)
     about = repr((cpu_name(), sets, libraries, threads, torch.__version__))
-    folders = SOURCES, SOURCES / "cpu"
-    files = sorted(file for folder in folders for file in folder.iterdir() if file.is_file())
+    files = sorted(
+        file for folder in (SOURCES, SOURCES / "cpu") for file in folder.iterdir() if file.is_file()
+    )
     parts = (about.encode(), *(file.read_bytes() for file in files))
     return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
 
@@ -138,45 +232,27 @@ def cache_file() -> Path:
     return cache_folder() / "kernels" / f"{machine()}.json"
 
 
-def load(operation: str, shapes: str, backends: Sequence[str]) -> Times | None:
+def load(kind: str, backends: Sequence[str]) -> Times | None:
     """Kept times of all these backends, in their order; None if one is missing or is no time."""
-    of_operation = _read(cache_file()).get(operation)
-    kept = of_operation.get(shapes) if isinstance(of_operation, dict) else None
-    if not isinstance(kept, dict) or not all(_are_times(kept.get(name)) for name in backends):
-        return None
-    found = {name: kept[name] for name in backends}
-    return found if len(set(map(len, found.values()))) == 1 else None
-
-
-def save(operation: str, shapes: str, found: Times) -> Times:
-    """Keep these times, or return those that another process has kept meanwhile. Ignores a cache that it cannot write."""
-    file = cache_file()
-    with suppress(OSError, Timeout):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_suffix(".lock"), timeout=LOCK_S):
-            if (kept := load(operation, shapes, list(found))) is not None:
-                return kept
-            table = _read(file)
-            of_operation = table.get(operation)
-            table[operation] = {**(of_operation if isinstance(of_operation, dict) else {}), shapes: found}
-            made = file.with_suffix(f".{os.getpid()}")
-            made.write_text(json.dumps(table, indent=1))
-            made.replace(file)
-    return found
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Empty for a file that is missing or damaged."""
     try:
-        table = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return table if isinstance(table, dict) else {}
+        kept = json.loads(cache_file().read_text())[kind]
+        found = {name: [float(t) for t in kept[name]] for name in backends}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    n_samples = set(map(len, found.values()))
+    are_times = all(0 < t < inf for times in found.values() for t in times)
+    return found if are_times and len(n_samples) == 1 and n_samples != {0} else None
 
 
-def _are_times(found: object) -> bool:
-    return (
-        isinstance(found, list)
-        and len(found) > 0
-        and all(isinstance(t, float) and isfinite(t) and t > 0 for t in found)
-    )
+def save(kind: str, found: Times) -> None:
+    """Keep these times. Ignores a cache that cannot be written."""
+    file = cache_file()
+    try:
+        table = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        table = {}
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = file.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps({**table, kind: found}, indent=1))
+        made.replace(file)

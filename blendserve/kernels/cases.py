@@ -8,16 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blendserve.core import Span
 from blendserve.kernels.activation import Activation
-from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.norm import FORMS as NORM_FORMS
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary, RotaryForm
@@ -93,17 +90,6 @@ def attention_at(draw: Draw, **options: Any) -> Args:
     return q[:, -1:], keys, values, spec, plan.positions[-1:]
 
 
-def attention_chunks(
-    draw: Draw, lengths: Sequence[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
-    window: int | None = None, softcap: float | None = None,
-) -> Args:  # fmt: skip
-    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    stack = ChunkStack([Span(a, b) for a, b in pairwise(ends)], prefix, group, draw.device)
-    q, k, v = (draw(n, ends[-1], dim) for n in (n_kv * group, n_kv, n_kv))
-    front = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
-    return q, k, v, front, AttentionSpec(1 / math.sqrt(dim), window, softcap), stack
-
-
 def rotary_of(form: RotaryForm) -> Rotary:
     """A family with this form; its own function takes a batch, as in transformers."""
     return Rotary(lambda q, k, cos, sin: (form.rotated(q[0], Rope(cos[0], sin[0]))[None], k), form)
@@ -177,7 +163,6 @@ CASES: dict[str, Callable[..., Args]] = {  # by operation
     "attend": attention,
     "attend_with_scores": attention,
     "attend_at": attention_at,
-    "attend_chunks": attention_chunks,
     "rotate": rotation,
     "place": placement,
     "linear": linear,

@@ -1,19 +1,18 @@
 """The operations of the forward pass, and the backends of each. This is the only place that chooses.
 
-    operation             backends, native ones first
-    attend                native | flash-attn | SDPA (flash) | Triton | SDPA | plain torch
-    attend_with_scores    native | plain torch
-    attend_at             Triton | plain torch
-    attend_chunks         flash-attn varlen | one chunk after another
-    rotate                native | the model's own function
-    place                 native | Triton | the model's own function
-    linear                native (bf16) | torch
-    correct               native | plain torch
-    add_norm              native | the model's own module
-    gated_activation      native | the model's own function
+    operation             backends, in the order of preference; "plain torch" (reference.py) comes last in each
+    attend                native | torch's SDPA | Triton
+    attend_with_scores    native
+    attend_at             Triton
+    rotate                native
+    place                 native | Triton
+    linear                native (bf16)
+    correct               native
+    add_norm              native
+    gated_activation      native
 
 A backend may serve if it supports the tensors and computed the right numbers on this machine (selfcheck.py). The first in
-the table serves, with an exception: on a CPU attention and linear layers are timed once for each class of shapes
+the table serves, with an exception: on a CPU attention and linear layers are measured once for each kind of rows
 (autotune.py), where "native" is one backend for each instruction set. Native corrections take an eighth of torch's time;
 the others are single passes over memory.
 """
@@ -22,54 +21,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blendserve.kernels import reference, selfcheck, shape_classes, switches
-from blendserve.kernels.activation import Activation
-from blendserve.kernels.chunks import ChunkStack
-from blendserve.kernels.cpu import bindings, sdpa
+from blendserve.kernels import autotune, reference, sdpa, selfcheck, switches
+from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
-from blendserve.kernels.cuda import dense, packed, scattered
 from blendserve.kernels.cuda import place as cuda_place
-from blendserve.kernels.dispatch import Backend, KernelOp, Tuning, TuningResult
-from blendserve.kernels.norm import Norm
+from blendserve.kernels.cuda import scattered
+from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, plan_rows
-from blendserve.kernels.selfcheck import Kind
-from blendserve.kernels.types import (
-    AttentionSpec,
-    CorrectionParams,
-    Prior,
-    RecomputedTokens,
-    RecordView,
-    Rope,
-)
-
-R = TypeVar("R")
+from blendserve.kernels.selfcheck import DENSE, ONE_ROW, SCATTERED, Kind
+from blendserve.kernels.types import AttentionSpec, RecordView, Rope
 
 
 def _native(
-    function: str,
-    run: Callable[..., R],
-    supports: Callable[..., bool],
-    levels: Sequence[Level] = tuple(LEVELS.values()),
-) -> Iterator[Backend[..., R]]:
-    """Backends of the CPU's instruction sets that have the function, the widest first."""
-    for level in reversed(levels):
-        if function in level.sources:
-            yield Backend(
-                f"{level.title} kernel",
-                partial(run, level),
-                partial(supports, level),
-                partial(_native_reason, function, level),
-                is_native=True,
-            )
+    function: str, run: Callable[..., Any], supports: Callable[..., bool], dtypes: Sequence[str] = ()
+) -> Iterator[Backend]:
+    """Backends of the CPU's instruction sets that have the function, the widest first. dtypes: () = all."""
+    for level in reversed(LEVELS.values()):
+        if function in level.sources and (not dtypes or level.dtype in dtypes):
+            reason = partial(_native_reason, function, level)
+            yield Backend(f"{level.title} kernel", partial(run, level), partial(supports, level), reason)
 
 
-def _native_reason(function: str, level: Level, *_: object, **__: object) -> str:
+def _native_reason(function: str, level: Level, *_: object) -> str:
     """Of the same source for the same dtype, the widest instruction set serves."""
     source = level.sources[function]
     for wider in LEVELS.values():
@@ -80,70 +59,17 @@ def _native_reason(function: str, level: Level, *_: object, **__: object) -> str
     return "" if status.active else status.reason
 
 
-def _attention_reason(
-    check: Callable[..., str],
-    forms: tuple[selfcheck.Attend, ...],
-    rows: tuple[tuple[int, ...], ...],
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spec: AttentionSpec,
-    plan: object,
-) -> str:
-    return check(forms, Kind.of(q, keys, spec), rows)
-
-
 def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
-    """Supported windows hide nothing, so the check needs none."""
-    return selfcheck.attention_trouble(
-        (dense.sdpa,), Kind.of(q, keys, AttentionSpec(spec.scale)), _dense_rows
-    )
-
-
-def _cpu_sdpa_reason(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
-) -> str:
-    if not switches.is_native_on():
+    """On a GPU, supported windows hide nothing: the check needs none."""
+    on_gpu = q.device.type == "cuda"
+    if not on_gpu and not switches.is_native_on():
         return f"switched off by {switches.NATIVE}=0"
-    rows = (*_dense_rows, *selfcheck.SCATTERED)
-    return selfcheck.attention_trouble((sdpa.attend,), Kind.of(q, keys, spec), rows)
+    kind = Kind.of(q, keys, AttentionSpec(spec.scale) if on_gpu else spec)
+    return selfcheck.attention_trouble((sdpa.attend,), kind, ONE_ROW + DENSE + (() if on_gpu else SCATTERED))
 
 
-_dense_rows = selfcheck.ONE_ROW + selfcheck.DENSE
-_scattered_reason = partial(
-    _attention_reason,
-    selfcheck.triton_trouble,
-    scattered.FORMS,
-    selfcheck.ONE_ROW + selfcheck.SCATTERED,
-)
-
-ATTEND = KernelOp(
-    *_native("attention", bindings.attention, bindings.supports_attention),
-    Backend(  # contiguous rows on a GPU
-        "flash-attn",
-        dense.flash,
-        dense.fits_flash,
-        partial(_attention_reason, selfcheck.attention_trouble, (dense.flash,), _dense_rows),
-    ),
-    Backend("torch's FlashAttention", dense.sdpa, dense.fits_sdpa, _sdpa_reason),
-    Backend("Triton kernel", scattered.attend, scattered.fits_gpu, _scattered_reason),  # any rows on a GPU
-    Backend("torch's SDPA", sdpa.attend, sdpa.fits, _cpu_sdpa_reason),
-    Backend("plain torch", reference.attend_reference),
-    tuning=Tuning("attend", shape_classes.attention_class, shape_classes.attention_calls),
-)
-ATTEND_WITH_SCORES = KernelOp(
-    *_native("attention", bindings.attention_with_key_scores, bindings.supports_attention),
-    Backend("plain torch", reference.attend_with_scores_reference),
-    tuning=Tuning("attend_with_scores", shape_classes.scores_class, shape_classes.attention_calls),
-)
-ATTEND_AT = KernelOp(
-    Backend("Triton kernel", scattered.attend_at, scattered.fits_at, _scattered_reason),
-    Backend("plain torch", reference.attend_at_reference),
-)
-ROTATE = KernelOp(
-    *_native("scatter_kv", bindings.apply_rope, bindings.supports_rope),
-    Backend("the model's own function", reference.rotate_reference),
-)
+def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
+    return selfcheck.triton_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
 
 
 def _placing_reason(
@@ -153,149 +79,63 @@ def _placing_reason(
     return selfcheck.placing_trouble(rotary.form, keys.device, keys.dtype, keys.shape[-1])
 
 
-PLACE = KernelOp(
+def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> None:
+    if plan.host_positions is not None and plan.kv_len > keys.shape[1]:
+        raise ValueError(f"a row at position {plan.kv_len - 1} needs more than {keys.shape[1]} keys")
+
+
+attend = KernelOp(
+    reference.attend,
+    *_native("attention", bindings.attention, bindings.supports_attention),
+    Backend("torch's SDPA", sdpa.attend, sdpa.supports, _sdpa_reason),
+    Backend("Triton kernel", scattered.attend, scattered.supports, _triton_reason),
+    rows=autotune.attention_rows,
+    validate=_has_keys,
+)
+attend_with_scores = KernelOp(
+    reference.attend_with_scores,
+    *_native("attention", bindings.attention_with_key_scores, bindings.supports_attention),
+    rows=autotune.scored_rows,
+)
+attend_at = KernelOp(
+    reference.attend_at,
+    Backend("Triton kernel", scattered.attend_at, scattered.supports, _triton_reason),
+)
+rotate = KernelOp(reference.rotate, *_native("scatter_kv", bindings.apply_rope, bindings.supports_rope))
+place = KernelOp(
+    reference.place,
     *_native("scatter_kv", bindings.scatter_kv, bindings.supports_scatter),
-    Backend("Triton kernel", cuda_place.place, cuda_place.fits, _placing_reason),
-    Backend("the model's own function", reference.place_reference),
+    Backend("Triton kernel", cuda_place.place, cuda_place.supports, _placing_reason),
 )
 # In fp32 torch's own sums make layer 0's keys the model's own to the bit; bf16's rounding hides the difference.
-LINEAR = KernelOp(
-    *_native(
-        "linear",
-        bindings.linear,
-        bindings.supports_linear,
-        [level for level in LEVELS.values() if level.dtype == "bfloat16"],
-    ),
-    Backend("torch", reference.linear_reference),
-    tuning=Tuning("linear", shape_classes.linear_class, shape_classes.linear_calls),
+linear = KernelOp(
+    reference.linear,
+    *_native("linear", bindings.linear, bindings.supports_linear, ["bfloat16"]),
+    rows=autotune.linear_rows,
 )
-CORRECT = KernelOp(
-    *_native("correct_kv", bindings.correct_kv, bindings.supports_correction),
-    Backend("plain torch", reference.correct_reference),
+correct = KernelOp(
+    reference.correct, *_native("correct_kv", bindings.correct_kv, bindings.supports_correction)
 )
-ADD_NORM = KernelOp(
-    *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm),
-    Backend("the model's own module", reference.add_norm_reference),
+add_norm = KernelOp(
+    reference.add_norm, *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm)
 )
-GATED_ACTIVATION = KernelOp(
+gated_activation = KernelOp(
+    reference.gated_activation,
     *_native("silu_and_mul", bindings.silu_and_mul, bindings.supports_silu_and_mul),
-    Backend("the model's own function", reference.gated_activation_reference),
 )
 
-
-def tuning_results() -> list[TuningResult]:
-    """The backends for all classes of shapes that this process has met on the CPU: times, and why others do not serve."""
-    return [result for operation in OPERATIONS.values() for result in operation.tuning_results()]
+_ALL: Sequence[KernelOp[..., Any]] = (
+    attend, attend_with_scores, attend_at, rotate, place, linear, correct, add_norm, gated_activation
+)  # fmt: skip
+OPERATIONS = {operation.name: operation for operation in _ALL}
 
 
 def forget() -> None:
     """Read the switches and select backends anew at the next calls."""
     switches.read_again()
-    for operation in OPERATIONS.values():
+    autotune.forget()
+    for operation in _ALL:
         operation.forget()
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
-    """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
-
-    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
-    Equals softmax(softcap(scale q k^T) + causal mask by position) v. Raises ValueError where keys are too few.
-    """
-    if plan.host_positions is not None and plan.kv_len > keys.shape[1]:
-        raise ValueError(f"a row at position {plan.kv_len - 1} needs more than {keys.shape[1]} keys")
-    return ATTEND(q, keys, values, spec, plan)
-
-
-def attend_with_scores(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
-) -> tuple[Tensor, Tensor]:
-    """The same without the keys in `plan.masked_keys` [T]; also each key's score [T] fp32.
-
-    A key's score is the norm over rows of the mean over heads of its weight times the norm of its value.
-    """
-    return ATTEND_WITH_SCORES(q, keys, values, spec, plan)
-
-
-def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
-    """One row q [H, 1, D] at position `at` [1] that only the device knows, over [K, T, D] -> [1, H * D]."""
-    return ATTEND_AT(q, keys, values, spec, at)
-
-
-def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
-    """x [heads, S, D] rotated by RoPE to the positions of `rope` [S]."""
-    return ROTATE(x, rope, rotary)
-
-
-def place(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
-    """Copy stored chunks into one layer's cache, keys and values [K, T, D], and rotate the keys.
-
-    rope: of positions [T].
-    """
-    PLACE(chunks, keys, values, rope, rotary)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [S, I] times weight [O, I], plus bias [O] -> [S, O]."""
-    return LINEAR(x, weight, bias)
-
-
-def correct(
-    keys: Tensor,
-    values: Tensor,
-    fresh: RecomputedTokens,
-    rope: Rope,
-    rotary: Rotary,
-    params: CorrectionParams,
-    prior: Prior | None = None,
-) -> None:
-    """Correct reused tokens' keys (after RoPE) and values [K, N, D] by the deviations of their chunks' recomputed tokens.
-
-    In place; rope: of positions [N]. Formulas: blend/corrections.
-    """
-    CORRECT(keys, values, fresh, rope, rotary, params, prior)
-
-
-def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x + add [S, E] (without `add`, x itself) and its norm, with the bits of the model's own modules."""
-    return ADD_NORM(x, add, norm)
-
-
-def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up [S, I], with the bits of the model's own function. `gate` is overwritten."""
-    return GATED_ACTIVATION(gate, up, activation)
-
-
-def _one_after_another(
-    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
-) -> Tensor:
-    attended = []
-    for span in stack.spans:
-        here = slice(span.start, span.stop)
-        keys, values = (torch.cat([x, own[:, here]], dim=1) for x, own in zip(prefix_kv, (k, v), strict=True))
-        attended.append(attend(q[:, here], keys, values, spec, stack.plan(len(span), spec.window)))
-    return torch.cat(attended)
-
-
-def _packed_reason(
-    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
-) -> str:
-    return selfcheck.attention_trouble((packed.packed_twice,), Kind.of(q, k, spec), _dense_rows)
-
-
-ATTEND_CHUNKS = KernelOp(
-    Backend("flash-attn, packed", packed.attend, packed.fits, _packed_reason),
-    Backend("one chunk after another", _one_after_another),
-)
-
-
-def attend_chunks(
-    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
-) -> Tensor:
-    """Rotated rows of all chunks of a stack, q [H, S, D], k and v [K, S, D], each over [prefix | itself] -> [S, H * D].
-
-    prefix_kv: keys (after RoPE) and values [K, F, D] of the prefix.
-    """
-    return ATTEND_CHUNKS(q, k, v, prefix_kv, spec, stack)
 
 
 def attention_backends(
@@ -308,20 +148,5 @@ def attention_backends(
         plan_rows(at.to(device), n_heads // n_kv_heads, spec.window, at)
         for at in (torch.arange(64), 2 * torch.arange(64))
     )
-    contiguous, scattered_rows = (ATTEND.select(q, keys, keys, spec, plan).name for plan in plans)
-    return contiguous, scattered_rows
-
-
-# The table above, by name.
-OPERATIONS: dict[str, KernelOp[..., Any]] = {
-    "attend": ATTEND,
-    "attend_with_scores": ATTEND_WITH_SCORES,
-    "attend_at": ATTEND_AT,
-    "attend_chunks": ATTEND_CHUNKS,
-    "rotate": ROTATE,
-    "place": PLACE,
-    "linear": LINEAR,
-    "correct": CORRECT,
-    "add_norm": ADD_NORM,
-    "gated_activation": GATED_ACTIVATION,
-}
+    contiguous, anywhere = (attend.select(q, keys, keys, spec, plan).name for plan in plans)
+    return contiguous, anywhere

@@ -1,4 +1,7 @@
-"""Every operation in its plain form: on any device, in any dtype, in torch. What kernels are held against."""
+"""Every operation in its plain form: on any device, in any dtype, in torch. Kernels are checked against it.
+
+The signatures and docstrings are those of ops.py.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,11 @@ from blendserve.kernels.types import (
 LEAST_SPREAD = 1 / 64  # of the size of stored keys and values, for the ridge regression
 
 
-def formula(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, spec: AttentionSpec) -> Tensor:
-    """softmax(softcap(scale * q k^T) + mask) v in float64, over a dense mask, for rows at `at` [S] -> [S, H * D]."""
-    keys, values = (x.double().repeat_interleave(len(q) // len(keys), dim=0) for x in (keys, values))
-    scores = spec.scale * (q.double() @ keys.transpose(1, 2))
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    key, row = torch.arange(keys.shape[1]), at[:, None]
-    hidden = (key > row) | (key <= row - (spec.window or keys.shape[1] + 1))
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-    return (weights @ values).transpose(0, 1).flatten(1)
+def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
+    """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
 
-
-def attend_reference(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
-) -> Tensor:
-    """q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
+    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
+    Equals softmax(softcap(scale q k^T) + causal mask by position) v. ops.attend raises ValueError where keys are too few.
 
     Rows go in blocks, each block sees keys up to its last position, and only the strip between its first and last
     position needs a mask. No S x T mask or score matrix is ever made.
@@ -78,10 +70,13 @@ def _mask(scores: Tensor, block: Block, group: int, softcap: float | None) -> No
         strip.masked_fill_(block.mask, float("-inf"))
 
 
-def attend_with_scores_reference(
+def attend_with_scores(
     q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor]:
-    """q [H, S, D] over [K, T, D] -> output [S, H * D] and each key's score [T] fp32. S is a question: small."""
+    """`attend` without the keys in `plan.masked_keys` [T]; also each key's score [T] fp32. S is a question: small.
+
+    A key's score is the norm over rows of the mean over heads of its weight times the norm of its value.
+    """
     n_heads, s, dim = q.shape
     n_kv, n = keys.shape[:2]
     hide = plan.hidden
@@ -108,8 +103,8 @@ def _contributions(weights: Tensor, values: Tensor) -> Tensor:
     return score
 
 
-def attend_at_reference(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
-    """One row q [H, 1, D] at position `at` [1] over all of keys and values [K, T, D] -> [1, H * D].
+def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
+    """One row q [H, 1, D] at position `at` [1] that only the device knows, over [K, T, D] -> [1, H * D].
 
     Keys that the row does not see get no weight, and their values must be finite.
     """
@@ -125,38 +120,39 @@ def attend_at_reference(q: Tensor, keys: Tensor, values: Tensor, spec: Attention
     return (weights @ values).reshape(1, -1)
 
 
-def rotate_reference(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
-    """By the family's own function."""
+def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
+    """x [heads, S, D] rotated by RoPE to the positions of `rope` [S]."""
     return rotary.rotate(x, rope)
 
 
-def place_reference(
-    chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
-) -> None:
-    """By the family's own function, chunk by chunk."""
+def place(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+    """Copy stored chunks into one layer's cache, keys and values [K, T, D], and rotate the keys.
+
+    rope: of positions [T].
+    """
     for start, k, v in chunks:
         here = slice(start, start + k.shape[1])
         keys[:, here] = rotary.rotate(k.to(keys.device), rope.at(here))
         values[:, here] = v
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's own."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [S, I] times weight [O, I], plus bias [O] -> [S, O]."""
     return F.linear(x, weight, bias)
 
 
-def add_norm_reference(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """By the family's own module."""
+def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """x + add [S, E] (without `add`, x itself) and its norm, with the bits of the model's own modules."""
     total = x if add is None else x + add
     return total, norm.own(total)
 
 
-def gated_activation_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """By the family's own function."""
+def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up [S, I], with the bits of the model's own function. Kernels overwrite `gate`."""
     return activation.own(gate) * up
 
 
-def correct_reference(
+def correct(
     keys: Tensor,
     values: Tensor,
     fresh: RecomputedTokens,
@@ -165,7 +161,10 @@ def correct_reference(
     params: CorrectionParams,
     prior: Prior | None = None,
 ) -> None:
-    """blend/corrections tells what is computed; keys (after RoPE) and values [K, N, D] are changed in place."""
+    """Correct reused tokens' keys (after RoPE) and values [K, N, D] by the deviations of their chunks' recomputed tokens.
+
+    In place; rope: of positions [N]. Formulas: blend/corrections.
+    """
     at, others, rotate = fresh.recomputed_index, fresh.reused_index, rotary.rotate
     there, elsewhere = rope.at(at), rope.at(others)
     stored = torch.cat([rotate(keys[:, at], there.inverse), values[:, at]], dim=-1)

@@ -1,4 +1,4 @@
-"""Checks that a kernel computes its formula on this machine, before it serves.
+"""Checks that a kernel computes its formula on this machine before it serves: against reference.py, on cases of cases.py.
 
 The CPU's compiled kernels are checked once a process, all of an instruction set together. A GPU's kernels are checked
 for each kind of heads before their first use; that compiles them, seconds at the first time on a machine (Triton keeps
@@ -9,28 +9,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from blendserve.kernels import cases, reference, switches
-from blendserve.kernels.activation import Activation
-from blendserve.kernels.cases import Draw, rotary_of
+from blendserve.kernels import reference, switches
+from blendserve.kernels.cases import CASES, RIDGE, SHIFT, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda.available import has_triton
-from blendserve.kernels.norm import FORMS
 from blendserve.kernels.rotary import RotaryForm
-from blendserve.kernels.rows import AttentionPlan
-from blendserve.kernels.types import AttentionSpec, RecomputedTokens, Rope
+from blendserve.kernels.types import AttentionSpec, Rope
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, AttentionPlan], Tensor]
+Attend = Callable[..., Tensor]
+Options = dict[str, Any]  # of a call of cases.py
+
+WRITES = {"place": (1, 2), "correct": (0, 1)}  # operations that write to arguments
+TINY = 1e-37  # smaller results may be 0
+
+
+@torch.inference_mode()
+def largest_error(
+    run: Callable[..., Any], operation: str, options: Options, dtype: torch.dtype,
+    device: torch.device | str = "cpu", is_exact: bool = False, relative: float = 0.0,
+) -> float:  # fmt: skip
+    """The largest difference of `run` to the plain form; infinite where one of both is NaN.
+
+    The plain form computes in float64 on the CPU; is_exact: in the same dtype on the same device. relative: of the
+    result, that is no error.
+    """
+    make, plain = CASES[operation], getattr(reference, operation)
+    wanted_args = make(Draw(dtype, device if is_exact else "cpu"), **options)
+    got = _outputs(operation, run, make(Draw(dtype, device), **options))
+    wanted = _outputs(operation, plain, wanted_args if is_exact else _in_fp64(wanted_args))
+    return max(_difference(a.cpu(), b.cpu(), relative) for a, b in zip(got, wanted, strict=True))
+
+
+def _outputs(operation: str, run: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+    out = run(*args)
+    if operation in WRITES:
+        return [args[i] for i in WRITES[operation]]
+    return list(out) if isinstance(out, tuple) else [out]
+
+
+def _in_fp64(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.double() if x.is_floating_point() else x
+    if isinstance(x, Rope):
+        return Rope(x.cos.double(), x.sin.double())
+    if isinstance(x, tuple):  # of NamedTuples as well
+        parts = map(_in_fp64, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
+
+
+def _difference(got: Tensor, wanted: Tensor, relative: float) -> float:
+    if not torch.equal(got.isnan(), wanted.isnan()):
+        return float("inf")
+    off = (got.double() - wanted.double()).abs() - relative * wanted.double().abs()
+    return float(off.nan_to_num(0.0).max())
 
 
 # The CPU's compiled kernels
@@ -67,108 +109,74 @@ def _cpu_status(level: Level) -> Status:
     return Status(True, f"compiled kernels from {build(level)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How a compiled function is checked: calls of an operation, and bounds for bf16 and fp32."""
+
+    operation: str
+    calls: Sequence[Options]
+    bounds: tuple[float, float]
+    relative: tuple[float, float] = (0.0, 0.0)
+    is_exact: bool = False
+
+
 POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
-# Outputs reach 4 and 5; they and the weights are rounded.
-ATTENTION_BOUND = {torch.bfloat16: 0.03, torch.float32: 2e-5}
-CORRECTION_BOUND = {torch.bfloat16: 0.05, torch.float32: 1e-4}
-ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-20}  # of a linear layer's output, relative
-GATED = Activation(F.silu, True)
-
-
-@torch.inference_mode()
-def check_level(level: Level) -> None:
-    """Raises Unavailable unless every kernel of the instruction set is right."""
-    loaded(level)
-    for function, check in _CHECKS.items():
-        if function in level.sources:
-            check(level, Draw(dtype_of(level)))
-
-
-def _check_attention(level: Level, draw: Draw) -> None:
-    for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0)):
-        q, keys, values, spec, plan = cases.attention(
-            draw, POSITIONS, group=3, window=window, softcap=softcap, size=2.0
-        )
-        got = bindings.attention(level, q, keys, values, spec, plan)
-        end = plan.kv_len
-        wanted = reference.formula(q, keys[:, :end], values[:, :end], plan.positions, spec)
-        _require(
-            _worst(got, wanted), ATTENTION_BOUND[draw.dtype], f"attention, window {window}, softcap {softcap}"
-        )
-
-
-def _check_linear(level: Level, draw: Draw) -> None:
-    """Few rows and many, and sizes that fill no vector."""
-    for rows in (1, 7, 150):
-        x, weight, bias = cases.linear(draw, rows, outs=142, depth=90)
-        wanted = x.double() @ weight.double().T + bias.double()
-        got = bindings.linear(level, x, weight, bias)
-        error = float(((got - wanted).abs() - ROUNDING[draw.dtype] * wanted.abs()).max())
-        _require(error, 1e-4, f"linear, {rows} rows")
-
-
-def _check_scatter(level: Level, draw: Draw) -> None:
-    """To the bit, where a part of each head is rotated and where all of it is."""
-    for width in (32, 96):
-        chunks, keys, values, rope, rotary = cases.placement(draw, (31, 50), dim=96, width=width)
-        got, wanted = [(keys.clone(), values.clone()) for _ in "ab"]
-        bindings.scatter_kv(level, chunks, *got, rope, rotary)
-        reference.place_reference(chunks, *wanted, rope, rotary)
-        _require(max(map(_worst, got, wanted)), 0.0, f"KV placement, {width} of 96 dimensions rotated")
-
-
-def _check_correction(level: Level, draw: Draw) -> None:
-    """Fewer recomputed tokens than features."""
-    ridge = cases.RIDGE._replace(penalty=5.0)
-    for params, has_prior in ((cases.SHIFT, False), (ridge, False), (ridge, True)):
-        keys, values, fresh, rope, rotary, *how = cases.correction(
-            draw, (31, 50), n=27, dim=32, width=32, params=params, has_prior=has_prior
-        )
-        got, wanted = (keys.clone(), values.clone()), (keys.double(), values.double())
-        bindings.correct_kv(level, *got, fresh, rope, rotary, *how)
-        exact = RecomputedTokens(fresh.keys.double(), fresh.values.double(), *fresh[2:])
-        reference.correct_reference(*wanted, exact, Rope(rope.cos.double(), rope.sin.double()), rotary, *how)
-        error = max(map(_worst, got, wanted))
-        _require(error, CORRECTION_BOUND[draw.dtype], f"correction, {params}, prior: {has_prior}")
-
-
-def _check_norm(level: Level, draw: Draw) -> None:
-    """To the bit in every form, with sizes that fill no vector, and that torch sums in cascades."""
-    for dim in (90, 2080):
-        for form in range(len(FORMS)):
-            args = cases.norm(draw, 16, dim, form)
-            pairs = bindings.add_rms_norm(level, *args), reference.add_norm_reference(*args)
-            _require(max(map(_worst, *pairs)), 0.0, f"norm of {dim} numbers")
-
-
-def _check_silu(level: Level, draw: Draw) -> None:
-    """To the bit, for all gates whose result is not too small for the dtype."""
-    gate = torch.linspace(-80.0, 80.0, 4000).view(40, 100).to(draw.dtype)
-    up = draw(40, 100)
-    got = bindings.silu_and_mul(level, gate.clone(), up, GATED)
-    _require(_worst(got, F.silu(gate) * up), 0.0, "gated activation")
-
-
-_CHECKS: dict[str, Callable[[Level, Draw], None]] = {  # by function of kernels.h
-    "attention": _check_attention,
-    "linear": _check_linear,
-    "scatter_kv": _check_scatter,
-    "correct_kv": _check_correction,
-    "add_rms_norm": _check_norm,
-    "silu_and_mul": _check_silu,
+_FEATURES = {"lengths": (31, 50), "n": 27, "dim": 32, "width": 32}  # fewer recomputed tokens than features
+_RIDGE = RIDGE._replace(penalty=5.0)
+CHECKS = {  # by function of kernels.h
+    "attention": Check(  # outputs reach 4 and 5; they and the weights are rounded
+        "attend",
+        [
+            {"at": POSITIONS, "group": 3, "window": window, "softcap": softcap, "size": 2.0}
+            for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0))
+        ],
+        (0.03, 2e-5),
+    ),
+    "linear": Check(  # few rows and many, and sizes that fill no vector
+        "linear",
+        [{"rows": rows, "outs": 142, "depth": 90} for rows in (1, 7, 150)],
+        (1e-4, 1e-4),
+        relative=(2**-8, 2**-20),
+    ),
+    "scatter_kv": Check(  # a part of each head is rotated, or all of it
+        "place",
+        [{"lengths": (31, 50), "dim": 96, "width": width} for width in (32, 96)],
+        (0.0, 0.0),
+        is_exact=True,
+    ),
+    "correct_kv": Check(
+        "correct",
+        [
+            {**_FEATURES, "params": params, "has_prior": has_prior}
+            for params, has_prior in ((SHIFT, False), (_RIDGE, False), (_RIDGE, True))
+        ],
+        (0.05, 1e-4),
+    ),
+    "add_rms_norm": Check(  # sizes that fill no vector, and that torch sums in cascades
+        "add_norm",
+        [{"rows": 16, "dim": dim, "form": form} for dim in (90, 2080) for form in range(3)],
+        (0.0, 0.0),
+        is_exact=True,
+    ),
+    "silu_and_mul": Check("gated_activation", [{"rows": 40, "width": 100}], (TINY, TINY), is_exact=True),
 }
 
 
-def _worst(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference; infinite where one of both is NaN."""
-    if not torch.equal(got.isnan(), wanted.isnan()):
-        return float("inf")
-    return float((got.double() - wanted.double()).abs().nan_to_num(0.0).max())
-
-
-def _require(error: float, bound: float, what: str) -> None:
-    if not error <= bound:
-        raise Unavailable(f"wrong on this machine: {what} is off by {error:.3g}")
+def check_level(level: Level) -> None:
+    """Raises Unavailable unless every kernel of the instruction set is right."""
+    loaded(level)
+    dtype = dtype_of(level)
+    which = 0 if dtype == torch.bfloat16 else 1
+    for function, check in CHECKS.items():
+        if function not in level.sources:
+            continue
+        run = partial(getattr(bindings, function), level)
+        for call in check.calls:
+            error = largest_error(
+                run, check.operation, call, dtype, is_exact=check.is_exact, relative=check.relative[which]
+            )
+            if not error <= check.bounds[which]:
+                raise Unavailable(f"wrong on this machine: {function} is off by {error:.3g} with {call}")
 
 
 # A GPU's kernels
@@ -200,48 +208,29 @@ class Kind:
 @cache
 def attention_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """Why an attention kernel may not serve, "" if it may. forms: all that is compiled; rows: positions below KEYS."""
+    call: Options = {
+        "group": kind.group, "dim": kind.dim, "window": 70 if kind.windowed else None,
+        "softcap": 2.0 if kind.softcapped else None, "size": 2.0,
+    }  # fmt: skip
+    calls = [{**call, "at": positions} for positions in rows]
+    errors = (largest_error(form, "attend", c, kind.dtype, kind.device) for form in forms for c in calls)
+    return _trouble(lambda: max(errors), BOUNDS[kind.dtype])
 
-    def largest() -> float:
-        return max(_attention_error(form, kind, positions) for form in forms for positions in rows)
 
-    return _trouble(largest, BOUNDS[kind.dtype])
-
-
-@torch.inference_mode()
-def _attention_error(form: Attend, kind: Kind, positions: Sequence[int]) -> float:
-    """The largest difference to the formula."""
-    window, softcap = 70 if kind.windowed else None, 2.0 if kind.softcapped else None
-    shape: dict[str, Any] = {
-        "group": kind.group,
-        "dim": kind.dim,
-        "window": window,
-        "softcap": softcap,
-        "size": 2.0,
-    }
-    q, keys, values, spec, plan = cases.attention(Draw(kind.dtype), positions, **shape)
-    end = plan.kv_len
-    wanted = reference.formula(q, keys[:, :end], values[:, :end], plan.positions, spec)
-    there = cases.attention(Draw(kind.dtype, kind.device), positions, **shape)
-    return _worst(form(*there).cpu(), wanted)
+def triton_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
+    """`attention_trouble` of a kernel that needs Triton."""
+    if not has_triton():
+        return "triton is not installed: pip install triton"
+    return attention_trouble(forms, kind, rows)
 
 
 @cache
-@torch.inference_mode()
 def placing_trouble(form: RotaryForm, device: torch.device, dtype: torch.dtype, dim: int) -> str:
     """Why a GPU's placement of such heads may not serve, "" if it may. Compiles it."""
-
-    def largest() -> float:
-        error = 0.0
-        for width in {dim, dim // 4 * 2}:  # all of a head, or a part
-            draw = Draw(dtype, device)
-            chunks, keys, values, rope, _ = cases.placement(draw, (40, 33), dim=dim, width=width, form=form)
-            got, wanted = [(keys.clone(), values.clone()) for _ in "ab"]
-            cuda_place.run(chunks, *got, rope, form)
-            reference.place_reference(chunks, *wanted, rope, rotary_of(form))
-            error = max(error, *map(_worst, got, wanted))
-        return error
-
-    return _trouble(largest, 2 * torch.finfo(dtype).eps)
+    # all of a head is rotated, or a part
+    calls = [{"lengths": (40, 33), "dim": dim, "width": width, "form": form} for width in {dim, dim // 4 * 2}]
+    errors = (largest_error(cuda_place.place, "place", c, dtype, device, is_exact=True) for c in calls)
+    return _trouble(lambda: max(errors), 2 * torch.finfo(dtype).eps)
 
 
 def _trouble(largest: Callable[[], float], bound: float) -> str:
@@ -250,12 +239,3 @@ def _trouble(largest: Callable[[], float], bound: float) -> str:
     except Exception as failure:  # of a compiler, a driver or a GPU without room for the tile
         return f"{type(failure).__name__}: {str(failure).strip() or 'no reason given'}".splitlines()[0]
     return "" if error <= bound else f"off by {error:.3g}"
-
-
-def triton_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
-    """`attention_trouble` of a kernel that needs Triton."""
-    return (
-        attention_trouble(forms, kind, rows)
-        if has_triton()
-        else "triton is not installed: pip install triton"
-    )

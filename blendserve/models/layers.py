@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
-from blendserve.models.families import Family
+from blendserve.models.families import RMS, Family
 
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
@@ -78,21 +78,18 @@ class Parts:
 
     def norm(self, name: str) -> Norm:
         weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
-        form = self.family.norm
+        form, eps = self.family.norm, self._eps
         if form == "rms or layer":  # by the epsilon that the configuration has
-            form = (
-                NormForm(rounds_first=True) if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
-            )
+            form = RMS if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
         if isinstance(form, NormForm):
-            assert weight is not None
-            return Norm(partial(form.normed, weight=weight, eps=self._eps), weight, self._eps, form)
+            weight = self.tensors[f"{name}.weight"]
+            return Norm(partial(form.normed, weight=weight, eps=eps), weight, eps, form)
+        if weight is None:  # OLMo 1
+            return Norm(lambda x: F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype))
         if form == "layer, wide":
-            assert weight is not None
-            return Norm(partial(_wide_layer_norm, weight=weight, eps=self._eps))
-        if weight is None:
-            return Norm(partial(_bare_layer_norm, eps=self._eps))
+            return Norm(partial(_wide_layer_norm, weight=weight, eps=eps))
         weight = weight + 1.0 if form == "layer, plus one" else weight
-        return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, self._eps))
+        return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, eps))
 
     def mlp(self, name: str) -> Function:
         """x [S, E] -> [S, E]"""
@@ -120,10 +117,6 @@ def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight.float() * wide).to(x.dtype)
-
-
-def _bare_layer_norm(x: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 def call_norm(norm: Norm | None, x: Tensor, add: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from blendserve.blend.chunk_kv import STACK_TOKENS, in_stacks
 from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
 from blendserve.core import TokenIds
-from blendserve.engine.documents import Progress
 from blendserve.engine.engine import Engine
 from blendserve.errors import ClusterUnavailable, ConfigError
 from blendserve.ray.cluster import WorkerResources, cluster, import_ray, unwrap_ray_error, worker_config
 from blendserve.registry import STORES
 from blendserve.store import ChunkKey
+from blendserve.store.base import Progress
 
 OpenEngine = Callable[[], Engine]
 """Opens an engine on the shared store; picklable. It needs no index: chunks come as token ids."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer
-from blendserve.engine.prompt import Turn
+from blendserve.engine.prompt import ChatMessage
 from blendserve.engine.request import Finished, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.auth import TenantDep
@@ -34,8 +34,10 @@ async def chat(body: ChatRequest, request: Request, client: ClientDep, tenant: T
     *earlier, last = body.messages
     if last.role != "user":
         raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
-    turns = tuple(Turn("system" if m.role == "developer" else m.role, m.content_text) for m in earlier)
-    return await _respond(request, client, tenant, body, last.content_text, turns)
+    history = tuple(
+        ChatMessage("system" if m.role == "developer" else m.role, m.content_text) for m in earlier
+    )
+    return await _respond(request, client, tenant, body, last.content_text, history)
 
 
 @router.post("/completions")
@@ -75,10 +77,10 @@ async def _respond(
     tenant: Tenant,
     body: OpenAIRequest,
     question: str,
-    turns: tuple[Turn, ...] = (),
+    history: tuple[ChatMessage, ...] = (),
 ) -> Response:
     _require_model(client, body.model)
-    query = body.query(question, body.x_blendserve or BlendOptions(), turns)
+    query = body.query(question, body.x_blendserve or BlendOptions(), history)
     query = query.split(client.config.prompt.separator)
     form = OpenAIFormat(client, body, retrieves=query.passages is None)
     return await respond(request, client, tenant, query, form, bool(body.stream))

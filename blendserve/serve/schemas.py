@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, C
 
 from blendserve.config import CorrectionName, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
-from blendserve.engine.prompt import Turn
+from blendserve.engine.prompt import ChatMessage
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
 
@@ -87,7 +87,9 @@ class Question(Body):
     def token_limit(self) -> int | None:
         return self.max_tokens
 
-    def query(self, question: str, options: BlendOptions, turns: tuple[Turn, ...] = ()) -> QueryRequest:
+    def query(
+        self, question: str, options: BlendOptions, history: tuple[ChatMessage, ...] = ()
+    ) -> QueryRequest:
         """The request to the engine. Raises InputError if `documents` and `passages` are both given."""
         if self.documents is not None and options.passages is not None:
             raise InputError("documents and passages mean the same: send one of these fields")
@@ -98,7 +100,7 @@ class Question(Body):
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
-            turns=turns,
+            history=history,
             blend={name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")},
             decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),

@@ -89,7 +89,7 @@ def test_the_gpu_suite_runs_dry(file: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ttft, "measure_rates", lambda *_: Rates(1e9, 1e9))
     suite = Suite.read(ROOT / file)
     few = ("ttft_host", "decode")
-    small = replace(suite, runs={name: replace(suite.runs[name], minutes=1) for name in few})
+    small = replace(suite, runs={name: suite.runs[name].model_copy(update={"minutes": 1}) for name in few})
     assert set(run_suite(small, tmp_path, 5, dry_run=True).values()) == {"done"}
     assert not list(tmp_path.iterdir())
 

@@ -26,6 +26,7 @@ class Watched(TensorView):
     def __init__(self, damaged: int | None = None, slow: int | None = None, coded: bool = False) -> None:
         kv = ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2))
         super().__init__(kv)
+        self.in_memory = False
         self.chunk, self.n_bytes = TensorView(kv), self.raw_bytes // (2 if coded else 1)
         self.damaged, self.slow = damaged, slow
         self.reads: list[int] = []

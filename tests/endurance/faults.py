@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.support.proxy import Proxy
 from benchmarks.support.valkey import Server
-from blendserve.bench.stores import TimedFetcher
+from blendserve.bench.fixture import TimedFetcher
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ModelConfig, ValkeyConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, run

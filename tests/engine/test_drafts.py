@@ -22,8 +22,7 @@ from blendserve.engine.request import Event, Finished, Plan, Request, TextDelta
 from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
-from blendserve.models.native import native_decoder
-from blendserve.models.runner import Runner
+from blendserve.models.runner import Runner, native_decoder
 from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 from tests.support.blending import PREFIX, some_ids, tiny_blender

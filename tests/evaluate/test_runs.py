@@ -24,12 +24,10 @@ from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
 from blendserve.evaluate.job import Outcome, evaluate_each
-from blendserve.evaluate.priors import prior_chunks
 from blendserve.evaluate.prompts import PromptSource, open_engine
-from blendserve.evaluate.show import show_all
 from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
-from blendserve.models.native import native_decoder
-from blendserve.models.runner import decode_in_int8
+from blendserve.evaluate.tables import show_all
+from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.policies import LRU
 from tests.golden import research
@@ -227,7 +225,7 @@ def test_nothing_is_fitted_on_the_half_that_is_asked(tmp_path: Path) -> None:
 
     def corpus(half: Any) -> list[Any]:
         plan = EvaluateConfig(dataset=str(path), half=half)
-        return prior_chunks(plan, data, PromptSource(engine, plan))
+        return PromptSource(engine, plan).prior_chunks(data)
 
     source = PromptSource(engine, EvaluateConfig())
     chunks = [[c.ids for c in source.build(e, source.passages(e)).chunks] for e in data.examples]

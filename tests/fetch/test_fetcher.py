@@ -179,7 +179,7 @@ def test_a_prompt_over_a_local_store_makes_nothing_for_links(monkeypatch: pytest
     made: list[object] = []
     for place in (
         "fetcher.Transfer",
-        "fetcher.ThreadPoolExecutor",
+        "transfer.ThreadPoolExecutor",
         "transfer.Deadline",
         "link.LinkEstimator",
     ):

@@ -21,9 +21,8 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import Fetch
-from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.incoming import FAILED_S, ChunkRequest
 from blendserve.fetch.tiered import REST_S, TieredStore
-from blendserve.store.bounded import FAILED_S
 from blendserve.store.key import ChunkKey
 from tests.support.places import KEYS, REMOTE_STORES, StoreModel, Tiered, content, put
 from tests.support.stores import UNIT, FaultyStore, cache, copy_of, has, same

@@ -27,6 +27,7 @@ class Unstable(TensorView):
 
     def __init__(self, kv: ChunkKV) -> None:
         super().__init__(kv)
+        self.in_memory = False
         self.chunk = TensorView(kv)
         both = torch.stack([kv.keys[0], kv.values[0]])  # side by side, as in a record
         self.page = both[0], both[1]

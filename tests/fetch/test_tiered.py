@@ -236,6 +236,17 @@ def test_a_chunk_that_changes_after_its_prefetch_is_looked_up_again(machine: Mac
         hold.close()
 
 
+def test_a_stored_chunk_reaches_the_remote_store_though_copies_of_it_are_forgotten(machine: Machine) -> None:
+    """As of every chunk that a request or a precompute run stores, while the queue is behind."""
+    machine.far.gate.clear()
+    for n in range(10, 14):
+        put_kv(machine.store, key_of(n), kv(n))
+        machine.fetcher.forget([key_of(n)])
+    machine.far.gate.set()
+    machine.store.flush()
+    assert stored(machine.far) >= set(range(10, 14))
+
+
 def test_chunks_are_copied_here_without_a_prompt(machine: Machine) -> None:
     assert machine.fetcher.copy_here([key_of(n) for n in (0, 1, 9)]) == 2
     machine.store.flush()

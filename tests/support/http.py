@@ -200,7 +200,7 @@ class Server(Client):
         running = any(job.state == "running" for job in jobs)
         return (
             self.backend.scheduler.load == (0, 0)
-            and self.backend.batch.fetcher.held.n_bytes == 0
+            and self.backend.batch.fetcher.copies.shared.n_bytes == 0
             and not running
         )
 

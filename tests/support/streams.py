@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from blendserve.fetch.copy_stream import Event
+from blendserve.fetch.copy_stream import CopyStream, Event
 
 
 class LateMark:
@@ -23,7 +23,7 @@ class LateMark:
         self.stream.run(self.upto)
 
 
-class LateCopyStream:
+class LateCopyStream(CopyStream):
     """Tensors "on the device" are those that it sent."""
 
     def __init__(self, pinned: bool = False) -> None:
@@ -61,20 +61,17 @@ class LateCopyStream:
         self.buffers.append(torch.full((n_bytes,), 255, dtype=torch.uint8))
         return self.buffers[-1]
 
-    def holds(self, tensor: Tensor) -> bool:
+    def is_on_device(self, tensor: Tensor) -> bool:
         return any(within(tensor, there) for there, _ in self.copies)
-
-    def fetches(self, tensor: Tensor) -> bool:
-        return self._is_pinned(tensor)
 
     def send(self, tensor: Tensor) -> Tensor:
         assert self.inside
         there = torch.full_like(tensor, 77)
         with self._using:  # of ordinary memory the driver takes a copy before it returns
-            self.copies.append((there, tensor if self._is_pinned(tensor) else tensor.clone()))
+            self.copies.append((there, tensor if self.is_pinned(tensor) else tensor.clone()))
         return there
 
-    def _is_pinned(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor: Tensor) -> bool:
         return self.pinned or any(within(tensor, buffer) for buffer in self.buffers)
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -87,9 +84,9 @@ class LateCopyStream:
     def record_event(self) -> LateMark:
         return LateMark(self, len(self.copies))
 
-    def wait_on_stream(self, memory: Sequence[Tensor], mark: Event | None) -> None:
+    def wait_on_stream(self, memory: Sequence[Tensor], event: Event | None) -> None:
         """The computing stream waits, which the test does later by `run`."""
-        self.handed.append(mark)
+        self.handed.append(event)
 
 
 def within(part: Tensor, whole: Tensor) -> bool:

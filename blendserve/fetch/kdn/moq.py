@@ -57,7 +57,7 @@ class MoqSource(KdnSource):
                 seconds = RELAY_SHARE * min(chunk.patience_s, self.deadline_s)
                 with suppress(StoreUnavailable), self.link.transfer():
                     self._relay.read(broadcast_of(self.known()[0]), chunk, self.link, seconds)
-            if not chunk.done:
+            if not chunk.is_done:
                 super().transfer([chunk])
 
     def close(self) -> None:

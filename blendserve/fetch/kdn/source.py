@@ -147,7 +147,7 @@ class KdnSource:
             if not isinstance(error, StoreError):
                 raise
             batch[0].end(Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error)))
-        if all(chunk.whole for chunk in batch):
+        if all(chunk.is_whole for chunk in batch):
             self.link.last_rate = n_bytes / max(1e-9, self._clock.monotonic() - start)
 
     def interrupt(self, late: bool) -> str:

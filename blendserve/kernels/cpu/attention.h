@@ -26,19 +26,6 @@
 
 #include "common.h"
 
-// The arguments of attention.
-struct AttentionArgs {
-    const elem_t *q, *keys, *values;
-    elem_t* out;
-    const int64_t* positions;
-    const uint8_t* masked_keys;
-    float* key_scores;
-    int64_t q_head, q_row, k_head, k_row, v_head, v_row;
-    int64_t rows, kv_heads, group, dim, window;
-    float scale, softcap;
-    int64_t threads;
-};
-
 namespace {
 
 constexpr int TILES = 32;  // tiles that share a packed block

@@ -13,7 +13,7 @@ from torch import Tensor
 from blendserve.kernels import team
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.cpu.isa import Level
-from blendserve.kernels.cpu.library import dtype_of, loaded
+from blendserve.kernels.cpu.library import dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import AttentionPlan
@@ -34,10 +34,6 @@ ROPE_STEP = 32
 WORD = 4  # bytes: a row of inputs and one of outputs are whole words
 FEW = 8  # rows, up to which linear transposes weights instead of rows
 MIN_NORM = 8  # numbers of a row: torch sums fewer in another order
-
-
-def pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _is_native(level: Level, *tensors: Tensor) -> bool:
@@ -98,7 +94,7 @@ def _attention(
     n_heads, n_rows, dim = q.shape
     n_kv, positions = keys.shape[0], positions.contiguous()
     out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
-    loaded(level).blendserve_attention(
+    loaded(level).attention(
         *map(pointer, (q, keys, values, out, positions, masked, key_scores)),
         *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         n_rows, n_kv, n_heads // n_kv, dim, spec.window or 0,
@@ -124,8 +120,8 @@ def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """ops.linear, over the weights as the model stores them."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype)
-    loaded(level).blendserve_linear(
-        x.data_ptr(), weight.data_ptr(), pointer(bias), out.data_ptr(),
+    loaded(level).linear(
+        *map(pointer, (x, weight, bias, out)),
         x.stride(0), weight.stride(0), outputs, rows, outputs, inputs, team.size(),
     )  # fmt: skip
     return out
@@ -148,8 +144,8 @@ def add_rms_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> tup
     rows, dim = x.shape
     out = torch.empty(rows, dim, dtype=x.dtype)
     total = x if add is None else torch.empty(rows, dim, dtype=x.dtype)
-    loaded(level).blendserve_add_rms_norm(
-        x.data_ptr(), pointer(add), pointer(norm.weight), None if add is None else total.data_ptr(), out.data_ptr(),
+    loaded(level).add_rms_norm(
+        *map(pointer, (x, add, norm.weight, None if add is None else total, out)),
         x.stride(0), 0 if add is None else add.stride(0), rows, dim, norm.form.rounds_first,
         norm.eps, norm.form.offset, team.size(),
     )  # fmt: skip
@@ -165,9 +161,7 @@ def supports_silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Ac
 def silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """ops.gated_activation, in place of `gate`."""
     at, row = gate.data_ptr(), gate.stride(0)
-    loaded(level).blendserve_silu_and_mul(
-        at, up.data_ptr(), at, row, up.stride(0), row, *gate.shape, team.size()
-    )
+    loaded(level).silu_and_mul(at, up.data_ptr(), at, row, up.stride(0), row, *gate.shape, team.size())
     return gate
 
 
@@ -194,24 +188,14 @@ def apply_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
 
 
 def supports_scatter(
-    level: Level,
-    chunks: Sequence[RecordView],
-    keys: Tensor,
-    values: Tensor,
-    rope: Rope,
-    rotary: Rotary,
+    level: Level, chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> bool:
     first = [stored for _, stored, _ in chunks[:1]]
     return all(supports_rope(level, x, rope, rotary) for x in (*first, keys))
 
 
 def scatter_kv(
-    level: Level,
-    chunks: Sequence[RecordView],
-    keys: Tensor,
-    values: Tensor,
-    rope: Rope,
-    rotary: Rotary,
+    level: Level, chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> None:
     """ops.place."""
     _scatter(level, chunks, keys, values, rope)
@@ -225,19 +209,17 @@ def _scatter(
     rope: Rope,
 ) -> None:
     cos, sin = rope.cos, rope.sin
-    rows = [_segment(*segment) for segment in segments]
-    table = torch.tensor(rows, dtype=torch.int64)
-    loaded(level).blendserve_scatter_kv(
+    table = pack("KvSegment", [_segment(*segment) for segment in segments])
+    loaded(level).scatter_kv(
         *map(pointer, (table, keys, values, cos, sin)),
         *keys.stride()[:2], *values.stride()[:2], cos.stride(0),
-        len(rows), keys.shape[0], keys.shape[2], cos.shape[1], team.size(),
+        len(segments), keys.shape[0], keys.shape[2], cos.shape[1], team.size(),
     )  # fmt: skip
 
 
 def _segment(start: int, keys: Tensor, values: Tensor | None) -> tuple[int, ...]:
-    """KvSegment of kernels.h."""
     strides = *keys.stride()[:2], *(keys if values is None else values).stride()[:2]
-    return keys.data_ptr(), pointer(values) or 0, *strides, start, keys.shape[1]
+    return keys.data_ptr(), pointer(values), *strides, start, keys.shape[1]
 
 
 def supports_correction(
@@ -247,8 +229,7 @@ def supports_correction(
     fresh: RecomputedTokens,
     rope: Rope,
     rotary: Rotary,
-    params: CorrectionParams,
-    prior: Prior | None = None,
+    *_: object,
 ) -> bool:
     cos, sin = rope.cos, rope.sin
     return (
@@ -280,7 +261,7 @@ def correct_kv(
     context_weight = torch.tensor(fresh.context_weight, dtype=torch.float32)
     parts = keys, values, fresh.keys, fresh.values
     indices = fresh.row_index, fresh.recomputed_index, first, fresh.reused_index, first_reused
-    loaded(level).blendserve_correct_kv(
+    loaded(level).correct_kv(
         *map(pointer, (*parts, cos, sin, *indices, weights, constant, context_weight)),
         *(stride for x in parts for stride in x.stride()[:2]), cos.stride(0),
         keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.recomputed_index), len(fresh.recomputed_per_chunk),

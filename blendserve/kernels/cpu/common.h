@@ -46,13 +46,4 @@ struct Prefetcher {
     }
 };
 
-// The arguments of linear.
-struct LinearArgs {
-    const elem_t *x, *weights, *bias;  // [rows, inputs], [outputs, inputs], [outputs] or null
-    elem_t* out;                       // [rows, outputs]
-    int64_t x_row, w_row, out_row;
-    int64_t rows, outputs, inputs;
-    int64_t threads;
-};
-
 }  // namespace

@@ -17,19 +17,6 @@ namespace {
 
 constexpr int TILE = 6;  // tokens predicted together: with VECTORS each they fill the registers
 
-// The arguments of correct_kv.
-struct CorrectionArgs {
-    elem_t *keys, *values;
-    const elem_t *fresh_keys, *fresh_values, *cos, *sin;
-    const int64_t *recomputed_row, *recomputed_index, *first_recomputed, *reused_index, *first_reused;
-    const float *prior, *prior_constant, *context_weight;
-    int64_t k_head, k_row, v_head, v_row, fresh_k_head, fresh_k_row, fresh_v_head, fresh_v_row, rope_row;
-    int64_t kv_heads, dim, rope_width, rows, chunks;
-    float chunk_shrinkage, zero_shrinkage, key_scale, value_scale, penalty, prior_shrinkage, prior_key_scale,
-        prior_value_scale;
-    int64_t threads;
-};
-
 constexpr int BLOCK = 96;         // tokens of an item of work
 constexpr int ROW_STEP = 4;           // rows of a system taken together
 constexpr int MAX_DIM = 256;
@@ -400,7 +387,9 @@ void shift_block(const CorrectionArgs& c, const Head& h, int64_t head, int64_t i
     }
 }
 
-void correct_kv(const CorrectionArgs& c) {
+}  // namespace
+
+void blendserve_correct_kv(const CorrectionArgs& c) {
     bool has_regression = c.penalty >= 0, fits = has_regression && c.rows;
     int64_t strips = 2 * c.dim / N_TILE, blocks = 0;
     for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.first_reused[n + 1] - c.first_reused[n], BLOCK);
@@ -457,22 +446,4 @@ void correct_kv(const CorrectionArgs& c) {
         for (int64_t item = 0; item < blocks * c.kv_heads; ++item)
             shift_block(c, head_at(c, memory + item / blocks * numbers), item / blocks, item % blocks);
     }
-}
-
-}  // namespace
-
-void blendserve_correct_kv(elem_t* keys, elem_t* values, const elem_t* fresh_keys, const elem_t* fresh_values,
-                           const elem_t* cos, const elem_t* sin, const int64_t* recomputed_row,
-                           const int64_t* recomputed_index, const int64_t* first_recomputed, const int64_t* reused_index,
-                           const int64_t* first_reused, const float* prior, const float* prior_constant,
-                           const float* context_weight, int64_t k_head, int64_t k_row, int64_t v_head, int64_t v_row,
-                           int64_t fresh_k_head, int64_t fresh_k_row, int64_t fresh_v_head, int64_t fresh_v_row,
-                           int64_t rope_row, int64_t kv_heads, int64_t dim, int64_t rope_width, int64_t rows, int64_t chunks,
-                           float chunk_shrinkage, float zero_shrinkage, float key_scale, float value_scale, float penalty,
-                           float prior_shrinkage, float prior_key_scale, float prior_value_scale, int64_t threads) {
-    correct_kv({keys, values, fresh_keys, fresh_values, cos, sin, recomputed_row, recomputed_index, first_recomputed,
-                reused_index, first_reused, prior, prior_constant, context_weight, k_head, k_row, v_head, v_row,
-                fresh_k_head, fresh_k_row, fresh_v_head, fresh_v_row, rope_row, kv_heads, dim, rope_width, rows, chunks,
-                chunk_shrinkage, zero_shrinkage, key_scale, value_scale, penalty, prior_shrinkage, prior_key_scale,
-                prior_value_scale, threads});
 }

@@ -25,18 +25,6 @@
 
 namespace {
 
-// The arguments of decode_step.
-struct DecodeArgs {
-    const LayerWeights* layers;
-    const RopeTable* ropes;
-    const DecodeRow* rows;
-    const elem_t *hidden, *norm, *head, *head_bias;
-    elem_t* logits;
-    int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first;
-    float eps, offset, residual_scale;
-    int64_t is_int8, threads;
-};
-
 constexpr int64_t ITEM_BYTES = 1 << 16;  // of weights: a few microseconds
 
 // Claims and ends of the items of one stage.
@@ -48,7 +36,7 @@ struct alignas(64) Stage {
 // Numbers that all threads of a step read and write.
 struct Shared {
     std::vector<elem_t> residual[2], q, attended, added, activated;
-    explicit Shared(const DecodeArgs& c)
+    explicit Shared(const DecodeStepArgs& c)
         : q(c.n_rows * c.heads * c.head_dim), attended(q.size()), added(c.n_rows * c.dim), activated(c.n_rows * c.inner) {
         for (auto& one : residual) one.resize(c.n_rows * c.dim);
     }
@@ -56,7 +44,7 @@ struct Shared {
 
 class Worker {
    public:
-    Worker(const DecodeArgs& call, Shared& shared_numbers, Stage* all_stages, char* attention_memory)
+    Worker(const DecodeStepArgs& call, Shared& shared_numbers, Stage* all_stages, char* attention_memory)
         : c(call), s(shared_numbers), stages(all_stages), states(attention_memory),
           normed(c.n_rows * c.dim), total(normed.size()), scaled_added(normed.size()), head(2 * c.n_rows * c.head_dim),
           both(2 * c.n_rows * LANES) {}
@@ -135,7 +123,7 @@ class Worker {
     }
 
     void norm_rows(const elem_t* x, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out) const {
-        NormArgs call{x, add, weight, sum, out, c.dim, c.dim, c.n_rows, c.dim, c.rounds_first, c.eps, c.offset};
+        NormArgs call{x, add, weight, sum, out, c.dim, c.dim, c.n_rows, c.dim, c.rounds_first, c.eps, c.offset, 1};
         for (int64_t row = 0; row < c.n_rows; ++row) norm_row(call, row);
     }
 
@@ -165,7 +153,7 @@ class Worker {
         LinearArgs call = linear(x, c.dim, from_output(weights[kind], h * dim, c.dim), bias, out, dim, dim, c.dim);
         for (int64_t o = 0; o < dim; o += LANES) run(call, o);
         if (norms[kind]) {
-            NormArgs each{out, nullptr, norms[kind], nullptr, other, dim, 0, c.n_rows, dim, c.rounds_first, c.eps, c.offset};
+            NormArgs each{out, nullptr, norms[kind], nullptr, other, dim, 0, c.n_rows, dim, c.rounds_first, c.eps, c.offset, 1};
             for (int64_t row = 0; row < c.n_rows; ++row) norm_row(each, row);
             std::swap(out, other);
         }
@@ -260,7 +248,7 @@ class Worker {
         elem_t* keep;
     };
 
-    const DecodeArgs& c;
+    const DecodeStepArgs& c;
     Shared& s;
     Stage* stages;
     char* states;
@@ -271,7 +259,7 @@ class Worker {
 };
 
 // Bytes of the attention's states, for the layer that needs most.
-size_t attention_bytes(const DecodeArgs& c) {
+size_t attention_bytes(const DecodeStepArgs& c) {
     size_t most = 0;
     for (int64_t l = 0; l < c.n_layers; ++l) {
         size_t bytes = 0;
@@ -292,16 +280,10 @@ size_t attention_bytes(const DecodeArgs& c) {
 
 }  // namespace
 
-void blendserve_decode_step(const LayerWeights* layers, const RopeTable* ropes, const DecodeRow* rows, const elem_t* hidden,
-                            const elem_t* norm, const elem_t* head, const elem_t* head_bias, elem_t* logits, int64_t n_layers,
-                            int64_t n_rows, int64_t dim, int64_t inner, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                            int64_t vocabulary, int64_t rounds_first, float eps, float offset, float residual_scale,
-                            int64_t is_int8, int64_t threads) {
-    DecodeArgs args{layers, ropes, rows, hidden, norm, head, head_bias, logits, n_layers, n_rows, dim, inner, heads, kv_heads,
-                    head_dim, vocabulary, rounds_first, eps, offset, residual_scale, is_int8, threads};
+void blendserve_decode_step(const DecodeStepArgs& args) {
     Shared shared(args);
-    std::vector<Stage> stages(6 * n_layers + 1);
+    std::vector<Stage> stages(6 * args.n_layers + 1);
     char* states = call_scratch.take(attention_bytes(args));
-#pragma omp parallel num_threads(static_cast<int>(threads))
+#pragma omp parallel num_threads(static_cast<int>(args.threads))
     Worker(args, shared, stages.data(), states).run();
 }

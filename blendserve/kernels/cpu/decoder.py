@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.kernels.cpu.bindings import pointer
 from blendserve.kernels.cpu.isa import Level
-from blendserve.kernels.cpu.library import dtype_of, loaded
+from blendserve.kernels.cpu.library import STRUCTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
 from blendserve.kernels.types import AttentionSpec, Rope
 
 MAX_ROWS, MAX_HEAD_DIM, ROPE_STEP = 8, 256, 32
-_LAYER = struct.Struct("20Q2q2f")  # LayerWeights of kernels.h
+_LAYER_BYTES = struct.calcsize(STRUCTS["LayerWeights"])
 INT8_GROUP = 64  # inputs of an output that share a scale
 
 
@@ -96,15 +95,13 @@ class NativeLayers:
         int8: matrices are copied to int8 with a scale for every INT8_GROUP inputs of an output: half of bf16's bytes. For
         decoding alone.
         """
-        self.level, self.weights, self._library = level, weights, loaded(level)
+        self.level, self.weights, self._kernels = level, weights, loaded(level)
         self.tensors = [[_stored(x, level, int8) for x in layer.tensors] for layer in weights.layers]
         rows = [
-            _LAYER.pack(
-                *(pointer(x) or 0 for x in tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0
-            )
+            (*map(pointer, tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
             for tensors, spec, rope in zip(self.tensors, weights.specs, ropes, strict=True)
         ]
-        self.table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+        self.table = pack("LayerWeights", rows)
         self.inner = weights.layers[0].gate[0].shape[0]
 
     def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -115,7 +112,7 @@ class NativeLayers:
         rotated = (
             [torch.empty(h, n, w.head_dim, dtype=hidden.dtype) for h in heads[:2]] if width else [None] * 2
         )
-        self._library.blendserve_layer_qkv(
+        self._kernels.layer_qkv(
             self._at(l), *map(pointer, (hidden, cos, sin, q, k, v, *rotated)),
             hidden.stride(0), cos.stride(0), width, n, dim, w.n_heads, w.n_kv_heads, w.head_dim,
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, team.size(),
@@ -128,7 +125,7 @@ class NativeLayers:
         """The rest of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
         w, (n, dim) = self.weights, hidden.shape
         out = torch.empty(n, dim, dtype=hidden.dtype)
-        self._library.blendserve_layer_out(
+        self._kernels.layer_out(
             self._at(l), *map(pointer, (hidden, attended, out)),
             hidden.stride(0), attended.stride(0), n, dim, attended.shape[1], self.inner,
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
@@ -136,7 +133,7 @@ class NativeLayers:
         return out
 
     def _at(self, l: int) -> int:
-        return self.table.data_ptr() + l * _LAYER.size
+        return self.table.data_ptr() + l * _LAYER_BYTES
 
 
 class DecodeStep:
@@ -148,7 +145,7 @@ class DecodeStep:
         """As NativeLayers; ropes: indices of the tables that each call gets."""
         self._layers, self._int8 = NativeLayers(level, weights, ropes, int8), int8
         self._head = [_stored(x, level, int8) for x in weights.head]
-        self._run = loaded(level).blendserve_decode_step
+        self._run = loaded(level).decode_step
 
     def __call__(
         self, hidden: Tensor, ropes: Sequence[Rope], caches: Sequence[tuple[Tensor, Tensor, int]]
@@ -162,11 +159,10 @@ class DecodeStep:
         hidden = hidden.contiguous()
         logits = torch.empty(n_rows, w.head[0].shape[0], dtype=hidden.dtype)
         tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
-        angles = [(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in tables]  # RopeTable
-        rows = [(k.data_ptr(), v.data_ptr(), *k.stride()[:3], at) for k, v, at in caches]  # DecodeRow
-        structs = [torch.tensor(x, dtype=torch.int64) for x in (angles, rows)]
+        angles = pack("RopeTable", [(*map(pointer, table), table[0].shape[-1]) for table in tables])
+        rows = pack("DecodeRow", [(pointer(k), pointer(v), *k.stride()[:3], at) for k, v, at in caches])
         self._run(
-            *map(pointer, (layers.table, *structs, hidden, w.norm, *self._head, logits)),
+            *map(pointer, (layers.table, angles, rows, hidden, w.norm, *self._head, logits)),
             len(w.layers), n_rows, hidden.shape[1], layers.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8, team.size(),
         )  # fmt: skip

@@ -15,14 +15,6 @@
 
 namespace {
 
-// The arguments of add_rms_norm.
-struct NormArgs {
-    const elem_t *x, *add, *weight;
-    elem_t *sum, *out;
-    int64_t x_row, add_row, rows, dim, rounds_first;
-    float eps, offset;
-};
-
 constexpr int TORCH_LANES = 8, TORCH_VECTORS = 4;  // lanes of torch's vectors, and how many it adds up side by side
 constexpr int STEP = TORCH_LANES * TORCH_VECTORS;  // numbers
 constexpr int PARTS = STEP / LANES;

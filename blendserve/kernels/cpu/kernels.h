@@ -1,15 +1,112 @@
-// The functions that Python calls. bindings.py has the types of each as a string; a test compares both.
+// The functions that Python calls, and their arguments. library.py has the fields of each struct as a string; a test compares.
 //
 // Strides are in elements; the innermost stride is 1. Each function runs on `threads` threads, and returns when it is done.
 #pragma once
 
 #include "simd.h"
 
+// Attention by position: q and out of `rows` rows in group * kv_heads heads, over keys and values of kv_heads heads.
+struct AttentionArgs {
+    const elem_t *q, *keys, *values;  // [group * kv_heads, rows, dim], [kv_heads, T, dim] twice
+    elem_t* out;                      // [rows, group * kv_heads, dim]
+    const int64_t* positions;         // [rows], ascending
+    const uint8_t* masked_keys;       // [T + 64] or null: not 0 = no row sees the key
+    float* key_scores;  // [T] or null: sum over rows of (mean over heads of weight * |value|) squared
+    int64_t q_head, q_row, k_head, k_row, v_head, v_row;
+    int64_t rows, kv_heads, group, dim, window;  // window: 0 = none
+    float scale, softcap;                        // softcap: 0 = none
+    int64_t threads;
+};
+
+// out = x weights^T + bias. Inputs and outputs are a whole number of words.
+struct LinearArgs {
+    const elem_t *x, *weights, *bias;  // [rows, inputs], [outputs, inputs], [outputs] or null
+    elem_t* out;                       // [rows, outputs]
+    int64_t x_row, w_row, out_row, rows, outputs, inputs, threads;
+};
+
+// sum = x + add, and its RMS norm times weight + offset -> out.
+struct NormArgs {
+    const elem_t *x, *add, *weight;  // [rows, dim], [rows, dim] or null, [dim]
+    elem_t *sum, *out;               // [rows, dim], contiguous; sum may be null
+    int64_t x_row, add_row, rows, dim, rounds_first;  // rounds_first: the normed row, before it is multiplied by the weight
+    float eps, offset;
+    int64_t threads;
+};
+
+// out = silu(gate) * up.
+struct SiluArgs {
+    const elem_t *gate, *up;  // [rows, width]
+    elem_t* out;              // [rows, width]; may be gate
+    int64_t gate_row, up_row, out_row, rows, width, threads;
+};
+
 // Stored tokens that are contiguous in the prompt.
 struct KvSegment {
     const elem_t *keys, *values;  // [heads, tokens, dim]; values may be null
     int64_t k_head, k_row, v_head, v_row;
     int64_t start, tokens;  // position of the first token
+};
+
+// Copies segments into a cache; keys are rotated.
+struct ScatterArgs {
+    const KvSegment* segments;
+    elem_t *keys, *values;     // [heads, positions, dim]
+    const elem_t *cos, *sin;  // [positions, rope_width]
+    int64_t k_head, k_row, v_head, v_row, rope_row, n_segments, heads, dim, rope_width, threads;
+};
+
+// Corrects the keys (after RoPE) and values of reused tokens: correction.cpp.
+struct CorrectionArgs {
+    elem_t *keys, *values;                                 // [kv_heads, tokens, dim]
+    const elem_t *fresh_keys, *fresh_values, *cos, *sin;   // of all rows of the pass; [tokens, rope_width]
+    const int64_t *recomputed_row, *recomputed_index;      // of each recomputed token: its row in fresh, its place in keys
+    const int64_t *first_recomputed, *reused_index, *first_reused;  // chunk c has tokens first[c] .. first[c + 1]
+    const float *prior, *prior_constant, *context_weight;  // [kv_heads, 2 dim, 2 dim] and [kv_heads, 2 dim] or null; [chunks]
+    int64_t k_head, k_row, v_head, v_row, fresh_k_head, fresh_k_row, fresh_v_head, fresh_v_row, rope_row;
+    int64_t kv_heads, dim, rope_width, rows, chunks;  // rows: recomputed tokens
+    float chunk_shrinkage, zero_shrinkage, key_scale, value_scale, penalty;  // penalty: < 0 = no regression
+    float prior_shrinkage, prior_key_scale, prior_value_scale;
+    int64_t threads;
+};
+
+// int8 symbols -> states, words from the end of room for tokens * axes, and escapes.
+struct RansEncodeArgs {
+    const int8_t* symbols;  // [tokens, axes]
+    const uint8_t* contexts;
+    const int32_t* means;
+    const uint8_t* model_of;
+    const uint32_t* encode_table;
+    uint16_t* words;
+    int8_t* escapes;
+    uint32_t* states;  // [16]
+    int64_t* counts;   // [2]: of words and of escapes
+    int64_t tokens, axes;
+};
+
+// The inverse.
+struct RansDecodeArgs {
+    const uint8_t* words;  // [n_words] of 2 bytes, at any address
+    const int8_t *escapes, *below;  // below: symbols [tokens, below_axes] of the layer below, or null
+    const int32_t* means;
+    const uint8_t* model_of;       // [9, 64]: context of the token, recent size of the axis -> model
+    const uint32_t* decode_table;  // [64, 4096]: model and slot -> slots of its symbol, the slot's offset, the symbol: 15, 12
+                                   // and 5 bits. One table, as a step waits for memory
+    const uint16_t* cdf_head;      // [10, 64]: the first slots of symbols 1 to 10, by model
+    const uint32_t* states;
+    int8_t* symbols;
+    int64_t n_words, n_escapes, tokens, axes, below_axes;
+};
+
+// Codes of the layer below and symbols -> numbers and codes.
+struct DequantizeArgs {
+    const int8_t *below, *symbols;    // [tokens, width], and [tokens, axes] or null
+    const uint8_t *map, *residual;    // [outputs / 16, inputs / 4, 16, 4], 128 added
+    const float *map_scale, *mean, *residual_scale, *code_scale, *code_zero;
+    float* out;          // [heads, tokens, dim]; null where bf16_out is not
+    uint16_t* bf16_out;
+    int8_t* codes;       // [tokens, width]
+    int64_t tokens, width, axes, dim;
 };
 
 // The weights of a decoder layer; null where its family has none. Matrices are [outputs, inputs], contiguous, or all int8.
@@ -21,6 +118,27 @@ struct LayerWeights {
     int64_t window;  // 0 = none
     float scale;
     float softcap;  // 0 = none
+};
+
+// The first half of a layer, for any number of rows.
+struct LayerQkvArgs {
+    const LayerWeights* layer;
+    const elem_t *hidden, *cos, *sin;  // [rows, dim], [rows, rope_width] twice
+    elem_t *q, *k, *v;                 // [rows, heads or kv_heads, head_dim], before RoPE
+    elem_t *q_rotated, *k_rotated;     // [heads or kv_heads, rows, head_dim]; not where rope_width is 0
+    int64_t hidden_row, rope_row, rope_width, rows, dim, heads, kv_heads, head_dim, rounds_first;
+    float eps, offset;
+    int64_t threads;
+};
+
+// The second half: hidden and attention's output -> out.
+struct LayerOutArgs {
+    const LayerWeights* layer;
+    const elem_t *hidden, *attended;  // [rows, dim], [rows, attended_dim]
+    elem_t* out;                      // [rows, dim]
+    int64_t hidden_row, attended_row, rows, dim, attended_dim, inner, rounds_first;
+    float eps, offset, residual_scale;
+    int64_t threads;
 };
 
 // cos and sin of the rows of a decoding step.
@@ -35,86 +153,29 @@ struct DecodeRow {
     int64_t layer_stride, head_stride, row_stride, position;
 };
 
+// All layers and the output head for up to 8 rows of embedded tokens.
+struct DecodeStepArgs {
+    const LayerWeights* layers;
+    const RopeTable* ropes;
+    const DecodeRow* rows;
+    const elem_t *hidden, *norm, *head, *head_bias;  // [n_rows, dim]
+    elem_t* logits;                                  // [n_rows, vocabulary]
+    int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first;
+    float eps, offset, residual_scale;
+    int64_t is_int8, threads;
+};
+
 extern "C" {
-
-// Attention by position. q [group * kv_heads, rows, dim], keys and values [kv_heads, T, dim] -> out [rows, heads, dim].
-// positions [rows], ascending. masked_keys [T + 64]: not 0 = no row sees the key; or null. key_scores [T] or null: sum over
-// rows of (mean over heads of weight * |value|) squared. window and softcap: 0 = none.
-void blendserve_attention(const elem_t* q, const elem_t* keys, const elem_t* values, elem_t* out, const int64_t* positions,
-                          const uint8_t* masked_keys, float* key_scores, int64_t q_head, int64_t q_row, int64_t k_head,
-                          int64_t k_row, int64_t v_head, int64_t v_row, int64_t rows, int64_t kv_heads, int64_t group,
-                          int64_t dim, int64_t window, float scale, float softcap, int64_t threads);
-
-// out [rows, outputs] = x [rows, inputs] * weights [outputs, inputs]^T + bias [outputs], which may be null. Inputs and outputs
-// are a whole number of words.
-void blendserve_linear(const elem_t* x, const elem_t* weights, const elem_t* bias, elem_t* out, int64_t x_row, int64_t w_row,
-                       int64_t out_row, int64_t rows, int64_t outputs, int64_t inputs, int64_t threads);
-
-// sum = x + add [rows, dim], and its RMS norm times weight + offset [dim] -> out. add and sum may be null; sum and out are
-// contiguous. rounds_first: the normed row is rounded before it is multiplied by the weight.
-void blendserve_add_rms_norm(const elem_t* x, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out, int64_t x_row,
-                             int64_t add_row, int64_t rows, int64_t dim, int64_t rounds_first, float eps, float offset,
-                             int64_t threads);
-
-// out = silu(gate) * up, all [rows, width]; out may be gate.
-void blendserve_silu_and_mul(const elem_t* gate, const elem_t* up, elem_t* out, int64_t gate_row, int64_t up_row,
-                             int64_t out_row, int64_t rows, int64_t width, int64_t threads);
-
-// Copies segments into keys and values [heads, positions, dim]; keys are rotated by cos and sin [positions, rope_width].
-void blendserve_scatter_kv(const KvSegment* segments, elem_t* keys, elem_t* values, const elem_t* cos, const elem_t* sin,
-                           int64_t k_head, int64_t k_row, int64_t v_head, int64_t v_row, int64_t rope_row, int64_t n_segments,
-                           int64_t heads, int64_t dim, int64_t rope_width, int64_t threads);
-
-// Corrects the keys (after RoPE) and values [kv_heads, tokens, dim] of reused tokens: correction.cpp. Row i of the recomputed
-// tokens is row recomputed_row[i] of fresh keys and values, and recomputed_index[i] of the cache. Chunk c has recomputed
-// tokens first_recomputed[c] .. first_recomputed[c + 1], and reused ones likewise. prior [kv_heads, 2 dim, 2 dim] and its
-// constant may be null. penalty < 0: no regression.
-void blendserve_correct_kv(elem_t* keys, elem_t* values, const elem_t* fresh_keys, const elem_t* fresh_values,
-                           const elem_t* cos, const elem_t* sin, const int64_t* recomputed_row,
-                           const int64_t* recomputed_index, const int64_t* first_recomputed, const int64_t* reused_index,
-                           const int64_t* first_reused, const float* prior, const float* prior_constant,
-                           const float* context_weight, int64_t k_head, int64_t k_row, int64_t v_head, int64_t v_row,
-                           int64_t fresh_k_head, int64_t fresh_k_row, int64_t fresh_v_head, int64_t fresh_v_row,
-                           int64_t rope_row, int64_t kv_heads, int64_t dim, int64_t rope_width, int64_t rows, int64_t chunks,
-                           float chunk_shrinkage, float zero_shrinkage, float key_scale, float value_scale, float penalty,
-                           float prior_shrinkage, float prior_key_scale, float prior_value_scale, int64_t threads);
-
-// int8 symbols [tokens, axes] -> states [16], words from the end of room for tokens * axes, and escapes; the numbers of words
-// and escapes -> counts [2].
-void blendserve_rans_encode(const int8_t* symbols, const uint8_t* contexts, const int32_t* means, const uint8_t* model_of,
-                            const uint32_t* encode_table, uint16_t* words, int8_t* escapes, uint32_t* states, int64_t* counts,
-                            int64_t tokens, int64_t axes);
-
-// The inverse -> 1, or 0 for bytes that encode no such symbols. below: symbols [tokens, below_axes] of the layer below, or null.
-int64_t blendserve_rans_decode(const uint8_t* words, const int8_t* escapes, const int8_t* below, const int32_t* means,
-                               const uint8_t* model_of, const uint32_t* decode_table, const uint16_t* cdf_head,
-                               const uint32_t* states, int8_t* symbols, int64_t n_words, int64_t n_escapes, int64_t tokens,
-                               int64_t axes, int64_t below_axes);
-
-// Codes of the layer below [tokens, width] and symbols [tokens, axes], or null, -> numbers [heads, tokens, dim] in fp32 or in
-// bf16, the other null, and codes [tokens, width]. map and residual: [outputs / 16, inputs / 4, 16, 4] of uint8, 128 added.
-void blendserve_dequantize(const int8_t* below, const int8_t* symbols, const uint8_t* map, const uint8_t* residual,
-                           const float* map_scale, const float* mean, const float* residual_scale, const float* code_scale,
-                           const float* code_zero, float* out, uint16_t* bf16_out, int8_t* codes, int64_t tokens,
-                           int64_t width, int64_t axes, int64_t dim);
-
-// The first half of a layer: hidden [rows, dim] -> q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] before RoPE,
-// and after it q_rotated [heads, rows, head_dim] and k_rotated [kv_heads, rows, head_dim] (not where rope_width is 0).
-void blendserve_layer_qkv(const LayerWeights* layer, const elem_t* hidden, const elem_t* cos, const elem_t* sin, elem_t* q,
-                          elem_t* k, elem_t* v, elem_t* q_rotated, elem_t* k_rotated, int64_t hidden_row, int64_t rope_row,
-                          int64_t rope_width, int64_t rows, int64_t dim, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                          int64_t rounds_first, float eps, float offset, int64_t threads);
-
-// The second half: hidden [rows, dim] and attention's output [rows, heads * head_dim] -> out [rows, dim].
-void blendserve_layer_out(const LayerWeights* layer, const elem_t* hidden, const elem_t* attended, elem_t* out,
-                          int64_t hidden_row, int64_t attended_row, int64_t rows, int64_t dim, int64_t attended_dim,
-                          int64_t inner, int64_t rounds_first, float eps, float offset, float residual_scale,
-                          int64_t threads);
-
-// All layers and the output head for up to 8 rows: embedded tokens hidden [rows, dim] -> logits [rows, vocabulary].
-void blendserve_decode_step(const LayerWeights* layers, const RopeTable* ropes, const DecodeRow* rows, const elem_t* hidden,
-                            const elem_t* norm, const elem_t* head, const elem_t* head_bias, elem_t* logits, int64_t n_layers,
-                            int64_t n_rows, int64_t dim, int64_t inner, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                            int64_t vocabulary, int64_t rounds_first, float eps, float offset, float residual_scale,
-                            int64_t is_int8, int64_t threads);
+void blendserve_attention(const AttentionArgs& args);
+void blendserve_linear(const LinearArgs& args);
+void blendserve_add_rms_norm(const NormArgs& args);
+void blendserve_silu_and_mul(const SiluArgs& args);
+void blendserve_scatter_kv(const ScatterArgs& args);
+void blendserve_correct_kv(const CorrectionArgs& args);
+void blendserve_rans_encode(const RansEncodeArgs& args);
+int64_t blendserve_rans_decode(const RansDecodeArgs& args);  // 1, or 0 for bytes that encode no such symbols
+void blendserve_dequantize(const DequantizeArgs& args);
+void blendserve_layer_qkv(const LayerQkvArgs& args);
+void blendserve_layer_out(const LayerOutArgs& args);
+void blendserve_decode_step(const DecodeStepArgs& args);
 }

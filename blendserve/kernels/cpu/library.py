@@ -3,45 +3,89 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable, Iterable
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch  # brings the OpenMP runtime that the kernels link to
+from torch import Tensor
 
 from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import Level
 
-# The parameters of each function of kernels.h: p = pointer, l = int64_t, f = float; a result of int64_t ends in "->l".
-SIGNATURES = {
-    "attention": "ppppppp llllll lllll ff l",
-    "linear": "pppp lll llll",
-    "add_rms_norm": "ppppp lllll ff l",
-    "silu_and_mul": "ppp llllll",
-    "scatter_kv": "ppppp lllll lllll",
-    "correct_kv": "pppppppppppppp lllllllll lllll ffffffff l",
-    "rans_encode": "ppppppppp ll",
-    "rans_decode": "ppppppppp lllll->l",
-    "dequantize": "pppppppppppp llll",
-    "layer_qkv": "ppppppppp lllllllll ff l",
-    "layer_out": "pppp lllllll fff l",
-    "decode_step": "pppppppp lllllllll fff ll",
+# The fields of the structs of kernels.h: P = pointer, q = int64_t, f = float.
+STRUCTS = {
+    "AttentionArgs": "7P 11q 2f q",
+    "LinearArgs": "4P 7q",
+    "NormArgs": "5P 5q 2f q",
+    "SiluArgs": "3P 6q",
+    "KvSegment": "2P 6q",
+    "ScatterArgs": "5P 10q",
+    "CorrectionArgs": "14P 14q 8f q",
+    "RansEncodeArgs": "9P 2q",
+    "RansDecodeArgs": "9P 5q",
+    "DequantizeArgs": "12P 4q",
+    "LayerWeights": "20P 2q 2f",
+    "LayerQkvArgs": "9P 9q 2f q",
+    "LayerOutArgs": "4P 7q 3f q",
+    "RopeTable": "2P q",
+    "DecodeRow": "2P 4q",
+    "DecodeStepArgs": "8P 9q 3f 2q",
 }
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float}
+FUNCTIONS = {
+    "attention": "AttentionArgs",
+    "linear": "LinearArgs",
+    "add_rms_norm": "NormArgs",
+    "silu_and_mul": "SiluArgs",
+    "scatter_kv": "ScatterArgs",
+    "correct_kv": "CorrectionArgs",
+    "rans_encode": "RansEncodeArgs",
+    "rans_decode": "RansDecodeArgs",
+    "dequantize": "DequantizeArgs",
+    "layer_qkv": "LayerQkvArgs",
+    "layer_out": "LayerOutArgs",
+    "decode_step": "DecodeStepArgs",
+}
+
+
+def pack(name: str, rows: Iterable[tuple[float, ...]]) -> Tensor:
+    """An array of structs, as bytes."""
+    layout = struct.Struct(STRUCTS[name])
+    made = bytearray().join(layout.pack(*row) for row in rows)
+    return torch.frombuffer(made, dtype=torch.uint8) if made else torch.empty(0, dtype=torch.uint8)
 
 
 @cache
-def loaded(level: Level) -> ctypes.CDLL:
-    """The shared object, compiled first if need be. Raises Unavailable with the reason."""
+def loaded(level: Level) -> SimpleNamespace:
+    """Its functions, compiled first if need be. Each takes the fields of its struct in order, pointers as addresses.
+
+    Raises Unavailable with the reason.
+    """
     path = build(level)
     try:
-        library = ctypes.CDLL(str(path))
+        return bind(ctypes.CDLL(str(path)), level.sources)
     except OSError as error:
         raise Unavailable(f"the compiled kernels cannot be loaded: {error}") from None
-    for name in level.sources:
-        parameters, _, result = SIGNATURES[name].partition("->")
-        function = getattr(library, f"blendserve_{name}")
-        function.argtypes = [_TYPES[letter] for letter in parameters.replace(" ", "")]
-        function.restype = _TYPES[result] if result else None
-    return library
+
+
+def bind(library: ctypes.CDLL, names: Iterable[str]) -> SimpleNamespace:
+    """These functions of a shared object."""
+    return SimpleNamespace(
+        **{name: _function(library[f"blendserve_{name}"], FUNCTIONS[name]) for name in names}
+    )
+
+
+def _function(function: Any, arguments: str) -> Callable[..., int]:
+    fields = struct.Struct(STRUCTS[arguments])
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
+    return lambda *values: function(fields.pack(*values))
+
+
+def pointer(x: Tensor | None) -> int:
+    """The address of a tensor's first element; 0 = null."""
+    return 0 if x is None else x.data_ptr()
 
 
 def dtype_of(level: Level) -> torch.dtype:

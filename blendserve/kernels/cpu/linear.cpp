@@ -125,11 +125,9 @@ void gemm_rows(const LinearArgs& c) {
 
 }  // namespace
 
-void blendserve_linear(const elem_t* x, const elem_t* weights, const elem_t* bias, elem_t* out, int64_t x_row, int64_t w_row,
-                       int64_t out_row, int64_t rows, int64_t outputs, int64_t inputs, int64_t threads) {
-    LinearArgs args{x, weights, bias, out, x_row, w_row, out_row, rows, outputs, inputs, threads};
-    if (!rows) return;
-    if (rows <= MAX_GEMV_ROWS)
+void blendserve_linear(const LinearArgs& args) {
+    if (!args.rows) return;
+    if (args.rows <= MAX_GEMV_ROWS)
         gemv_rows(args);
     else
         gemm_rows(args);

@@ -125,9 +125,7 @@ void transpose_rows(const LinearArgs& c, int64_t i, uint32_t* to, int64_t width)
 
 }  // namespace
 
-void blendserve_linear(const elem_t* x, const elem_t* weights, const elem_t* bias, elem_t* out, int64_t x_row, int64_t w_row,
-                       int64_t out_row, int64_t rows, int64_t outputs, int64_t inputs, int64_t threads) {
-    LinearArgs c{x, weights, bias, out, x_row, w_row, out_row, rows, outputs, inputs, threads};
+void blendserve_linear(const LinearArgs& c) {
     if (!c.rows) return;
     int64_t words = divide_up(c.inputs, DEEP) * LANES, tiles = divide_up(c.rows, LANES), groups = divide_up(tiles, ROW_TILES);
     auto* packed = reinterpret_cast<uint32_t*>(transposed_rows.take(sizeof(uint32_t) * words * tiles * LANES));

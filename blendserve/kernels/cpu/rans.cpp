@@ -16,14 +16,6 @@ constexpr int64_t SIZES = 64, MODELS = 64, SYMBOLS = 32, ESCAPE = 31, UNKNOWN = 
 constexpr int64_t COMPARED = 10;  // symbols, mostly the most frequent ones, that are found without the table
 constexpr int64_t RATIOS[] = {6, 9, 12, 15, 18, 23, 32};  // between contexts: a token's symbols, in 16ths of the mean token's
 
-// What symbols are coded with: a decoder has decode_table and cdf_head.
-struct Model {
-    const uint8_t* model_of;       // [9, SIZES]: context of the token, recent size of the axis -> model
-    const uint32_t* decode_table;  // [64, 4096]: model and slot -> slots of its symbol, the slot's offset, the symbol: 15, 12
-                                   // and 5 bits. One table, as a step waits for memory
-    const uint16_t* cdf_head;      // [COMPARED, 64]: the first slots of symbols 1 to COMPARED, by model
-};
-
 // How large an axis has been lately: four steps an octave, of a mean with 12 bits behind the point.
 inline uint8_t size_of(int32_t mean) {
     float x = static_cast<float>(std::max(mean, 4));
@@ -72,17 +64,6 @@ inline int64_t symbol_of(int32_t value) {
     return symbol < ESCAPE ? symbol : ESCAPE;
 }
 
-struct DecodeArgs {
-    const uint8_t* words;  // [n_words] of 2 bytes, at any address
-    const int8_t *escapes, *below;
-    const int32_t* means;
-    Model model;
-    const uint32_t* states;
-    int8_t* symbols;
-    int64_t n_words, n_escapes, tokens, axes, below_axes;
-};
-
-
 // What is read, and how far.
 struct Input {
     const uint8_t* words;
@@ -114,7 +95,7 @@ inline __m256i next_words(const Input& in) {
 // Where the first symbols of each axis' class begin. That depends on no state, so no step waits for it.
 class Lookup {
    public:
-    Lookup(const Model& model, int64_t axes) : model_(model), row_((axes + 31) / 32 * 32), starts_(COMPARED * row_) {}
+    Lookup(const RansDecodeArgs& model, int64_t axes) : model_(model), row_((axes + 31) / 32 * 32), starts_(COMPARED * row_) {}
 
     // models: of all axes, and some behind them
     void prepare(const std::vector<uint8_t>& models) {
@@ -136,10 +117,10 @@ class Lookup {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(starts_.data() + k * row_ + axis));
     }
 
-    const Model& model() const { return model_; }
+    const RansDecodeArgs& model() const { return model_; }
 
    private:
-    const Model& model_;
+    const RansDecodeArgs& model_;
     int64_t row_;
     std::vector<uint16_t> starts_;
 };
@@ -161,7 +142,7 @@ inline __m512i after(States x, __m512i width, __m512i place) {
 }
 
 // Any symbols, by one look-up, which waits for memory.
-inline bool step_by_slots(const Model& model, Input& in, States& x, const uint8_t* models, __m512i slot, uint32_t live,
+inline bool step_by_slots(const RansDecodeArgs& model, Input& in, States& x, const uint8_t* models, __m512i slot, uint32_t live,
                           int8_t* values) {
     const __m512i model_id = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(models)));
     const __m512i at = _mm512_or_si512(_mm512_slli_epi32(model_id, PRECISION), slot);
@@ -221,17 +202,17 @@ inline void states_to(uint32_t* at, const States& states) { std::copy(states.x, 
 
 class Lookup {
    public:
-    Lookup(const Model& model, int64_t) : model_(model) {}
+    Lookup(const RansDecodeArgs& model, int64_t) : model_(model) {}
     void prepare(const std::vector<uint8_t>&) {}
-    const Model& model() const { return model_; }
+    const RansDecodeArgs& model() const { return model_; }
 
    private:
-    const Model& model_;
+    const RansDecodeArgs& model_;
 };
 
 inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t* models, int64_t axis, uint32_t live,
                  int8_t* values) {
-    const Model& model = lookup.model();
+    const RansDecodeArgs& model = lookup.model();
     models += axis;
     for (int64_t i = 0; live >> i & 1; ++i) {
         uint32_t x = states.x[i], slot = x & (ONE - 1), model_id = models[i];
@@ -264,7 +245,7 @@ inline int64_t sum_of_sizes(const int8_t* symbols, int64_t n) {
     return sum;
 }
 
-std::vector<uint8_t> contexts_of(const DecodeArgs& c) {
+std::vector<uint8_t> contexts_of(const RansDecodeArgs& c) {
     std::vector<uint8_t> contexts(c.tokens, UNKNOWN);
     if (!c.below) return contexts;
     std::vector<int64_t> sums(c.tokens);
@@ -278,11 +259,12 @@ std::vector<uint8_t> contexts_of(const DecodeArgs& c) {
     return contexts;
 }
 
-// Whether these were the bytes of such symbols.
-bool decode(const DecodeArgs& c) {
+}  // namespace
+
+int64_t blendserve_rans_decode(const RansDecodeArgs& c) {
     const int64_t axes = c.axes;
     const std::vector<uint8_t> contexts = contexts_of(c);
-    Lookup lookup(c.model, axes);
+    Lookup lookup(c, axes);
     std::vector<int32_t> means(c.means, c.means + axes);
     std::vector<uint8_t> sizes(axes), models(axes + 2 * STREAMS);
     std::vector<int8_t> values(axes + STREAMS);
@@ -290,7 +272,7 @@ bool decode(const DecodeArgs& c) {
     States x = states_from(c.states);
     for (int64_t t = 0; t < c.tokens; ++t) {
         sizes_of(means, sizes);
-        models_of(c.model.model_of + contexts[t] * SIZES, sizes, models);
+        models_of(c.model_of + contexts[t] * SIZES, sizes, models);
         lookup.prepare(models);
         for (int64_t j = 0; j < axes; j += STREAMS) {
             const uint32_t live = axes - j < STREAMS ? (1u << (axes - j)) - 1 : (1u << STREAMS) - 1;
@@ -305,49 +287,39 @@ bool decode(const DecodeArgs& c) {
            std::all_of(states, states + STREAMS, [](uint32_t state) { return state == LOWEST; });
 }
 
-}  // namespace
-
-int64_t blendserve_rans_decode(const uint8_t* words, const int8_t* escapes, const int8_t* below, const int32_t* means,
-                               const uint8_t* model_of, const uint32_t* decode_table, const uint16_t* cdf_head,
-                               const uint32_t* states, int8_t* symbols, int64_t n_words, int64_t n_escapes, int64_t tokens,
-                               int64_t axes, int64_t below_axes) {
-    Model model{model_of, decode_table, cdf_head};
-    return decode({words, escapes, below, means, model, states, symbols, n_words, n_escapes, tokens, axes, below_axes});
-}
-
-void blendserve_rans_encode(const int8_t* symbols, const uint8_t* contexts, const int32_t* means, const uint8_t* model_of,
-                            const uint32_t* encode_table, uint16_t* words, int8_t* escapes, uint32_t* states, int64_t* counts,
-                            int64_t tokens, int64_t axes) {
-    std::vector<int32_t> running(means, means + axes);
+void blendserve_rans_encode(const RansEncodeArgs& c) {
+    const int64_t tokens = c.tokens, axes = c.axes;
+    const uint32_t* table = c.encode_table;
+    std::vector<int32_t> running(c.means, c.means + axes);
     std::vector<uint8_t> sizes(axes), models(tokens * axes), coded(tokens * axes);
     int64_t n_escapes = 0;
     for (int64_t t = 0; t < tokens; ++t) {
         sizes_of(running, sizes);
-        const int8_t* values = symbols + t * axes;
+        const int8_t* values = c.symbols + t * axes;
         for (int64_t j = 0; j < axes; ++j) {
-            int64_t model = model_of[contexts[t] * SIZES + sizes[j]], symbol = symbol_of(values[j]);
-            if (encode_table[model * SYMBOLS + symbol] < 1 << 16) symbol = ESCAPE;
-            if (symbol == ESCAPE) escapes[n_escapes++] = values[j];
+            int64_t model = c.model_of[c.contexts[t] * SIZES + sizes[j]], symbol = symbol_of(values[j]);
+            if (table[model * SYMBOLS + symbol] < 1 << 16) symbol = ESCAPE;
+            if (symbol == ESCAPE) c.escapes[n_escapes++] = values[j];
             models[t * axes + j] = static_cast<uint8_t>(model);
             coded[t * axes + j] = static_cast<uint8_t>(symbol);
         }
         update_means(running, values);
     }
-    std::fill(states, states + STREAMS, LOWEST);
+    std::fill(c.states, c.states + STREAMS, LOWEST);
     int64_t word = tokens * axes;
     for (int64_t t = tokens - 1; t >= 0; --t)
         for (int64_t j = axes - 1; j >= 0; --j) {
-            uint32_t& state = states[j % STREAMS];
-            uint32_t entry = encode_table[models[t * axes + j] * SYMBOLS + coded[t * axes + j]];
+            uint32_t& state = c.states[j % STREAMS];
+            uint32_t entry = table[models[t * axes + j] * SYMBOLS + coded[t * axes + j]];
             uint64_t width = entry >> 16, start = entry & 0xffff;
             if (state >= width << (32 - PRECISION)) {
-                words[--word] = static_cast<uint16_t>(state);
+                c.words[--word] = static_cast<uint16_t>(state);
                 state >>= 16;
             }
             state = static_cast<uint32_t>(state / width << PRECISION | (state % width + start));
         }
-    counts[0] = tokens * axes - word;
-    counts[1] = n_escapes;
+    c.counts[0] = tokens * axes - word;
+    c.counts[1] = n_escapes;
 }
 
 namespace {
@@ -357,16 +329,6 @@ namespace {
 struct Matrix {
     const uint8_t* weights;
     int64_t inputs;  // a multiple of 4
-};
-
-struct DequantizeArgs {
-    const int8_t *below, *symbols;
-    Matrix map, residual;
-    const float *map_scale, *mean, *residual_scale, *code_scale, *code_zero;
-    float* out;
-    uint16_t* bf16_out;
-    int8_t* codes;
-    int64_t tokens, width, dim;
 };
 
 constexpr int64_t BLOCK = 16;  // outputs
@@ -516,10 +478,10 @@ struct Surplus {
 
 template <int64_t rows, int64_t blocks>
 void dequantize_rows(const DequantizeArgs& c, int64_t t, const Place (&places)[blocks], const Surplus& surplus) {
-    const int64_t axes = c.residual.inputs, at = places[0].block;
+    const int64_t axes = c.axes, at = places[0].block;
     Sum map[blocks][rows], residual[blocks][rows];
-    multiply<rows, blocks>(c.map, at, c.below + t * c.width, c.width, map);
-    if (c.symbols) multiply<rows, blocks>(c.residual, at, c.symbols + t * axes, axes, residual);
+    multiply<rows, blocks>({c.map, c.width}, at, c.below + t * c.width, c.width, map);
+    if (c.symbols) multiply<rows, blocks>({c.residual, axes}, at, c.symbols + t * axes, axes, residual);
     for (int64_t n = 0; n < blocks; ++n)
         for (int64_t r = 0; r < rows; ++r)
             finish(c, t + r, places[n], map[n][r], surplus.map[t + r], residual[n][r], surplus.residual[t + r]);
@@ -537,18 +499,13 @@ void dequantize_blocks(const DequantizeArgs& c, int64_t at, const Surplus& surpl
 
 }  // namespace
 
-void blendserve_dequantize(const int8_t* below, const int8_t* symbols, const uint8_t* map, const uint8_t* residual,
-                           const float* map_scale, const float* mean, const float* residual_scale, const float* code_scale,
-                           const float* code_zero, float* out, uint16_t* bf16_out, int8_t* codes, int64_t tokens,
-                           int64_t width, int64_t axes, int64_t dim) {
-    DequantizeArgs args{below, symbols, {map, width}, {residual, axes}, map_scale, mean, residual_scale, code_scale,
-                        code_zero, out, bf16_out, codes, tokens, width, dim};
-    Surplus surplus{std::vector<int32_t>(tokens), std::vector<int32_t>(tokens)};
-    for (int64_t t = 0; t < tokens; ++t) {
-        surplus.map[t] = surplus_of(below + t * width, width);
-        if (symbols) surplus.residual[t] = surplus_of(symbols + t * axes, axes);
+void blendserve_dequantize(const DequantizeArgs& c) {
+    Surplus surplus{std::vector<int32_t>(c.tokens), std::vector<int32_t>(c.tokens)};
+    for (int64_t t = 0; t < c.tokens; ++t) {
+        surplus.map[t] = surplus_of(c.below + t * c.width, c.width);
+        if (c.symbols) surplus.residual[t] = surplus_of(c.symbols + t * c.axes, c.axes);
     }
     int64_t block = 0;
-    for (; block + BLOCKS * BLOCK <= width; block += BLOCKS * BLOCK) dequantize_blocks<BLOCKS>(args, block, surplus);
-    for (; block < width; block += BLOCK) dequantize_blocks<1>(args, block, surplus);
+    for (; block + BLOCKS * BLOCK <= c.width; block += BLOCKS * BLOCK) dequantize_blocks<BLOCKS>(c, block, surplus);
+    for (; block < c.width; block += BLOCK) dequantize_blocks<1>(c, block, surplus);
 }

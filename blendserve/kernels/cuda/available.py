@@ -1,10 +1,9 @@
-"""Which optional packages for a GPU are installed, and what the GPU can do. Importing this imports none of them."""
+"""Whether Triton is installed, and what the GPU can do. Importing this does not import Triton."""
 
 from __future__ import annotations
 
 import importlib
 from functools import cache
-from types import ModuleType
 
 import torch
 
@@ -12,14 +11,11 @@ import torch
 @cache
 def has_triton() -> bool:
     """Whether Triton kernels can be compiled and run (on a GPU, or in triton's interpreter)."""
-    return _found("triton") is not None
-
-
-@cache
-def flash_attn() -> ModuleType | None:
-    """The flash-attn package, version 2, None where it is not installed or does not load."""
-    module = _found("flash_attn")
-    return module if hasattr(module, "flash_attn_func") else None
+    try:
+        importlib.import_module("triton")
+    except (ImportError, OSError, RuntimeError, AttributeError):  # built for another torch or CUDA
+        return False
+    return True
 
 
 @cache
@@ -32,10 +28,3 @@ def capability(device: torch.device) -> tuple[int, int]:
 def processors(device: torch.device) -> int:
     """How many programs the GPU runs side by side at least."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _found(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError, AttributeError):  # built for another torch or CUDA
-        return None

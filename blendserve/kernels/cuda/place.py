@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels.cuda.available import has_triton
-from blendserve.kernels.rotary import Rotary, RotaryForm
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import RecordView, Rope
 
 BLOCK = 32  # tokens of one program
 
 
-def fits(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
+def supports(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
     """Whether the kernel is made to place these, and triton is there."""
     stored = [k for _, k, _ in chunks]
     return (
@@ -31,21 +31,15 @@ def fits(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope,
     )
 
 
-def place(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
-    """ops.place for what `fits`."""
-    assert rotary.form is not None, "ask `fits` first"
-    run(chunks, keys, values, rope, rotary.form)
-
-
-def run(
-    chunks: Sequence[RecordView], cache_keys: Tensor, cache_values: Tensor, rope: Rope, form: RotaryForm
+def place(
+    chunks: Sequence[RecordView], cache_keys: Tensor, cache_values: Tensor, rope: Rope, rotary: Rotary
 ) -> None:
-    """The call itself: on a GPU, or in triton's interpreter. Nothing waits for the device."""
+    """ops.place: on a GPU, or in triton's interpreter. Nothing waits for the device."""
     from blendserve.kernels.cuda.triton_kernels.place import chunks_into_cache
 
-    cos, sin = rope.cos, rope.sin
-    longest = max((k.shape[1] for _, k, _ in chunks), default=0)
-    if not longest:
+    cos, sin, form = rope.cos, rope.sin, rotary.form
+    assert form is not None, "ask `supports` first"
+    if not any(k.shape[1] for _, k, _ in chunks):
         return
     if any(start + k.shape[1] > cache_keys.shape[1] for start, k, _ in chunks):
         raise ValueError(f"a chunk ends behind the cache's {cache_keys.shape[1]} tokens")
@@ -55,6 +49,7 @@ def run(
     ]
     aligned = all(number % 16 == 0 for row in rows for number in (*row[:2], *row[4:]))
     n_kv, _, dim = cache_keys.shape
+    longest = max(k.shape[1] for _, k, _ in chunks)
     grid = (-(-longest // BLOCK), len(rows), n_kv)
     with torch.cuda.device(cache_keys.device if cache_keys.is_cuda else -1):  # triton launches where torch is
         chunks_into_cache[grid](

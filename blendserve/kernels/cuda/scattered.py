@@ -52,18 +52,13 @@ def splits_for(programs: int, keys: int, tile: Tile, room: int) -> int:
     return max(1, min(room // programs, keys // (LEAST_BLOCKS * tile.keys), MOST_SPLITS))
 
 
-def fits_gpu(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
+def supports(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
     """Whether these are on a GPU, and the kernel is made for them."""
-    return q.device.type == "cuda" and fits(q, keys, values)
+    return q.device.type == "cuda" and is_made_for(q, keys, values)
 
 
-def fits_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> bool:
-    """The same for a row at a position [1] that only the device knows."""
-    return q.device.type == "cuda" and fits(q, keys, values)
-
-
-def fits(q: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel is made for such tensors, on any device."""
+def is_made_for(q: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """On any device: for a GPU, or for Triton's interpreter."""
     parts = (q, keys, values)
     return (
         q.dtype in DTYPES

@@ -15,7 +15,7 @@ from blendserve.kernels import selfcheck
 from blendserve.kernels.cases import CASES, Draw
 from blendserve.kernels.cpu import bindings, build
 from blendserve.kernels.cpu.isa import LEVELS, missing
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.library import bind, loaded
 from tests.support.kernels import BF16, EMULATED
 
 AMX = LEVELS["amx"]
@@ -49,8 +49,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @needs_vectors
 def test_a_thread_has_the_tiles_back_that_it_had(probe: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe.blendserve_attention.argtypes = loaded(EMULATED).blendserve_attention.argtypes
-    monkeypatch.setattr(bindings, "loaded", lambda level: probe)
+    monkeypatch.setattr(bindings, "loaded", lambda level: bind(probe, ["attention"]))
     args = CASES["attend"](Draw(torch.bfloat16), at=[3, 40, 63])
     probe.configure()
     bindings.attention(EMULATED, *args)

@@ -20,7 +20,7 @@ from blendserve.errors import ConfigError
 from blendserve.kernels import ops, selfcheck, switches
 from blendserve.kernels.cpu import build, isa, prebuild
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
-from blendserve.kernels.cpu.library import SIGNATURES, loaded
+from blendserve.kernels.cpu.library import FUNCTIONS, STRUCTS, loaded
 from blendserve.models.loader import fast_dtype
 
 ROOT = Path(__file__).parents[3]
@@ -69,23 +69,34 @@ def test_a_new_process_reads_the_switch(monkeypatch: pytest.MonkeyPatch) -> None
     ops.forget()
     assert all(map(is_refused, LEVELS.values()))
     with torch.inference_mode():
-        assert not ops.LINEAR.select(*linear[0], linear[1]).is_native
+        assert "kernel" not in ops.linear.select(*linear[0], linear[1]).name
     monkeypatch.delenv(switches.NATIVE)
     ops.forget()
     assert [selfcheck.cpu_status(level).active for level in LEVELS.values()] == before
 
 
-def test_signatures_are_those_of_the_header() -> None:
+def fields_of(struct: str) -> str:
+    """The fields of a C++ struct as library.py names them."""
+    found = ""
+    for field in filter(None, map(str.strip, struct.split(";"))):
+        kind, *names = re.split(r"[\s,]+", field.removeprefix("const "))
+        letter = {"int64_t": "q", "float": "f"}.get(kind, "P")
+        assert letter != "P" or all("*" in kind + name for name in names)
+        found += "".join("P" if "*" in kind + name else letter for name in names)
+    return found
+
+
+def test_structs_and_functions_are_those_of_the_header() -> None:
     header = re.sub(r"//.*", "", (build.SOURCES / "kernels.h").read_text())
-    found = {}
-    for result, name, parameters in re.findall(r"(void|int64_t) blendserve_(\w+)\(([^)]*)\);", header):
-        words = [x.split() for x in parameters.split(",")]
-        letters = [
-            "p" if any("*" in word for word in x) else {"int64_t": "l", "float": "f"}[x[0]] for x in words
-        ]
-        found[name] = "".join(letters) + ("->l" if result == "int64_t" else "")
-    assert found == {name: signature.replace(" ", "") for name, signature in SIGNATURES.items()}
-    assert found.keys() == set().union(*(level.sources for level in LEVELS.values()))
+    expanded = {
+        name: re.sub(r"(\d+)(\w)", lambda m: int(m[1]) * m[2], fields).replace(" ", "")
+        for name, fields in STRUCTS.items()
+    }
+    structs = re.findall(r"struct (\w+) \{([^}]*)\};", header)
+    assert {name: fields_of(fields) for name, fields in structs} == expanded
+    functions = dict(re.findall(r"blendserve_(\w+)\(const (\w+)& args\);", header))
+    assert functions == FUNCTIONS
+    assert functions.keys() == set().union(*(level.sources for level in LEVELS.values()))
 
 
 @needs_compiler

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.fetch.copy_stream import CudaCopyStream, HostCopy
+from blendserve.fetch.copy_stream import CopyStream, HostCopy
 from blendserve.fetch.pinned_ring import PinnedRing
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
@@ -93,8 +93,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
 def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
     cuda: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CudaCopyStream, "holds", lambda stream, tensor: False)
-    ring, kv = PinnedRing(CudaCopyStream(CPU), slots=1), chunk(5)
+    monkeypatch.setattr(CopyStream, "is_on_device", lambda stream, tensor: False)
+    ring, kv = PinnedRing(CopyStream(CPU), slots=1), chunk(5)
 
     def read() -> list[tuple[Tensor, Tensor]]:
         assert cuda.streams[-1] == "own"
@@ -113,7 +113,7 @@ def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
 
 def test_a_chunk_comes_home_behind_what_computed_it(cuda: Notes) -> None:
     kv = chunk(5)
-    home = HostCopy(kv, CudaCopyStream(CPU))
+    home = HostCopy(kv, CopyStream(CPU))
     one = ["own waits for computing", "kept for own"]
     assert cuda == [*one, *one, "event on own"]
     here = home.arrived()

@@ -7,15 +7,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from blendserve.kernels.cases import Args
-from blendserve.kernels.cuda.place import run as place
+from blendserve.kernels.cases import Args, rotary_of
+from blendserve.kernels.cuda.place import place
 from blendserve.kernels.cuda.scattered import MOST_SPLITS, Tile, run
 from blendserve.kernels.rotary import FORMS as ROTARY_FORMS
 from blendserve.kernels.rotary import HALVES, RotaryForm
 from blendserve.kernels.selfcheck import placing_trouble
 from blendserve.kernels.types import Rope
+from tests.support import kernel_formulas as formulas
 from tests.support.blending import assert_near
-from tests.support.kernels import Options, attend_formula, ways
+from tests.support.kernels import Options, ways
 
 SMALL = Tile(16, 16, 4, 1)
 TRITON = next(way for way in ways() if way.name == "triton")
@@ -32,7 +33,7 @@ def test_keys_are_split_among_programs(splits: int) -> None:
     q, keys, values, spec, plan = args = case(at=[0, 1, 3, 25, 40, 129], window=30)
     for tile in (SMALL, Tile(32, 32, 4, 1)):
         got = run(q, keys, values, spec, plan.positions, tile, splits)
-        assert_near(got.double(), attend_formula(*args)[0], 1e-5)
+        assert_near(got.double(), formulas.attend(*args)[0], 1e-5)
 
 
 @pytest.mark.parametrize("form", ROTARY_FORMS)
@@ -51,7 +52,7 @@ def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_no_chunk() -> None:
     cache = torch.ones(2, 4, 16)
     rope = Rope(cache[0], cache[0])
     with pytest.raises(ValueError):  # noqa: PT011
-        place([(1, cache, cache)], cache, cache, rope, HALVES)
+        place([(1, cache, cache)], cache, cache, rope, rotary_of(HALVES))
     for chunks in ([], [(0, cache[:, :0], cache[:, :0])]):
-        place(chunks, cache, cache, rope, HALVES)
+        place(chunks, cache, cache, rope, rotary_of(HALVES))
     assert bool((cache == 1).all())

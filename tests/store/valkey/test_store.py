@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.valkey import Server, cluster
+from benchmarks.support.valkey import Server
 from blendserve.config import BlendConfig, Config, ValkeyConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull
@@ -31,7 +31,7 @@ from tests.support.damages import BYTES
 from tests.support.places import OnServer
 from tests.support.stores import CAP, chunk, copy_of, key_of, put_kv, read, same, stored
 from tests.support.toy import toy_reader
-from tests.support.valkey import PATIENT_S, database, needs_server, settings, store_at
+from tests.support.valkey import PATIENT_S, cluster, database, needs_server, settings, store_at
 from tests.support.waiting import eventually
 
 pytestmark = needs_server

@@ -1,0 +1,163 @@
+"""Every kernel operation as float64 loops: what backends are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.activation import Activation
+from blendserve.kernels.norm import Norm
+from blendserve.kernels.rotary import Rotary, RotaryForm
+from blendserve.kernels.rows import AttentionPlan
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
+
+# Attention
+
+
+def visible_keys(at: Sequence[int], window: int | None, absent: Sequence[int] = ()) -> list[list[int]]:
+    """The keys that each row sees."""
+    return [[j for j in range(max(0, p + 1 - (window or p + 1)), p + 1) if j not in absent] for p in at]
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, seen: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Row after row over the keys that it sees -> [S, H * D], and each key's score [T]."""
+    q, keys, values = (x.detach().double().cpu() for x in (q, keys, values))
+    n_kv, total, dim = keys.shape
+    out, scores = [], torch.zeros(total, dtype=torch.float64)
+    for s, visible in enumerate(seen):
+        k, v = keys[:, visible], values[:, visible]
+        logits = spec.scale * torch.einsum("kgd,knd->kgn", q[:, s].view(n_kv, -1, dim), k)
+        if spec.softcap is not None:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+        weights /= weights.sum(-1, keepdim=True)
+        out.append(torch.einsum("kgn,knd->kgd", weights, v).flatten())
+        scores[list(visible)] += (weights * v.norm(dim=-1)[:, None]).flatten(0, 1).mean(0) ** 2
+    return [torch.stack(out), scores.sqrt()]
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> list[Tensor]:
+    absent = [] if plan.masked_keys is None else plan.masked_keys.nonzero()[:, 0].tolist()
+    found = attention(q, keys, values, spec, visible_keys(plan.positions.tolist(), spec.window, absent))
+    return found[: 1 if plan.masked_keys is None else 2]
+
+
+def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> list[Tensor]:
+    return attention(q, keys, values, spec, visible_keys(at.tolist(), spec.window))[:1]
+
+
+# RoPE, placement and corrections
+
+
+def turned(x: Tensor, rope: Rope, form: RotaryForm, inverse: bool = False) -> Tensor:
+    """x [..., S, D] in float64, pair after pair of dims."""
+    out, cos, sin = x.detach().double().cpu().clone(), rope.cos.double().cpu(), rope.sin.double().cpu()
+    half = cos.shape[-1] // 2
+    for i in range(half):
+        c, s = cos[:, i * form.step], sin[:, i * form.step]
+        if inverse:
+            length = c**2 + s**2
+            c, s = c / length, -s / length
+        a, b = (2 * i, 2 * i + 1) if form.neighbours else (i, i + half)
+        one, other = out[..., a].clone(), out[..., b].clone()
+        out[..., a], out[..., b] = one * c - other * s, other * c + one * s
+    return out
+
+
+def place(parts: Sequence[Any], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> list[Tensor]:
+    wanted = [keys.double().cpu(), values.double().cpu()]
+    assert rotary.form is not None
+    for start, k, v in parts:
+        here = slice(start, start + k.shape[1])
+        wanted[0][:, here], wanted[1][:, here] = turned(k, rope.at(here), rotary.form), v
+    return wanted
+
+
+def correct(
+    keys: Tensor, values: Tensor, fresh: RecomputedTokens, rope: Rope, rotary: Rotary,
+    params: CorrectionParams, prior: Prior | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Head after head, token after token; the ridge by least squares with rows added for the penalty."""
+    assert rotary.form is not None
+    at, others, n, dim = (
+        fresh.recomputed_index,
+        fresh.reused_index,
+        len(fresh.recomputed_index),
+        keys.shape[-1],
+    )
+    old = torch.cat([turned(keys, rope, rotary.form, inverse=True), values.double()], dim=-1)
+    new_keys = turned(fresh.keys[:, fresh.row_index], rope.at(at), rotary.form, inverse=True)
+    new = torch.cat([new_keys, fresh.values[:, fresh.row_index].double()], dim=-1)
+    which, which_other = (
+        torch.tensor([c for c, k in enumerate(sizes) for _ in range(k)], dtype=torch.long)
+        for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk)
+    )
+    foreign = torch.tensor(fresh.context_weight, dtype=torch.float64)[:, None]
+
+    def halves(key: Any, value: Any) -> Tensor:
+        return torch.tensor([key] * dim + [value] * dim, dtype=torch.float64)
+
+    scale, out = halves(params.key_scale, params.value_scale), [keys.double(), values.double()]
+    for head in range(len(keys)):
+        stored, rest = old[head], old[head][others]
+        moved, shift = new[head] - stored[at], torch.zeros(len(others), 2 * dim, dtype=torch.float64)
+        if prior is not None:
+            expected = foreign[which] * (stored[at] @ prior.weights[head].double() + prior.constant[head])
+            shares = []
+            for e, m in zip(expected.chunk(2, -1), moved.chunk(2, -1), strict=True):
+                trust = params.prior_shrinkage / max(1, n)
+                slope = (float((e * m).sum() / (e * e).sum()) + trust) / (1 + trust) if e.any() else 1.0
+                shares.append(min(1.0, max(0.0, slope)))
+            moved = moved - halves(*shares) * expected
+            said = foreign[which_other] * (rest @ prior.weights[head].double() + prior.constant[head])
+            shift += halves(*shares) * halves(params.prior_key_scale, params.prior_value_scale) * said
+        overall = moved.sum(0) / (n + params.zero_shrinkage)
+        means = []
+        for c, k in enumerate(fresh.recomputed_per_chunk):
+            beyond = (moved[which == c] - overall).sum(0)
+            means.append(overall + beyond / (k + params.chunk_shrinkage))
+        mean = torch.stack(means)
+        shift += scale * mean[which_other]
+        if params.penalty is not None and n:
+            centre = stored[at].mean(0)
+            x, x_other = foreign[which] * (stored[at] - centre), foreign[which_other] * (rest - centre)
+            sizes = []
+            for centred, whole in zip(
+                x.chunk(2, -1), (foreign[which] * stored[at]).chunk(2, -1), strict=True
+            ):
+                spread, length = float(centred.square().mean()), float(whole.square().mean())
+                sizes.append(max(spread, length / 4096, 1e-12) ** 0.5)
+            x, x_other = x / halves(*sizes), x_other / halves(*sizes)
+            added = params.penalty**0.5 * torch.eye(2 * dim, dtype=torch.float64)
+            y = torch.cat([moved - mean[which], torch.zeros_like(added)])
+            shift += scale * (x_other @ torch.linalg.lstsq(torch.cat([x, added]), y).solution)
+        out[0][head, others] += turned(shift[:, :dim], rope.at(others), rotary.form)
+        out[1][head, others] += shift[:, dim:]
+    return out
+
+
+# Layers
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    total = x.double().cpu() @ weight.double().cpu().T
+    return [total if bias is None else total + bias.double().cpu()]
+
+
+def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> list[Tensor]:
+    assert norm.weight is not None
+    assert norm.form is not None
+    total = (x if add is None else x + add).double().cpu()  # the sum is rounded before it is normed
+    rows = [row / math.sqrt(float(row.square().mean()) + norm.eps) for row in total]
+    return [total, torch.stack(rows) * (norm.weight.double().cpu() + norm.form.offset)]
+
+
+def gate(gate: Tensor, up: Tensor, activation: Activation) -> list[Tensor]:
+    g = gate.double().cpu()
+    return [g / (1 + torch.exp(-g)) * up.double().cpu()]
