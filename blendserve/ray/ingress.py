@@ -68,9 +68,7 @@ class RayEngineClient(EngineClient):
         limits = self._facts.n_layers, self.model.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
         plan = await self.collections.run(tenant, make_plan, *arguments)
-        seconds = clock.elapsed(), clock.seconds["retrieve"]
-        owner = tenant.name, tenant.namespace
-        request = RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, *owner, *seconds)
+        request = RoutedRequest(plan, tenant.name, tenant.namespace)
         key = ChunkKeys(
             self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
         )
