@@ -289,13 +289,13 @@ class Transfer:
     # Transfer threads
 
     def _submit(self) -> None:
-        """Let transfer threads look for work: one for each chunk that waits, up to the source's number."""
-        with self._changed:
-            for _ in self._todo()[: self._source.workers]:
-                self._pool.submit(self._work)
+        """Start transfers, up to the source's number. The link has its first chunks before the CPU computes the last."""
+        for _ in range(self._source.workers):
+            if batch := self._next():
+                self._pool.submit(self._work, batch)
 
-    def _work(self) -> None:
-        while batch := self._next():
+    def _work(self, batch: list[IncomingChunk]) -> None:
+        while batch:
             try:
                 self._source.transfer(batch)
             except Exception as error:  # a bug must not keep a prompt waiting
@@ -303,6 +303,7 @@ class Transfer:
                 for chunk in batch:
                     chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
             self._end(batch)
+            batch = self._next()
 
     def _todo(self) -> list[IncomingChunk]:
         self._queue = [chunk for chunk in self._queue if not chunk.is_started and not chunk.is_done]
