@@ -98,10 +98,9 @@ class Transfer:
         self._queue: list[IncomingChunk] = []  # that no transfer has asked for yet, in order
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
-        self._begun_s = self._clock()
+        self._begun_s, self._stall = self._clock(), StallDetector(self._link)
         self._may_interleave, self._may_start_early = False, self._options.early_start
         self._is_prefilling = self._is_over = self._is_lost = False
-        self._stall = StallDetector(self._link)
 
     # The prompt's thread
 
