@@ -152,8 +152,7 @@ def unpublish(
 def prefetch(
     name: NameArg,
     node: Annotated[
-        list[str],
-        typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable."),
+        list[str], typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable.")
     ],
     json: JsonOpt = False,
 ) -> None:

@@ -31,8 +31,8 @@ from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import set_pins, unpublish
 from blendserve.serve import ops
 from blendserve.serve.app import create_app
-from blendserve.serve.auth import ServerState, TenantDep, server_state
-from blendserve.serve.engine_client import Backend, run_on
+from blendserve.serve.auth import Backend, TenantDep, backend_of
+from blendserve.serve.engine_client import run_on
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import TokenBucket
 from blendserve.serve.metrics import HttpMetrics
@@ -80,7 +80,8 @@ class DeliveryBackend(Backend):
 
     def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
         """clock: of how long the catalogue's entries are fresh."""
-        self.store, self.http, self.metrics = store, config, DeliveryMetrics()
+        super().__init__(config, DeliveryMetrics())
+        self.store = store
         self.catalogue = Catalogue(store, now=clock.monotonic)
         self.executor = FairExecutor("delivery", config.queue)
         self._sent_mb = TokenBucket()
@@ -166,8 +167,7 @@ def not_found() -> NotFound:
 # Routes
 
 router = APIRouter(prefix="/v1/kdn", tags=["delivery"])
-State = ServerState[DeliveryBackend]
-StateDep = Annotated[State, Depends(server_state)]
+BackendDep = Annotated[DeliveryBackend, Depends(backend_of)]
 LevelArg = Annotated[
     str, Query(max_length=32, description="One of the collection's levels. [default: the first]")
 ]
@@ -183,74 +183,77 @@ def get_and_head(path: str) -> Callable[[Handler], Handler]:
 
 
 @router.get("/collections")
-async def list_collections(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def list_collections(backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """The collections that this key may read."""
-    found = await run_on(state.backend.executor, tenant, state.backend.collections, tenant)
+    found = await run_on(backend.executor, tenant, backend.collections, tenant)
     for_clients = {"files", "directory", "tables"}  # that pull a collection
     return {"data": [{k: v for k, v in asdict(c).items() if k not in for_clients} for c in found]}
 
 
 @router.get("/collections/{name}")
-async def get_collection(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def get_collection(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """A collection's description."""
-    return asdict(await run_on(state.backend.executor, tenant, state.backend.collection, tenant, name))
+    return asdict(await run_on(backend.executor, tenant, backend.collection, tenant, name))
 
 
 @get_and_head("/collections/{name}/directory")
-async def directory(name: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def directory(name: str, request: Request, backend: BackendDep, tenant: TenantDep) -> Response:
     """Its chunks: for each its key, tokens, and the bytes of its body at each level."""
-    return await _send(request, state, tenant, state.backend.directory, name)
+    return await _send(request, backend, tenant, backend.directory, name)
 
 
 @get_and_head("/collections/{name}/pieces/{hash}")
 @get_and_head("/collections/{name}/tables/{hash}")
-async def piece(name: str, hash: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def piece(name: str, hash: str, request: Request, backend: BackendDep, tenant: TenantDep) -> Response:
     """A part of its index, or a codec's tables, whose hash this is."""
-    return await _send(request, state, tenant, state.backend.piece, name, hash)
+    return await _send(request, backend, tenant, backend.piece, name, hash)
 
 
 @get_and_head("/collections/{name}/chunks/{key}")
 async def chunk(
-    name: str, key: str, request: Request, state: StateDep, tenant: TenantDep, level: LevelArg = ""
+    name: str, key: str, request: Request, backend: BackendDep, tenant: TenantDep, level: LevelArg = ""
 ) -> Response:
     """A chunk's KV: length of the header (4 bytes), header, and a segment for each layer, in order."""
-    return await _send(request, state, tenant, state.backend.chunk, name, key, level)
+    return await _send(request, backend, tenant, backend.chunk, name, key, level)
 
 
 @get_and_head("/collections/{name}/layers")
 async def layers(
-    name: str, request: Request, state: StateDep, tenant: TenantDep, chunks: ChunksArg
+    name: str, request: Request, backend: BackendDep, tenant: TenantDep, chunks: ChunksArg
 ) -> Response:
     """Several chunks: length of the header and header of each, then layer by layer a segment of each."""
-    return await _send(request, state, tenant, state.backend.layers, name, chunks)
+    return await _send(request, backend, tenant, backend.layers, name, chunks)
 
 
 @router.post("/collections/{name}/pin")
-async def pin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def pin(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """Pin its chunks: they are not evicted. For admins."""
-    return {"collection": name, "pinned": await _administer(state, tenant, name, set_pins, True)}
+    return {"collection": name, "pinned": await _administer(backend, tenant, name, set_pins, True)}
 
 
 @router.post("/collections/{name}/unpin")
-async def unpin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def unpin(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """Unpin its chunks, except the ones of another pinned collection. For admins."""
-    return {"collection": name, "unpinned": await _administer(state, tenant, name, set_pins, False)}
+    return {"collection": name, "unpinned": await _administer(backend, tenant, name, set_pins, False)}
 
 
 @router.delete("/collections/{name}")
 async def unpublish_collection(
-    name: str, state: StateDep, tenant: TenantDep, chunks: DeleteArg = False
+    name: str, backend: BackendDep, tenant: TenantDep, chunks: DeleteArg = False
 ) -> dict[str, Any]:
     """Unpublish it. For admins."""
-    n = await _administer(state, tenant, name, unpublish, chunks)
+    n = await _administer(backend, tenant, name, unpublish, chunks)
     return {"collection": name, "retired": True, "chunks": n}
 
 
 async def _administer(
-    state: State, tenant: Tenant, name: str, call: Callable[[KVStore, Catalogue, str, bool], int], flag: bool
+    backend: DeliveryBackend,
+    tenant: Tenant,
+    name: str,
+    call: Callable[[KVStore, Catalogue, str, bool], int],
+    flag: bool,
 ) -> int:
     """Raises NotFound, PermissionDenied, StoreError."""
-    backend = state.backend
     await run_on(backend.executor, tenant, backend.collection, tenant, name)
     tenant.require_write_access()
     if not tenant.admin:
@@ -259,18 +262,18 @@ async def _administer(
 
 
 async def _send(
-    request: Request, state: State, tenant: Tenant, read: Callable[..., CachedBody], *names: str
+    request: Request, backend: DeliveryBackend, tenant: Tenant, read: Callable[..., CachedBody], *names: str
 ) -> Response:
     """The body that `read` finds, or the requested range of it. It counts as a concurrent request until it is sent."""
     with ExitStack() as stack:
-        stack.enter_context(state.limits.concurrency_slot(tenant))
-        found = await run_on(state.backend.executor, tenant, read, tenant, *names)
+        stack.enter_context(backend.limits.concurrency_slot(tenant))
+        found = await run_on(backend.executor, tenant, read, tenant, *names)
         if found.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers={"ETag": found.etag})
         is_current = request.headers.get("if-range", found.etag) == found.etag
         span = parse_range(request.headers.get("range") if is_current else None, found.n_bytes)
-        response = RangeResponse(found, span, state.backend.http.send_s)
-        state.backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
+        response = RangeResponse(found, span, backend.http.send_s)
+        backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
         response.on_close = stack.pop_all().close
         return response
 
@@ -346,7 +349,7 @@ class RangeResponse(Response):
 
 def create_delivery_app(backend: DeliveryBackend) -> FastAPI:
     """The application of a delivery service, which it closes."""
-    return create_app(ServerState(backend), [router, ops.router])
+    return create_app(backend, [router, ops.router])
 
 
 def serve(settings: Config) -> None:
