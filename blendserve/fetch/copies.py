@@ -179,7 +179,7 @@ class Copies:
     def view(self, key: ChunkKey, view: ChunkView) -> tuple[ChunkView, str]:
         """A view that reads from copies and makes them; the cache's name, if one has the chunk whole.
 
-        Shared copies have no name: which requests wait together must not change a report.
+        Shared copies have none: they end with the queue, and a report must not depend on other prompts.
         """
         if not self._caches and not self.shared.cap_bytes:
             return view, ""
