@@ -86,7 +86,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
         self.slots, self.queue = CachePool(tiny_reader().adapter, slots, SLOT_TOKENS), queue
         self.store, throttle = tiny_store(), BackgroundThrottle(background_share, self.clock)
-        self.fetcher = KVFetcher(self.store, prefetch_bytes=SHARED_BYTES)
+        self.fetcher = KVFetcher(self.store)
+        self.fetcher.copies.shared.cap_bytes = SHARED_BYTES
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(

@@ -42,7 +42,7 @@ SIDE_ROOMS = {
     "blend/corrections/": {"__init__", "apply"},
     "fetch/": {"fetch", "waited_s", "record", "record_reading"},
     "store/": {"__init__"},
-    "kernels/": {"on", "at", "last", "__len__", "plans_by_window", "attend"},
+    "kernels/": {"on", "at", "last", "__len__", "plans_by_window", "__call__"},
     "models/model.py": {
         "device",
         "windows",
