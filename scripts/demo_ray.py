@@ -97,7 +97,7 @@ class Questions:
         own = tuple(lots.sample(topic, ASKED))
         plan = self._engine.prepare(Request("What is this about?", own))
         keys = frozenset(self._engine.blender.key(chunk.ids) for chunk in plan.prompt.chunks)
-        return RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, "", "", 0.0, 0.0), keys
+        return RoutedRequest(plan, "", ""), keys
 
 
 async def routed(
