@@ -116,11 +116,11 @@ class ChunkWriter:
 
         Skips chunks that the store does not admit, that another process is computing, or that are stored by now.
         """
-        wanted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
-        damaged = {self._key(ids) for ids, chunk in wanted.items() if chunk.is_damaged}
-        with self._lease(wanted, damaged) as leased:
-            n_stored = sum(self._put(kv) for ids in leased if (kv := wanted[ids].kv))
-            todo, start = [ids for ids in leased if not wanted[ids].kv], time.perf_counter()
+        admitted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
+        damaged = {self._key(ids) for ids, chunk in admitted.items() if chunk.is_damaged}
+        with self._lease(admitted, damaged) as leased:
+            n_stored = sum(self._put(kv) for ids in leased if (kv := admitted[ids].kv))
+            todo, start = [ids for ids in leased if not admitted[ids].kv], time.perf_counter()
             for stack in in_stacks(todo, self.chunks.stack_tokens):
                 n_stored += sum(map(self._put, (yield from self.chunks.steps(stack))))
             self._measured(start, sum(map(len, todo)))

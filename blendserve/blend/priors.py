@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -44,12 +45,12 @@ CHUNKS_PER_PROMPT, MAX_PROMPT_TOKENS = 10, 4_096  # chunks of a prompt, and its 
 PENALTY = 20.0  # per feature of unit size
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Priors:
-    """The maps of all layers of a model."""
+    """The maps of all layers of a model, from the second layer on, in fp32."""
 
-    def __init__(self, weights: Tensor, constants: Tensor) -> None:
-        """weights [L - 1, K, 2D, 2D] and constants [L - 1, K, 2D], fp32, from the second layer on."""
-        self._weights, self._constants = weights, constants
+    weights: Tensor  # [L - 1, K, 2D, 2D]
+    constants: Tensor  # [L - 1, K, 2D]
 
     @classmethod
     def of_nothing(cls, model: DecoderModel) -> Priors:
@@ -58,11 +59,11 @@ class Priors:
 
     def layer(self, l: int) -> Prior:
         """Of layer l >= 1."""
-        return Prior(self._weights[l - 1], self._constants[l - 1])
+        return Prior(self.weights[l - 1], self.constants[l - 1])
 
     def to_bytes(self) -> bytes:
         """Weights are rounded to bf16."""
-        weights, constants = self._weights.bfloat16().cpu(), self._constants.cpu()
+        weights, constants = self.weights.bfloat16().cpu(), self.constants.cpu()
         return save({"weights": weights.contiguous(), "constants": constants.contiguous()})
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from blendserve.blend.corrections.base import Correction
 from blendserve.blend.layout import LayerKV, Layout
 from blendserve.blend.policies.base import Policy
-from blendserve.config import Config
+from blendserve.config import Config, changed
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
@@ -105,6 +105,15 @@ def test_an_engine_runs_on_all_four(tmp_path: Path) -> None:
         record = read_record(engine.store, engine.blender.key(engine.prompts.chunk(PASSAGES[1]).ids))
         assert record is not None
         assert record.coding.codec == "own"
+        prompt, blend = (
+            engine.prompts.build(QUESTIONS[0], PASSAGES),
+            changed(engine.config.blend, method="blend"),
+        )
+        doubled, plain = (
+            engine.blender.run(prompt, changed(blend, correction=c)).result for c in ("own", "none")
+        )
+        assert torch.equal(doubled.recomputed, plain.recomputed)
+        assert not torch.equal(doubled.logits, plain.logits)
     report, explanation = answer.report, answer.explanation
     assert (report.policy, report.correction, report.chunks_hit) == ("own", "own", len(PASSAGES))
     assert explanation is not None
@@ -123,23 +132,6 @@ def test_a_codec_and_a_store_change_no_answer(kind: str) -> None:
             answers.append(engine.answer(QUESTIONS[0], PASSAGES, **OPTIONS))
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].report == answers[1].report
-
-
-@pytest.mark.parametrize("kind", ["policy", "correction"])
-def test_a_policy_and_a_correction_change_what_they_say(kind: str) -> None:
-    with toy_engine(config=config()) as engine:
-        engine.precompute(PASSAGES)
-        plans = [engine.blender.run(prompt, blend) for prompt, blend in prompts_of(engine, kind)]
-    own, usual = plans
-    same_rows = torch.equal(own.result.recomputed, usual.result.recomputed)
-    assert same_rows == (kind == "correction")
-    assert not torch.equal(own.result.logits, usual.result.logits)
-
-
-def prompts_of(engine: Engine, kind: str) -> Iterator[tuple[Any, Any]]:
-    prompt = engine.prompts.build(QUESTIONS[0], PASSAGES)
-    for name in ("own", "query" if kind == "policy" else "none"):
-        yield prompt, engine.config.blend.model_copy(update={"method": "blend", kind: name})
 
 
 def test_settings_evaluation_and_errors_know_them_while_they_are_registered() -> None:
