@@ -142,7 +142,7 @@ def measure(
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
     cases = [case for case in dense + behind if case[0] > 0]
-    rounds: list[list[tuple[list[float], float]]] = []
+    rounds: list[list[tuple[Work, float]]] = []
     while len(rounds) < repeats and sum(seconds for parts in rounds for _, seconds in parts) < MEASURE_S:
         rounds.append([part for case in cases for part in _timed(model, *case, room, clock)])
     works = [work for work, _ in rounds[0]]

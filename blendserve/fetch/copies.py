@@ -177,7 +177,10 @@ class Copies:
         self._all = (*self._caches, self.shared)
 
     def view(self, key: ChunkKey, view: ChunkView) -> tuple[ChunkView, str]:
-        """A view that reads from copies and makes them; the cache's name, if one has the chunk whole."""
+        """A view that reads from copies and makes them; the cache's name, if one has the chunk whole.
+
+        Shared copies have no name: which requests wait together must not change a report.
+        """
         if not self._caches and not self.shared.cap_bytes:
             return view, ""
         self._admission.record_access(key)
@@ -186,7 +189,7 @@ class Copies:
             entry = cache.find(key, view.version) or (None if places else cache.admit(key, view))
             places += [(cache, entry)] if entry else []
             if entry and entry.is_whole:
-                return _read_through(places, key, view), cache.name
+                return _read_through(places, key, view), "" if cache is self.shared else cache.name
         return _read_through(places, key, view), ""
 
     def whole(self, key: ChunkKey) -> tuple[ChunkView, str] | None:
