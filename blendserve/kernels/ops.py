@@ -31,6 +31,7 @@ from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, plan_rows
@@ -69,7 +70,9 @@ def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, p
 
 
 def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
-    return selfcheck.triton_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
+    if not has_triton():
+        return "triton is not installed: pip install triton"
+    return selfcheck.attention_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
 
 
 def _placing_reason(

@@ -88,15 +88,13 @@ from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
-from blendserve.kernels.selfcheck import Kind, triton_trouble
 x = torch.randn(2, 4, 16)
 out = attend(x, x, x, AttentionSpec(0.3), plan_rows(torch.arange(4), 1))
-kind = Kind(torch.device("cuda"), torch.bfloat16, 1, 16, False, False)
-print(tuple(out.shape), has_triton(), bool(triton_trouble((), kind, ())))
+print(tuple(out.shape), has_triton())
 """
 
 
 def test_everything_imports_and_runs_without_triton() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(4, 32) False True"
+    assert done.stdout.strip() == "(4, 32) False"
