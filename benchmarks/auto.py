@@ -20,7 +20,6 @@ from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method, Positive, Ratio
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.models.loader import LoadedModel
 from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 
@@ -40,52 +39,46 @@ class AutoConfig(BenchConfig):
 
 def groups(config: AutoConfig, log: SampleLog) -> Iterator[Group]:
     reader = open_reader(config, log)
-    rng = np.random.default_rng(config.seed)
+    adapter, rng = reader.adapter, np.random.default_rng(config.seed)
+
+    def ids(n: int) -> TokenIds:
+        return tuple(rng.integers(3, min(40_000, adapter.vocab_size), size=n).tolist())
+
     for n, size, hits in product(config.chunks, config.chunk_tokens, config.hit_rates):
+        if PREFIX + n * size + SUFFIX > adapter.context_limit:
+            continue
+        prompt = Prompt(ids(PREFIX), tuple(Chunk(ids(size)) for _ in range(n)), ids(SUFFIX))
+        blender = Blender(adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
+        stored = sorted(rng.permutation(n)[: round(hits * n)])
+        blender.writer.precompute([prompt.chunks[i].ids for i in stored])
+        seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+        chosen: list[str] = []
+        run = partial(_run, blender, prompt, seconds, chosen)
+        cases = [Case({"method": method}, partial(run, method)) for method in METHODS]
         labels = {"chunks": n, "chunk_tokens": size, "hit_rate": hits}
-        if PREFIX + n * size + SUFFIX <= reader.adapter.context_limit and not log.done(labels):
-            yield _point(reader, rng, labels, n, size, hits)
+        yield Group(labels, cases, partial(verdict, seconds, chosen))
 
 
-def _point(
-    reader: LoadedModel, rng: np.random.Generator, labels: dict[str, float], n: int, size: int, hits: float
-) -> Group:
-    chunks = tuple(Chunk(_ids(reader, rng, size)) for _ in range(n))
-    prompt = Prompt(_ids(reader, rng, PREFIX), chunks, _ids(reader, rng, SUFFIX))
-    blender = Blender(reader.adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
-    stored = sorted(rng.permutation(n)[: round(hits * n)])
-    blender.writer.precompute([prompt.chunks[i].ids for i in stored])
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-    chosen: list[str] = []
-
-    def run(method: Method) -> Metrics:
-        clock = Clock(reader.adapter.device)
-        report = blender.run(prompt, BlendConfig(method=method)).report
-        elapsed = clock.elapsed()
-        seconds[method].append(elapsed)
-        if method == "auto":
-            chosen.append(report.method)
-        return {"prefill_s": elapsed}
-
-    def facts() -> dict[str, float | str]:
-        rounds = {method: times[1:] for method, times in seconds.items()}  # without the warm-up
-        return verdict(rounds, chosen[-1])
-
-    return Group(labels, [Case({"method": method}, partial(run, method)) for method in METHODS], facts)
+def _run(
+    blender: Blender, prompt: Prompt, seconds: dict[str, list[float]], chosen: list[str], method: Method
+) -> Metrics:
+    clock = Clock(blender.model.device)
+    report = blender.run(prompt, BlendConfig(method=method)).report
+    seconds[method].append(clock.elapsed())
+    if method == "auto":
+        chosen.append(report.method)
+    return {"prefill_s": seconds[method][-1]}
 
 
-def verdict(rounds: dict[str, list[float]], chosen: str) -> dict[str, float | str]:
-    """Of one point: the best fixed method by its median, what auto chose, excess and slip."""
+def verdict(seconds: dict[str, list[float]], chosen: list[str]) -> dict[str, float | str]:
+    """Of one point: the best fixed method by its median, what auto chose at last, excess and slip."""
+    rounds = {method: times[1:] for method, times in seconds.items()}  # without the warm-up
     medians = {method: statistics.median(times) for method, times in rounds.items()}
     best = min(METHODS[:3], key=medians.__getitem__)
     pairs = zip(rounds["auto"], rounds[best], strict=True)
     excess = statistics.median(a / b for a, b in pairs) - 1
-    slip = medians[chosen] / medians[best] - 1
-    return {"best": best, "chosen": chosen, "excess": excess, "slip": slip, "miss": min(excess, slip)}
-
-
-def _ids(reader: LoadedModel, rng: np.random.Generator, n: int) -> TokenIds:
-    return tuple(rng.integers(3, min(40_000, reader.adapter.vocab_size), size=n).tolist())
+    slip = medians[chosen[-1]] / medians[best] - 1
+    return {"best": best, "chosen": chosen[-1], "excess": excess, "slip": slip, "miss": min(excess, slip)}
 
 
 TABLE = table("Prefill", ms("ms", "prefill_s"), ratio("/ blend", "prefill_s", method="blend"))

@@ -1,8 +1,7 @@
 """`python -m benchmarks cpu_contention`: TTFT and decoding beside busy processes, and with the time of one core.
 
-A worker is a process whose threads wait in one way: as blendserve sets it, or as libgomp does by default. It is a process
-of its own, as libgomp reads how to wait when it is loaded. Every worker runs every request in every situation, in turns;
-ratios to the idle machine are taken round by round.
+One worker process has all cores, another the time of one. They run every request in every situation, in turns; ratios to
+the idle machine are computed round by round. libgomp's own wait policy: set GOMP_SPINCOUNT=300000 for the whole bench.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks.support.worker import WorkerProcess, serve
-from blendserve.bench.decode import prefilled, run_generate, run_ours
+from blendserve.bench.decode import prefilled, run_generate, run_ours, token_s
 from blendserve.bench.fixture import PromptFixture, scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig
@@ -30,23 +29,18 @@ from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_me
 from blendserve.models.loader import load_model
 from blendserve.provenance import machine
 from blendserve.registry import BENCHED
-from blendserve.threads import COUNT, SETTLED, SPIN
+from blendserve.threads import SETTLED
 from blendserve.timing import Clock
 
-OURS, LIBGOMP = "blendserve", "libgomp default"
-LIBGOMP_SPINS = "300000"  # its default (libgomp/env.c)
 IDLE, ONE_CORE = "idle", "one core"
-MAX_S = 1800  # that a busy process lives
-PERIOD = 100_000  # microseconds, in which a quota is spent
-# Ends with the process that started it (PR_SET_PDEATHSIG, Linux alone), and after MAX_S anywhere.
+MAX_S = 1800  # lifetime of a busy process
+PERIOD = 100_000  # microseconds of a quota's period
+# Ends with the process that started it, or after MAX_S.
 BUSY = f"""
-import ctypes, os, sys, time
-os.setpgid(0, 0)  # Ctrl-C in the bench does not interrupt this
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-end = time.monotonic() + {MAX_S}
+import os, time
+parent, end = os.getppid(), time.monotonic() + {MAX_S}
 print(flush=True)
-while time.monotonic() < end:
+while os.getppid() == parent and time.monotonic() < end:
     for _ in range(100_000):
         pass
 """
@@ -61,9 +55,6 @@ class ContentionConfig(PromptBenchConfig):
     busy: tuple[Positive, ...] = Field(
         (1, 2, 4), description="Numbers of busy processes to run at the same time."
     )
-    libgomp: bool = Field(
-        True, description="Measure libgomp's default wait policy, which takes most of the time."
-    )
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
@@ -73,46 +64,30 @@ class ContentionConfig(PromptBenchConfig):
 
 
 def groups(config: ContentionConfig, log: SampleLog) -> Iterator[Group]:
-    if log.done({}):
-        return
-    with (
-        scratch(config.folder) as folder,
-        one_core() as limited,
-        ExitStack() as stack,
-        BusyProcesses() as busy,
-    ):
-        workers: dict[tuple[str, bool], WorkerProcess] = {}
-        for name, environment in environments(config).items():
-            for one in (False, True):
-                worker = partial(_worker, config, folder, environment, f"{len(workers)}.log")
-                workers[name, one] = stack.enter_context(limited(worker) if one else worker(()))
-        log.note(model=workers[OURS, False].about["model"], machine=workers[OURS, False].about["machine"])
-        situations = [(IDLE, 0, False), *((f"{n} busy", n, False) for n in config.busy), (ONE_CORE, 0, True)]
+    with scratch(config.folder) as folder, ExitStack() as stack:
+        limited = stack.enter_context(one_core())
+        busy = stack.enter_context(BusyProcesses())
+
+        def worker(name: str, launcher: Sequence[str] = ()) -> WorkerProcess:
+            environment = {n: value for n, value in os.environ.items() if n not in SETTLED.ours}
+            task = {"config": config.model_dump(mode="json"), "folder": str(folder / "kv")}
+            log = folder / f"{name}.log"
+            return stack.enter_context(WorkerProcess(__name__, task, log, environment, launcher))
+
+        every, one = worker("all cores"), limited(partial(worker, ONE_CORE))
+        log.note(model=every.about["model"], machine=every.about["machine"])
+        loads = {IDLE: 0, **{f"{n} busy": n for n in config.busy}, ONE_CORE: 0}
         cases = [
             Case(
-                {"load": load, "request": request, "threads wait": name},
-                partial(workers[name, one].call, request),
+                {"load": load, "request": request},
+                partial((one if load == ONE_CORE else every).call, request),
                 partial(busy.set, n),
             )
-            for load, n, one in situations
-            for request in workers[OURS, False].about["requests"]
-            for name in environments(config)
+            for load, n in loads.items()
+            for request in every.about["requests"]
         ]
-        yield Group({}, cases, {"load_average": os.getloadavg()[0], "niceness": os.nice(0)}, warm_up=False)
-
-
-def environments(config: ContentionConfig) -> dict[str, dict[str, str]]:
-    """Wait policy -> the worker's further environment variables."""
-    libgomp = {LIBGOMP: {SPIN: LIBGOMP_SPINS, COUNT: str(SETTLED.cpus.affinity)}} if config.libgomp else {}
-    return {OURS: {}, **libgomp}
-
-
-def _worker(
-    config: ContentionConfig, folder: Path, environment: dict[str, str], log: str, launcher: Sequence[str]
-) -> WorkerProcess:
-    inherited = {name: value for name, value in os.environ.items() if name not in SETTLED.ours}
-    task = {"config": config.model_dump(mode="json"), "folder": str(folder / "kv")}
-    return WorkerProcess(__name__, task, folder / log, {**inherited, **environment}, launcher)
+        facts = {"load_average": os.getloadavg()[0], "niceness": os.nice(0)}
+        yield Group({}, cases, partial(dict, facts), warm_up=False)
 
 
 class BusyProcesses:
@@ -124,19 +99,17 @@ class BusyProcesses:
     def set(self, n: int) -> None:
         """Run n from now on. Raises InputError when one ended too early."""
         if any(process.poll() is not None for process in self.processes):
-            raise InputError(f"a busy process ended early; one measurement may take {MAX_S} s: ask for less")
+            raise InputError(f"a busy process ended early; one measurement may last {MAX_S} s: ask for less")
         while len(self.processes) > n:
             process = self.processes.pop()
             process.kill()
             process.communicate()
         while len(self.processes) < n:
             command = [sys.executable, "-S", "-c", BUSY]
-            self.processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            )
-            started = self.processes[-1].stdout
-            assert started
-            started.readline()
+            started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self.processes.append(started)
+            assert started.stdout
+            started.stdout.readline()
 
     def __enter__(self) -> BusyProcesses:
         return self
@@ -146,22 +119,22 @@ class BusyProcesses:
             self.set(0)
 
 
-Launch = Callable[[Callable[[Sequence[str]], WorkerProcess]], WorkerProcess]
+Start = Callable[[Sequence[str]], WorkerProcess]
 
 
 @contextmanager
-def one_core(parent: Path = Path("/sys/fs/cgroup")) -> Iterator[Launch]:
+def one_core(parent: Path = Path("/sys/fs/cgroup")) -> Iterator[Callable[[Start], WorkerProcess]]:
     """Starts workers with the time of one core: by a quota (cgroup v2) where one can be made, else by affinity."""
     group = parent / f"blendserve-bench-{os.getpid()}"
-    quota = False
     with suppress(OSError):
         group.mkdir()
-        quota = (group / "cpu.max").exists()
-    if quota:
-        (group / "cpu.max").write_text(f"{PERIOD} {PERIOD}")
+    quota = group / "cpu.max"
+    has_quota = quota.exists()
+    if has_quota:
+        quota.write_text(f"{PERIOD} {PERIOD}")
 
-    def launch(start: Callable[[Sequence[str]], WorkerProcess]) -> WorkerProcess:
-        if quota:  # a shell that joins the cgroup and becomes the command
+    def launch(start: Start) -> WorkerProcess:
+        if has_quota:  # a shell that joins the cgroup and becomes the command
             return start(["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")])
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(before)})
@@ -180,8 +153,8 @@ def one_core(parent: Path = Path("/sys/fs/cgroup")) -> Iterator[Launch]:
 def _start(task: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], Metrics]]:
     config = ContentionConfig(**task["config"])
     reader = load_model(config.reader)
-    workload = config.workload(reader)
-    ids, n = workload.prompt.ids, config.new_tokens
+    workload, n = config.workload(reader), config.new_tokens
+    ids = workload.prompt.ids
     check_room(reader, len(ids) + n, f"the prompt and {n} new tokens")
     fixture = PromptFixture(reader, workload, config.compared, Path(task["folder"]))
     fixture.precompute()
@@ -191,13 +164,12 @@ def _start(task: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], Metric
         """transformers' generate is one call: text to first token, and the tokens after it."""
         clock = Clock(reader.adapter.device)
         prompt = workload.draw().ids
-        tokenized = clock.elapsed()
+        tokenized_s = clock.elapsed()
         at = run_generate(reader.adapter, prompt, n)[1]
-        return {"ttft_s": tokenized + at[0], "token_s": (at[-1] - at[0]) / (n - 1)}
+        return {"ttft_s": tokenized_s + at[0], "token_s": token_s(at)}
 
     def decode() -> Metrics:
-        at = run_ours(reader.adapter, done, len(ids), n)[1]
-        return {"token_s": (at[-1] - at[0]) / (n - 1)}
+        return {"token_s": token_s(run_ours(reader.adapter, done, len(ids), n)[1])}
 
     def first_token(method: MethodSpec) -> Metrics:
         return {"ttft_s": fixture.run(method)["ttft_s"]}
@@ -218,9 +190,7 @@ TABLE = table(
     ms("ms per token", "token_s"),
     ratio("token / idle", "token_s", load=IDLE),
 )
-BENCH = Bench(
-    ContentionConfig, groups, (TABLE,), tiny={"chunks": 2, "new_tokens": 3, "busy": (1,), "libgomp": False}
-)
+BENCH = Bench(ContentionConfig, groups, (TABLE,), tiny={"chunks": 2, "new_tokens": 3, "busy": (1,)})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """`python -m benchmarks delivery`: a prompt whose chunks a service delivers, over links that are constant, change or die.
 
-A service, and before it a proxy that replays a trace from the start of each request, in processes of their own. Compared
-over the same trace: recomputing everything, each level fixed, CacheGen's way, CacheGen's rule in our pipeline, and ours.
-CacheGen's way is its paper's (SIGCOMM 2024, section 5.3): one chunk after the other, decoded while the next comes, and a
-prefill that begins when all are here. Our pipeline has two under way and begins while the last ones come; so do fixed
-levels. The oracle is the fastest of recomputing and the fixed levels in that very round.
+The service, and a proxy that replays a trace from the start of each request, are processes. Compared over one trace:
+full prefill, each level fixed, CacheGen (SIGCOMM 2024, section 5.3), CacheGen's rule in our pipeline, and our rule.
+CacheGen transfers one chunk after the other, decodes each during the next transfer, and prefills after the last. Our
+pipeline has two transfers at a time and begins the prefill during the last ones; so do fixed levels. The oracle is the
+fastest of full prefill and the fixed levels in the same round.
 
-Each request has a new store that knows of decoding what an engine measures when it opens, and of the link what requests
-before it learnt on this trace. KL is that of the first token's logits to full prefill's.
+Each request has a new store. A client keeps its estimates of the link from request to request on one trace. KL is that of
+the first token's logits to full prefill's.
 """
 
 from __future__ import annotations
@@ -17,44 +17,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
-from benchmarks.support.proxy import ProxyProcess, Trace, changing, constant, replayed
-from blendserve.bench.codec import CodecConfig, codec_words
+from benchmarks.support.proxy import GBIT, ProxyProcess, Trace, changing
+from blendserve.bench.codec import CodecConfig, CodecTables, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, open_reader
 from blendserve.bench.server_process import ServerProcess
-from blendserve.bench.stores import CodecTables
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive, changed
-from blendserve.errors import ConfigError
 from blendserve.evaluate.fidelity import kl
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
-from blendserve.fetch.kdn.manifest import Entry
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.plan import Candidate, LinkState, Plan
 from blendserve.fetch.transfer import Compute, TransferOptions
-from blendserve.kdn.catalogue import Catalogue
-from blendserve.kdn.publish import LevelCoder, describe
+from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import DELIVERED, DELIVERED_CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
-from blendserve.store.key import namespace_tag
 
 COLLECTION = "bench"
 MIN_SAVED_S = 1e-6  # per token
 RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, pipelined", "blendserve"
 CAP = 1 << 36
+FULL = BlendConfig(method="full")
 
 
 class DeliveryConfig(CodecConfig):
@@ -63,7 +59,7 @@ class DeliveryConfig(CodecConfig):
     rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (0.1, 0.3, 1.0, 3.0, 10.0), description="Rates of constant links to replay, in Gbit/s."
     )
-    traces: tuple[str, ...] = Field(
+    traces: tuple[Literal["down", "up", "sawtooth", "mobile", "dead"], ...] = Field(
         ("down", "up", "sawtooth", "mobile", "dead"), description="Traces of changing links to replay, too."
     )
     round_trip_ms: float = Field(1.0, ge=0, description="Round-trip time of the link, in milliseconds.")
@@ -78,13 +74,6 @@ class DeliveryConfig(CodecConfig):
     )
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
-    @field_validator("traces")
-    @classmethod
-    def _traces(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := set(names) - set(changing(0)):
-            raise ConfigError(f"unknown trace {sorted(unknown)[0]!r}: use {', '.join(changing(0))}")
-        return names
-
     @property
     def levels(self) -> tuple[str, ...]:
         """Uncoded first."""
@@ -93,7 +82,7 @@ class DeliveryConfig(CodecConfig):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """How a client gets its chunks."""
+    """One way to fetch chunks."""
 
     blend: BlendConfig
     options: TransferOptions
@@ -134,7 +123,7 @@ FIXED = TransferOptions(interleave=False, restart=False, compute=False, plan=fix
 
 
 class CostedFetcher(KVFetcher):
-    """Tells what chunks save for every method: a dead link is noticed by that."""
+    """Gives every chunk the seconds that it saves, for every method: they tell when a link is dead."""
 
     saved_s: Mapping[ChunkKey, float]
 
@@ -152,15 +141,11 @@ class Fixture:
         self, reader: LoadedModel, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
     ) -> None:
         self._reader, self._config, self._proxy, self._workload = reader, config, proxy, workload
-        self._links: dict[str, LinkEstimator] = {}
-        self._blenders: dict[str, Blender] = {}  # what each client learnt of the link
-        full = self._blender(MemoryStore(CAP)).run(workload.draw(), BlendConfig(method="full"))
-        self._reference: Tensor = full.result.logits.float()
+        self._full = _blender(reader, workload, MemoryStore(CAP))
+        self._reference: Tensor = time_prompt(self._full, workload, FULL)[1].result.logits.float()
 
     def cases(self, trace: Trace) -> list[Case]:
-        """Every client over this trace, of which none knows anything yet."""
-        self._links.clear()
-        self._blenders.clear()
+        """Every client over this trace, none of which has used it yet."""
         blend = self._config.blend
         clients = {
             **{("fixed", level): Client(blend, FIXED, level) for level in self._config.levels},
@@ -168,43 +153,38 @@ class Fixture:
             ("adaptive", PIPELINED): Client(blend, CACHEGEN_PIPELINED),
             ("adaptive", OURS): Client(changed(blend, method="auto"), TransferOptions()),
         }
-        cases = [Case({"kind": "fixed", "client": RECOMPUTE}, self._recompute)]
+        cases = [Case({"kind": "fixed", "client": RECOMPUTE}, partial(self._request, self._full, FULL))]
         for (kind, name), client in clients.items():
-            run = partial(self._delivered, trace, name, client)
+            run = partial(self._delivered, trace, client, LinkEstimator(), list[Blender]())
             cases.append(Case({"kind": kind, "client": name}, run))
         return cases
 
-    def _recompute(self) -> Metrics:
-        return self._request(self._blender(MemoryStore(CAP)), BlendConfig(method="full"))
-
-    def _delivered(self, trace: Trace, name: str, client: Client) -> Metrics:
-        url = f"http://127.0.0.1:{self._proxy.port}"
-        config = KdnConfig(
-            url=url, collection=COLLECTION, level=client.level, deadline_s=self._config.deadline_s
+    def _delivered(self, trace: Trace, client: Client, link: LinkEstimator, last: list[Blender]) -> Metrics:
+        """One request. link, last: the client's, from request to request; its blender knows the time of decoding."""
+        url, trip_s = f"http://127.0.0.1:{self._proxy.port}", self._config.round_trip_ms / 1e3
+        source = KdnSource(
+            KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=self._config.deadline_s),
+            client.workers,
+            link,
         )
-        link, new = self._links.setdefault(name, LinkEstimator()), name not in self._blenders
-        source = KdnSource(config, client.workers, link)
-        trip = self._config.round_trip_ms / 1e3
         with TieredStore(MemoryStore(0), source) as store:
             source.known()  # connects, and reads the directory
-            fetcher = CostedFetcher(store, options=client.options)
+            blender = last[0].over(store, "") if last else _blender(self._reader, self._workload, store)
+            blender.fetcher = fetcher = CostedFetcher(store, options=client.options)
             fetcher.saved_s = self._saved(client)
-            blender = self._blender(store) if new else self._blenders[name].over(store, "")
-            blender.fetcher = fetcher
-            if new:
-                self._blenders[name] = blender
-                with replayed(trace.start, self._proxy, trip):
-                    first = self._workload.chunks[0]
-                    blender.fetcher.warm_up([blender.key(first)])
+            if not last:
+                last.append(blender)
+                with self._proxy.replayed(trace[:1], trip_s):
+                    fetcher.warm_up([blender.key(self._workload.chunks[0])])
             blender.planner.calibrate()
-            with replayed(trace, self._proxy, trip):
+            with self._proxy.replayed(trace, trip_s):
                 metrics = self._request(blender, client.blend)
                 fetcher.wait()  # for a probe, which belongs to this link, not to the next client
                 return metrics
 
     def _saved(self, client: Client) -> dict[ChunkKey, float]:
         """Seconds that each stored chunk saves; requests of fixed methods do not tell it."""
-        prompt, costs = self._workload.prompt, self._blender(MemoryStore(CAP))
+        prompt, costs = self._workload.prompt, self._full
         is_exact = costs.key.context == prompt.prefix
         per_token = costs.planner.token_saves_s(prompt, client.blend, range(len(prompt.chunks)), is_exact)
         per_token = max(per_token, MIN_SAVED_S)  # a fixed method fetches chunks that save nothing, too
@@ -220,24 +200,18 @@ class Fixture:
             "chunks_computed": done.report.chunks - done.report.tiers.get("remote", 0),
         }
 
-    def _blender(self, store: KVStore) -> Blender:
-        prompts, reader = self._workload.prompts, self._reader
-        return Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
+
+def _blender(reader: LoadedModel, workload: Workload, store: KVStore) -> Blender:
+    prompts = workload.prompts
+    return Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
 
 
 def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
+    """A service with all chunks at all levels behind a proxy."""
     reader = open_reader(config, log)
-    known = changing(config.seed)
-    with _fixture(reader, config) as fixture:
-        for trace in [*map(constant, config.rates_gbit), *(known[name] for name in config.traces)]:
-            if not log.done({"link": trace.name}):
-                yield Group({"link": trace.name}, fixture.cases(trace))
-
-
-@contextmanager
-def _fixture(reader: LoadedModel, config: DeliveryConfig) -> Iterator[Fixture]:
-    """A service with all chunks at all levels behind a proxy; everything ends here."""
     workload = config.workload(reader)
+    known = changing(config.seed)
+    traces: dict[str, Trace] = {f"{rate:g} Gbit/s": ((1.0, rate * GBIT),) for rate in config.rates_gbit}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
@@ -249,22 +223,20 @@ def _fixture(reader: LoadedModel, config: DeliveryConfig) -> Iterator[Fixture]:
         service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])
         proxy = stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed))
-        yield Fixture(reader, config, proxy, workload)
+        fixture = Fixture(reader, config, proxy, workload)
+        traces |= {name: known[name] for name in config.traces}
+        for name, trace in traces.items():
+            yield Group({"link": name}, fixture.cases(trace))
 
 
 def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
-    prompts, levels = workload.prompts, config.levels
-    blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
+    levels, blender = config.levels, _blender(reader, workload, store)
     blender.writer.precompute(workload.chunks)
-    tables = CodecTables(reader, prompts, config.fit_tokens)
-    coder = LevelCoder(store, levels, {level: tables.codec(level) for level in levels[1:]})
+    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
+    codecs = {level: tables.codec(level) for level in levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
-    directory = {key: Entry(n, tuple(coder.sizes(key))) for key, n in tokens.items()}
-    about = (reader.name, reader.fingerprint)
-    Catalogue(store).write(
-        describe(store, COLLECTION, about, namespace_tag(""), levels, directory, coder.tables, {})
-    )
+    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), levels, codecs, tokens)
 
 
 TABLE = table(

@@ -40,8 +40,6 @@ class EmbeddingConfig(BenchConfig):
 
 
 def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
-    if log.done({}):
-        return
     limit_torch(config.threads)
     embedders = {
         OURS: Embedder.load(config.embedder),

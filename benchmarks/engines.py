@@ -2,7 +2,7 @@
 
 All engines run the same weights: llama.cpp's files are written from the model's own GGUF file, in bf16 and in q8_0. Each
 engine is a process with its own threads, which wait while another one is measured. The memory's read rate is measured in
-the same rounds. A token reads every weight and all KV once: at what rate blendserve does so stands beside it.
+the same rounds, beside the rate at which blendserve reads: a token reads every weight and all KV once.
 
 llama.cpp comes by llama-cpp-python, which blendserve does not need. Build it for this CPU into a folder of its own:
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 
 from benchmarks.support.worker import WorkerProcess, serve
-from blendserve.bench.decode import prefilled, run_generate, run_ours
+from blendserve.bench.decode import prefilled, run_generate, run_ours, token_s
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
@@ -37,6 +37,7 @@ from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import BUNDLED
 from blendserve.threads import COUNT
+from blendserve.timing import Clock
 
 OURS, OURS_INT8, TRANSFORMERS = "blendserve", "blendserve int8", "transformers"
 LLAMA = {"llama.cpp bf16": "BF16", "llama.cpp q8_0": "Q8_0"}
@@ -51,6 +52,7 @@ class EnginesConfig(BenchConfig):
     contexts: tuple[Positive, ...] = Field((1024, 3072), description="Context lengths, in tokens.")
     thread_counts: tuple[Positive, ...] = Field((2, 1), description="Numbers of threads per engine.")
     new_tokens: int = Field(64, ge=2, description="Number of tokens to decode.")
+    int8: bool = Field(True, description="Measure blendserve with int8 weights, too.")
     llama: bool = Field(True, description="Measure llama.cpp, too.")
     gguf: Path | None = Field(None, description="GGUF file of the model; the bundled model's if not set.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
@@ -61,27 +63,25 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
         raise InputError(
             "llama-cpp-python is not installed: build it as benchmarks/engines.py says, or give --no-llama"
         )
-    names = [OURS, OURS_INT8, TRANSFORMERS, *(LLAMA if config.llama else ())]
+    ours = [OURS, OURS_INT8] if config.int8 else [OURS]
+    engines = [*ours, TRANSFORMERS, MEMORY, *(LLAMA if config.llama else ())]
     with scratch(config.folder) as folder:
         files = {name: folder / f"{kind}.gguf" for name, kind in LLAMA.items() if config.llama}
         for name, file in files.items():
             convert(gguf_file(config), file, LLAMA[name])
-        for threads in config.thread_counts:
-            for context in config.contexts:
-                labels = {"context": context, "threads": threads}
-                if log.done(labels):
-                    continue
-                with ExitStack() as stack:
-                    task = {"config": config.model_dump(mode="json"), "context": context, "threads": threads}
-                    workers = {
-                        name: stack.enter_context(_worker({**task, "engine": name}, files.get(name), folder))
-                        for name in (*names, MEMORY)
-                    }
-                    log.note(model=workers[OURS].about)
-                    cases = [
-                        Case({"engine": name}, partial(worker.call, None)) for name, worker in workers.items()
-                    ]
-                    yield Group(labels, cases)
+        for threads, context in product(config.thread_counts, config.contexts):
+            shared = {"config": config.model_dump(mode="json"), "context": context, "threads": threads}
+            environment = {**os.environ, COUNT: str(threads)}
+            with ExitStack() as stack:
+                workers: dict[str, WorkerProcess] = {}
+                for name in engines:
+                    task = {**shared, "engine": name, "file": str(files.get(name, ""))}
+                    log_file = folder / f"{name.replace(' ', '_')}.log"
+                    worker = WorkerProcess(__name__, task, log_file, environment)
+                    workers[name] = stack.enter_context(worker)
+                log.note(model=workers[OURS].about)
+                cases = [Case({"engine": name}, partial(w.call, None)) for name, w in workers.items()]
+                yield Group({"context": context, "threads": threads}, cases)
 
 
 def gguf_file(config: EnginesConfig) -> Path:
@@ -101,59 +101,56 @@ def convert(source: Path, target: Path, kind: str) -> None:
     """Write a GGUF file with the same weights in bf16 or q8_0; vectors stay float32."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
-    made, known = GGMLQuantizationType[kind], GGUFReader(source)
-    architecture = known.fields["general.architecture"].contents()
+    dtype, given = GGMLQuantizationType[kind], GGUFReader(source)
+    architecture = given.fields["general.architecture"].contents()
     writer = GGUFWriter(target, architecture)
-    for field in known.fields.values():
+    for field in given.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
             continue
-        kinds = field.types
-        inner = kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=inner)
-    for tensor in known.tensors:
+        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in given.tensors:
         weights = quants.dequantize(tensor.data, tensor.tensor_type)
         if weights.ndim == 1:
             writer.add_tensor(tensor.name, weights)
             continue
-        # our weights are bf16: q8_0 is made of what they hold
+        # our weights are bf16: q8_0 is made of these
         bf16 = torch.from_numpy(weights.copy()).bfloat16().float().numpy()
-        writer.add_tensor(tensor.name, quants.quantize(bf16, made), raw_dtype=made)
+        writer.add_tensor(tensor.name, quants.quantize(bf16, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _worker(task: dict[str, Any], file: Path | None, folder: Path) -> WorkerProcess:
-    environment = {**os.environ, COUNT: str(task["threads"])}
-    log = folder / f"{task['engine'].replace(' ', '_')}.log"
-    return WorkerProcess(__name__, {**task, "file": str(file or "")}, log, environment)
-
-
 def _start(task: dict[str, Any]) -> tuple[Any, Callable[[Any], Metrics]]:
-    engine, threads = task["engine"], task["threads"]
-    if engine == MEMORY:
-        torch.set_num_threads(threads)
-        numbers = torch.ones(READ)
-        return None, lambda _: _read_rate(numbers)
+    engine, threads, context = task["engine"], task["threads"], task["context"]
     config = EnginesConfig(**task["config"])
+    n, numbers = config.new_tokens, torch.ones(READ if engine == MEMORY else 0)
     weights = "int8" if engine == OURS_INT8 else "model"
     reader = load_model(ModelConfig(name=config.model, threads=threads, decode_weights=weights))
-    context, n = task["context"], config.new_tokens
     check_room(reader, context + n, "the context with its new tokens")
     ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
-    if engine in LLAMA:
-        return None, partial(_timed, _llama(task["file"], ids, n, threads))
-    if engine == TRANSFORMERS:
-        return None, partial(_timed, lambda: run_generate(reader.adapter, ids, n)[1])
     done = prefilled(reader.adapter, ids, n)
+    llama = _llama(task["file"], ids, n, threads) if engine in LLAMA else None
     n_bytes = _bytes(reader, context) if engine == OURS else 0
-    return reader.name, partial(
-        _timed, lambda: run_ours(reader.adapter, done, context, n)[1], n_bytes=n_bytes
-    )
+
+    def run(_: Any) -> Metrics:
+        if engine == MEMORY:
+            clock = Clock()
+            numbers.sum()
+            return {"gb_per_s": numbers.nbytes / clock.elapsed() / 1e9}
+        if engine == TRANSFORMERS:
+            at = run_generate(reader.adapter, ids, n)[1]
+        else:
+            at = llama() if llama else run_ours(reader.adapter, done, context, n)[1]
+        seconds = token_s(at)
+        return {"token_s": seconds, **({"gb_per_s": n_bytes / seconds / 1e9} if n_bytes else {})}
+
+    return reader.name, run
 
 
-def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[], list[float]]:
+def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[], tuple[float, ...]]:
     """Greedy decoding after a context that is prefilled once -> the time of each token."""
     room = len(ids) + n + 1
     make = importlib.import_module("llama_cpp").Llama
@@ -161,29 +158,16 @@ def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[]
     llama.eval(ids)
     first = int(llama.sample(temp=0.0))
 
-    def decode() -> list[float]:
-        llama.n_tokens = len(ids)  # what follows the context is overwritten
-        token, at = first, [time.perf_counter()]
+    def decode() -> tuple[float, ...]:
+        llama.n_tokens = len(ids)  # the tokens after the context are overwritten
+        token, clock, at = first, Clock(), [0.0]
         for _ in range(n - 1):
             llama.eval([token])
             token = int(llama.sample(temp=0.0))
-            at.append(time.perf_counter())
-        return at
+            at.append(clock.elapsed())
+        return tuple(at)
 
     return decode
-
-
-def _timed(decode: Callable[[], Any], _: Any, n_bytes: int = 0) -> Metrics:
-    """n_bytes: that a token reads; 0 = not known."""
-    at = decode()
-    token_s = (at[-1] - at[0]) / (len(at) - 1)
-    return {"token_s": token_s, **({"gb_per_s": n_bytes / token_s / 1e9} if n_bytes else {})}
-
-
-def _read_rate(numbers: torch.Tensor) -> Metrics:
-    start = time.perf_counter()
-    numbers.sum()
-    return {"gb_per_s": 4 * len(numbers) / (time.perf_counter() - start) / 1e9}
 
 
 def _bytes(reader: LoadedModel, context: int) -> int:
@@ -199,7 +183,14 @@ TABLE = table(
     *(ratio(f"/ {name}", "token_s", engine=name) for name in LLAMA),
     Column("GB/s", "gb_per_s"),
 )
-TINY = {"contexts": (60,), "thread_counts": (1,), "new_tokens": 3, "repeats": 1, "llama": False}
+TINY = {
+    "contexts": (60,),
+    "thread_counts": (1,),
+    "new_tokens": 3,
+    "repeats": 1,
+    "int8": False,
+    "llama": False,
+}
 BENCH = Bench(EnginesConfig, groups, (TABLE,), tiny=TINY)
 
 

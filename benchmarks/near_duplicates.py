@@ -18,12 +18,9 @@ from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_pr
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.blend.blender import Blender
-from blendserve.blend.near import MAX_DONORS
+from blendserve.blend.near import MAX_DONORS, find_runs
 from blendserve.config import BlendConfig, Ratio, changed
-from blendserve.core import TokenIds
 from blendserve.evaluate.edits import before
-from blendserve.models.loader import LoadedModel
 from blendserve.store import LMDBStore
 from blendserve.store.shingles import fingerprints
 from blendserve.timing import Clock
@@ -43,57 +40,44 @@ class NearConfig(PromptBenchConfig):
 
 
 def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
-    labels = {"edited": config.edited}
-    if log.done(labels):
-        return
-    reader = open_reader(config, log)
-    stored, edited, unrelated = workloads(config, reader)
+    reader, n = open_reader(config, log), config.chunks
+    drawn = make_workload(reader, 2 * n, config.chunk_tokens, None, config.seed)
+    question = make_workload(reader, 1, config.chunk_tokens, config.suffix_tokens, config.seed).question
+    stored, unrelated = Workload(drawn.prompts, drawn.passages[:n], question), drawn.chunks[n:]
+    all_edited = tuple(before(f"revised@{config.edited}", [*stored.passages], str(config.seed)))
+    one_edited = (*stored.passages[: n // 2], all_edited[n // 2], *stored.passages[n // 2 + 1 :])
+    near = BlendConfig(method="blend", ratio=config.ratio, near=True)
+    exact = changed(near, near=False)
+    prompts = {
+        FULL: (stored, BlendConfig(method="full")),
+        EXACT: (stored, exact),
+        "one edited": (replace(stored, passages=one_edited), near),
+        "one edited, no search": (replace(stored, passages=one_edited), exact),
+        "all edited": (replace(stored, passages=all_edited), near),
+    }
     n_bytes = len(stored.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
     with scratch(config.folder) as folder, LMDBStore(folder, n_bytes) as store:
         blender = make_blender(reader, stored.prompts, store)
         blender.writer.precompute(stored.chunks)
         blender.near.refresh()
-        found = [bool(blender.near.index.find(fingerprints(ids), MAX_DONORS)) for ids in unrelated]
-        search = Case({"search": "nothing found"}, partial(_search, blender, dict(enumerate(unrelated))))
-        yield Group(labels, [*_cases(config, blender, stored, edited), search], {"false_donors": sum(found)})
 
+        def prompt(workload: Workload, blend: BlendConfig) -> Metrics:
+            return time_prompt(blender, workload, blend)[0]
 
-def workloads(config: NearConfig, reader: LoadedModel) -> tuple[Workload, Workload, list[TokenIds]]:
-    """What is stored, the same with every passage edited, and as many chunks of other text."""
-    n = config.chunks
-    drawn = make_workload(reader, 2 * n, config.chunk_tokens, None, config.seed)
-    question = make_workload(reader, 1, config.chunk_tokens, config.suffix_tokens, config.seed).question
-    stored = Workload(drawn.prompts, drawn.passages[:n], question)
-    edited = before(f"revised@{config.edited}", [*stored.passages], str(config.seed))
-    return stored, replace(stored, passages=tuple(edited)), drawn.chunks[n:]
+        def search() -> Metrics:
+            clock = Clock()
+            for i, donors in blender.near.donors(dict(enumerate(unrelated))).items():
+                find_runs(unrelated[i], donors)
+            return {"search_s": clock.elapsed()}
 
-
-def _cases(config: NearConfig, blender: Blender, stored: Workload, edited: Workload) -> Iterator[Case]:
-    """TTFT of the passages as they are stored, with one edited, and with all of them."""
-    near = BlendConfig(method="blend", ratio=config.ratio, near=True)
-    exact, middle = changed(near, near=False), len(stored.passages) // 2
-    passages = list(stored.passages)
-    passages[middle] = edited.passages[middle]
-    one = replace(stored, passages=tuple(passages))
-    prompts = {
-        FULL: (stored, BlendConfig(method="full")),
-        EXACT: (stored, exact),
-        "one edited": (one, near),
-        "one edited, no search": (one, exact),
-        "all edited": (edited, near),
-    }
-    for name, (workload, blend) in prompts.items():
-        yield Case({"passages": name}, partial(_prompt, blender, workload, blend))
-
-
-def _prompt(blender: Blender, workload: Workload, blend: BlendConfig) -> Metrics:
-    return time_prompt(blender, workload, blend)[0]
-
-
-def _search(blender: Blender, chunks: dict[int, TokenIds]) -> Metrics:
-    clock = Clock()
-    blender.near.find(chunks, lambda donors: {})
-    return {"search_s": clock.elapsed()}
+        cases = [Case({"passages": name}, partial(prompt, *given)) for name, given in prompts.items()]
+        donors = [blender.near.index.find(fingerprints(ids), MAX_DONORS) for ids in unrelated]
+        facts = {"false_donors": sum(map(bool, donors))}
+        yield Group(
+            {"edited": config.edited},
+            [*cases, Case({"search": "nothing found"}, search)],
+            partial(dict, facts),
+        )
 
 
 TABLE = table(

@@ -1,9 +1,9 @@
 """`python -m benchmarks noisy_neighbor`: what one hostile client does to the TTFT of a server's other clients.
 
-Regular clients load the server to a fixed share of what it answers one by one: each waits for its answer, then for its
-think time. Windows without and with a hostile client take turns. Each has a new server over a new copy of the index, as
-documents that the hostile client sent are indexed long after it has gone. Every client has an API key, the limits are the
-server's defaults, and the hostile client has a collection of its own.
+Regular clients load the server to a fixed share of its sequential throughput: each waits for its answer, then for its
+think time. Windows without and with a hostile client alternate. Each has a new server over a new copy of the index, as
+the server indexes the hostile client's documents long after the window. Every client has an API key, the limits are the
+server's defaults, and the hostile client has its own collection.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
+from itertools import count as count_up
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,12 @@ from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.serving import ROOM, model_settings
 from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
-from blendserve.errors import InputError, ServeError
+from blendserve.errors import InputError
 from blendserve.retrieve import language_reference
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"
-ALONE = 5  # answers one by one, before a window
+SEQUENTIAL = 5  # requests one at a time, before a window
 TIMEOUT_S = 120.0  # without an event until a request has failed
 POOL = 30  # passages whose titles are asked about
 INDEX, UPLOADS = "index", "uploads"  # collections: the regular clients', the hostile one's
@@ -63,31 +65,41 @@ class NeighborConfig(BenchConfig):
 
 
 def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
-    labels = {"clients": config.clients}
-    if log.done(labels):
-        return
     with scratch(config.folder) as folder:
         prepare(config, folder / "made")
         model_settings(config, folder / "model.yaml")
         keys = KeyFile(folder / "keys.json")
-        regular = [
-            keys.create(Tenant(f"client {n}", collections=(INDEX,), read_only=True))
-            for n in range(config.clients)
-        ]
+        names = [f"client {n}" for n in range(config.clients)]
+        regular = [keys.create(Tenant(name, collections=(INDEX,), read_only=True)) for name in names]
         hostile = keys.create(Tenant("hostile", "hostile", collections=(UPLOADS,)))
-        facts: dict[str, Any] = {"statuses": {kind: {} for kind in KINDS}}
-        windows = {"no": 0, "yes": 0}
+        facts: dict[str, Any] = {"statuses": {kind: Counter[str]() for kind in KINDS}}
+        windows = {"no": count_up(), "yes": count_up()}
 
         def run(neighbor: str) -> Metrics:
-            with server(folder) as url:
-                window = Window(config, url, regular, titles(folder / "made"), facts)
-                attacker_key = hostile if neighbor == "yes" else None
-                metrics = asyncio.run(window.run(windows[neighbor], attacker_key, folder))
-            windows[neighbor] += 1
-            return metrics
+            with server(folder) as url, ExitStack() as stack:
+                attackers: list[WorkerProcess] = []
+
+                def attack() -> None:
+                    model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
+                    task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
+                    task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": config.connections}
+                    process = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
+                    attackers.append(stack.enter_context(process))
+
+                begin = attack if neighbor == "yes" else lambda: None
+                body, draw = titles(folder / "made"), next(windows[neighbor])
+                metrics = asyncio.run(window(config, url, regular, body, draw, facts, begin))
+                for attacker in attackers:
+                    for kind, statuses in attacker.call("end").items():
+                        facts["statuses"][kind].update(statuses)
+                return metrics
 
         cases = [Case({"hostile": name}, partial(run, name)) for name in windows]
-        yield Group(labels, cases, facts, warm_up=False)
+        yield Group({"clients": config.clients}, cases, lambda: facts, warm_up=False)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def think_time(service_s: float, clients: int, share: float) -> float:
@@ -114,89 +126,62 @@ def titles(index: Path) -> Body:
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
     """The URL of a new server over a new copy of the index in folder/made. Raises ServeError."""
-    served, log = folder / "served", folder / "server.log"
-    shutil.copytree(folder / "made", served / INDEX)
-    shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
-    indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
-    given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"), "--method", METHOD)
-    command = serve_command(*indexes, *given, *ROOM)
-    try:
-        with ServerProcess(command, log) as child:
+    with scratch(folder) as served:
+        shutil.copytree(folder / "made", served / INDEX)
+        shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
+        indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
+        given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"))
+        command = serve_command(*indexes, *given, "--method", METHOD, *ROOM)
+        with ServerProcess(command, folder / "server.log") as child:
             yield child.url
-    except ServeError:
-        raise ServeError(f"the server did not start: {log.read_text().strip().splitlines()[-1]}") from None
-    finally:
-        shutil.rmtree(served, ignore_errors=True)
 
 
-class Window:
-    """The regular clients of one server."""
+async def window(
+    config: NeighborConfig,
+    url: str,
+    keys: Sequence[str],
+    body: Body,
+    draw: int,
+    facts: dict[str, Any],
+    begin: Callable[[], None],
+) -> Metrics:
+    """The regular clients of one server: warm up, then measure; `draw` decides their questions and times.
 
-    def __init__(
-        self, config: NeighborConfig, url: str, keys: Sequence[str], body: Body, facts: dict[str, Any]
-    ) -> None:
-        """facts: think time, set by the first window for all; statuses of the hostile client, added up."""
-        self._config, self._url, self._keys, self._facts = config, url, keys, facts
-        about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
-        self._body: Body = lambda rng: {**body(rng), **about}
+    facts: the first window sets the think time for all. begin: called before the measurement.
+    """
+    about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
 
-    async def run(self, draw: int, hostile_key: str | None, folder: Path) -> Metrics:
-        """Warm up, then measure; `draw` decides what is asked and when; with a key, beside the hostile client."""
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(self._client(key)) for key in self._keys]
-            service_s = await self._alone(clients)
-            think_s = self._facts.setdefault(
-                "think_s", think_time(service_s, self._config.clients, self._config.share)
-            )
-            with ExitStack() as attack:
-                attacker = None
-                if hostile_key:
-                    model = (await clients[0].get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-                    attacker = attack.enter_context(self._attacker(hostile_key, str(model), folder))
-                began = time.perf_counter()
-                until = began + self._config.seconds
-                asking = (
-                    self._regular(client, think_s, until, random.Random(f"{draw} {n}"))
-                    for n, client in enumerate(clients)
-                )
-                responses = [one for some in await asyncio.gather(*asking) for one in some]
-                seconds = time.perf_counter() - began
-                for kind, statuses in (attacker.call("end") if attacker else {}).items():
-                    total = self._facts["statuses"][kind]
-                    total |= {status: total.get(status, 0) + n for status, n in statuses.items()}
-        return {**metrics_of(responses, seconds), "service_s": service_s}
+    async def ask(client: httpx.AsyncClient, rng: random.Random) -> Response:
+        return await send(client, {**body(rng), **about})
 
-    def _client(self, key: str) -> httpx.AsyncClient:
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, headers=headers)
-
-    def _attacker(self, key: str, model: str, folder: Path) -> WorkerProcess:
-        task = {"url": self._url, "key": key, "model": model}
-        limits = {"max_body": ServeConfig().max_body_kb * 1024, "connections": self._config.connections}
-        return WorkerProcess("benchmarks.support.hostile", {**task, **limits}, folder / "hostile.log")
-
-    async def _alone(self, clients: Sequence[httpx.AsyncClient]) -> float:
-        """One by one -> median seconds of an answer, without the first. Raises InputError when none is answered."""
-        rng = random.Random("alone")
-        responses = [await send(clients[n % len(clients)], self._body(rng)) for n in range(ALONE)]
-        seconds = [r.ttft_s + sum(r.itl_s) for r in responses[1:] if r.ttft_s is not None]
-        if not seconds:
-            raise InputError(
-                "the server answers no regular question, even alone: ask for fewer passages or tokens"
-            )
-        return statistics.median(seconds)
-
-    async def _regular(
-        self, client: httpx.AsyncClient, think_s: float, until: float, rng: random.Random
-    ) -> list[Response]:
-        """Ask, wait for the answer, think; once at least."""
+    async def regular(client: httpx.AsyncClient, rng: random.Random, until: float) -> list[Response]:
+        """Ask, wait for the answer, think; at least once."""
         responses: list[Response] = []
         await asyncio.sleep(min(rng.uniform(0, think_s), until - time.perf_counter()))
         while not responses or time.perf_counter() < until:
-            responses.append(await send(client, self._body(rng)))
+            responses.append(await ask(client, rng))
             pause = rng.expovariate(1 / think_s)
             await asyncio.sleep(max(0.0, min(pause, until - time.perf_counter())))
         return responses
+
+    async with AsyncExitStack() as stack:
+        opened = (httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=bearer(key)) for key in keys)
+        clients = [await stack.enter_async_context(client) for client in opened]
+        rng = random.Random("alone")
+        warm = [await ask(clients[n % len(clients)], rng) for n in range(SEQUENTIAL)]
+        seconds = [r.ttft_s + sum(r.itl_s) for r in warm[1:] if r.ttft_s is not None]
+        if not seconds:
+            raise InputError("the server answers no regular question: ask for fewer passages or tokens")
+        service_s = statistics.median(seconds)
+        think_s = facts.setdefault("think_s", think_time(service_s, config.clients, config.share))
+        begin()
+        began = time.perf_counter()
+        asking = (
+            regular(client, random.Random(f"{draw} {n}"), began + config.seconds)
+            for n, client in enumerate(clients)
+        )
+        responses = [one for some in await asyncio.gather(*asking) for one in some]
+        return {**metrics_of(responses, time.perf_counter() - began), "service_s": service_s}
 
 
 TABLE = table(

@@ -1,20 +1,18 @@
 """`python -m benchmarks sharing`: one cache for each user against one shared cache of the same total capacity.
 
-Users ask about passages of one pool: some are asked for by all (a Zipf law over the pool), others by one user above all
-(the same law over an order of their own). Engine processes answer, each one question at a time; a chunk that was missing
-is stored after the answer, as a server does it. Every round starts with empty caches.
+Users ask about passages of one pool: popular ones (a Zipf law over the pool), and the user's own favorites (the same law
+over another order). Engine processes answer, each one question at a time; a missing chunk is stored after the answer, as
+a server does it. Every round starts with an empty Valkey server.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -25,17 +23,16 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import make_workload
-from blendserve.config import BlendConfig, Config, Positive, Ratio, StoreConfig
+from blendserve.config import Config, Positive, Ratio
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
 from blendserve.fetch import open_store
-from blendserve.models.loader import LoadedModel, load_model
-from blendserve.registry import BENCHED, SHARED_STORE
-from blendserve.store import ChunkKey, ChunkRecord
+from blendserve.models.loader import load_model
+from blendserve.registry import BENCHED
 
 PER_USER, SHARED = "one per user", "one shared"
-DEADLINE_S = 30.0  # of the server: nothing is to fail here
+DEADLINE_S = 30.0  # of the server
 
 
 class SharingConfig(BenchConfig):
@@ -56,45 +53,28 @@ class SharingConfig(BenchConfig):
     memory: float = Field(
         0.75, gt=0, description="Total capacity of the caches, as a fraction of the pool's KV."
     )
-    store: Literal["valkey", "lmdb", "memory"] = Field(
-        "valkey",
-        description="Kind of store of the caches; a server is started for a kind that needs one.",
-    )
     method: str = Field(f"{BENCHED[0]}@0.15", description="Method, written as for `evaluate`.")
     threads: Positive | None = Field(1, description="Number of CPU threads per process.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
-    @property
-    def blend(self) -> BlendConfig:
-        """Raises ConfigError."""
-        return parse_methods((self.method,), ())[-1].blend
-
 
 def groups(config: SharingConfig, log: SampleLog) -> Iterator[Group]:
-    labels = {"users": config.users, "engines": config.engines}
-    if log.done(labels):
-        return
     with scratch(config.folder) as folder, ExitStack() as stack:
-        server = stack.enter_context(Server()) if config.store == SHARED_STORE else None
-        task = {
-            "config": config.model_dump(mode="json"),
-            "folder": str(folder),
-            "url": server.url if server else "",
-        }
+        server = stack.enter_context(Server())
+        task = {"config": config.model_dump(mode="json"), "url": server.url}
         nodes = [
             stack.enter_context(WorkerProcess(__name__, {**task, "node": n}, folder / f"node{n}.log"))
             for n in range(config.engines)
         ]
         log.note(model=nodes[0].about)
-        runs = iter(range(10**6))
 
         def run(arrangement: str) -> Metrics:
-            request = {"arrangement": arrangement, "run": next(runs)}
             with ThreadPoolExecutor(len(nodes)) as pool:
-                return summarize_nodes(list(pool.map(lambda node: node.call(request), nodes)))
+                parts = pool.map(lambda node: node.call(arrangement), nodes)
+                return summarize(config, [request for part in parts for request in part])
 
-        empty = server.restart if server else lambda: None
-        yield Group(labels, [Case({"cache": name}, partial(run, name), empty) for name in (PER_USER, SHARED)])
+        cases = [Case({"cache": name}, partial(run, name), server.restart) for name in (PER_USER, SHARED)]
+        yield Group({"users": config.users, "engines": config.engines}, cases)
 
 
 def trace(config: SharingConfig) -> list[list[tuple[int, ...]]]:
@@ -111,7 +91,7 @@ def trace(config: SharingConfig) -> list[list[tuple[int, ...]]]:
 def _question(
     config: SharingConfig, draw: random.Random, law: list[float], orders: list[Sequence[int]]
 ) -> tuple[int, ...]:
-    """Different passages, each of the pool's favourites or of the user's own."""
+    """Different passages, each of the pool's favorites or of the user's own."""
     chosen: dict[int, None] = {}
     while len(chosen) < min(config.passages, config.pool):
         order = orders[0 if draw.random() < config.overlap else 1]
@@ -119,103 +99,60 @@ def _question(
     return tuple(chosen)
 
 
-def summarize_nodes(parts: list[dict[str, Any]]) -> dict[str, float]:
-    """What the engine processes tell of one round, together."""
-    requests = [request for part in parts for request in part["requests"]]
-    ttft = [request["ttft"] for request in requests]
-    computed = Counter(chunk for part in parts for chunk in part["computed"])
-    stored: dict[str, int] = {}
-    for part in parts:  # every process tells of a shared cache
-        stored |= {name: max(size, stored.get(name, 0)) for name, size in part["bytes"].items()}
+def summarize(config: SharingConfig, requests: Sequence[Mapping[str, float]]) -> Metrics:
+    """One round of all engine processes."""
+    ttft, hits, chunks = ([request[name] for request in requests] for name in ("ttft", "hits", "chunks"))
+    n_computed = sum(chunks) - sum(hits)
+    n_asked = len({i for user in trace(config) for question in user for i in question})
     return {
-        "hit_rate": sum(r["hits"] for r in requests) / sum(r["chunks"] for r in requests),
+        "hit_rate": sum(hits) / sum(chunks),
         "ttft_mean_s": float(np.mean(ttft)),
         **{f"ttft_p{q}_s": float(np.percentile(ttft, q)) for q in (50, 95)},
-        "bytes_stored": sum(stored.values()),
-        "chunks_computed": computed.total(),
-        "chunks_recomputed": computed.total() - len(computed),
+        "chunks_computed": n_computed,
+        "chunks_recomputed": n_computed - n_asked,
     }
 
 
-class Node:
+def _start(task: dict[str, Any]) -> tuple[Any, Callable[[str], list[dict[str, float]]]]:
     """One engine process: every n-th user is its own."""
+    config = SharingConfig(**task["config"])
+    (*_, method), reader = parse_methods((config.method,), ()), load_model(config.reader)
+    passages = make_workload(reader, config.pool, config.chunk_tokens, None, config.seed).passages
+    asked, users = trace(config), range(task["node"], config.users, config.engines)
+    pool_bytes = config.pool * config.chunk_tokens * reader.adapter.kv_bytes_per_token
 
-    def __init__(self, task: dict[str, Any]) -> None:
-        self.config, self._folder, self._url = (
-            SharingConfig(**task["config"]),
-            Path(task["folder"]),
-            task["url"],
-        )
-        config = self.config
-        self.reader: LoadedModel = load_model(config.reader)
-        self._users = range(task["node"], config.users, config.engines)
-        self._passages = make_workload(
-            self.reader, config.pool, config.chunk_tokens, None, config.seed
-        ).passages
-        self._trace = trace(config)
-        memory = open_store(StoreConfig(location="memory"), None)
-        with Engine(self._settings("warm", "warm", 1.0), self.reader, memory) as warm:
-            for _ in range(2):
-                self._ask(warm, self._passages[: config.passages], "What is this about?")
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The questions of its users, in turns, over caches that no run before has used."""
-        shared, requests = request["arrangement"] == SHARED, list[dict[str, Any]]()
-        computed: list[int] = []
-        with ExitStack() as stack:
-            engines: dict[int, Engine] = {}
-            for user in self._users:
-                name, share = ("all", 1.0) if shared else (f"user{user}", 1 / self.config.users)
-                settings = self._settings(name, f"{request['run']}-{name}", share)
-                store = open_store(settings.store, None)
-                vars(store)["put"] = partial(_counted, store.put, computed)
-                engines[user] = stack.enter_context(Engine(settings, self.reader, store))
-            for n in range(self.config.questions):
-                for user, engine in engines.items():
-                    passages = tuple(self._passages[i] for i in self._trace[user][n])
-                    requests.append(
-                        self._ask(engine, passages, f"Question {n} of user {user}: what is said?")
-                    )
-            stores = {engine.config.store.namespace: engine.store for engine in engines.values()}
-            return {
-                "requests": requests,
-                "computed": computed,
-                "bytes": {name: store.stats(name).bytes for name, store in stores.items()},
-            }
-
-    def _ask(self, engine: Engine, passages: tuple[Passage, ...], question: str) -> dict[str, Any]:
-        blend = self.config.blend
-        options = {name: getattr(blend, name) for name in ("method", "policy", "correction", "ratio")}
-        answer = engine.answer(question, passages, max_new_tokens=1, **options)
-        return {"ttft": answer.timings.ttft, "hits": answer.report.chunks_hit, "chunks": answer.report.chunks}
-
-    def _settings(self, name: str, folder: str, share: float) -> Config:
+    def engine(location: str, namespace: str, share: float) -> Engine:
         """share: of the total capacity."""
-        pool_bytes = self.config.pool * self.config.chunk_tokens * self.reader.adapter.kv_bytes_per_token
-        places = {"memory": "memory", "lmdb": str(self._folder / folder), SHARED_STORE: self._url}
-        store: dict[str, Any] = {
-            "location": places[self.config.store],
-            "deadline_s": DEADLINE_S,
-            "namespace": name,
-            "cap_gb": self.config.memory * share * pool_bytes / 1e9,
-        }
-        return Config(store=store)
+        store = {"location": location, "deadline_s": DEADLINE_S, "namespace": namespace}
+        cap = {"cap_gb": config.memory * share * pool_bytes / 1e9}
+        settings = Config(store={**store, **cap}, blend=method.blend)
+        return Engine(settings, reader, open_store(settings.store, None))
 
+    def ask(engine: Engine, passages: tuple[Passage, ...], question: str) -> dict[str, float]:
+        answer = engine.answer(question, passages, max_new_tokens=1)
+        report = answer.report
+        return {"ttft": answer.timings.ttft, "hits": report.chunks_hit, "chunks": report.chunks}
 
-def _counted(
-    put: Callable[..., bool], computed: list[int], key: ChunkKey, record: ChunkRecord, pin: bool = False
-) -> bool:
-    """Store a chunk, and note that it was computed."""
-    computed.append(hash(record.token_ids))  # the same chunk in any cache
-    return put(key, record, pin)
+    def answer(arrangement: str) -> list[dict[str, float]]:
+        """The questions of its users, in turns."""
+        shared, requests = arrangement == SHARED, list[dict[str, float]]()
+        name, share = ("all", 1.0) if shared else ("user", 1 / config.users)
+        with ExitStack() as stack:
+            engines = {
+                user: stack.enter_context(engine(task["url"], name if shared else f"{name}{user}", share))
+                for user in users
+            }
+            for n in range(config.questions):
+                for user, own in engines.items():
+                    chosen = tuple(passages[i] for i in asked[user][n])
+                    requests.append(ask(own, chosen, f"Question {n} of user {user}: what is said?"))
+        return requests
 
-
-def _start(task: dict[str, Any]) -> tuple[Any, Any]:
-    node = Node(task)
-    return {
-        "model": node.reader.name,
-        "dtype": str(node.reader.adapter.dtype).removeprefix("torch."),
-    }, node.answer
+    with engine("memory", "warm-up", 1.0) as warm:
+        for _ in range(2):
+            ask(warm, passages[: config.passages], "What is this about?")
+    dtype = str(reader.adapter.dtype).removeprefix("torch.")
+    return {"model": reader.name, "dtype": dtype}, answer
 
 
 TABLE = table(
@@ -224,12 +161,11 @@ TABLE = table(
     ratio("/ one per user", "ttft_mean_s", cache=PER_USER),
     ms("p95 ms", "ttft_p95_s", spread=False),
     count("hit rate", "hit_rate", digits=2),
-    count("MB stored", "bytes_stored", 1e-6, 1),
     count("computed", "chunks_computed"),
     count("of those again", "chunks_recomputed"),
 )
 TINY = {
-    **{"users": 2, "engines": 1, "questions": 6, "passages": 2, "pool": 6, "store": "lmdb"},
+    **{"users": 2, "engines": 1, "questions": 6, "passages": 2, "pool": 6},
     **{"memory": 1.0, "overlap": 1.0, "repeats": 1},
 }
 BENCH = Bench(SharingConfig, groups, (TABLE,), tiny=TINY)

@@ -39,8 +39,6 @@ class StartupConfig(BenchConfig):
 
 
 def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:
-    if log.done({}):
-        return
     settings = Config(
         model=config.reader,
         retrieve=RetrieveConfig(top_k=config.passages, chunk_tokens=config.chunk_tokens),

@@ -65,6 +65,27 @@ def emit(values: Mapping[str, Any], json: bool, show: str | Callable[[], None] |
             out.print(f"{name:<{width}}  {shown}", markup=False)
 
 
+def emit_list(
+    name: str,
+    records: Sequence[Mapping[str, Any]],
+    json: bool,
+    title: str,
+    columns: Mapping[str, str],
+    none: str = "",
+) -> None:
+    """Print records on stdout: as JSON, {name: records}, or as a table. columns: title -> field. none: shown for None."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, (list, tuple)):
+            return ", ".join(map(str, value))
+        return none if value is None else f"{value:,}" if isinstance(value, int) else value
+
+    rows = [[cell(record.get(field)) for field in columns.values()] for record in records]
+    emit({name: records}, json, lambda: table(title, tuple(columns), rows))
+
+
 @contextmanager
 def progress(
     what: str, unit: str, bytes_per_unit: int = 0, refreshes: bool = True

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from blendserve import console
-from blendserve.config import BlendConfig, Config, DecodeConfig, ModelConfig, RetrieveConfig, StoreConfig
+from blendserve.config import BlendConfig, Config, DecodeConfig, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.reference import model_logits
+from blendserve.models.reference import OwnDecoding
 from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
 from blendserve.store import read_record
@@ -49,7 +49,10 @@ CONFIG = Config(
     blend=BlendConfig(method="blend"),
     decode=DecodeConfig(max_new_tokens=48),
 )
-LARGER = "Qwen/Qwen2.5-0.5B-Instruct"
+TINY_MODEL = """
+The bundled model has 135 million parameters, so that the demo runs on two CPU cores. It is often vague or
+wrong, by full prefill too: compare the answers of the two methods, not the answers with a larger model's.
+For better answers: blendserve demo --model Qwen/Qwen2.5-0.5B-Instruct (downloads the model)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +71,16 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
     Raises ModelError for a model that cannot be loaded, StoreError for an index folder that cannot be written.
     """
     began = float(os.environ.get(BEGAN) or time.time())
-    config = _config(model)
+    config = CONFIG.replace("model.name", model)
     with _step(1, f"Load the model {model}") as note:
         reader = load_model(config.model)
-        note(f"{reader.adapter.n_layers} layers, {_name(reader.adapter.dtype)}")
+        note(f"{reader.adapter.n_layers} layers, {str(reader.adapter.dtype).removeprefix('torch.')}")
     with _step(2, "Index Python's language reference") as note:
         engine = _open(index, config, reader)
         note(f"{len(engine.index or ())} chunks of up to {config.retrieve.chunk_tokens} tokens in {index}")
     with engine:
-        _about(model)
+        if model == CONFIG.model.name:
+            console.out.print(TINY_MODEL, style="yellow")
         with _step(3, "Ask without a cache: full prefill computes every token of the prompt"):
             before = _ask(engine, QUESTIONS[0], "full")
         with _step(4, "Precompute the KV cache of every chunk, once"):
@@ -109,14 +113,10 @@ def serve_page(index: Path, model: str, host: str, port: int) -> None:
 
 def open_demo(index: Path = INDEX, model: str = CONFIG.model.name) -> Engine:
     """The demo's engine; its index is built and its KV precomputed where that is missing."""
-    config = _config(model)
+    config = CONFIG.replace("model.name", model)
     engine = _open(index, config, load_model(config.model))
     precompute(engine)
     return engine
-
-
-def _config(model: str) -> Config:
-    return CONFIG.model_copy(update={"model": ModelConfig(name=model)})
 
 
 def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
@@ -152,18 +152,6 @@ def _step(number: int, title: str) -> Iterator[Any]:
     console.out.print(f"  {', '.join([*notes, f'{time.perf_counter() - start:.1f} s'])}", style="dim")
 
 
-def _about(model: str) -> None:
-    """What to expect of the answers."""
-    if model != Config().model.name:
-        return
-    console.out.print(
-        "\nThe bundled model has 135 million parameters, so that the demo runs on two CPU cores. It is often vague or\n"
-        "wrong, by full prefill too: compare the answers of the two methods, not the answers with a larger model's.\n"
-        f"For better answers: blendserve demo --model {LARGER} (downloads the model).",
-        style="yellow",
-    )
-
-
 def _ask(engine: Engine, question: str, method: str, before: Answer | None = None) -> Answer:
     """Ask and print; `before`: the answer of full prefill to the same question."""
     stream = engine.stream(question, method=method)
@@ -172,15 +160,24 @@ def _ask(engine: Engine, question: str, method: str, before: Answer | None = Non
     console.out.print("  full prefill: " if method == "full" else "  blended:      ", end="", style="bold")
     console.out.print(_sentence("".join(stream)), markup=False)
     answer = stream.answer()
-    report, ttft = answer.report, answer.timings.ttft
-    done = f"{report.tokens_prompt:,} tokens computed"
-    if report.blended:
-        done = f"{report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed"
-    elif method != "full":
-        done = f"not blended: {report.reason}"
+    ttft = answer.timings.ttft
+    work = f"{answer.report.tokens_prompt:,} tokens computed" if method == "full" else _work(answer)
     faster = f", {before.timings.ttft / ttft:.1f} times sooner" if before else ""
-    console.out.print(f"                first token after {ttft * 1e3:.0f} ms{faster}; {done}", style="dim")
+    console.out.print(f"                first token after {ttft * 1e3:.0f} ms{faster}; {work}", style="dim")
     return answer
+
+
+def _work(answer: Answer) -> str:
+    """The number of recomputed tokens, or why the answer is not blended."""
+    report = answer.report
+    if not report.blended:
+        return f"not blended: {report.reason}"
+    damaged = (
+        f"; damaged chunks in the store, computed anew: {report.chunks_corrupt}"
+        if report.chunks_corrupt
+        else ""
+    )
+    return f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed{damaged}"
 
 
 def _sentence(text: str) -> str:
@@ -191,30 +188,21 @@ def _sentence(text: str) -> str:
 
 def print_sources(answer: Answer) -> None:
     """Print an answer's sources, what was recomputed, and the time to the first token."""
-    report, timings = answer.report, answer.timings
-    console.out.print("\n  from " + ", ".join(_source(p) for p in answer.passages), style="dim", markup=False)
-    done = (
-        f"blended: {report.tokens_recomputed} of {report.tokens_prompt} tokens recomputed"
-        if report.blended
-        else f"not blended: {report.reason}"
-    )
-    console.out.print(
-        f"  {done}; first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s",
-        style="dim",
-        markup=False,
-    )
-
-
-def _source(passage: Passage) -> str:
-    score = "" if passage.score is None else f" {passage.score:.2f}"
-    return f"{passage.title or passage.id}{score}"
+    scores = ["" if p.score is None else f" {p.score:.2f}" for p in answer.passages]
+    sources = [f"{p.title or p.id}{score}" for p, score in zip(answer.passages, scores, strict=True)]
+    timings = answer.timings
+    speed = f"first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s"
+    text = f"\n  from {', '.join(sources)}\n  {_work(answer)}; {speed}"
+    console.out.print(text, style="dim", markup=False)
 
 
 def compare(engine: Engine, question: str) -> list[Row]:
     """Time every method once on one prompt of six long chunks, behind a warm-up of each."""
     passages = _long_passages(engine, question)
     n_tokens = len(engine.prompts.build(question, passages))
-    model_logits(engine.reader.adapter, engine.prompts.build(question, ()).ids)  # imports transformers' model
+    OwnDecoding(engine.reader.adapter).feed(
+        engine.prompts.build(question, ()).ids
+    )  # imports transformers' model
     rows = [Row("full prefill, transformers", _transformers_s(engine, question, passages), n_tokens, 0)]
     for method, name in METHODS.items():
         for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
@@ -237,7 +225,7 @@ def _transformers_s(engine: Engine, question: str, passages: list[Passage]) -> f
     """Seconds from the question's text to its first token, by the model's own forward."""
     start = time.perf_counter()
     ids = engine.prompts.build(question, passages).ids
-    int(model_logits(engine.reader.adapter, ids).argmax())
+    int(OwnDecoding(engine.reader.adapter).feed(ids).argmax())
     return time.perf_counter() - start
 
 
@@ -246,13 +234,13 @@ def _print(rows: list[Row]) -> None:
     columns = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
     shown = [
         (
-            row.name,
-            f"{row.ttft_s * 1e3:,.0f}",
-            f"{base.ttft_s / row.ttft_s:.1f}x",
-            f"{row.tokens_run:,}",
-            f"{row.recomputed:,}",
+            r.name,
+            f"{r.ttft_s * 1e3:,.0f}",
+            f"{base.ttft_s / r.ttft_s:.1f}x",
+            f"{r.tokens_run:,}",
+            f"{r.recomputed:,}",
         )
-        for row in rows
+        for r in rows
     ]
     console.out.print()
     console.table(f"{CHUNKS} long chunks, a prompt of {base.tokens_run:,} tokens, one round", columns, shown)
@@ -261,11 +249,7 @@ def _print(rows: list[Row]) -> None:
 
 def _coded_size(engine: Engine) -> str:
     """A line on how much smaller a codec makes the index's KV."""
-    from blendserve.evaluate.stores import (
-        codec_for,
-        coded_copy,
-        sizes_of,
-    )  # start-up: the evaluation's modules
+    from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of  # start-up
 
     assert engine.index is not None
     chunks = dict.fromkeys(engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine.index.passages))
@@ -290,7 +274,3 @@ def _next_steps(index: Path) -> None:
         ("use it from your chain", "docs/tutorial/3-your-rag-chain.md"),
     ):
         console.out.print(f"  {what:32}{line}", markup=False)
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

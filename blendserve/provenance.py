@@ -72,18 +72,13 @@ def instruction_sets() -> tuple[str, ...]:
 @cache
 def commit() -> str:
     """The commit of this code's checkout, with a + if files were changed; "" outside a checkout."""
-    if not _git("ls-files", Path(__file__).name):  # installed inside another project's checkout
-        return ""
-    return _git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-
-
-def _git(*command: str) -> str:
-    """The output of git in this folder; "" if git fails."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    is_tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]  # else another project's checkout
+    describe = [*git, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     try:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, timeout=10
-        ).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
+        subprocess.run(is_tracked, check=True, capture_output=True, timeout=10)
+        return subprocess.run(describe, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
 
 
@@ -96,8 +91,6 @@ def _version(package: str) -> str:
 
 def cpuinfo(name: str) -> str:
     """The first value of this name in /proc/cpuinfo; "" if there is none."""
-    try:
-        fields = [line.partition(":") for line in CPUINFO.read_text().splitlines()]
-    except OSError:
-        return ""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    fields = (line.partition(":") for line in lines)
     return next((value.strip() for field, _, value in fields if field.strip() == name), "")

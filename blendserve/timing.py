@@ -13,8 +13,7 @@ import torch
 class Clock:
     """Adds up the seconds spent in named stages of one request.
 
-    On a GPU the stages of a layer must not wait for it: their ends are marked in its stream, and looked at when the
-    seconds are asked for.
+    On a GPU, a stage's begin and end are events in the stream, so that the host does not wait for the device.
     """
 
     def __init__(
@@ -23,25 +22,25 @@ class Clock:
         self._cuda = device is not None and device.type == "cuda"
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
-        self._marked: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not added up yet
+        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not added up yet
         self._now = now
         self._start = now()
 
     def set_back(self, seconds: float, **stages: float) -> None:
-        """So much had gone by elsewhere when this was made; of it, so much in these stages."""
+        """Add seconds that passed in another process before, and the seconds of its stages."""
         self._start -= seconds
         for name, spent in stages.items():
             self._seconds[name] += spent
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Stages may nest; each counts its own whole time."""
+        """Measure a block. Stages may nest; the outer one includes the inner one."""
         if self._cuda:
             start = self._mark()
             try:
                 yield
             finally:
-                self._marked.append((name, start, self._mark()))
+                self._pending.append((name, start, self._mark()))
         else:
             began = self._now()
             try:
@@ -51,15 +50,15 @@ class Clock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By stage, of those that have ended; waits until the device has ended them too."""
-        for name, start, end in self._marked:
+        """Seconds by stage, of ended stages. Waits for the device."""
+        for name, start, end in self._pending:
             end.synchronize()
             self._seconds[name] += start.elapsed_time(end) / 1e3
-        self._marked.clear()
+        self._pending.clear()
         return self._seconds
 
     def elapsed(self) -> float:
-        """Seconds since the clock was made, the device's work included."""
+        """Seconds since the clock was made. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
         return self._now() - self._start

@@ -48,7 +48,7 @@ def exact(dtype: str) -> tuple[Tensor, Tensor, Tensor]:
 def ours(dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """The same by a blending prefill at ratio 1, and decode of the tail."""
     adapter, n = bundled_reader(dtype).adapter, len(prompt())
-    done = run(blend_prefill(adapter, prompt(), lay(adapter, prompt()), BlendConfig(ratio=1.0), len(tail())))
+    done = run(blend_prefill(adapter, lay(adapter, prompt()), BlendConfig(ratio=1.0), len(tail())))
     keys, values = done.cache.keys[:, :, :n].clone(), done.cache.values[:, :, :n].clone()
     logits = [done.logits]
     for i, token in enumerate(tail()):

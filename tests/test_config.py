@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from blendserve.cli.reference import settings_page
+from blendserve.cli.reference import pages
 from blendserve.config import BASIC, BlendConfig, Config, DecodeConfig, changed
 from blendserve.errors import ConfigError
 
@@ -180,7 +180,7 @@ def test_a_location_names_its_kind_of_store(location: str, kind: str, folder: Pa
 def test_settings_are_few() -> None:
     """60 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
     assert len(BASIC) <= 15
-    assert sum(line.startswith("| `") for line in settings_page().split("## Env")[0].splitlines()) <= 60
+    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 60
 
 
 def test_a_word_wins_over_the_environment_over_the_file(

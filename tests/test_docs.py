@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -110,3 +111,25 @@ def test_every_error_and_metric_is_listed() -> None:
     found = {family.name for each in (metrics, DeliveryMetrics()) for family in each.registry.collect()}
     listed = re.findall(r"^\| `(\w+)` \|", (REFERENCE / "metrics.md").read_text(), flags=re.MULTILINE)
     assert {f"blendserve_{metric}" for metric in listed} == found
+
+
+def test_every_name_of_the_glossary_is_defined() -> None:
+    """As a class, function, argument, field, or the name of a choice."""
+    defined = set[str]()
+    for file in (ROOT / "blendserve").rglob("*.py"):
+        defined.add(str(file.relative_to(ROOT / "blendserve")))
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.arg):
+                defined.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                defined.add(node.value)
+    rows = re.findall(
+        r"^\| ([^|]+) \|[^|]+\| (`[^|]+) \|$", (REFERENCE / "glossary.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) >= 40
+    assert [term for term, _ in rows] == list(dict.fromkeys(term for term, _ in rows))
+    assert {n for _, names in rows for n in re.findall(r"`([^`]+)`", names)} - defined == set()

@@ -19,29 +19,19 @@ from blendserve.threads import COUNT, POLICY, SPIN, SPINS, Cpus, Settled, find_c
 from tests.bench.conftest import write_shape
 from tests.support.kernels import threads as limited
 
-V1 = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
-FREE_V1 = {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}
 CGROUPS: dict[str, tuple[str, dict[str, str], float | None]] = {  # own cgroups, files, quota in CPUs
     "none": ("0::/\n", {}, None),
-    "v2, no limit": ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
-    "v2": ("0::/a\n", {"a/cpu.max": "150000 100000"}, 1.5),
-    "v2, in a container": ("0::/\n", {"cpu.max": "200000 100000"}, 2.0),
-    "v2, the path is the host's": ("0::/../../pod/x\n", {"cpu.max": "100000 100000"}, 1.0),
-    "v2, the limit is further up": (
+    "no limit": ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
+    "own": ("0::/a\n", {"a/cpu.max": "150000 100000"}, 1.5),
+    "in a container": ("0::/\n", {"cpu.max": "200000 100000"}, 2.0),
+    "the path is the host's": ("0::/../../pod/x\n", {"cpu.max": "100000 100000"}, 1.0),
+    "the limit is further up": (
         "0::/a/b/c\n",
         {"a/b/c/cpu.max": "max 100000", "a/b/cpu.max": "300000 100000", "a/cpu.max": "50000 100000"},
         0.5,
     ),
-    "v2, a sibling's limit": ("0::/a\n", {"b/cpu.max": "50000 100000"}, None),
-    "v1": ("4:memory:/m\n3:cpu:/a\n", {f"cpu/a/{n}": v for n, v in V1.items()}, 0.5),
-    "v1, no limit": ("3:cpu:/a\n", {f"cpu/a/{n}": v for n, v in FREE_V1.items()}, None),
-    "v1, with cpuacct": ("3:cpu,cpuacct:/docker/x\n", {f"cpu,cpuacct/{n}": v for n, v in V1.items()}, 0.5),
-    "v1, a limit of cpuset": ("3:cpuset:/a\n", {f"cpuset/a/{n}": v for n, v in V1.items()}, None),
-    "both": (
-        "3:cpu:/a\n0::/b\n",
-        {"unified/b/cpu.max": "250000 100000", **{f"cpu/a/{n}": v for n, v in V1.items()}},
-        0.5,
-    ),
+    "a sibling's limit": ("0::/a\n", {"b/cpu.max": "50000 100000"}, None),
+    "v1 beside v2": ("3:cpu:/a\n0::/b\n", {"b/cpu.max": "250000 100000"}, 2.5),
     "damaged": ("0::/a\nnonsense\n::\n", {"a/cpu.max": "many", "cpu.max": "1 0"}, None),
 }
 

@@ -1,7 +1,4 @@
-"""A process of its own that answers requests, both as lines of JSON.
-
-The module that runs in it ends with `serve(start)`; who measures holds a `WorkerProcess`.
-"""
+"""A process that answers requests, both as lines of JSON: the module that runs in it ends with `serve(start)`."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
     ) -> None:
-        """log: where its stderr goes. launcher: words before the command. Raises InputError when it ends at once."""
+        """log: file of its stderr. launcher: words before the command. Raises InputError when it ends at once."""
         self._log, self._lock = log, threading.Lock()
         inherited = os.environ if environment is None else environment
         path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
@@ -71,7 +68,7 @@ class WorkerProcess:
 
 
 def serve(start: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
-    """All of the process: `start` gets the task, and returns the first answer and what answers each later request."""
+    """All of the process: `start` gets the task -> the first answer, and the function that answers each request."""
     try:
         about, answer = start(json.loads(sys.stdin.readline()))
         print(json.dumps(about), flush=True)

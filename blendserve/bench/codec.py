@@ -1,9 +1,9 @@
 """`blendserve bench codec`: bytes a token of each codec and level, and the time of encoding, decoding and a first token.
 
 Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables
-count apart, and per token of the chunks that share them. Encoding runs in one thread, as during precompute. Decoding goes
-layer by layer, the chunks side by side in as many threads as prefill has, without the store. TTFT is that of one
-method over the same prompt from a store of each codec.
+are shared by all chunks, and counted apart. Encoding runs in one thread, as during precompute. Decoding goes layer by
+layer, all chunks in parallel in as many threads as prefill has, without the store. TTFT is that of one method over the
+same prompt from a store of each codec.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from pydantic import Field, field_validator
@@ -20,21 +19,22 @@ from pydantic import Field, field_validator
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
-from blendserve.bench.stores import CodecTables
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive
 from blendserve.core import ChunkKV
+from blendserve.engine.codec_fit import fit, self_generated_text
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import team
+from blendserve.models.loader import LoadedModel
 from blendserve.registry import BENCHED, CODECS, codec_word, every_codec, parse_codec
-from blendserve.store import ChunkRecord, LMDBStore, read_record
+from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore, read_record
 from blendserve.store.codecs.base import ChunkShape, Codec
 from blendserve.store.view import decode
 from blendserve.timing import Clock
 
-SHARED_BY = (1_000, 100_000)  # chunks that one set of tables serves
 RAW = CODECS.default
 
 
@@ -47,6 +47,34 @@ def codec_words(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((RAW, *(codec_word(*pair) for pair in pairs))))
 
 
+class CodecTables:
+    """Codecs at several levels; the tables of each codec are fitted once, on text sampled from the model."""
+
+    def __init__(self, reader: LoadedModel, prompts: PromptBuilder, fit_tokens: int) -> None:
+        self._reader, self._prompts, self._fit_tokens = reader, prompts, fit_tokens
+        self._store = MemoryStore(1 << 30)
+
+    def tables(self, word: str) -> bytes:
+        """b"" for a codec that needs none."""
+        name, _ = parse_codec(word)
+        if not CODECS.load(name).needs_tables:
+            return b""
+        hash = self._store.blobs.current(name, self._reader.fingerprint)
+        if hash is None:
+            text = self_generated_text(self._reader, self._fit_tokens)
+            hash = fit(name, text, self._reader, self._prompts, self._store)
+        return self._store.blobs.get(hash) or b""
+
+    def codec(self, word: str, store: KVStore | None = None) -> Codec:
+        """The codec that a word names. store: keeps its tables, so that its records can be read."""
+        name, level = parse_codec(word)
+        tables = self.tables(word)
+        if tables and store:
+            store.blobs.put(name, self._reader.fingerprint, tables)
+        codec: Codec = CODECS.load(name).with_tables(level, tables)
+        return codec
+
+
 class CodecConfig(PromptBenchConfig):
     """One prompt's chunks by every codec."""
 
@@ -54,10 +82,6 @@ class CodecConfig(PromptBenchConfig):
         (), description="Codecs to measure, written name or name@level; all codecs and levels if not set."
     )
     method: str = Field(f"{BENCHED[0]}@0.15", description="Method for the TTFT, written as for `evaluate`.")
-    text: Path | None = Field(
-        None,
-        description="File or folder with the text that tables are fitted on; sampled from the model if not set.",
-    )
     fit_tokens: Positive = Field(
         16_384, description="Length of the text that tables are fitted on, in tokens."
     )
@@ -76,56 +100,41 @@ class CodecConfig(PromptBenchConfig):
 
 def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
     blend, words = config.blend, codec_words(config.codecs)
-    if log.done({"of": "speed"}) and log.done({"of": "size"}):
-        return
     reader = open_reader(config, log)
     workload = config.workload(reader)
-    tables = CodecTables(reader, workload.prompts, config.fit_tokens, config.text)
+    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
     n_bytes = len(workload.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
+    sizes: list[Case] = []
     with scratch(config.folder) as folder, ExitStack() as stores:
-        blenders: dict[str, Blender] = {}
+        cases: list[Case] = []
         for word in words:
             store = stores.enter_context(LMDBStore(folder / word, n_bytes))
-            codec = tables.write_with(word, store)
-            blenders[word] = make_blender(reader, workload.prompts, store, codec=codec)
-            blenders[word].writer.precompute(workload.chunks)
-        coded = {
-            word: [_record(blender, ids) for ids in workload.chunks] for word, blender in blenders.items()
-        }
-        kvs = [_decoded(record) for record in coded[RAW]]
-        tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
-        sizes = {word: _sizes(coded[word], len(tables.tables(word)), tokens, raw_bytes) for word in words}
-        size_cases = [
-            Case({"codec": word}, partial(_size, sizes[word], config.chunk_tokens)) for word in words
-        ]
-        yield Group({"of": "size"}, size_cases, {"tokens": tokens, "raw_bytes": raw_bytes}, 1, warm_up=False)
-        full = BlendConfig(method="full")
-        cases = [Case({"operation": "prefill"}, partial(_prompt, blenders[RAW], workload, full, "prefill_s"))]
-        for word in words:
-            codec = tables.codec(word)
-            encode, decode = partial(_encode, codec, kvs), partial(_decode, codec, kvs, coded[word])
-            operations: dict[str, Callable[[], Metrics]] = {
-                "encode": partial(_rates, tokens, raw_bytes, encode),
-                "decode": partial(_rates, tokens, raw_bytes, decode),
-                "ttft": partial(_prompt, blenders[word], workload, blend, "ttft_s"),
+            codec = tables.codec(word, store)
+            blender = make_blender(reader, workload.prompts, store, codec=codec)
+            blender.writer.precompute(workload.chunks)
+            coded = [record for ids in workload.chunks if (record := read_record(store, blender.key(ids)))]
+            if word == RAW:
+                kvs = [ChunkKV(kv.keys, kv.values) for kv in map(decode, coded)]
+                tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
+                full = partial(_time, blender, workload, BlendConfig(method="full"), "prefill_s")
+                cases.append(Case({"operation": "prefill"}, lambda full=full: {"time_s": full()}))  # type: ignore[misc]
+            size = partial(_size, coded, len(tables.tables(word)), tokens, raw_bytes)
+            sizes.append(Case({"codec": word}, size))
+            operations: dict[str, Callable[[], float]] = {
+                "encode": partial(_encode, codec, kvs),
+                "decode": partial(_decode, codec, kvs, coded),
+                "ttft": partial(_time, blender, workload, blend, "ttft_s"),
             }
-            cases += [Case({"operation": name, "codec": word}, run) for name, run in operations.items()]
+            for name, run in operations.items():
+                labels = {"operation": name, "codec": word}
+                cases.append(Case(labels, partial(_rates, run, tokens, raw_bytes)))
+        facts = {"tokens": tokens, "raw_bytes": raw_bytes}
+        yield Group({"of": "size"}, sizes, partial(dict, facts), repeats=1, warm_up=False)
         yield Group({"of": "speed"}, cases)
 
 
-def _prompt(blender: Blender, workload: Workload, blend: BlendConfig, metric: str) -> Metrics:
-    return {"time_s": time_prompt(blender, workload, blend)[0][metric]}
-
-
-def _record(blender: Blender, ids: tuple[int, ...]) -> ChunkRecord:
-    record = read_record(blender.store, blender.key(ids))
-    assert record is not None
-    return record
-
-
-def _decoded(record: ChunkRecord) -> ChunkKV:
-    kv = decode(record)
-    return ChunkKV(kv.keys, kv.values)
+def _time(blender: Blender, workload: Workload, blend: BlendConfig, metric: str) -> float:
+    return time_prompt(blender, workload, blend)[0][metric]
 
 
 def _encode(codec: Codec, kvs: Sequence[ChunkKV]) -> float:
@@ -147,12 +156,12 @@ def _decode(codec: Codec, kvs: Sequence[ChunkKV], coded: Sequence[ChunkRecord]) 
     return clock.elapsed()
 
 
-def _rates(tokens: int, raw_bytes: int, run: Callable[[], float]) -> Metrics:
+def _rates(run: Callable[[], float], tokens: int, raw_bytes: int) -> Metrics:
     seconds = run()
     return {"time_s": seconds, "raw_mb_per_s": raw_bytes / seconds / 1e6, "tokens_per_s": tokens / seconds}
 
 
-def _sizes(coded: Sequence[ChunkRecord], tables: int, tokens: int, raw_bytes: int) -> dict[str, float]:
+def _size(coded: Sequence[ChunkRecord], tables: int, tokens: int, raw_bytes: int) -> Metrics:
     stored = sum(record.n_bytes + len(record.header_bytes()) for record in coded)
     return {
         "bytes_per_token": stored / tokens,
@@ -162,21 +171,12 @@ def _sizes(coded: Sequence[ChunkRecord], tables: int, tokens: int, raw_bytes: in
     }
 
 
-def _size(sizes: dict[str, float], chunk_tokens: int) -> Metrics:
-    shared = {
-        f"with_tables_{n}": sizes["bytes_per_token"] + sizes["tables_bytes"] / n / chunk_tokens
-        for n in SHARED_BY
-    }
-    return {**sizes, **shared}
-
-
 TABLES = (
     table(
-        "Size; bytes per token with tables that several chunks share",
+        "Size",
         count("x smaller", "compression", digits=2),
         count("bits per element", "bits_per_element", digits=3),
         count("bytes per token", "bytes_per_token"),
-        *(count(f"{n:,} chunks", f"with_tables_{n}") for n in SHARED_BY),
         count("tables MB", "tables_bytes", 1e-6, 2),
         of="size",
     ),

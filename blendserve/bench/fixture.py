@@ -1,19 +1,18 @@
 """One prompt, and what runs it: transformers' own forward, or a blender over a real store.
 
-Benches reach the package through this module. `run` reads the clock from the text of question and passages to the first
-token, its argmax included; prefill is the part from token ids to first-token logits.
+`run` reads the clock from the text of question and passages to the first token, its argmax included; prefill is the part
+from token ids to first-token logits.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -26,24 +25,27 @@ from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, KVContext, PromptConfig, StoreConfig
 from blendserve.core import TokenIds
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.errors import InputError, ModelUnsupported, StoreError
+from blendserve.errors import InputError, StoreError
 from blendserve.evaluate.fidelity import kl
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
 from blendserve.fetch import KVFetcher, open_storage
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.transfer import Compute
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
-from blendserve.store import KVStore, LMDBStore
+from blendserve.store import KVStore
 from blendserve.timing import Clock
 
 SPARE_BYTES = 1 << 24  # of a store's cap, above its chunks
-PINNED = 1.3  # times the bytes of a tier: pinned memory is given out in powers of two
+PINNED = 1.3  # times the bytes of a tier: pinned memory is allocated in powers of two
 STAGES = ("load", "select", "correct")
 Tier = Literal["disk", "host", "device"]
 
 
 class PromptFixture:
-    """A reader, a workload and a store in `folder` for its chunks. A context manager."""
+    """A model, a workload and a store in `folder` for its chunks. A context manager."""
 
     def __init__(
         self,
@@ -52,12 +54,16 @@ class PromptFixture:
         methods: Sequence[MethodSpec],
         folder: Path,
         tier: Tier = "disk",
+        rates: Rates | None = None,
     ) -> None:
-        """Raises StoreError."""
+        """tier: memory that holds the chunks when a request comes. rates: with them, `run` also gives the KL of the first
+        token to transformers', and the share of the roofline. Raises StoreError.
+        """
         self.reader, self.workload, self._folder, self._tier = reader, workload, folder, tier
         self._contexts = list(dict.fromkeys(map(_kv_context, methods)))
-        self._roofline: tuple[Counts, Rates] | None = None
-        self._reference: Tensor | None = None
+        self._rates = rates
+        self._counts = Counts.of(reader.adapter) if rates else None
+        self._reference = forward(reader.adapter, workload.prompt.ids).float() if rates else None
         self._open()
 
     def precompute(self) -> None:
@@ -65,32 +71,22 @@ class PromptFixture:
         for blender in self._blenders.values():
             blender.writer.precompute(self.workload.chunks)
 
-    def compare_with(self, rates: Rates) -> None:
-        """From now on `run` tells the KL of the first token to transformers', and the share of the roofline."""
-        self._reference = forward(self.reader.adapter, self.workload.prompt.ids).float()
-        try:
-            self._roofline = Counts.of(self.reader.adapter), rates
-        except ModelUnsupported:  # mixtures of experts: the work depends on the tokens
-            self._roofline = None
-
     def run(self, method: MethodSpec) -> Metrics:
-        """From text to first token. Raises StoreError when KV that should be there is not."""
+        """From text to first token. Raises StoreError when a chunk is not in the store."""
         if method.kind == TRANSFORMERS:
             return self._run_transformers()
         metrics, done = time_prompt(self.blender(method), self.workload, method.blend)
         if done.missing:
             raise StoreError(f"{len(done.missing)} of the bench's own chunks are not in its store")
-        if self._reference is not None:
-            metrics |= self._fidelity(done.result.logits)
-        if self._roofline:
-            counts, rates = self._roofline
-            work = prefill_work(counts, done.report, done.result.recomputed, method.blend)
-            metrics["roofline_s"] = bound_s(work, rates)
+        metrics |= self._fidelity(done.result.logits)
+        if self._counts and self._rates:
+            work = prefill_work(self._counts, done.report, done.result.recomputed, method.blend)
+            metrics["roofline_s"] = bound_s(work, self._rates)
             metrics["roofline_fraction"] = metrics["roofline_s"] / metrics["prefill_s"]
         return metrics
 
     def drop_page_cache(self) -> None:
-        """Drop the store's file from the page cache, and open it again. Raises InputError where that cannot be done."""
+        """Drop the store's file from the page cache, and open it again. Raises InputError where that fails."""
         self.store.close()
         trouble = drop(self._folder / "data.mdb")
         self._open()
@@ -106,17 +102,27 @@ class PromptFixture:
     def _open(self) -> None:
         adapter = self.reader.adapter
         n_bytes = len(self._contexts) * len(self.workload.prompt) * adapter.kv_bytes_per_token + SPARE_BYTES
-        self._fetcher = open_tier(self._folder, n_bytes, self._tier, adapter.device)
-        self.store = self._fetcher.store
-        self._blenders = {context: self._blender(context) for context in self._contexts}
+        copies: dict[str, int] = {}
+        if self._tier != "disk":
+            n_bytes = round(PINNED * n_bytes)
+            copies = {"device_bytes": n_bytes} if self._tier == "device" else {"memory_bytes": 2 * n_bytes}
+        config = StoreConfig.model_validate(
+            {"location": str(self._folder), "cap_gb": n_bytes / 1e9, **copies}
+        )
+        self.store, fetcher = open_storage(config, None, adapter.device)
+        self._blenders = {
+            context: make_blender(
+                self.reader,
+                PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context)),
+                self.store,
+                fetcher=fetcher,
+            )
+            for context in self._contexts
+        }
 
     def blender(self, method: MethodSpec) -> Blender:
         """The blender that runs a method."""
         return self._blenders[_kv_context(method)]
-
-    def _blender(self, context: KVContext) -> Blender:
-        prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
-        return make_blender(self.reader, prompts, self.store, fetcher=self._fetcher)
 
     def _run_transformers(self) -> dict[str, float]:
         """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
@@ -126,17 +132,15 @@ class PromptFixture:
         with clock.stage("prefill"):
             logits = forward(adapter, ids)
         int(logits.argmax())
-        metrics = {"ttft_s": clock.elapsed(), "prefill_s": clock.seconds["prefill"]}
-        metrics["kv_bytes"] = len(ids) * adapter.kv_bytes_per_token
-        return metrics if self._reference is None else {**metrics, **self._fidelity(logits)}
+        times = {"ttft_s": clock.elapsed(), "prefill_s": clock.seconds["prefill"]}
+        return {**times, "kv_bytes": len(ids) * adapter.kv_bytes_per_token, **self._fidelity(logits)}
 
     def _fidelity(self, logits: Tensor) -> dict[str, float]:
-        assert self._reference is not None
+        if self._reference is None:
+            return {}
         same = bool(self._reference.argmax() == logits.argmax())
-        return {
-            "kl_first_token": kl(self._reference[None], logits.float()[None])[0],
-            "same_first_token": float(same),
-        }
+        divergence = kl(self._reference[None], logits.float()[None])[0]
+        return {"kl_first_token": divergence, "same_first_token": float(same)}
 
 
 def time_prompt(
@@ -165,23 +169,26 @@ def time_prompt(
     return metrics, done
 
 
+class TimedFetcher(KVFetcher):
+    """Adds up how long prompts wait for their chunks before the prefill begins."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
+        start = time.perf_counter()
+        with super().fetch(requests, compute) as fetch:
+            self.seconds += time.perf_counter() - start
+            yield fetch
+
+
 def make_blender(reader: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
-    """With a prior that knows nothing: a method that uses one takes its time."""
+    """With a prior of zeros: a method that uses a prior needs its time for any."""
     blender = Blender(
         reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context, **options
     )
     blender.priors.use(Priors.of_nothing(reader.adapter))
     return blender
-
-
-def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> KVFetcher:
-    """Over an LMDB store of `n_bytes`; tier: memory that holds the chunks when a request comes. Raises StoreError."""
-    if tier == "disk":
-        return KVFetcher(LMDBStore(folder, n_bytes))
-    cap = round(PINNED * n_bytes)
-    copies = {"device_bytes": cap} if tier == "device" else {"memory_bytes": 2 * cap}
-    config = StoreConfig(location=str(folder), cap_gb=cap / 1e9, **copies)
-    return open_storage(config, folder, device)[1]
 
 
 def forward(adapter: DecoderModel, ids: TokenIds) -> Tensor:
@@ -206,12 +213,10 @@ def scratch(parent: Path | None) -> Iterator[Path]:
     try:
         if parent:
             parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="blendserve-bench-", dir=parent))
+        made = TemporaryDirectory(prefix="blendserve-bench-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise InputError(
-            f"no folder can be made in {parent}: {error.strerror}; give another --folder"
+            f"cannot create a folder in {parent}: {error.strerror}; give another --folder"
         ) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with made as folder:
+        yield Path(folder)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,9 +41,7 @@ class Group:
 
     labels: Labels  # the grid point, and the key for resuming
     cases: Sequence[Case]
-    facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # after the cases
+    facts: Callable[[], Mapping[str, Any]] = dict  # called after the last round
     repeats: int | None = None  # in place of the bench's
     warm_up: bool = True
 
@@ -57,36 +55,36 @@ class Sample(NamedTuple):
 
 
 class SampleLog:
-    """The measured groups of one run. With a file, a killed run resumes."""
+    """The measured groups of one run. A killed run resumes from FILE.part, which becomes FILE after the last group."""
 
     def __init__(self, header: Mapping[str, Any], file: Path | None = None) -> None:
         """Raises InputError when the file holds a run with other settings."""
-        self.header, self.groups, self._file = dict(header), list[dict[str, Any]](), file
-        if file is None:
-            return
-        kept, *self.groups = read_lines(file) or [self.header]
-        if (kept["bench"], kept["config"]) != (self.header["bench"], self.header["config"]):
-            raise InputError(f"{file} holds a run of {kept['bench']} with other settings: give another --out")
-        self.header = kept
+        self._file, self._part = file, file and file.with_name(f"{file.name}.part")
+        self.is_complete = file is not None and file.exists()
+        source = file if self.is_complete else self._part
+        self.header, *self.groups = (read_lines(source) if source else []) or [dict(header)]
+        if (self.header["bench"], self.header["config"]) != (header["bench"], header["config"]):
+            raise InputError(
+                f"{source} holds a run of {self.header['bench']} with other settings: give another --out"
+            )
 
     def note(self, **facts: Any) -> None:
         """Add facts to the environment, such as the model; before the first group is added."""
         self.header["environment"] = {**self.header["environment"], **facts}
 
-    def done(self, labels: Labels) -> bool:
-        return any(group["group"] == labels for group in self.groups)
-
     def add(self, group: Group, samples: Sequence[Sample]) -> None:
-        facts = group.facts() if callable(group.facts) else group.facts
-        line = {"group": dict(group.labels), "facts": dict(facts), "samples": samples}
-        line = json.loads(json.dumps(line))  # as a reader of the file sees it
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            has_header = self._file.exists() and self._file.stat().st_size
-            lines = [line] if has_header else [self.header, line]
-            with self._file.open("a", encoding="utf-8") as out:
+        line = {"group": dict(group.labels), "facts": dict(group.facts()), "samples": samples}
+        if self._part is not None:
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+            with self._part.open("a", encoding="utf-8") as out:
+                lines = [line] if self.groups else [self.header, line]
                 out.write("".join(json.dumps(part) + "\n" for part in lines))
-        self.groups.append(line)
+        self.groups.append(json.loads(json.dumps(line)))  # as the file is read
+
+    def complete(self) -> None:
+        """Every group is measured."""
+        if self._file is not None and self._part is not None and self.groups:
+            self._part.replace(self._file)
 
     @property
     def result(self) -> Result:
@@ -114,7 +112,10 @@ def measure(
     groups: Iterable[Group], repeats: int, log: SampleLog, update: Update = lambda done, total: None
 ) -> None:
     """One warm-up round of each group, then `repeats` rounds, while the generator keeps the group's stores open."""
+    known = [group["group"] for group in log.groups]
     for group in groups:
+        if dict(group.labels) in known:
+            continue
         samples: list[Sample] = []
         rounds = group.repeats or repeats
         for n in range(-1 if group.warm_up else 0, rounds):
@@ -125,6 +126,7 @@ def measure(
                     samples.append(Sample({**group.labels, **case.labels}, n, metrics))
             update(n + 1, rounds)
         log.add(group, samples)
+    log.complete()
 
 
 class Summary(NamedTuple):
@@ -143,8 +145,8 @@ def summarize(values: Sequence[float]) -> Summary:
 class Column:
     """A metric of a row; with `baseline`, compared with the same round's case whose labels differ by these.
 
-    In `baseline`, None is a label that the other case does not have, ANY any value: the least of those cases counts, as
-    an oracle that chooses after the fact.
+    In `baseline`, None is a label that the other case does not have. ANY is any value: the least of those cases counts,
+    the row's own included, as an oracle that chooses after the fact.
     """
 
     title: str
@@ -157,19 +159,21 @@ class Column:
 
     def values(self, samples: Sequence[Sample], row: Labels) -> list[float]:
         """One value a round of the samples with exactly these labels; none for the baseline itself."""
-        found = {
-            s.round: s.metrics[self.metric] for s in samples if s.labels == row and self.metric in s.metrics
-        }
+        measured = [s for s in samples if self.metric in s.metrics]
+        own = {s.round: s.metrics[self.metric] for s in measured if s.labels == row}
         if self.baseline is None:
-            return [value * self.scale for value in found.values()]
-        wanted = {name: value for name, value in {**row, **self.baseline}.items() if value is not None}
-        same: dict[int, float] = {}
-        itself = ANY in self.baseline.values()  # an oracle may choose this case, too
-        for s in samples:
-            if (itself or s.labels != row) and self.metric in s.metrics and _matches(s.labels, wanted):
-                same[s.round] = min(s.metrics[self.metric], same.get(s.round, float("inf")))
-        pairs = [(base, value) for n, value in found.items() if (base := same.get(n)) and value]
-        return [base / value if self.compare == "speedup" else value / base for base, value in pairs]
+            return [value * self.scale for value in own.values()]
+        other = {name: value for name, value in {**row, **self.baseline}.items() if value is not None}
+        bases: dict[int, list[float]] = {}
+        for s in measured:
+            if (s.labels != row or ANY in other.values()) and _matches(s.labels, other):
+                bases.setdefault(s.round, []).append(s.metrics[self.metric])
+        pairs = [(min(bases[n]), value) for n, value in own.items() if n in bases]
+        return [
+            base / value if self.compare == "speedup" else value / base
+            for base, value in pairs
+            if base and value
+        ]
 
     def text(self, samples: Sequence[Sample], row: Labels) -> str:
         values = self.values(samples, row)
@@ -197,37 +201,37 @@ def ratio(title: str, metric: str, **baseline: Any) -> Column:
     return Column(title, metric, baseline=baseline, compare="ratio")
 
 
+Rendered = tuple[str, list[str], list[list[str]]]
+"""title, columns, rows"""
+
+
 @dataclass(frozen=True)
 class Table:
     """A row for each combination of labels that includes `where`, a column for each metric."""
 
     title: str
     columns: tuple[Column, ...]
-    where: Labels = field(default_factory=dict)
+    where: Labels
 
-    def render(self, samples: Sequence[Sample]) -> tuple[str, list[str], list[list[str]]] | None:
-        """Title, columns, rows; labels that all rows share stand in the title. None without a row."""
-        rows = [
-            row for row in _rows(samples, self.where) if any(c.values(samples, row) for c in self.columns)
-        ]
+    def render(self, samples: Sequence[Sample]) -> Rendered | None:
+        """Labels that all rows share stand in the title, and empty columns are left out. None without a row."""
+        found = [(row, [c.text(samples, row) for c in self.columns]) for row in _rows(samples, self.where)]
+        rows = [(row, cells) for row, cells in found if any(cells)]
         if not rows:
             return None
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        shared = [n for n in names if len({str(row.get(n)) for row in rows}) == 1]
-        shown = [name for name in names if name not in shared] or names[-1:]
-        cells = {c.title: [c.text(samples, row) for row in rows] for c in self.columns}
-        used = {title: texts for title, texts in cells.items() if any(texts)}
-        title = ", ".join([self.title, *(f"{n} {rows[0][n]}" for n in shared if n not in shown)])
-        labels = [[f"{row.get(n, '')}" for n in shown] for row in rows]
-        lines = [[*own, *line] for own, line in zip(labels, zip(*used.values(), strict=True), strict=True)]
-        return title, [*shown, *used], lines
+        names = list(dict.fromkeys(name for row, _ in rows for name in row))
+        shown = [n for n in names if len({str(row.get(n)) for row, _ in rows}) > 1] or names[-1:]
+        used = [i for i in range(len(self.columns)) if any(cells[i] for _, cells in rows)]
+        shared = [f"{n} {rows[0][0][n]}" for n in names if n not in shown]
+        lines = [[*(f"{row.get(n, '')}" for n in shown), *(cells[i] for i in used)] for row, cells in rows]
+        return ", ".join([self.title, *shared]), [*shown, *(self.columns[i].title for i in used)], lines
 
 
 def table(title: str, *columns: Column, **where: Any) -> Table:
     return Table(title, columns, where)
 
 
-def render(tables: Sequence[Table], result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
+def render(tables: Sequence[Table], result: Result) -> list[Rendered]:
     """Tables of metrics, then the facts that are one number or one word."""
     samples = samples_of(result)
     facts = [

@@ -11,7 +11,9 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +37,16 @@ class Response:
 
 async def send(http: httpx.AsyncClient, body: dict[str, Any]) -> Response:
     """Stream one answer of /v1/rag/query."""
-    start = last = time.perf_counter()
-    ttft, itl = None, list[float]()
-    try:
+    start, at = time.perf_counter(), list[float]()
+    with suppress(httpx.HTTPError):
         async with http.stream("POST", "/v1/rag/query", json={**body, "stream": True}) as response:
-            if response.status_code != 200:
-                return Response(None)
             async for line in response.aiter_lines():
-                event = json.loads(line[6:]) if line.startswith("data: ") else {}
-                now = time.perf_counter()
-                if event.get("event") == "text":
-                    if ttft is None:
-                        ttft = now - start
-                    else:
-                        itl.append(now - last)
-                    last = now
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if event.get("event") in ("text", "done"):
+                    at.append(time.perf_counter())
                 if event.get("event") == "done":
-                    tokens = event["report"]["tokens_prompt"]
-                    return Response(now - start if ttft is None else ttft, tuple(itl), tokens)
-    except httpx.HTTPError:
-        pass
+                    itl = [later - earlier for earlier, later in pairwise(at[:-1])]
+                    return Response(at[0] - start, tuple(itl), event["report"]["tokens_prompt"])
     return Response(None)
 
 
@@ -87,17 +79,23 @@ async def open_loop(http: httpx.AsyncClient, body: Body, rate: float, seconds: f
 
 def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float]:
     """Percentiles over the answered requests; failures are counted."""
-    ttft = [response.ttft_s for response in responses if response.ttft_s is not None]
-    itl = [gap for response in responses for gap in response.itl_s]
-    metrics = {
-        "requests": len(responses),
-        "failed": len(responses) - len(ttft),
-        "answered_per_s": len(ttft) / seconds,
-        "prompt_tokens": max((response.prompt_tokens for response in responses), default=0),
+    times = {
+        "ttft": [r.ttft_s for r in responses if r.ttft_s is not None],
+        "itl": [gap for r in responses for gap in r.itl_s],
     }
-    for name, values in (("ttft", ttft), ("itl", itl)):
-        metrics |= {f"{name}_p{q}_s": float(np.percentile(values, q)) for q in (50, 95, 99, 100) if values}
-    return metrics
+    n_answered = len(times["ttft"])
+    return {
+        "requests": len(responses),
+        "failed": len(responses) - n_answered,
+        "answered_per_s": n_answered / seconds,
+        "prompt_tokens": max((r.prompt_tokens for r in responses), default=0),
+        **{
+            f"{n}_p{q}_s": float(np.percentile(s, q))
+            for n, s in times.items()
+            if s
+            for q in (50, 95, 99, 100)
+        },
+    }
 
 
 def longest_passages(index: Path, n: int) -> list[dict[str, str]]:

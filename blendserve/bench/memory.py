@@ -3,21 +3,19 @@
 Each method runs in a fresh process: what other requests left in the allocator would hide what this one needs. The process
 loads the model, reads the whole store once (its map is page cache, which all processes share), runs a short prompt for
 what libraries set up once, returns freed memory to the system, resets the peak that Linux keeps (VmHWM, by
-/proc/self/clear_refs), and runs the request. On a GPU torch's own count is taken.
+/proc/self/clear_refs), and runs the request. On a GPU torch's own count is used.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,37 +23,35 @@ from blendserve.bench.fixture import PromptFixture
 from blendserve.bench.harness import Metrics
 from blendserve.bench.workload import make_workload
 from blendserve.config import ModelConfig
-from blendserve.errors import BlendserveError, InputError
-from blendserve.evaluate.methods import TRANSFORMERS, parse_methods
+from blendserve.errors import InputError
+from blendserve.evaluate.methods import MethodSpec
 from blendserve.models.loader import load_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"  # what clear_refs wants written
+RESET_PEAK = "5"  # the word that clear_refs resets VmHWM at
 
 
 def peak_memory(
-    model: Mapping[str, Any], shape: tuple[int, int, int], seed: int, method: str, folder: str
+    model: ModelConfig, shape: tuple[int, int, int], seed: int, method: MethodSpec, folder: Path
 ) -> Metrics:
-    """Of one request; {} where the system does not tell a peak. Raises InputError when the process fails.
+    """Of one request; {} where the system does not tell a peak. Raises BlendserveError.
 
     shape: as for make_workload; folder: of the store with the chunks.
     """
-    task = json.dumps([dict(model), shape, seed, method, folder])
-    command = [sys.executable, "-m", __name__]
-    done = subprocess.run(command, input=task, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise InputError(f"the process that measures the memory of {method} failed: {why}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure_here, model, shape, seed, method, folder).result()
+        except BrokenProcessPool:
+            raise InputError(f"the process that measures the memory of {method} was killed") from None
 
 
-def measure_here(model: dict[str, Any], shape: list[int], seed: int, name: str, folder: str) -> Metrics:
+def measure_here(
+    model: ModelConfig, shape: tuple[int, int, int], seed: int, method: MethodSpec, folder: Path
+) -> Metrics:
     """The same in this process."""
-    reader = load_model(ModelConfig(**model))
-    chunks, chunk_tokens, suffix_tokens = shape
-    workload = make_workload(reader, chunks, chunk_tokens, suffix_tokens, seed)
-    method = next(m for m in parse_methods((TRANSFORMERS, name), ()) if m.name == name)
-    with PromptFixture(reader, workload, (method,), Path(folder)) as fixture:
+    reader = load_model(model)
+    workload = make_workload(reader, *shape, seed)
+    with PromptFixture(reader, workload, (method,), folder) as fixture:
         fixture.store.verify()
         fixture.workload = replace(workload, passages=())
         fixture.run(method)
@@ -99,10 +95,3 @@ def status_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(name)
-
-
-if __name__ == "__main__":
-    try:
-        print(json.dumps(measure_here(*json.load(sys.stdin))))
-    except BlendserveError as error:
-        sys.exit(f"{error}")

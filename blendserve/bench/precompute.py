@@ -6,18 +6,15 @@ writes it and waits for the disk; the prefix's own KV costs time and is not amon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
 from pydantic import Field
 
 from blendserve.bench.fixture import SPARE_BYTES, forward, make_blender, scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
-from blendserve.bench.workload import Workload, make_workload
+from blendserve.bench.workload import make_workload
 from blendserve.config import Positive
-from blendserve.core import TokenIds
-from blendserve.models.loader import LoadedModel
 from blendserve.store import LMDBStore
 from blendserve.timing import Clock
 
@@ -31,37 +28,28 @@ class PrecomputeConfig(BenchConfig):
 
 
 def groups(config: PrecomputeConfig, log: SampleLog) -> Iterator[Group]:
-    labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
-    if log.done(labels):
-        return
     reader = open_reader(config, log)
     workload = make_workload(reader, config.chunks, config.chunk_tokens, None, config.seed)
-    chunks = workload.chunks
-    cases = [
-        Case({"engine": "transformers"}, partial(_plain, reader, chunks)),
-        Case({"engine": "blendserve"}, partial(_precompute, reader, workload, config)),
-    ]
-    n_bytes = sum(map(len, chunks)) * reader.adapter.kv_bytes_per_token
-    yield Group(labels, cases, {"bytes_stored": n_bytes})
+    chunks, device = workload.chunks, reader.adapter.device
+    n_tokens = sum(map(len, chunks))
+    n_bytes = n_tokens * reader.adapter.kv_bytes_per_token
 
+    def transformers() -> Metrics:
+        clock = Clock(device)
+        for ids in chunks:
+            forward(reader.adapter, ids)
+        return {"tokens_per_s": n_tokens / clock.elapsed()}
 
-def _plain(reader: LoadedModel, chunks: Sequence[TokenIds]) -> Metrics:
-    """The model's own forward over one chunk after another."""
-    clock = Clock(reader.adapter.device)
-    for ids in chunks:
-        forward(reader.adapter, ids)
-    return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
+    def blendserve() -> Metrics:
+        with scratch(config.folder) as folder, LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
+            blender = make_blender(reader, workload.prompts, store)
+            clock = Clock(device)
+            blender.writer.precompute(chunks)
+            return {"tokens_per_s": n_tokens / clock.elapsed()}
 
-
-def _precompute(reader: LoadedModel, workload: Workload, config: PrecomputeConfig) -> Metrics:
-    """Into a new store, from the first token to the last commit."""
-    chunks = workload.chunks
-    n_bytes = sum(map(len, chunks)) * reader.adapter.kv_bytes_per_token
-    with scratch(config.folder) as folder, LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
-        blender = make_blender(reader, workload.prompts, store)
-        clock = Clock(reader.adapter.device)
-        blender.writer.precompute(chunks)
-        return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
+    cases = [Case({"engine": run.__name__}, run) for run in (transformers, blendserve)]
+    labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
+    yield Group(labels, cases, lambda: {"bytes_stored": n_bytes})
 
 
 SPEEDUP = ratio("x transformers", "tokens_per_s", engine="transformers")  # of rates

@@ -1,4 +1,4 @@
-"""How fast a prefill could be on this machine: a lower bound from counted work and measured rates.
+"""A lower bound of a prefill's time on this machine, from counted work and measured rates.
 
     linear      2 * rows * weights               FLOPs of a layer's matmuls: a multiplication and an addition a weight
     attention   4 * H * D * sum of keys seen     FLOPs of two matmuls; the row at i sees min(i + 1, window) keys
@@ -6,9 +6,8 @@
 
     seconds  =  (linear + attention) / FLOP rate  +  load / copy rate
 
-Softmax, norms, rotation and correction are free here, and nothing overlaps. Rates are the best that the machine gave in
-the same run to one large matmul and one large copy. In the last layer only the row whose logits are read goes
-on past the projection.
+Softmax, norms, rotation and correction count nothing, and nothing overlaps. Rates are the best of the same run, of one
+large matmul and one large copy. In the last layer only the row whose logits are read goes past the projection.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport
-from blendserve.errors import ModelUnsupported
 from blendserve.models.model import DecoderModel
 from blendserve.timing import Clock
 
@@ -44,15 +42,11 @@ class Counts:
     attention_width: int  # H * D
     windows: tuple[int | None, ...]  # of each layer
 
-    @property
-    def n_layers(self) -> int:
-        return len(self.windows)
-
     @classmethod
-    def of(cls, adapter: DecoderModel) -> Counts:
-        """Raises ModelUnsupported for mixtures of experts, where the weights depend on the token."""
+    def of(cls, adapter: DecoderModel) -> Counts | None:
+        """None for mixtures of experts, whose work depends on the tokens."""
         if adapter.family.experts:
-            raise ModelUnsupported("the roofline has no mixtures of experts: give a model without experts")
+            return None
         model = cast(Any, adapter.reference)
         linear = {n: m for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)}
         sizes = {name: module.weight.numel() for name, module in linear.items()}
@@ -73,6 +67,13 @@ Rows = tuple[int, int, Tensor, int]
 """layer, rows projected, positions [S] of the rows that attend, rows that run through the rest of the layer"""
 
 
+class Rates(NamedTuple):
+    """Per second."""
+
+    flops: float  # of matmuls in the model's dtype
+    bytes: float  # copied: each is read once and written once
+
+
 def bound_s(work: Work, rates: Rates) -> float:
     """The least seconds of the work at these rates."""
     return (work.linear + work.attention) / rates.flops + work.loaded / rates.bytes
@@ -90,21 +91,20 @@ def work_of(counts: Counts, rows: Iterable[Rows], loaded: float) -> Work:
 
 
 def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Work:
-    """All of one prefill whose chunks were either all found or not looked for, selection included.
+    """All of one prefill without missing chunks, selection included.
 
     recomputed: ascending positions that the policy chose. Several check layers are counted as if
     all but the choice were dropped at the first: still a lower bound.
     """
-    return work_of(counts, _rows(counts.n_layers, report, recomputed, blend), report.bytes_loaded)
+    return work_of(counts, _rows(len(counts.windows), report, recomputed, blend), report.bytes_loaded)
 
 
 def _rows(n_layers: int, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Iterator[Rows]:
-    """Tokens are [ exact | reusable | fresh ], as nothing was missing."""
+    """Tokens are [ exact | reusable | fresh ]."""
     exact, last = report.tokens_exact, n_layers - 1
     n_reusable = report.tokens_reused + report.tokens_recomputed
-    reusable, fresh = (
-        torch.arange(*ends) for ends in pairwise((exact, exact + n_reusable, report.tokens_prompt))
-    )
+    ends = pairwise((exact, exact + n_reusable, report.tokens_prompt))
+    reusable, fresh = (torch.arange(*pair) for pair in ends)
     active, first = torch.cat([fresh, recomputed]).sort().values, 0
     if 0 < len(recomputed) < n_reusable:
         policy = make_policy(blend)
@@ -118,39 +118,24 @@ def _rows(n_layers: int, report: BlendReport, recomputed: Tensor, blend: BlendCo
     yield last, len(active), active[-1:], 1
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Per second."""
-
-    flops: float  # of matmuls in the reader's dtype
-    bytes: float  # copied: each is read once and written once
-
-
 def measure_rates(
     dtype: torch.dtype, device: torch.device, sides: tuple[int, ...] = SIDES, copied: int = COPIED
 ) -> Rates:
     """The best of a few tries: other work on the machine only slows them down."""
-    return Rates(max(_flops(n, dtype, device) for n in sides), _copied(copied, device))
 
-
-def _flops(n: int, dtype: torch.dtype, device: torch.device) -> float:
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    out = torch.empty(n, n, dtype=dtype, device=device)
-    return 2.0 * n**3 / _least_s(lambda: torch.mm(a, b, out=out), device)
-
-
-def _copied(size: int, device: torch.device) -> float:
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return size / _least_s(lambda: target.copy_(source), device)
-
-
-def _least_s(call: Callable[[], object], device: torch.device) -> float:
-    """Of TRIES calls, after a first one."""
-    call()
-    seconds = []
-    for _ in range(TRIES):
-        clock = Clock(device)
+    def seconds(call: Callable[[], object]) -> float:
         call()
-        seconds.append(clock.elapsed())
-    return min(seconds)
+        found = []
+        for _ in range(TRIES):
+            clock = Clock(device)
+            call()
+            found.append(clock.elapsed())
+        return min(found)
+
+    def flops(n: int) -> float:
+        a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+        return 2.0 * n**3 / seconds(lambda: torch.mm(a, b, out=out))
+
+    source = torch.ones(copied, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return Rates(max(map(flops, sides)), copied / seconds(lambda: target.copy_(source)))

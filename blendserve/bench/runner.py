@@ -34,7 +34,7 @@ BENCHES = {  # name, also that of the module -> help
 class BenchConfig(RuntimeConfig):
     """What all benches share. The options of a bench are the fields of its config."""
 
-    model: str = Field(ModelConfig().name, description=ModelConfig.model_fields["name"].description)
+    model: str = Field(ModelConfig().name, description=ModelConfig.description("name"))
     repeats: Positive = Field(5, description="Number of measured rounds.")
     seed: int = Field(0, description="Random seed of the text.")
     folder: Path | None = Field(
@@ -93,7 +93,8 @@ def run_bench(
     environment = {"versions": versions(), "machine": machine()}
     settings = config.model_dump(mode="json", exclude={"folder"})
     log = SampleLog({"bench": name, "config": settings, "environment": environment}, out)
-    measure(bench.groups(config, log), config.repeats, log, update)
+    if not log.is_complete:
+        measure(bench.groups(config, log), config.repeats, log, update)
     return log.result
 
 

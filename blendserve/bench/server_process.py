@@ -22,37 +22,28 @@ def serve_command(*options: str) -> list[str]:
 
 
 class ServerProcess:
-    """`with ServerProcess(command, log) as server:` it listens at `server.url` and appends its output to `log`.
+    """`with ServerProcess(command, log) as server:` it listens at `server.url` and writes its output to `log`.
 
     It stays in the process group of its parent, so that a signal to the group also ends the server.
     Raises ServeError when the process ends before it listens.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._log = log
-        n_before = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as out:
+        with log.open("wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.pid = self._process.pid
-        self.url = self._wait_for_url(n_before)
-
-    def _wait_for_url(self, n_before: int) -> str:
-        """n_before: bytes of the log that are not of this process."""
-        while True:
-            has_ended = self._process.poll() is not None
-            with self._log.open("rb") as out:
-                out.seek(n_before)
-                output = out.read()
-            if match := LISTENING.search(output):
-                return match[1].decode()
-            if has_ended:
-                last_line = output.decode(errors="replace").strip().rpartition("\n")[2] or "no output"
-                raise ServeError(
-                    f"the server exited with {self._process.returncode} before it listened: {last_line} "
-                    f"(log: {self._log})",
-                    path=self._log,
-                )
-            time.sleep(POLL_S)
+        has_ended, match = False, None
+        while not (match or has_ended):
+            has_ended = self._process.poll() is not None  # before the log is read
+            match = LISTENING.search(output := log.read_bytes())
+            time.sleep(0 if match else POLL_S)
+        if not match:
+            last_line = output.decode(errors="replace").strip().rpartition("\n")[2] or "no output"
+            code = self._process.returncode
+            raise ServeError(
+                f"the server exited with {code} before it listened: {last_line} (log: {log})", path=log
+            )
+        self.url = match[1].decode()
 
     @property
     def memory_mb(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,8 @@ import yaml
 from pydantic import Field
 
 from blendserve.bench.fixture import scratch
-from blendserve.bench.harness import Case, Column, Group, SampleLog, count, ms, ratio, speedup, table
-from blendserve.bench.loadgen import Body, closed_loop, longest_passages, open_loop, send
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
+from blendserve.bench.loadgen import closed_loop, longest_passages, open_loop, send
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.server_process import ServerProcess, serve_command
@@ -67,33 +67,27 @@ class ServingConfig(BenchConfig):
 
 
 def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
-    with (
-        scratch(config.folder) as folder,
-        _index(config, folder) as index,
-        _server(config, index, folder) as url,
-    ):
+    with scratch(config.folder) as folder, _server(config, folder) as (url, index):
         pool = longest_passages(index, config.pool)
-        body = partial(_body, config, pool)
-        run: Callable[[Callable[[httpx.AsyncClient], Awaitable[Any]]], Any] = partial(
-            _with_client, config, url
-        )
-        run(lambda http: _warm(http, pool, [partial(body, method) for method in METHODS]))
+        asyncio.run(_warm(config, url, pool))
 
         def case(method: str, loop: Callable[..., Any], *load: float) -> Case:
-            request = partial(body, method)
-            return Case({"method": method}, lambda: dict(run(lambda http: loop(http, request, *load))))
+            async def run() -> Metrics:
+                async with _client(config, url) as http:
+                    metrics: Metrics = await loop(http, partial(_body, config, pool, method), *load)
+                    return metrics
 
-        if not log.done({"load": "saturation"}):
-            closed = [case(method, closed_loop, config.clients, config.seconds) for method in METHODS]
-            yield Group({"load": "saturation"}, closed, warm_up=False)
-        most = {
+            return Case({"method": method}, lambda: asyncio.run(run()))
+
+        closed = [case(method, closed_loop, config.clients, config.seconds) for method in METHODS]
+        yield Group({"load": "saturation"}, closed, warm_up=False)
+        saturation = {
             labels["method"]: metrics["answered_per_s"] for labels, _, metrics in log.groups[0]["samples"]
         }
         for factor in config.load_factors:
-            rate = factor * most["full"]
-            methods = [m for m in METHODS if rate and (factor == 1 or rate <= ABOVE * most[m])]
-            if methods and not log.done({"load": factor}):
-                seconds = config.seconds * (2 if factor == 1 else 1)
+            rate, seconds = factor * saturation["full"], config.seconds * (2 if factor == 1 else 1)
+            methods = [m for m in METHODS if rate and (factor == 1 or rate <= ABOVE * saturation[m])]
+            if methods:
                 cases = [case(method, open_loop, rate, seconds) for method in methods]
                 yield Group({"load": factor}, cases, warm_up=False)
 
@@ -103,54 +97,43 @@ def _body(
 ) -> dict[str, Any]:
     passages = rng.sample(pool, min(config.passages, len(pool)))
     ratio = {"ratio": config.ratio} if method == "blend" and config.ratio is not None else {}
-    asked = {"question": QUESTION, "passages": passages, "max_tokens": config.new_tokens}
-    return {**asked, "method": method, **ratio}
+    request = {"question": QUESTION, "passages": passages, "max_tokens": config.new_tokens}
+    return {**request, "method": method, **ratio}
 
 
-def _with_client(config: ServingConfig, url: str, run: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
-        timeout = httpx.Timeout(config.timeout_s, connect=30)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers) as http:
-            return await run(http)
-
-    return asyncio.run(main())
+def _client(config: ServingConfig, url: str) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
+    timeout, limits = httpx.Timeout(config.timeout_s, connect=30), httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers)
 
 
-async def _warm(http: httpx.AsyncClient, pool: list[dict[str, str]], bodies: list[Body]) -> None:
+async def _warm(config: ServingConfig, url: str, pool: list[dict[str, str]]) -> None:
     """Precompute the passages, and run every method once. Raises StoreError."""
-    job = (await http.post("/v1/cache/warm", json={"passages": pool})).raise_for_status().json()
-    state: dict[str, Any] = {"state": "running"}
-    while state["state"] == "running":
-        await asyncio.sleep(0.5)
-        state = (await http.get(f"/v1/jobs/{job['id']}")).json()
-    if state["state"] != "done":
-        raise StoreError(f"the passages could not be precomputed: {state['error']}")
-    for n, body in enumerate(bodies):
-        await send(http, body(random.Random(n)))
+    async with _client(config, url) as http:
+        job = (await http.post("/v1/cache/warm", json={"passages": pool})).raise_for_status().json()
+        while job["state"] == "running":
+            await asyncio.sleep(0.5)
+            job = (await http.get(f"/v1/jobs/{job['id']}")).json()
+        if job["state"] != "done":
+            raise StoreError(f"the passages could not be precomputed: {job['error']}")
+        for n, method in enumerate(METHODS):
+            await send(http, _body(config, pool, method, random.Random(n)))
 
 
 @contextmanager
-def _index(config: ServingConfig, folder: Path) -> Iterator[Path]:
-    """The index, built of bundled text if it is missing."""
-    if config.url or config.index.exists():
-        yield config.index
-        return
-    Engine.build(folder / "index", language_reference(), Config(model=config.reader)).close()
-    yield folder / "index"
-
-
-@contextmanager
-def _server(config: ServingConfig, index: Path, folder: Path) -> Iterator[str]:
-    """The URL of the server: the one that runs, or one for the time being."""
+def _server(config: ServingConfig, folder: Path) -> Iterator[tuple[str, Path]]:
+    """URL and index of the running server, or of one that is started; an index of bundled text is built if need be."""
     if config.url:
-        yield config.url
+        yield config.url, config.index
         return
+    index = config.index
+    if not index.exists():
+        index = folder / "index"
+        Engine.build(index, language_reference(), Config(model=config.reader)).close()
     model = model_settings(config, folder / "model.yaml")
     command = serve_command("--index", str(index), "--config", str(model), "--method", "blend", *ROOM)
     with ServerProcess(command, folder / "server.log") as child:
-        yield child.url
+        yield child.url, index
         child.stop()
 
 

@@ -6,7 +6,7 @@ copies nothing. Only the shape of the model matters: its weights are not loaded,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,26 +35,44 @@ class StoreConfig(BenchConfig):
 
 
 def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
-    labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
-    if log.done(labels):
-        return
     limit_torch(config.threads)
     chunk = noise(config)
     keys = [chunk_key("bench", (), (n,), str(chunk.keys.dtype), "") for n in range(config.chunks)]
     n_bytes = chunk.n_bytes * len(keys)
-    records = len(keys) * (chunk.keys.shape[0] + 1)  # a header and the layers of each chunk
+    n_records = len(keys) * (chunk.keys.shape[0] + 1)  # a header and the layers of each chunk
+
+    def put(folder: Path) -> Metrics:
+        with LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
+            clock, codec = Clock(), Raw()
+            for key in keys:
+                store.put(key, ChunkRecord.encode(key, chunk, codec), pin=True)
+            return _rate(n_bytes, clock)
+
+    def put_into_new() -> Metrics:
+        with scratch(config.folder) as folder:
+            return put(folder)
+
+    def get(warm_up: bool) -> Metrics:
+        with LMDBStore(file.parent, n_bytes + SPARE_BYTES) as store:
+            for _ in range(warm_up):
+                _read(store, keys)  # maps the pages
+            clock = Clock()
+            _read(store, keys)
+            return _rate(n_bytes, clock)
+
     with scratch(config.folder) as folder:
-        _filled(folder / "read", keys, chunk)
-        trouble = drop(folder / "read" / "data.mdb")
+        file = folder / "read" / "data.mdb"
+        put(file.parent)
+        trouble = drop(file)
         cases = [
-            Case({"operation": "put"}, partial(_put, config.folder, keys, chunk)),
-            Case({"operation": "get"}, partial(_get, folder / "read", keys, n_bytes, warm=True)),
+            Case({"operation": "put"}, put_into_new),
+            Case({"operation": "get"}, partial(get, warm_up=True)),
         ]
         if not trouble:
-            cold = partial(_get, folder / "read", keys, n_bytes, warm=False)
-            cases.append(Case({"operation": "get_cold"}, cold, partial(drop, folder / "read" / "data.mdb")))
-        facts = {"bytes": n_bytes, "records": records, "no_cold_reads": trouble or "measured"}
-        yield Group(labels, cases, facts)
+            cases.append(Case({"operation": "get_cold"}, partial(get, warm_up=False), partial(drop, file)))
+        facts = {"bytes": n_bytes, "records": n_records, "no_cold_reads": trouble or "measured"}
+        labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
+        yield Group(labels, cases, partial(dict, facts))
 
 
 def noise(config: StoreConfig) -> ChunkKV:
@@ -67,31 +85,8 @@ def noise(config: StoreConfig) -> ChunkKV:
     return ChunkKV(keys, values)
 
 
-def _put(parent: Path | None, keys: list[ChunkKey], chunk: ChunkKV) -> Metrics:
-    """Into a new store, the last commit included."""
-    with scratch(parent) as folder:
-        return _rate(chunk.n_bytes * len(keys), lambda: _filled(folder, keys, chunk))
-
-
-def _filled(folder: Path, keys: list[ChunkKey], chunk: ChunkKV) -> float:
-    """-> seconds of the puts alone"""
-    with LMDBStore(folder, chunk.n_bytes * len(keys) + SPARE_BYTES) as store:
-        clock, codec = Clock(), Raw()
-        for key in keys:
-            store.put(key, ChunkRecord.encode(key, chunk, codec), pin=True)
-        return clock.elapsed()
-
-
-def _get(folder: Path, keys: list[ChunkKey], n_bytes: int, warm: bool) -> Metrics:
-    with LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
-        if warm:
-            _read(store, keys)  # maps the pages
-        return _rate(n_bytes, lambda: _read(store, keys))
-
-
-def _read(store: KVStore, keys: list[ChunkKey]) -> float:
-    """Every layer of every chunk, checked -> seconds."""
-    clock = Clock()
+def _read(store: KVStore, keys: list[ChunkKey]) -> None:
+    """Every layer of every chunk, with its checksum."""
     with store.snapshot() as snapshot:
         for key in keys:
             record = snapshot.get(key)
@@ -99,11 +94,10 @@ def _read(store: KVStore, keys: list[ChunkKey]) -> float:
             view = RecordView(record)
             for l in range(view.n_layers):
                 view.layer(l)
-    return clock.elapsed()
 
 
-def _rate(n_bytes: int, call: Callable[[], float]) -> Metrics:
-    seconds = call()
+def _rate(n_bytes: int, clock: Clock) -> Metrics:
+    seconds = clock.elapsed()
     return {"time_s": seconds, "gb_per_s": n_bytes / seconds / 1e9}
 
 

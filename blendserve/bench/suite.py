@@ -11,9 +11,9 @@
         baseline: {method: transformers}
         target: ">= 12"
 
-`minutes` is the time that a run needs: it starts only if that is left. A run that fails costs its own result alone.
-Every result is a file in the suite's folder; the same command continues where the last one stopped. `$NAME` is a
-variable that the user sets; runs whose variables are not set are skipped.
+A run starts only if its `minutes` are left. A run that fails costs its own result alone. Every result is a file in the
+suite's folder; the same command continues where the last one stopped. `$NAME` is a variable that the user sets; runs
+whose variables are not set are skipped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from string import Template
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Column, read_result, select, summarize
@@ -51,7 +51,7 @@ TINY_MODEL = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 512},
 }
-FOLDER = "OUT"  # the variable that a command's scratch folder replaces
+FOLDER = "OUT"  # the variable of a command's scratch folder
 
 
 class Verdict(NamedTuple):
@@ -71,24 +71,18 @@ class Claim(Section):
     metric: str | None = Field(None, description="Metric of a bench.")
     where: Mapping[str, Any] = Field({}, description="Labels of the row.")
     baseline: Mapping[str, Any] | None = Field(None, description="Labels of the case to compare with.")
-    compare: Literal["speedup", "ratio"] = Field(
-        "speedup", description="Baseline / this one, or the inverse."
-    )
+    compare: Literal["speedup", "ratio"] = Field("speedup", description="Baseline / this, or the inverse.")
     fact: str | None = Field(None, description="Fact of a bench's groups; the largest counts.")
     path: tuple[str, ...] = Field((), description="Keys of the figure in a command's JSON.")
-    target: str = Field(description="Such as >= 12.")
-
-    @field_validator("target")
-    @classmethod
-    def _target(cls, target: str) -> str:
-        if not re.fullmatch(r"(>=|<=) -?\d+(\.\d+)?", target):
-            raise ValueError(f"a target is written like >= 12 or <= 1.3, not {target!r}")
-        return target
+    target: str = Field(description="Such as >= 12.", pattern=r"^(>=|<=) -?\d+(\.\d+)?$")
 
     def judge(self, result: Mapping[str, Any]) -> Verdict:
         """Raises InputError when the result does not have the figure."""
         sign, _, bound = self.target.partition(" ")
-        summary = summarize(self._values(dict(result)))
+        try:
+            summary = summarize(self._values(dict(result)))
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"run {self.run!r} has no {self.fact or '.'.join(self.path)}") from None
         return Verdict(*summary, met=COMPARE[sign](summary.median, float(bound)))
 
     def _values(self, result: dict[str, Any]) -> list[float]:
@@ -96,128 +90,112 @@ class Claim(Section):
             column = Column(self.says, self.metric, baseline=self.baseline, compare=self.compare)
             return select(result, column, self.where)
         if self.fact:
-            facts = [group["facts"][self.fact] for group in result["groups"] if self.fact in group["facts"]]
-            if not facts:
-                raise InputError(f"run {self.run!r} has no fact {self.fact!r}")
-            return [max(facts)]
-        found: Any = result
-        for key in self.path:
-            if not isinstance(found, dict) or key not in found:
-                raise InputError(f"run {self.run!r} has no {'.'.join(self.path)}")
-            found = found[key]
+            return [max(g["facts"][self.fact] for g in result["groups"] if self.fact in g["facts"])]
+        found = reduce(operator.getitem, self.path, result)
         return [found["low"], found["mean"], found["high"]] if isinstance(found, dict) else [float(found)]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run: a bench with settings, or a command whose last line of stdout is JSON."""
+class Run(Section):
+    """One run: a bench with its settings, or a command whose last line of stdout is JSON."""
 
-    name: str
-    minutes: float = 1.0
-    bench: str = ""
-    command: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, extra="allow")  # settings of the bench
+    minutes: float = Field(1.0, description="Time that it needs, in minutes.")
+    bench: str = Field("", description="Name of a bench, or of its module.")
+    command: str = Field("", description="Module and its words, as after python -m.")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Run:
+        if bool(self.bench) == bool(self.command) or (self.command and self.model_extra):
+            raise ValueError("a run needs a bench with its settings, or a command")
+        if self.bench and not self.unset:
+            self.config()
+        return self
 
     @property
     def unset(self) -> list[str]:
         """Variables that have no value."""
-        found = re.findall(r"\$(\w+)", f"{self.command} {self.settings}")
+        found = re.findall(r"\$(\w+)", f"{self.command} {self.model_extra}")
         return sorted({name for name in found if name != FOLDER})
-
-    def file(self, folder: Path) -> Path:
-        """The file of its result."""
-        return folder / f"{self.name}.{'json' if self.command else 'jsonl'}"
 
     def config(self, **overrides: Any) -> Any:
         """The bench's settings. Raises ConfigError."""
-        return load_bench(self.bench).config(**{**self.settings, **overrides})
-
-    def result(self, folder: Path) -> dict[str, Any] | None:
-        """The stored result; None without one."""
-        file = self.file(folder)
-        if not file.exists():
-            return None
-        return dict(json.loads(file.read_text("utf-8"))) if self.command else read_result(file)
+        return load_bench(self.bench).config(**{**(self.model_extra or {}), **overrides})
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(Section):
     """Runs by name, the most important first, and claims."""
 
     runs: Mapping[str, Run]
-    claims: tuple[Claim, ...]
-    variables: Mapping[str, str]
+    claims: tuple[Claim, ...] = ()
+    variables: Mapping[str, str] = {}
 
     @classmethod
     def read(cls, file: str | Path, variables: Mapping[str, str] | None = None) -> Suite:
         """Raises ConfigError, also for wrong settings of a bench."""
         try:
             text = Template(Path(file).read_text("utf-8")).safe_substitute(variables or {})
-            parts = yaml.safe_load(text)
-            runs = {name: _run(name, dict(given)) for name, given in parts["runs"].items()}
-            claims = tuple(Claim(**given) for given in parts.get("claims", ()))
-        except (OSError, TypeError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
-            raise ConfigError(f"the suite {file} cannot be read: {error!r}") from None
-        for run in runs.values():
-            if bool(run.bench) == bool(run.command) or (run.command and run.settings):
-                raise ConfigError(f"run {run.name!r} of {file} needs a bench with its settings, or a command")
-            if run.bench and not run.unset:
-                run.config()
-        if unknown := {claim.run for claim in claims} - set(runs):
+            suite = cls(**yaml.safe_load(text), variables=variables or {})
+        except (OSError, TypeError, ConfigError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the suite {file}: {error}") from None
+        if unknown := {claim.run for claim in suite.claims} - set(suite.runs):
             raise ConfigError(f"{file} has claims on unknown runs: {', '.join(sorted(unknown))}")
-        return cls(runs, claims, variables or {})
+        return suite
+
+    def file(self, run: str, folder: Path) -> Path:
+        """The file of a run's result."""
+        return folder / f"{run}.{'json' if self.runs[run].command else 'jsonl'}"
+
+    def result(self, run: str, folder: Path) -> dict[str, Any] | None:
+        """The stored result; None without one."""
+        file = self.file(run, folder)
+        if not file.exists():
+            return None
+        return dict(json.loads(file.read_text("utf-8"))) if self.runs[run].command else read_result(file)
 
     def verdicts(self, folder: Path) -> Iterator[tuple[Claim, Verdict | None]]:
         """None where the run has no result yet. Raises InputError where a result lacks the figure."""
         for claim in self.claims:
-            result = self.runs[claim.run].result(folder)
+            result = self.result(claim.run, folder)
             yield claim, claim.judge(result) if result is not None else None
 
 
-def _run(name: str, given: dict[str, Any]) -> Run:
-    own = {part: given.pop(part) for part in ("minutes", "bench", "command") if part in given}
-    return Run(name, settings=given, **{**own, "minutes": float(own.get("minutes", 1.0))})
-
-
 def run_suite(
-    suite: Suite,
-    out: Path,
-    minutes: float,
-    only: Collection[str] = (),
-    dry_run: bool = False,
+    suite: Suite, out: Path, minutes: float, only: Collection[str] = (), dry_run: bool = False
 ) -> dict[str, str]:
     """Run what has no result in `out` -> by name: "done", "skipped: REASON", or the error. Raises InputError."""
     if unknown := set(only) - set(suite.runs):
         raise InputError(f"the suite has no run {sorted(unknown)[0]!r}: it has {', '.join(suite.runs)}")
     end, states = time.monotonic() + 60 * minutes, dict[str, str]()
     out.mkdir(parents=True, exist_ok=True)
-    for run in suite.runs.values():
-        left = (end - time.monotonic()) / 60
-        if only and run.name not in only:
+    for name, run in suite.runs.items():
+        left, file = (end - time.monotonic()) / 60, suite.file(name, out)
+        if only and name not in only:
             continue
-        if run.unset and not dry_run:
-            states[run.name] = f"skipped: needs --set {run.unset[0]}=VALUE"
+        if file.exists() and not dry_run:
+            states[name] = "done"
+        elif run.unset and not dry_run:
+            states[name] = f"skipped: needs --set {run.unset[0]}=VALUE"
         elif run.minutes > left:
-            states[run.name] = f"skipped: needs {run.minutes:g} minutes"
+            states[name] = f"skipped: needs {run.minutes:g} minutes"
         else:
-            log.info("%s: %g of %.0f minutes left", run.name, run.minutes, left)
-            states[run.name] = _state(run, suite.variables, out, dry_run)
-        if states[run.name] != "done":
-            log.warning("%s: %s", run.name, states[run.name].strip().splitlines()[-1])
+            log.info("%s: %g of %.0f minutes left", name, run.minutes, left)
+            states[name] = _do(run, suite.variables, file, dry_run)
+        if states[name] != "done":
+            log.warning("%s: %s", name, states[name].strip().splitlines()[-1])
     return states
 
 
-def _state(run: Run, variables: Mapping[str, str], out: Path, dry_run: bool) -> str:
-    """Do the run -> "done", or the error with its traceback."""
+def _do(run: Run, variables: Mapping[str, str], file: Path, dry_run: bool) -> str:
+    """-> "done", or the error with its traceback"""
     try:
-        if run.command and not dry_run:
-            _run_command(run.command, variables, run.file(out))
-        elif run.bench and dry_run:
+        if run.bench and dry_run:
             with tiny_model() as model:
                 tiny = load_bench(run.bench).tiny_config(**model)
                 run_bench(run.bench, run.config(**tiny.model_dump(include=tiny.model_fields_set)))
         elif run.bench:
-            run_bench(run.bench, run.config(), run.file(out))
+            run_bench(run.bench, run.config(), file)
+        elif not dry_run:
+            _run_command(run.command, variables, file)
         return "done"
     except Exception:
         return traceback.format_exc()
@@ -225,15 +203,12 @@ def _state(run: Run, variables: Mapping[str, str], out: Path, dry_run: bool) -> 
 
 def _run_command(command: str, variables: Mapping[str, str], file: Path) -> None:
     """Write the last line of stdout, with variables' names for their values. Raises InputError."""
-    if file.exists():
-        return
     folder = file.with_suffix("")  # kept after a failure, so that the next run resumes
     words = shlex.split(Template(command).safe_substitute({FOLDER: str(folder)}))
     done = subprocess.run([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
+    if done.returncode or not done.stdout.strip():
         raise InputError(f"{command} ended with exit code {done.returncode}")
-    text = lines[-1]
+    text = done.stdout.strip().splitlines()[-1]
     for name, value in {**variables, FOLDER: str(folder)}.items():
         text = text.replace(json.dumps(value)[1:-1], f"${name}")
     file.write_text(json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n", "utf-8")

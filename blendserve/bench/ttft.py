@@ -7,8 +7,7 @@ peak memory of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -24,7 +23,6 @@ from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Positive, Ratio
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
-from blendserve.models.loader import LoadedModel
 from blendserve.registry import BENCHED
 
 WARM, COLD, FRESH = "warm", "cold", "fresh process"
@@ -56,65 +54,41 @@ class TtftConfig(BenchConfig):
 
 def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
     methods = config.compared  # a wrong word is an error before a model is loaded
-    grid = [
-        (context, min(chunk, context)) for context, chunk in product(config.contexts, config.chunk_tokens)
-    ]
+    pairs = product(config.contexts, config.chunk_tokens)
+    grid = dict.fromkeys((context, min(chunk, context)) for context, chunk in pairs)
     for context, chunk in grid:
         if context % chunk:
             raise ConfigError(f"a context of {context:,} tokens is no multiple of chunks of {chunk:,}")
     reader = open_reader(config, log)
     check_room(reader, max(config.contexts) + config.suffix_tokens, "the longest prompt")
-    for context, chunk in dict.fromkeys(grid):
-        yield from _point(config, methods, reader, log, context, chunk)
-
-
-def _point(
-    config: TtftConfig,
-    methods: Sequence[MethodSpec],
-    reader: LoadedModel,
-    log: SampleLog,
-    context: int,
-    chunk: int,
-) -> Iterator[Group]:
-    """The groups of one prompt, which share a store."""
-    labels = {"context": context, "chunk": chunk}
-    todo = [
-        source for source in (WARM, COLD)[: 1 + config.cold] if not log.done({**labels, "source": source})
-    ]
-    wants_memory = config.memory and not log.done({**labels, "source": FRESH})
-    if not todo and not wants_memory:
-        return
-    workload = make_workload(reader, context // chunk, chunk, config.suffix_tokens, config.seed)
-    with (
-        scratch(config.folder) as folder,
-        PromptFixture(reader, workload, methods, folder, config.tier) as fixture,
-    ):
-        fixture.precompute()
-        rates = measure_rates(reader.adapter.dtype, reader.adapter.device)
-        fixture.compare_with(rates)
-        facts = {"prompt_tokens": len(workload.prompt), "flops": rates.flops, "copied_bytes_s": rates.bytes}
-        stored = [method for method in methods if reads_store(method)]
-        warm = [_case(fixture, method) for method in stored]
-        for source in todo:
-            if source == WARM:
-                cases = [_case(fixture, method) for method in methods]
-            else:
-                cold = [_case(fixture, method, cache=COLD) for method in stored]
-                cases = [*(replace(case, prepare=fixture.drop_page_cache) for case in cold), *warm]
-            yield Group({**labels, "source": source}, cases, facts if source == WARM else {})
-        if wants_memory:
-            cases = [_memory_case(config, method, context, chunk, str(folder)) for method in methods]
-            yield Group({**labels, "source": FRESH}, cases, repeats=1, warm_up=False)
-
-
-def _case(fixture: PromptFixture, method: MethodSpec, **labels: str) -> Case:
-    return Case({"method": method.name, **labels}, partial(fixture.run, method))
-
-
-def _memory_case(config: TtftConfig, method: MethodSpec, context: int, chunk: int, folder: str) -> Case:
-    shape, model = (context // chunk, chunk, config.suffix_tokens), config.reader.model_dump(mode="json")
-    run = partial(peak_memory, model, shape, config.seed, method.name, folder)
-    return Case({"method": method.name}, run)
+    rates = measure_rates(reader.adapter.dtype, reader.adapter.device)
+    for context, chunk in grid:
+        labels = {"context": context, "chunk": chunk}
+        shape = context // chunk, chunk, config.suffix_tokens
+        workload = make_workload(reader, *shape, config.seed)
+        with (
+            scratch(config.folder) as folder,
+            PromptFixture(reader, workload, methods, folder, config.tier, rates) as fixture,
+        ):
+            fixture.precompute()
+            facts = {
+                "prompt_tokens": len(workload.prompt),
+                "flops": rates.flops,
+                "copied_bytes_s": rates.bytes,
+            }
+            cases = {
+                method: Case({"method": method.name}, partial(fixture.run, method)) for method in methods
+            }
+            yield Group({**labels, "source": WARM}, [*cases.values()], partial(dict, facts))
+            if config.cold:
+                warm = [case for method, case in cases.items() if reads_store(method)]
+                drop = fixture.drop_page_cache
+                cold = [Case({**case.labels, "cache": COLD}, case.run, drop) for case in warm]
+                yield Group({**labels, "source": COLD}, [*cold, *warm])
+            if config.memory:
+                peaks = [partial(peak_memory, config.reader, shape, config.seed, m, folder) for m in methods]
+                fresh = [Case({"method": m.name}, run) for m, run in zip(methods, peaks, strict=True)]
+                yield Group({**labels, "source": FRESH}, fresh, repeats=1, warm_up=False)
 
 
 TABLES = (

@@ -19,7 +19,7 @@ from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel
 from blendserve.retrieve import language_reference
 
-TRIES = 40  # places in the text to begin a piece at, before giving up
+TRIES = 40  # starts of a piece
 LONGEST = 16  # characters a token, at most
 
 
@@ -55,56 +55,39 @@ def make_workload(
     prompts = PromptBuilder(reader.tokenizer, PromptConfig())
     together = chunk_tokens if suffix_tokens is None else chunks * chunk_tokens + suffix_tokens
     check_room(reader, len(prompts.prefix) + together, "the prompt")
-    text = Text(seed)
+    source = "\n\n".join(document.text for document in language_reference())
+    rng = random.Random(seed)
+    at = rng.randrange(len(source))
+
+    def piece(count: Callable[[str], int], n: int, what: str) -> str:
+        """The next stretch of text that counts exactly n tokens, and is no chunk yet."""
+        nonlocal at
+        for _ in range(TRIES):
+            size = LONGEST * (n + 16)
+            found = _fill(count, (source[at:] + source * (1 + size // len(source)))[:size].lstrip(), n)
+            at = (at + len(found or "") + 1 + rng.randrange(64)) % len(source)
+            if found and found not in texts:
+                return found
+        raise InputError(
+            f"no text makes {what} of {n} tokens for this model's tokenizer and prompt: ask for more"
+        )
+
     texts: dict[str, None] = {}  # no two alike: a chunk is stored once
     while len(texts) < chunks:
-        texts.setdefault(
-            text.piece(lambda t: len(prompts.chunk(Passage(t))), chunk_tokens, "a chunk", texts.__contains__)
-        )
+        texts[piece(lambda t: len(prompts.chunk(Passage(t))), chunk_tokens, "a chunk")] = None
     question = ""
     if suffix_tokens is not None:
-        question = text.piece(lambda t: len(prompts.build(t, ()).suffix), suffix_tokens, "the suffix")
+        question = piece(lambda t: len(prompts.build(t, ()).suffix), suffix_tokens, "the suffix")
     return Workload(prompts, tuple(Passage(t) for t in texts), question)
 
 
 def check_room(reader: LoadedModel, tokens: int, what: str) -> None:
-    """Raises InputError when the tokens exceed the reader's context."""
+    """Raises InputError when the tokens exceed the model's context."""
     limit = reader.adapter.context_limit
     if tokens > limit:
         raise InputError(
-            f"{what} would have {tokens:,} tokens, the context of reader {reader.name!r} has {limit:,}: ask for less"
+            f"{what} would have {tokens:,} tokens, the context of model {reader.name!r} has {limit:,}: ask for less"
         )
-
-
-class Text:
-    """The source, read from a place that the seed chooses and from there on."""
-
-    def __init__(self, seed: int) -> None:
-        self._text = "\n\n".join(document.text for document in language_reference())
-        self._random = random.Random(seed)
-        self._at = self._random.randrange(len(self._text))
-
-    def piece(
-        self,
-        count: Callable[[str], int],
-        n: int,
-        what: str,
-        taken: Callable[[str], bool] = lambda text: False,
-    ) -> str:
-        """The next stretch of text that counts exactly n tokens. Raises InputError when there is none."""
-        for _ in range(TRIES):
-            source = self._from(self._at, LONGEST * (n + 16))
-            found = _fill(count, source, n)
-            self._at += len(found or "") + 1 + self._random.randrange(64)
-            if found and not taken(found):
-                return found
-        raise InputError(
-            f"no text makes {what} of {n} tokens for this reader's tokenizer and prompt: ask for more"
-        )
-
-    def _from(self, start: int, length: int) -> str:
-        start %= len(self._text)
-        return (self._text[start:] + self._text * (1 + length // len(self._text)))[:length].lstrip()
 
 
 def _fill(count: Callable[[str], int], text: str, n: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from blendserve.blend.chunk_kv import ChunkComputer
@@ -22,8 +23,7 @@ from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
-from blendserve.fetch.copies import Hold
-from blendserve.fetch.fetcher import COMPUTED, Fetch, KVFetcher
+from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
@@ -118,9 +118,9 @@ class Blender:
         make_policy(blend).validate(self.model.n_layers)
         if blend.method == "reuse":
             blend = changed(blend, **FULL_REUSE)
-        options = new_tokens, clock, cache
+        run_plan = partial(self._run_plan, new_tokens=new_tokens, clock=clock, cache=cache)
         if blend.method == "full":
-            return (yield from self._run_pass(self.planner.plan(lay_out(prompt), blend), *options))
+            return (yield from run_plan(self.planner.plan(lay_out(prompt), blend)))
         prefix = PrefixKV(prefix_kv, len(prompt.prefix)) if prefix_kv else None
         prefix = prefix or (yield from self.prefixes.get(self.key.namespace, prompt.prefix))
         requests = self._requests(prompt, blend)
@@ -134,7 +134,7 @@ class Blender:
                 try:
                     plan = self.planner.plan(self._look_up(prompt, blend, requests, prefix, fetch), blend)
                     waited_s = fetch.waited_s
-                    done = yield from self._run_pass(plan, *options)
+                    done = yield from run_plan(plan)
                 except StoreError as error:
                     fetch.drop(error)  # the next layout does without that chunk, or without the store
                     continue
@@ -163,7 +163,7 @@ class Blender:
         prefix: PrefixKV,
         fetch: Fetch,
     ) -> Layout:
-        """The layout by what was fetched, and by near-duplicates. Raises StoreError."""
+        """The layout by what was fetched, and by near-duplicates."""
         n_layers, first_is_exact = self.model.n_layers, self._first_is_exact(prompt)
         layout = look_up(fetch, prompt, requests, TensorView(prefix.kv), n_layers, first_is_exact)
         if not blend.near or blend.method == "prefix" or fetch.trouble:
@@ -173,13 +173,11 @@ class Blender:
             token_s = self.planner.token_saves_s(prompt, blend, requests, first_is_exact)
         return reuse_near(layout, fetch, self.near, n_layers, token_s)
 
-    def _run_pass(
-        self, plan: PrefillPlan, new_tokens: int, clock: Clock | None, cache: KVCache | None
-    ) -> Steps[Prefilled]:
-        prompt, uses_prior = plan.layout.prompt, CORRECTIONS.load(plan.blend.correction).uses_prior
-        prior = self.priors.current() if uses_prior else None
-        options = new_tokens, clock, cache, prior.layer if prior else None
-        result = yield from blend_prefill(self.model, prompt, plan.layout, plan.blend, *options)
+    def _run_plan(self, plan: PrefillPlan, **options: Any) -> Steps[Prefilled]:
+        uses_prior = CORRECTIONS.load(plan.blend.correction).uses_prior
+        priors = self.priors.current() if uses_prior else None
+        prior = priors.layer if priors else None
+        result = yield from blend_prefill(self.model, plan.layout, plan.blend, prior=prior, **options)
         report = make_report(plan, result, prior is not None)
         return Prefilled(result, report, explain(plan, result), report.tokens_exact + report.tokens_reused)
 

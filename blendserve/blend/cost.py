@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ VERSION = 5  # of what is measured; raise it when prefill's speed changes much
 MEASURE_S = 4.0  # about what a measurement may take: a slower machine is measured with shorter prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What a prefill does, as the cost model counts it."""
 
     passes: int
@@ -52,20 +51,19 @@ class Work:
 
 def count_work(layout: Layout, policy: Policy, n_layers: int) -> Work:
     """The work of prefilling this layout with this policy."""
-    n_reusable, selected = layout.n_reusable, policy.n_selected(layout)
-    work = count_rows(layout, selected)
-    passes, rows, pairs = work.passes, work.rows, work.pairs
+    selected = policy.n_selected(layout)
+    passes, rows, pairs, loaded = count_rows(layout, selected)
     if policy.is_scored(layout):
         rows, pairs, passes = rows + layout.n_suffix, pairs + layout.n_suffix * layout.n_tokens, passes + 1
     if policy.check_layers and selected:
-        dense = min(1.0, max(policy.check_layers) / n_layers) * (n_reusable - selected)
+        dense = min(1.0, max(policy.check_layers) / n_layers) * (layout.n_reusable - selected)
         rows, pairs = rows + dense, pairs + dense * _mean_keys(layout)
-    return Work(passes, rows, pairs, work.loaded)
+    return Work(passes, rows, pairs, loaded)
 
 
 def count_rows(layout: Layout, selected: int) -> Work:
     """The work of one pass over the fresh tokens and this number of the reusable ones."""
-    fresh = [segment.span for segment in layout.segments if segment.state is State.FRESH]
+    fresh = layout.spans(State.FRESH)
     pairs = sum(map(_keys, fresh)) + selected * _mean_keys(layout)
     return Work(1, sum(map(len, fresh)) + selected, pairs, layout.n_loaded)
 
@@ -82,7 +80,7 @@ def _keys(span: Span) -> float:
 
 def _mean_keys(layout: Layout) -> float:
     """Keys that a reusable token sees, on average."""
-    return sum(map(_keys, layout.reusable_spans)) / layout.n_reusable if layout.n_reusable else 0.0
+    return sum(map(_keys, layout.spans(State.REUSED))) / layout.n_reusable if layout.n_reusable else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class CostModel:
     per_loaded: float
 
     def seconds(self, work: Work) -> float:
-        return float(np.dot(astuple(self), astuple(work)))
+        return float(np.dot(astuple(self), work))
 
 
 def calibrated(model: DecoderModel, fingerprint: str, folder: Path, fresh: bool = False) -> CostModel:
@@ -143,35 +141,28 @@ def measure(
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
     cases = [case for case in dense + behind if case[0] > 0]
-    rounds: list[list[tuple[list[float], float]]] = []
+    rounds: list[list[tuple[Work, float]]] = []
     while len(rounds) < repeats and sum(seconds for parts in rounds for _, seconds in parts) < MEASURE_S:
         rounds.append([part for case in cases for part in _timed(model, *case, room, clock)])
     works = [work for work, _ in rounds[0]]
     elapsed_s = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
-    constants = nonnegative_least_squares(
-        np.array(works) / elapsed_s[:, None], np.ones(len(elapsed_s))
-    )  # relative error
-    return CostModel(*map(float, constants))
+    relative = np.array(works) / elapsed_s[:, None]  # so that the relative error is the least
+    return CostModel(*map(float, nonnegative_least_squares(relative, np.ones(len(elapsed_s)))))
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The x >= 0 [n] with the least |a x - b|, a [m, n], b [m]: tries every set of columns, so n is small.
-
-    The solution is the unconstrained one over some set of columns, with zeros elsewhere (Lawson and Hanson, 1974).
-    """
-    m, n = a.shape
-    best, least = np.zeros(n), float(b @ b)
-    for size in range(1, min(m, n) + 1):
-        for columns in map(list, combinations(range(n), size)):
-            x = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
-            error = float(np.square(a[:, columns] @ x - b).sum())
-            if error < least and (x >= 0).all():
-                best, least = np.zeros(n), error
-                best[columns] = x
-    return best
+    """An x >= 0 [n] with a small |a x - b|, a [m, n], b [m]: least squares, again without the columns below 0."""
+    x, columns = np.zeros(a.shape[1]), np.arange(a.shape[1])
+    while len(columns):
+        fitted = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+        if (fitted >= 0).all():
+            x[columns] = fitted
+            break
+        columns = columns[fitted > 0]
+    return x
 
 
-def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
+def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> Layout:
     """A prompt of random tokens; what is stored of it is noise, as speed does not depend on values."""
     rng = np.random.default_rng(0)
 
@@ -182,23 +173,21 @@ def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> tuple
         shape = (model.n_layers, model.n_kv_heads, n, model.head_dim)
         # One head's, for all layers: drawing takes longer than all else.
         one = torch.randn(shape[2:], dtype=model.dtype, device=model.device)
-        keys, values = (one.expand(shape).contiguous() for _ in range(2))
-        return TensorView(ChunkKV(keys, values))
+        return TensorView(ChunkKV(*(one.expand(shape).contiguous() for _ in range(2))))
 
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []
     prompt = Prompt(draw(4), tuple(Chunk(draw(n)) for n in sizes), draw(n_suffix))
-    prefix = noise(4) if sizes else None
-    return prompt, lay_out(prompt, prefix, [noise(n) for n in sizes], first_is_exact=True)
+    return lay_out(prompt, noise(4) if sizes else None, {i: noise(n) for i, n in enumerate(sizes)})
 
 
 def _timed(
     model: DecoderModel, rows: int, keys: int, room: int, clock: Callable[[], float]
-) -> Iterator[tuple[list[float], float]]:
+) -> Iterator[tuple[Work, float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
-    prompt, layout = synthetic_prompt(model, rows, keys)
+    layout = synthetic_prompt(model, rows, keys)
     plain, scored = BlendConfig(**FULL_REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
         start = clock()
-        logits = run(blend_prefill(model, prompt, layout, blend)).logits
+        logits = run(blend_prefill(model, layout, blend)).logits
         float(logits[0])  # reading a number waits for the device
-        yield list(astuple(count_work(layout, make_policy(blend), model.n_layers))), clock() - start
+        yield count_work(layout, make_policy(blend), model.n_layers), clock() - start

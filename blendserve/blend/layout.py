@@ -13,10 +13,12 @@ consist of several segments: runs of stored near-duplicates (near.py), and fresh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -69,9 +71,9 @@ class Layout:
     segments: tuple[Segment, ...]
     first_is_exact: bool  # whether chunk KV was computed after this prefix, so it is exact right after it
     donor_errors: Mapping[int, str] = field(default_factory=dict)
-    """chunks that donors were looked for -> why one of them could not be used, "" if none was refused"""
+    """chunks that donors were looked for -> why some of them could not be used, "" if all could"""
 
-    @property
+    @cached_property
     def n_tokens(self) -> int:
         return len(self.prompt)
 
@@ -79,9 +81,22 @@ class Layout:
     def n_suffix(self) -> int:
         return len(self.prompt.suffix)
 
-    def count(self, *states: State) -> int:
-        """Number of tokens in these states."""
-        return sum(len(segment.span) for segment in self.segments if segment.state in states)
+    @property
+    def loaded(self) -> list[Segment]:
+        """Segments whose KV is read."""
+        return [segment for segment in self.segments if segment.state is not State.FRESH]
+
+    def spans(self, state: State) -> list[Span]:
+        return [segment.span for segment in self.segments if segment.state is state]
+
+    def count(self, state: State) -> int:
+        """Number of tokens in a state."""
+        return sum(map(len, self.spans(state)))
+
+    @property
+    def n_loaded(self) -> int:
+        """Tokens whose KV is read."""
+        return self.n_tokens - self.count(State.FRESH)
 
     @property
     def n_found(self) -> int:
@@ -92,50 +107,27 @@ class Layout:
     def n_reusable(self) -> int:
         return self.count(State.REUSED)
 
-    @property
-    def n_loaded(self) -> int:
-        """Tokens whose KV is read."""
-        return sum(len(segment.span) for segment in self.loaded)
-
-    @property
-    def loaded(self) -> list[Segment]:
-        """Segments whose KV is read."""
-        return [segment for segment in self.segments if segment.state is not State.FRESH]
-
-    @property
-    def exact_chunk(self) -> Span | None:
-        """The chunk, or run of one, right behind the prefix, if its KV is exact."""
-        return next((s.span for s in self.segments if s.state is State.EXACT and s.chunk is not None), None)
-
-    @property
-    def reusable_spans(self) -> list[Span]:
-        return [segment.span for segment in self.segments if segment.state is State.REUSED]
-
     @cached_property
     def reusable(self) -> Tensor:
         """[T] bool"""
-        return self.mask(State.REUSED)
+        return self._mask(State.REUSED)
 
     @cached_property
     def fresh(self) -> Tensor:
         """[T] bool"""
-        return self.mask(State.FRESH)
+        return self._mask(State.FRESH)
 
-    def mask(self, state: State) -> Tensor:
-        """[T] bool"""
+    def _mask(self, state: State) -> Tensor:
         mask = torch.zeros(self.n_tokens, dtype=torch.bool)
-        for segment in self.segments:
-            if segment.state is state:
-                mask[segment.span.start : segment.span.stop] = True
+        for span in self.spans(state):
+            mask[span.start : span.stop] = True
         return mask
 
     def chunks(self) -> Iterator[tuple[int, list[Segment]]]:
         """Number and segments of each chunk that has tokens, in order."""
-        by_chunk: dict[int, list[Segment]] = {}
-        for segment in self.segments:
-            if segment.chunk is not None:
-                by_chunk.setdefault(segment.chunk, []).append(segment)
-        yield from by_chunk.items()
+        for i, segments in groupby(self.segments, key=lambda segment: segment.chunk):
+            if i is not None:
+                yield i, list(segments)
 
     def budget(self, ratio: float) -> int:
         """Tokens to recompute: a share of the found chunk tokens; exact ones count, but need no recomputation."""
@@ -149,42 +141,36 @@ class Layout:
     def for_method(self, method: Method) -> Layout:
         """The same with the segments that a method does not use left fresh: prefix caching moves nothing."""
 
-        def used(segment: Segment) -> bool:
-            if method == "prefix":
-                return segment.state is State.EXACT and segment.donor is None
-            return method != "full"
+        def is_used(segment: Segment) -> bool:
+            return method == "prefix" and segment.state is State.EXACT and segment.donor is None
 
-        segments = (s if used(s) else replace(s, state=State.FRESH) for s in self.segments)
+        if method not in ("full", "prefix"):
+            return self
+        segments = (s if is_used(s) else replace(s, state=State.FRESH) for s in self.segments)
         return replace(self, segments=tuple(segments))
 
 
 def lay_out(
     prompt: Prompt,
-    prefix: ChunkView | Miss | None = None,
-    chunks: Sequence[ChunkView | Miss | None] = (),
-    sources: Mapping[int | None, str] | None = None,
+    prefix: ChunkView | None = None,
+    chunks: Mapping[int, ChunkView | Miss] = MappingProxyType({}),
+    sources: Mapping[int, str] = MappingProxyType({}),
     *,
     first_is_exact: bool = True,
 ) -> Layout:
-    """The layout of a prompt by what was found of its prefix and of each chunk; None: not looked up.
-
-    sources: where chunks by number are read from; None: the prefix.
-    """
+    """The layout of a prompt by the KV of its prefix, and what was found of chunks, by number, in these sources."""
     layout, start = Layout(prompt, (), first_is_exact), len(prompt) - len(prompt.suffix)
-    found = [*chunks, *[None] * (len(prompt.chunks) - len(chunks))]
-    parts = [
-        (None, Span(0, len(prompt.prefix)), prefix, State.EXACT),
-        *((i, span, found[i], layout.state_at(span.start)) for i, span in enumerate(prompt.spans)),
-        (None, Span(start, len(prompt)), None, State.FRESH),
-    ]
-    segments = (
-        Segment(span, State.FRESH, i, miss=view)
-        if view is None or isinstance(view, Miss)
-        else Segment(span, state, i, view, source=(sources or {}).get(i, ""))
-        for i, span, view, state in parts
-        if len(span)
-    )
-    return replace(layout, segments=tuple(segments))
+    segments = [Segment(Span(0, len(prompt.prefix)), State.FRESH)]
+    if prefix:
+        segments = [replace(segments[0], state=State.EXACT, view=prefix, source=LOCAL)]
+    for i, span in enumerate(prompt.spans):
+        found = chunks.get(i)
+        if found is None or isinstance(found, Miss):
+            segments.append(Segment(span, State.FRESH, i, miss=found))
+        else:
+            segments.append(Segment(span, layout.state_at(span.start), i, found, source=sources.get(i, "")))
+    segments.append(Segment(Span(start, len(prompt)), State.FRESH))
+    return replace(layout, segments=tuple(segment for segment in segments if len(segment.span)))
 
 
 ASSUMED = cast(ChunkView, object())  # of a layout that is never read
@@ -192,8 +178,7 @@ ASSUMED = cast(ChunkView, object())  # of a layout that is never read
 
 def suppose(prompt: Prompt, chunks: Collection[int], first_is_exact: bool) -> Layout:
     """The layout if the prefix and these chunks were stored: to estimate costs, not to read."""
-    found = [ASSUMED if i in chunks else None for i in range(len(prompt.chunks))]
-    return lay_out(prompt, ASSUMED, found, first_is_exact=first_is_exact)
+    return lay_out(prompt, ASSUMED, dict.fromkeys(chunks, ASSUMED), first_is_exact=first_is_exact)
 
 
 def look_up(
@@ -206,13 +191,18 @@ def look_up(
 ) -> Layout:
     """The layout by what was fetched. requests: by number of the chunk."""
     keys = {i: request.key for i, request in requests.items()}
-    for key in keys.values():
-        if (view := fetch.views.get(key)) and view.n_layers != n_layers:
-            fetch.drop(CorruptRecord(key, "is not the chunk that its key names"))
-    found = {i: fetch.views.get(key) or fetch.misses.get(key) for i, key in keys.items()}
-    sources: dict[int | None, str] = {i: fetch.source.get(key, "") for i, key in keys.items()}
-    chunks = [found.get(i) for i in range(len(prompt.chunks))]
-    return lay_out(prompt, prefix, chunks, {**sources, None: LOCAL}, first_is_exact=first_is_exact)
+    found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
+    sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
+    return lay_out(prompt, prefix, found, sources, first_is_exact=first_is_exact)
+
+
+def usable_view(fetch: Fetch, key: ChunkKey, n_layers: int) -> ChunkView | None:
+    """The view of a fetched chunk; one of another model is dropped as damaged."""
+    view = fetch.views.get(key)
+    if view and view.n_layers != n_layers:
+        fetch.drop(CorruptRecord(key, "is not the chunk that its key names"))
+        return None
+    return view
 
 
 def usable_chunks(prompt: Prompt, method: Method, first_is_exact: bool) -> list[int]:

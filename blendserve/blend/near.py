@@ -18,32 +18,30 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from blendserve.blend.keys import ChunkKeys
-from blendserve.blend.layout import Layout, Segment
+from blendserve.blend.layout import Layout, Segment, usable_view
 from blendserve.core import Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.tiered import stores_of
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.base import Miss
 from blendserve.store.shingles import NearIndex, fingerprints
 
 MIN_RUN = 16  # reused tokens of a run
 CONTEXT_MARGIN = 8  # tokens of a run before those
 MAX_DONORS = 4  # of one chunk
 PAIRS_PER_TOKEN = 256  # equal pairs of a chunk's and a donor's tokens to compare, for each token of the chunk
-IDS_PER_READ = 256  # chunks whose tokens are read at a time: some 300 KB of headers in a round trip
+IDS_PER_READ = 256  # chunks that a refresh reads the tokens of at a time: some 300 KB of headers
 FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
 REFRESH_S = 300.0  # until chunks that other processes store are found
 
-Available = Callable[[Mapping[ChunkKey, int]], Collection[ChunkKey]]
-"""donors by key, with their numbers of tokens -> the readable ones"""
+Donors = dict[ChunkKey, TokenIds]
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +54,11 @@ class Run(NamedTuple):
     offset: int  # where they start in the donor
 
 
-class NearMatch(NamedTuple):
-    """What stored chunks have of one chunk."""
-
-    runs: tuple[Run, ...]  # ascending
-    unavailable: tuple[ChunkKey, ...]  # donors that could not be read
-
-
 class NearDuplicates:
-    """Finds text of a chunk in the stored chunks of one namespace. Thread-safe.
+    """Finds stored chunks of one namespace that share text with a chunk. Thread-safe.
 
-    A thread of its own builds the index from the store when it is first asked for. The index is a hint: what is read is
-    what a request's snapshot has.
+    A thread of its own builds the index from the store when it is first asked for. The index is a hint: a request reads
+    what its own snapshot has.
     """
 
     def __init__(self, store: KVStore, key: ChunkKeys) -> None:
@@ -77,32 +68,16 @@ class NearDuplicates:
         self._next_refresh = 0.0  # 0: the index is not used yet
         self._lock = threading.Lock()
 
-    def find(self, chunks: Mapping[int, TokenIds], available: Available) -> dict[int, NearMatch]:
-        """Runs of stored chunks for each of these chunks. Raises StoreError.
-
-        The tokens of all donors are read at once, and then their KV; a run of a donor that is not available may be found
-        in another one.
-        """
-        self._keep_up()
+    def donors(self, chunks: Mapping[int, TokenIds]) -> dict[int, Donors]:
+        """For each of these chunks, stored chunks that share text with it, the best first, with their tokens."""
+        self._refresh_if_due()
         near = {i: self.index.find(fingerprints(ids), MAX_DONORS) for i, ids in chunks.items()}
-        donors = self._donors(dict.fromkeys(key for keys in near.values() for key in keys))
-        readable = set[ChunkKey]()
-        unavailable: dict[int, tuple[ChunkKey, ...]] = dict.fromkeys(chunks, ())
-        while True:
-            runs = {
-                i: _runs(ids, {key: donors[key] for key in near[i] if key in donors})
-                for i, ids in chunks.items()
-            }
-            asked = {run.donor: len(donors[run.donor]) for found in runs.values() for run in found}
-            asked = {key: n for key, n in asked.items() if key not in readable}
-            readable |= set(available(asked)) if asked else set()
-            gone = asked.keys() - readable
-            if not gone:
-                return {i: NearMatch(tuple(found), unavailable[i]) for i, found in runs.items()}
-            for i, found in runs.items():
-                unavailable[i] += tuple(dict.fromkeys(run.donor for run in found if run.donor in gone))
-            for key in gone:
-                del donors[key]
+        asked = list(dict.fromkeys(key for keys in near.values() for key in keys))
+        stored, is_complete = self._token_ids(asked)
+        if is_complete:  # else some may be in a store that did not answer
+            self.index.discard(key for key in asked if key not in stored)
+        donors = {key: ids for key, ids in stored.items() if self._key(ids) == key}
+        return {i: {key: donors[key] for key in keys if key in donors} for i, keys in near.items()}
 
     def add(self, ids: TokenIds) -> None:
         """This process has stored a chunk."""
@@ -113,52 +88,41 @@ class NearDuplicates:
         """Make the index that of the store as it is now. Chunks that cannot be listed or read stay as they are."""
         self._next_refresh = time.monotonic() + REFRESH_S
         before = self.index.keys  # chunks that are added from here on may not be listed, and stay
-        stored, is_whole = self._stored_keys()
-        if is_whole:
+        stored = set[ChunkKey]()
+        if self._ask_stores(lambda store: stored.update(store.keys(self._key.namespace))):
             self.index.discard(before - stored)
             self._not_donors &= stored
         new = sorted(stored - self.index.keys - self._not_donors)
         for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
-            found, is_whole = self._token_ids(some)
+            found, is_complete = self._token_ids(some)
             donors = {key: ids for key, ids in found.items() if self._key(ids) == key}
             self.index.add((key, fingerprints(ids)) for key, ids in donors.items())
-            self._not_donors |= set(some if is_whole else found) - donors.keys()
+            self._not_donors |= set(some if is_complete else found) - donors.keys()
 
-    def _donors(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, TokenIds]:
-        """The tokens of these chunks, if they are stored and donors."""
-        asked = list(keys)
-        stored, is_whole = self._token_ids(asked)
-        if is_whole:  # else some may be stored where they cannot be asked for
-            self.index.discard(key for key in asked if key not in stored)
-        return {key: ids for key, ids in stored.items() if self._key(ids) == key}
-
-    def _token_ids(self, keys: Sequence[ChunkKey]) -> tuple[dict[ChunkKey, TokenIds], bool]:
+    def _token_ids(self, keys: Sequence[ChunkKey]) -> tuple[Donors, bool]:
         """The tokens of stored chunks, and whether every store answered."""
-        found, is_whole = dict[ChunkKey, TokenIds](), True
+        found: Donors = {}
+
+        def read(store: KVStore) -> None:
+            left = [key for key in keys if key not in found]
+            infos = store.describe(left) if left else {}
+            found.update({key: info.token_ids for key, info in infos.items() if info.token_ids})
+
+        return found, self._ask_stores(read)
+
+    def _ask_stores(self, read: Callable[[KVStore], None]) -> bool:
+        """Read from the local and the remote store -> whether both answered."""
+        is_complete = True
         for store in stores_of(self._store):
             try:
-                for at in range(0, len(keys), IDS_PER_READ):
-                    some = [key for key in keys[at : at + IDS_PER_READ] if key not in found]
-                    infos = store.describe(some) if some else {}
-                    found |= {key: info.token_ids for key, info in infos.items() if info.token_ids}
+                read(store)
             except StoreError as error:
                 log.debug("some chunks are not searched for near-duplicates, as %s", error)
-                is_whole = False
-        return found, is_whole
+                is_complete = False
+        return is_complete
 
-    def _stored_keys(self) -> tuple[set[ChunkKey], bool]:
-        """The chunks of the namespace, and whether every store answered."""
-        found, is_whole = set[ChunkKey](), True
-        for store in stores_of(self._store):
-            try:
-                found.update(store.keys(self._key.namespace))
-            except StoreError as error:
-                log.debug("some chunks are not searched for near-duplicates, as %s", error)
-                is_whole = False
-        return found, is_whole
-
-    def _keep_up(self) -> None:
-        """Refresh in the background when that is due; the first caller waits a moment for the index."""
+    def _refresh_if_due(self) -> None:
+        """In the background; the first caller waits a moment for the index."""
         now = time.monotonic()
         with self._lock:
             is_first, is_due = not self._next_refresh, now >= self._next_refresh
@@ -171,7 +135,38 @@ class NearDuplicates:
                 thread.join(FIRST_WAIT_S)
 
 
-def _runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[Run]:
+def reuse_near(
+    layout: Layout, fetch: Fetch, near: NearDuplicates, n_layers: int, token_saves_s: float | None
+) -> Layout:
+    """The layout with runs of stored chunks in place of missing chunks.
+
+    token_saves_s: seconds that a donor's token saves; None: fetch every donor. Runs of a donor that cannot be read are
+    looked for in the chunk's other donors.
+    """
+    chunks = layout.prompt.chunks
+    missing = {s.chunk: chunks[s.chunk].ids for s in layout.segments if s.chunk is not None and s.miss}
+    if not missing:
+        return layout
+    donors, errors = near.donors(missing), {i: dict[ChunkKey, str]() for i in missing}
+    while True:
+        runs = {i: find_runs(ids, donors[i]) for i, ids in missing.items()}
+        used = {run.donor: len(donors[i][run.donor]) for i, found in runs.items() for run in found}
+        fetch.extend([ChunkRequest(key, n, token_saves_s and n * token_saves_s) for key, n in used.items()])
+        lost = {key for key in used if usable_view(fetch, key, n_layers) is None}
+        if not lost:
+            break
+        for i, found in runs.items():
+            errors[i] |= {run.donor: _reason(fetch, run.donor) for run in found if run.donor in lost}
+            donors[i] = {key: ids for key, ids in donors[i].items() if key not in lost}
+    segments = list[Segment]()
+    for segment in layout.segments:
+        found = runs.get(segment.chunk, []) if segment.chunk is not None else []
+        segments += _with_runs(layout, segment, found, fetch)
+    why = {i: "; ".join(found.values()) for i, found in errors.items()}
+    return replace(layout, segments=tuple(segments), donor_errors=why)
+
+
+def find_runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[Run]:
     """Runs of these donors in a chunk, ascending; a later donor gets what earlier ones leave."""
     left, runs = [Span(0, len(ids))], list[Run]()
     for key, donor in donors.items():
@@ -215,36 +210,6 @@ def _margin(ids: TokenIds, donor: TokenIds, a: int, b: int) -> int:
     return 0 if n == b else CONTEXT_MARGIN - n
 
 
-def reuse_near(
-    layout: Layout, fetch: Fetch, near: NearDuplicates, n_layers: int, token_saves_s: float | None
-) -> Layout:
-    """The layout with runs of stored chunks in place of missing chunks. Raises StoreError.
-
-    token_saves_s: seconds that a donor's token saves; None: fetch every donor.
-    """
-
-    def available(donors: Mapping[ChunkKey, int]) -> list[ChunkKey]:
-        token_s = token_saves_s
-        fetch.extend(
-            [ChunkRequest(key, n, None if token_s is None else n * token_s) for key, n in donors.items()]
-        )
-        views = {key: fetch.views.get(key) for key in donors}
-        return [key for key, view in views.items() if view and view.n_layers == n_layers]
-
-    chunks = layout.prompt.chunks
-    missing = {s.chunk: chunks[s.chunk].ids for s in layout.segments if s.chunk is not None and s.miss}
-    matches = near.find(missing, available) if missing else {}
-    segments = list[Segment]()
-    for segment in layout.segments:
-        match = matches.get(segment.chunk) if segment.chunk is not None else None
-        segments += _with_runs(layout, segment, match.runs, fetch) if match else [segment]
-    why = {
-        i: "; ".join(_reason(fetch.misses.get(key)) for key in match.unavailable)
-        for i, match in matches.items()
-    }
-    return replace(layout, segments=tuple(segments), donor_errors=why)
-
-
 def _with_runs(layout: Layout, missing: Segment, runs: Sequence[Run], fetch: Fetch) -> Iterator[Segment]:
     """A missing chunk as runs of stored chunks, and the fresh tokens between them."""
     start, done = missing.span.start, missing.span.start
@@ -259,7 +224,7 @@ def _with_runs(layout: Layout, missing: Segment, runs: Sequence[Run], fetch: Fet
         yield replace(missing, span=Span(done, missing.span.stop))
 
 
-def _reason(miss: Miss | None) -> str:
-    if miss is None:
-        return "it has gone"
+def _reason(fetch: Fetch, donor: ChunkKey) -> str:
+    """Why a donor could not be read."""
+    miss = fetch.misses[donor]
     return f"it is damaged ({miss.detail})" if miss.kind == "corrupt" else miss.detail

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blendserve.blend.cost import CostModel, calibrated, chunk_work, count_rows, count_work
 from blendserve.blend.layout import Layout, State, lay_out, suppose
@@ -133,7 +133,7 @@ def overlapped_ratio(
         return blend.min_ratio
 
     def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
-        return costs.seconds(replace(count_rows(layout, layout.budget(ratio)), loaded=0.0))
+        return costs.seconds(count_rows(layout, layout.budget(ratio))._replace(loaded=0.0))
 
     loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
     least, most = compute(blend.min_ratio), compute(highest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +20,7 @@ from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.write_queue import write_behind
 from blendserve.store import ChunkKey, ChunkRecord
+from blendserve.store.base import Progress
 from blendserve.store.codecs.base import Codec
 
 MIN_LEASE_S = 30.0
@@ -31,7 +32,6 @@ MEAN_WEIGHT = 0.5  # of the last run in the running mean
 
 OnLeased = Literal["wait", "skip", "compute"]
 """What to do about a chunk that another process is computing: wait for it, leave it out, or compute it as well."""
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PrecomputeRun:
     total: int = 0  # tokens of missing chunks
     done: int = 0  # of those, tokens that are stored by now
     start: float = field(default_factory=time.perf_counter)
-    computed: int = 0
+    computed: int = 0  # chunks, by this process
     tokens: int = 0
     bytes: int = 0
 
@@ -86,7 +86,7 @@ class PrecomputeRun:
 
 
 class ChunkWriter:
-    """Computes and stores the chunks of one namespace. Thread-safe."""
+    """Computes and stores the chunks of one namespace. Thread-safe. Methods raise StoreError; stored chunks stay."""
 
     def __init__(
         self, fetcher: KVFetcher, chunks: ChunkComputer, key: ChunkKeys, codec: Codec, near: NearDuplicates
@@ -97,13 +97,13 @@ class ChunkWriter:
         self._token_s = FIRST_TOKEN_S
 
     def missing(self, chunks: Iterable[TokenIds]) -> list[TokenIds]:
-        """The distinct chunks that are not stored, in order. Raises StoreError."""
+        """The distinct chunks that are not stored, in order."""
         keys = {self._key(ids): ids for ids in chunks if ids}
         stored = self._fetcher.locate(keys, remote=True)
         return [ids for key, ids in keys.items() if key not in stored]
 
     def delete(self, chunks: Iterable[TokenIds]) -> int:
-        """Delete chunks and their copies -> number deleted. Raises StoreError."""
+        """Delete chunks and their copies -> number deleted."""
         keys = {self._key(ids) for ids in chunks}
         self._fetcher.forget(keys)
         try:
@@ -112,32 +112,19 @@ class ChunkWriter:
             self._fetcher.forget(keys)  # also what a request has read meanwhile
 
     def write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
-        """Compute and store chunks that a request missed -> number stored. Raises StoreError.
+        """Compute and store chunks that a request missed -> number stored.
 
         Skips chunks that the store does not admit, that another process is computing, or that are stored by now.
         """
-        token_bytes, n_stored = self.chunks.model.kv_bytes_per_token, 0
-        wanted = {
-            chunk.ids: chunk
-            for chunk in missing
-            if self._store.admits(
-                self._key(chunk.ids), self.codec.expected_bytes(len(chunk.ids) * token_bytes)
-            )
-        }
+        wanted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
         damaged = {self._key(ids) for ids, chunk in wanted.items() if chunk.is_damaged}
         with self._lease(wanted, damaged) as leased:
-            todo = []
-            for ids in leased:
-                if (kv := wanted[ids].kv) is None:
-                    todo.append(ids)
-                else:
-                    n_stored += self._put(kv)
-            start = time.perf_counter()
+            n_stored = sum(self._put(kv) for ids in leased if (kv := wanted[ids].kv))
+            todo, start = [ids for ids in leased if not wanted[ids].kv], time.perf_counter()
             for stack in in_stacks(todo, self.chunks.stack_tokens):
-                for new in (yield from self.chunks.steps(stack)):
-                    n_stored += self._put(new)
-            self._measured(time.perf_counter() - start, sum(map(len, todo)))
-        return n_stored
+                n_stored += sum(map(self._put, (yield from self.chunks.steps(stack))))
+            self._measured(start, sum(map(len, todo)))
+            return n_stored
 
     def precompute(
         self, chunks: Sequence[TokenIds], progress: Progress | None = None, on_leased: OnLeased = "wait"
@@ -145,13 +132,11 @@ class ChunkWriter:
         """Compute, store and pin every chunk that is not stored; each is safe as soon as it is stored.
 
         Chunks that another process is computing are waited for no longer than computing them would take. `progress(tokens
-        stored, tokens in all)`. Raises StoreError; stored chunks stay.
+        stored, tokens in all)`.
         """
         todo = self.missing(chunks)
         run = PrecomputeRun(progress, sum(map(len, todo)))
-        self._store.pin(
-            self._key(ids) for ids in set(chunks) - set(todo)
-        )  # a request may have stored some, unpinned
+        self._store.pin(map(self._key, set(chunks) - set(todo)))  # a request may have stored some, unpinned
         left = self._compute(todo, run, on_leased == "compute")
         if left and on_leased == "wait":
             self._wait_for_others(left, run)
@@ -159,10 +144,7 @@ class ChunkWriter:
         return run.report(len({ids for ids in chunks if ids}), len(left))
 
     def precompute_one(self, ids: TokenIds, on_leased: Literal["skip", "compute"]) -> Steps[bool]:
-        """Compute, store and pin one chunk unless it is stored -> whether it is left to another process.
-
-        Raises StoreError.
-        """
+        """Compute, store and pin one chunk unless it is stored -> whether it is left to another process."""
         if not self.missing([ids]):
             self._store.pin([self._key(ids)])
             return False
@@ -179,7 +161,7 @@ class ChunkWriter:
             missing = self.missing(left)
             run.advance(sum(map(len, left)) - sum(map(len, missing)))
             left = self._compute(missing, run, anyway=time.monotonic() >= deadline)
-        self._store.pin(self._key(ids) for ids in leased)
+        self._store.pin(map(self._key, leased))
 
     def _compute(self, todo: Sequence[TokenIds], run: PrecomputeRun, anyway: bool) -> list[TokenIds]:
         """Compute, store and pin chunks -> the ones that other processes compute. anyway: compute these as well."""
@@ -191,9 +173,8 @@ class ChunkWriter:
                 for stack in in_stacks(todo, most):  # leased in one round trip
                     leased = leases.enter_context(self._lease(stack))
                     left.extend([] if anyway else (ids for ids in stack if ids not in leased))
-                    some = stack if anyway else leased
-                    computing.extend(some)
-                    yield from some
+                    computing.extend(stack if anyway else leased)
+                    yield from stack if anyway else leased
 
             fresh = ((self._key(kv.ids), kv) for kv in self.chunks.stream(mine()))
             with closing(write_behind(self._store, self.codec, fresh, most)) as stored:
@@ -202,18 +183,18 @@ class ChunkWriter:
                     self._added(ids)
                     run.count(1, len(ids), n_bytes)
                     run.advance(len(ids))
-        self._measured(time.perf_counter() - start, run.tokens - before)
+        self._measured(start, run.tokens - before)
         return self.missing(left)
+
+    def _admits(self, ids: TokenIds) -> bool:
+        n_bytes = len(ids) * self.chunks.model.kv_bytes_per_token
+        return self._store.admits(self._key(ids), self.codec.expected_bytes(n_bytes))
 
     @contextmanager
     def _lease(
         self, chunks: Iterable[TokenIds], damaged: Collection[ChunkKey] = ()
     ) -> Iterator[list[TokenIds]]:
-        """The chunks that are leased to this thread within the block: neither stored, nor leased by others. Damaged ones
-        count as not stored.
-
-        Raises StoreError.
-        """
+        """The chunks that are leased to this thread within the block: neither stored whole, nor leased by others."""
         keys = {self._key(ids): ids for ids in chunks}
         expected_s = self._token_s * sum(map(len, keys.values()))
         granted = self._store.lease([*keys], max(MIN_LEASE_S, LEASE_MARGIN * expected_s)) if keys else set()
@@ -234,6 +215,7 @@ class ChunkWriter:
         self._fetcher.forget([self._key(ids)])
         self._near.add(ids)
 
-    def _measured(self, elapsed_s: float, n_tokens: int) -> None:
+    def _measured(self, start: float, n_tokens: int) -> None:
+        """Computing these tokens began at `start`."""
         if n_tokens:
-            self._token_s += MEAN_WEIGHT * (elapsed_s / n_tokens - self._token_s)
+            self._token_s += MEAN_WEIGHT * ((time.perf_counter() - start) / n_tokens - self._token_s)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.corrections.base import Correction
-from blendserve.blend.layout import Layout
+from blendserve.blend.layout import Layout, State
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.policies.base import Policy, make_policy, top
 from blendserve.blend.scoring import suffix_scores
 from blendserve.config import BlendConfig
-from blendserve.core import Prompt, Steps
+from blendserve.core import Steps
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import AttentionPlan, Rows, plans_by_window
 from blendserve.kernels.types import Prior, Rope
@@ -52,7 +52,6 @@ class PassResult:
 @torch.inference_mode()
 def blend_prefill(
     model: DecoderModel,
-    prompt: Prompt,
     layout: Layout,
     blend: BlendConfig,
     new_tokens: int = 0,
@@ -60,17 +59,17 @@ def blend_prefill(
     cache: KVCache | None = None,
     prior: Callable[[int], Prior] | None = None,
 ) -> Steps[PassResult]:
-    """Run the prompt from what the layout has; leaves room for `new_tokens` in the cache.
+    """Run a prompt from what its layout has; leaves room for `new_tokens` in the cache.
 
     cache: of at least that room; a new one if None. prior: of a layer, for corrections that use one.
     Raises CorruptRecord if a stored layer fails its checksum, ChunkLost if it does not arrive: lay out again without that
     chunk; ConfigError for settings of the policy that do not fit the model.
     """
-    policy = make_policy(blend)
+    policy, n, device = make_policy(blend), layout.n_tokens, model.device
     policy.validate(model.n_layers)
-    cache, clock = cache or KVCache(model, len(prompt) + new_tokens), clock or Clock(model.device)
-    ids = torch.tensor(prompt.ids, dtype=torch.long, device=model.device)
-    ropes, spans = model.rope(torch.arange(len(prompt), device=model.device)), layout.reusable_spans
+    cache, clock = cache or KVCache(model, n + new_tokens), clock or Clock(device)
+    ids = torch.tensor(layout.prompt.ids, dtype=torch.long, device=device)
+    ropes, spans = model.rope(torch.arange(n, device=device)), layout.spans(State.REUSED)
     with closing(KVLoader(model, cache, layout.loaded, ropes, clock)) as loader:
         load_s, scores = clock.seconds["load"], None
         with clock.stage("select"):
@@ -111,7 +110,7 @@ class _BlendPass:
         return self._loader.ropes[l].at(self.rows.device)
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
-        rows, cache, is_last = self.rows, self._cache, l == self._model.n_layers - 1
+        rows, cache = self.rows, self._cache
         self._row_layers += len(rows)
         self._loader.place(l)
         with self._clock.stage("select"):
@@ -125,7 +124,7 @@ class _BlendPass:
         if kept is not None:
             left = kept.to(rows.device.device)
             self.rows = Rows(rows.host[kept], rows.device[left])
-        if is_last:  # finishes the last row alone, which is never dropped
+        if l == self._model.n_layers - 1:  # finishes the last row alone, which is never dropped
             self._plans = self._plan(self.rows.last)
             return slice(-1, None)
         if left is not None:

@@ -15,7 +15,7 @@ content (store/blobs.py), one for each model and chunk context.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -35,14 +35,13 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.registry import FULL_REUSE
 from blendserve.store import KVStore
+from blendserve.store.base import Progress
 
 NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
 FIT_TOKENS = 16_384  # more tokens change little
 MIN_TOKENS = 2_048  # of fewer no map is fitted
 CHUNKS_PER_PROMPT, MAX_PROMPT_TOKENS = 10, 4_096  # chunks of a prompt, and its tokens, at most
 PENALTY = 20.0  # per feature of unit size
-
-Progress = Callable[[int, int], None]
 
 
 class Priors:
@@ -128,7 +127,7 @@ class PriorStore:
         computer, fit = ChunkComputer(model, self._context), _LeastSquares(model)
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
-            cache = run(blend_prefill(model, prompt, lay_out(prompt), full)).cache
+            cache = run(blend_prefill(model, lay_out(prompt), full)).cache
             alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
             fit.add(prompt.spans[first:], alone, cache)
             done += len(prompt)

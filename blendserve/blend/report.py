@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -20,11 +22,10 @@ NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
 def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> BlendReport:
     """has_prior: whether the correction had a prior."""
-    layout, blend, near = plan.layout, plan.blend, tuple(_near_chunks(plan.layout))
-    hits = [
-        next(s for s in segments if s.is_stored) for _, segments in layout.chunks() if segments[0].is_stored
-    ]
-    misses = [(i, segments[0].miss) for i, segments in layout.chunks() if segments[0].miss]
+    layout, blend = plan.layout, plan.blend
+    first = [(i, segments[0]) for i, segments in layout.chunks()]
+    hits = [segment for _, segment in first if segment.is_stored]
+    misses = [(i, segment.miss) for i, segment in first if segment.miss]
     corrupt = sum(miss.kind == "corrupt" for _, miss in misses)
     n_recomputed = len(result.recomputed)
     is_blended = layout.n_reusable > n_recomputed
@@ -40,7 +41,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         chunks_corrupt=corrupt,
         tokens_prompt=layout.n_tokens,
         tokens_exact=layout.count(State.EXACT),
-        tokens_first=len(layout.exact_chunk or ()),
+        tokens_first=layout.n_found - layout.n_reusable,
         tokens_reused=layout.n_reusable - n_recomputed,
         tokens_recomputed=n_recomputed,
         tokens_computed=layout.count(State.FRESH) - layout.n_suffix,
@@ -49,7 +50,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         cost=result.cost,
         unusable=tuple(Unusable(i, miss.kind, miss.detail) for i, miss in misses if miss.kind != "absent"),
         tiers=dict(Counter(segment.source for segment in hits)),
-        near=near,
+        near=tuple(_near_chunks(layout)),
         prior=has_prior and result.corrected,
     )
 
@@ -73,56 +74,57 @@ def _states(layout: Layout, result: PassResult) -> Tensor:
 
 def _parts(plan: PrefillPlan) -> Iterator[Part]:
     """The prefix, the passages and the suffix, those without tokens left out."""
-    near = {chunk.chunk: chunk for chunk in _near_chunks(plan.layout)}
-    chunks = dict(plan.layout.chunks())
-    for s in plan.layout.segments:
-        if s.chunk is None:
-            is_suffix = s.span.stop == plan.layout.n_tokens and plan.layout.n_suffix > 0
-            kind = "suffix" if is_suffix else "prefix"
-            source, code, reason = ("", Reason.SUFFIX, ALWAYS) if is_suffix else _stored(plan, s)
-            yield Part(kind, None, s.span, source, code, reason)
-        elif segments := chunks.pop(s.chunk, None):
-            yield _passage(plan, s.chunk, segments, near.get(s.chunk))
+    near: dict[int | None, NearChunk] = {chunk.chunk: chunk for chunk in _near_chunks(plan.layout)}
+    for kind, group in groupby(plan.layout.segments, key=partial(_kind, plan.layout)):
+        segments = list(group)
+        i, span = segments[0].chunk, Span(segments[0].span.start, segments[-1].span.stop)
+        source, code, reason = _why(plan, kind[0], segments[0], near.get(i))
+        donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor) if code is Reason.NEAR else ()
+        reason = reason[:1].upper() + reason[1:] + ("" if reason.endswith(".") else ".")
+        yield Part(kind[0], i, span, source, code, reason, donors)
 
 
-def _passage(plan: PrefillPlan, i: int, segments: Sequence[Segment], near: NearChunk | None) -> Part:
-    span = Span(segments[0].span.start, segments[-1].span.stop)
+def _kind(layout: Layout, segment: Segment) -> tuple[str, int | None]:
+    """Of the part that a segment belongs to, with its number."""
+    if segment.chunk is not None:
+        return "passage", segment.chunk
+    is_suffix = layout.n_suffix > 0 and segment.span.stop == layout.n_tokens
+    return "suffix" if is_suffix else "prefix", None
+
+
+def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tuple[str, Reason, str]:
+    """Where the KV of a part with this first segment was read from, why or why not, and the same as a sentence."""
+    if kind == "suffix":
+        said = "it is the question and the end of the prompt, which are computed for every request"
+        return "", Reason.SUFFIX, said
     if near and near.donors:
-        donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor)
-        return Part("passage", i, span, NEAR, Reason.NEAR, _sentence(near.reason), donors)
-    miss = segments[0].miss
-    if near and miss and miss.kind == "absent":
-        code = Reason.DONOR_UNUSABLE if plan.layout.donor_errors[i] else Reason.NO_DONOR
-        return Part("passage", i, span, "", code, _sentence(near.reason))
-    return Part("passage", i, span, *_stored(plan, segments[0]))
+        return NEAR, Reason.NEAR, near.reason
+    if s.state is not State.FRESH:
+        return s.source, *_used(s)
+    if s.is_stored:
+        because = plan.reason or f"method {plan.blend.method!r} does not use it in this place"
+        return "", Reason.UNUSED, f"it was stored, and left alone: {because}"
+    if s.miss and s.miss.kind != "absent":
+        return "", Reason.UNUSABLE, f"its stored KV was of no use: {s.miss.detail}"
+    if near:
+        has_errors = plan.layout.donor_errors[near.chunk]
+        return "", Reason.DONOR_UNUSABLE if has_errors else Reason.NO_DONOR, near.reason
+    if s.miss:
+        return "", Reason.NOT_STORED, "it was not in the store"
+    because = plan.reason or f"method {plan.blend.method!r} reuses nothing of it"
+    return "", Reason.NOT_LOOKED_UP, f"nothing was looked for: {because}"
 
 
-def _stored(plan: PrefillPlan, segment: Segment) -> tuple[str, Reason, str]:
-    """Source, code and reason of the prefix, or of a passage without near-duplicates."""
-    if segment.state is not State.FRESH:
-        return segment.source, *_used(segment)
-    miss, method = segment.miss, plan.blend.method
-    if segment.is_stored:
-        because = plan.reason or f"method {method!r} does not use it in this place"
-        return "", Reason.UNUSED, _sentence(f"It was stored, and left alone: {because}")
-    if miss and miss.kind != "absent" and segment.chunk is not None:
-        return "", Reason.UNUSABLE, _sentence(f"Its stored KV was of no use: {miss.detail}")
-    if miss:
-        return "", Reason.NOT_STORED, "It was not in the store."
-    because = plan.reason or f"method {method!r} reuses nothing of it"
-    return "", Reason.NOT_LOOKED_UP, _sentence(f"Nothing was looked for: {because}")
-
-
-def _used(segment: Segment) -> tuple[Reason, str]:
-    if segment.chunk is None:
-        return Reason.STORED, "It was stored, computed as it stands here."
-    if segment.source == COMPUTED:
-        said = "It was computed here, without the passages before it, while others were transferred."
+def _used(s: Segment) -> tuple[Reason, str]:
+    if s.chunk is None:
+        return Reason.STORED, "it was stored, computed as it stands here"
+    if s.source == COMPUTED:
+        said = "it was computed here, without the passages before it, while others were transferred"
         return Reason.COMPUTED, said
-    if segment.state is State.EXACT:
-        said = "It was stored, and stands right behind the prefix, as it did when its KV was computed."
+    if s.state is State.EXACT:
+        said = "it was stored, and stands right behind the prefix, as it did when its KV was computed"
         return Reason.STORED, said
-    return Reason.MOVED, "It was stored, computed without the passages before it, and moved to its place."
+    return Reason.MOVED, "it was stored, computed without the passages before it, and moved to its place"
 
 
 def _near_chunks(layout: Layout) -> Iterator[NearChunk]:
@@ -132,14 +134,11 @@ def _near_chunks(layout: Layout) -> Iterator[NearChunk]:
         used = [s for s in chunks[i] if s.donor and s.state is not State.FRESH]
         donors = tuple(dict.fromkeys(s.donor.hex() for s in used if s.donor))
         n, n_tokens = sum(len(s.span) for s in used), sum(len(s.span) for s in chunks[i])
-        yield NearChunk(i, donors, n, n_tokens - n, _why_near(len(donors), n, n_tokens, error))
-
-
-def _why_near(donors: int, stored: int, tokens: int, error: str) -> str:
-    others = ("no stored chunk has", "a stored chunk has", f"{donors} stored chunks have")[min(donors, 2)]
-    what = f"{stored} of its {tokens} tokens in the same order" if donors else "text of it that is of use"
-    but = f"; of one that has, nothing could be used: {error}" if error else ""
-    return f"it was not in the store, {'but' if donors else 'and'} {others} {what}{but}"
+        others = ("no stored chunk has", "a stored chunk has", f"{len(donors)} stored chunks have")
+        what = f"{n} of its {n_tokens} tokens in the same order" if donors else "text of it that is of use"
+        why = f"it was not in the store, {'but' if donors else 'and'} {others[min(len(donors), 2)]} {what}"
+        why += f"; of one that has, nothing could be used: {error}" if error else ""
+        yield NearChunk(i, donors, n, n_tokens - n, why)
 
 
 def _why_nothing_was_blended(plan: PrefillPlan) -> str:
@@ -154,10 +153,3 @@ def _why_nothing_was_blended(plan: PrefillPlan) -> str:
     if unusable := next(misses, None):
         return f"no stored chunk could be used: {unusable.detail}"
     return "no chunk was found in the store: precompute the corpus, or let write-back fill it"
-
-
-ALWAYS = "It is the question and the end of the prompt, which are computed for every request."
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

@@ -7,14 +7,14 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 import blendserve
 from blendserve import console
-from blendserve.cli.options import make_app
+from blendserve.cli.options import make_app, option
 from blendserve.errors import BlendserveError
 from blendserve.extras import extra_with, install_hint
 from blendserve.registry import Registry
@@ -54,17 +54,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback(cls=Commands)
 def options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the versions of blendserve, torch and Python and exit.",
-        ),
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print debug messages, too.")] = False,
+    version: bool = option(
+        False,
+        "Print the versions of blendserve, torch and Python and exit.",
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+    ),
+    quiet: bool = option(False, "Print warnings and errors only.", "--quiet", "-q"),
+    verbose: bool = option(False, "Print debug messages, too.", "--verbose", "-v"),
 ) -> None:
     """Answer questions over documents with cached KV of text chunks.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +17,7 @@ from blendserve.cli.options import (
     JsonOpt,
     RayOpt,
     make_app,
+    option,
     single_command,
     with_settings,
 )
@@ -43,23 +42,14 @@ index = make_app("Build and update indexes of documents.")
 @single_command
 def demo(
     index: IndexOpt = "indexes/demo",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model to answer with: a bundled name, a folder or a Hugging Face id.", metavar="MODEL"
-        ),
-    ] = None,
-    page: Annotated[
-        bool, typer.Option("--page", help="Serve a web page over the index instead. Ctrl-C ends it.")
-    ] = False,
-    host: Annotated[
-        str,
-        typer.Option(
-            envvar="BLENDSERVE_DEMO_HOST",
-            help="Address of the page's server, which asks for no API key.",
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the page's server; 0 takes any free one.")] = 8000,
+    model: str | None = option(
+        None, "Model to answer with: a bundled name, a folder or a Hugging Face id.", metavar="MODEL"
+    ),
+    page: bool = option(False, "Serve a web page over the index instead. Ctrl-C ends it.", "--page"),
+    host: str = option(
+        "127.0.0.1", "Address of the page's server, which asks for no API key.", envvar="BLENDSERVE_DEMO_HOST"
+    ),
+    port: int = option(8000, "Port of the page's server; 0 takes any free one."),
 ) -> None:
     """Ask about Python without and with a cache, and compare methods.
 
@@ -149,16 +139,12 @@ def _print_index(engine: Engine, json: bool, **changes: int) -> None:
 def precompute(
     index: IndexArg,
     settings: Config,
-    shard: Annotated[
-        str, typer.Option(help="Share of the work to do, i/n with i from 0; shards may use one store.")
-    ] = "0/1",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of actors on a Ray cluster, each with a model; without it, this process computes.",
-        ),
-    ] = None,
+    shard: str = option("0/1", "Share of the work to do, i/n with i from 0; shards may use one store."),
+    workers: int | None = option(
+        None,
+        "Number of actors on a Ray cluster, each with a model; without it, this process computes.",
+        min=1,
+    ),
     ray: RayOpt = None,
     json: JsonOpt = False,
 ) -> None:
@@ -257,13 +243,17 @@ def ask(
     """
     if not question.strip():
         raise InputError("the question is empty: ask something")
-    with _deferred_gc():
+    gc.disable()  # imports and models create objects that live until exit: scanning them is a seventh of the start
+    try:
         from blendserve.demo import print_sources  # torch and all the rest: seconds
         from blendserve.engine.engine import Engine
         from blendserve.kdn.pull import resolve
 
         index, settings = resolve(index, settings)
         opened = Engine.open(index, settings)
+    finally:
+        gc.freeze()
+        gc.enable()
     with opened as engine:
         stream = engine.stream(question)
         if json:
@@ -272,21 +262,3 @@ def ask(
         for piece in stream:
             console.out.print(piece, end="", markup=False)
         print_sources(stream.answer())
-
-
-@contextmanager
-def _deferred_gc() -> Iterator[None]:
-    """Collect no garbage inside, and freeze the objects made inside. For the start of a program.
-
-    Imports and models create many objects that live until exit. Scanning them costs a seventh of the start time and
-    frees nothing.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
+from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
 from blendserve.config import Config
 from blendserve.errors import ConfigError
 
@@ -56,26 +52,17 @@ def publish(
     index: IndexArg,
     name: NameArg,
     settings: Config,
-    level: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Further codec to store every chunk with, written name or name@level, for "
-            "engines behind slower links. Repeatable; it codes what store.codec stores."
-        ),
-    ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Number of further processes that precompute until the collection is complete."
-        ),
-    ] = 0,
+    level: list[str] | None = option(
+        None,
+        "Further codec to store every chunk with, written name or name@level, for engines behind "
+        "slower links. Repeatable; it codes what store.codec stores.",
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Publish an index as a collection.
 
-    Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, by its worker
-    processes, and by every `blendserve precompute` on the same index and store. Publishing again updates what
-    changed:
+    Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, and by every
+    `blendserve precompute` on the same index and store. Publishing again updates what changed:
 
     \b
         blendserve index build corpus.jsonl docs
@@ -84,7 +71,7 @@ def publish(
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.kdn.publish import publish as run
 
-    with Engine.open(index, settings) as engine, _workers(workers, index, settings):
+    with Engine.open(index, settings) as engine:
         per_token = engine.reader.adapter.kv_bytes_per_token
         computing = console.progress("Precomputing", "tokens", per_token)
         with computing as computed, console.progress("Encoding", "chunks") as encoded:
@@ -102,26 +89,10 @@ def publish(
 def list_collections(settings: Config, json: JsonOpt = False) -> None:
     """List the collections in a store."""
     with _catalogue(settings) as (_, catalogue):
-        found = list(catalogue.collections().values())
-    rows = [
-        (
-            c.name,
-            c.reader,
-            f"{c.chunks:,}",
-            f"{c.tokens:,}",
-            f"{c.n_bytes / 1e6:,.0f} MB",
-            ", ".join(c.levels),
-            "yes" if c.pinned else "no",
-            c.published,
-        )
-        for c in found
-    ]
-    columns = ("name", "model", "chunks", "tokens", "stored", "levels", "pinned", "published")
-    console.emit(
-        {"collections": [_summary(c) for c in found]},
-        json,
-        lambda: console.table("collections", columns, rows),
-    )
+        found = [_summary(collection) for collection in catalogue.collections().values()]
+    columns = {name: name for name in ("name", "chunks", "tokens", "levels", "pinned", "published")}
+    columns |= {"model": "reader", "stored bytes": "n_bytes"}
+    console.emit_list("collections", found, json, "collections", columns)
 
 
 def _summary(collection: Collection) -> dict[str, Any]:
@@ -161,16 +132,14 @@ def _set_pins(name: str, settings: Config, pinned: bool, json: bool) -> None:
 def unpublish(
     name: NameArg,
     settings: Config,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete its chunks at once, except those of other collections.")
-    ] = False,
+    delete: bool = option(False, "Delete its chunks at once, except those of other collections.", "--delete"),
     json: JsonOpt = False,
 ) -> None:
     """Unpublish a collection.
 
     Services stop delivering it within seconds, and its chunks can be evicted.
     """
-    from blendserve.kdn.publish import retire as run  # with torch: seconds
+    from blendserve.kdn.publish import unpublish as run  # with torch: seconds
 
     with _catalogue(settings) as (store, catalogue):
         n = run(store, catalogue, name, delete)
@@ -237,10 +206,8 @@ def pull(
 
 @kdn.command()
 def relay(
-    bind: Annotated[str, typer.Option(help="Address to listen on, HOST:PORT.")] = "127.0.0.1:4443",
-    cache_mb: Annotated[
-        int, typer.Option(min=1, help="Size of the cache of delivered chunks, in MB (10^6 bytes).")
-    ] = 1024,
+    bind: str = option("127.0.0.1:4443", "Address to listen on, HOST:PORT."),
+    cache_mb: int = option(1024, "Size of the cache of delivered chunks, in MB (10^6 bytes).", min=1),
 ) -> None:
     """Run a MoQ relay that delivers chunks to many engines (experimental).
 
@@ -263,13 +230,11 @@ def relay(
 def moq_publish(
     url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],
     settings: Config,
-    fingerprint: Annotated[
-        str,
-        typer.Option(
-            help="SHA-256 of the relay's certificate, in hex; without it, the certificate must be "
-            "signed by a trusted authority."
-        ),
-    ] = "",
+    fingerprint: str = option(
+        "",
+        "SHA-256 of the relay's certificate, in hex; without it, the certificate must be signed "
+        "by a trusted authority.",
+    ),
 ) -> None:
     """Publish a store's collections on a MoQ relay (experimental).
 
@@ -294,21 +259,3 @@ def _catalogue(settings: Config) -> Iterator[tuple[KVStore, Catalogue]]:
 
     with open_store(settings.store, None, persistent=True) as store:
         yield store, Catalogue(store)
-
-
-@contextmanager
-def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
-    """Processes that precompute the same index into the same store. They exit when done, or with this one."""
-    with tempfile.TemporaryDirectory(prefix="blendserve-workers-") as folder:
-        file = Path(folder) / "settings.yaml"
-        file.write_text(settings.to_yaml())
-        command = [sys.executable, "-m", "blendserve", "precompute", index, "-c", str(file)]
-        started = [
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(n)
-        ]
-        try:
-            yield
-        finally:
-            for worker in started:
-                worker.terminate()
-                worker.wait()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -22,6 +22,12 @@ from pydantic.fields import FieldInfo
 
 from blendserve.config import BASIC, Config, Section
 from blendserve.registry import Registry
+
+
+def option(default: Any, help: str, *flags: str, **details: Any) -> Any:
+    """The default of a parameter that is an option. help: a noun phrase with its unit. details: of typer.Option."""
+    return typer.Option(default, *flags, help=help, **details)
+
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[
@@ -66,6 +72,7 @@ FLAGS = {  # options that are not named after their setting's last part
     **{"requests.chunks": "request_chunks", "requests.number": "requests"},
 }
 Load = Callable[[Path | None, Sequence[str]], Section]
+CONFIG = typer.Option("--config", "-c", help="YAML file with settings.")
 SET = typer.Option(
     "--set",
     metavar="NAME=VALUE",
@@ -116,26 +123,20 @@ class Options:
         FLAGS. verbatim: options whose texts may hold commas.
         """
         self._base, self._load, self._verbatim = base, load, verbatim
-        self._paths: dict[str, str] = {}
-        own = type(base).__annotations__
-        for path in paths or sorted(type(base).model_fields, key=lambda field: field not in own):
-            name = {**FLAGS, **(names or {})}.get(path, path.rpartition(".")[2])
-            self._paths[name] = path
+        own, flags = type(base).__annotations__, {**FLAGS, **(names or {})}
+        paths = paths or tuple(sorted(type(base).model_fields, key=lambda field: field not in own))
+        self._paths = {flags.get(path, path.rpartition(".")[2]): path for path in paths}
 
     def parameters(self) -> list[inspect.Parameter]:
         """One for each option, as typer reads them."""
-        shown = [self._parameter(name, path) for name, path in self._paths.items()]
-        about = typer.Option("--config", "-c", help="YAML file with settings.")
+        options = [self._parameter(name, path) for name, path in self._paths.items()]
         if self._load:
-            shown = [_parameter("config", Path, about), _parameter("set", list[str], SET), *shown]
-        return [*shown, HELP_ALL] if any(p.annotation.__metadata__[0].hidden for p in shown) else shown
+            options = [_parameter("config", Path, CONFIG), _parameter("set", list[str], SET), *options]
+        return [*options, HELP_ALL] if any(o.annotation.__metadata__[0].hidden for o in options) else options
 
     def make(self, given: dict[str, Any]) -> Section:
         """The settings; takes its options out of `given`. Raises ConfigError."""
-        section = self._base
-        if self._load:
-            file, words = given.pop("config", None), given.pop("set", None)
-            section = self._load(file, words or ())
+        section = self._load(given.pop("config"), given.pop("set") or ()) if self._load else self._base
         given.pop(HELP_ALL.name, None)
         for name, path in self._paths.items():
             value = given.pop(name)
@@ -147,20 +148,18 @@ class Options:
 
     def _parameter(self, name: str, path: str) -> inspect.Parameter:
         section, _, field = path.rpartition(".")
-        owner: Any = self._base
-        for part in section.split(".") if section else ():
-            owner = getattr(owner, part)
+        owner: Any = reduce(getattr, section.split("."), self._base) if section else self._base
         info = type(owner).model_fields[field]
         kind, value = _kind(info.annotation), getattr(owner, field)
-        plain = kind is bool and not (value or self._load)  # else --no-... can switch off what was on
-        several = "Repeatable." if name in self._verbatim else "Separate several by commas."
-        words = [
-            info.description or "",
-            *([f"One of {', '.join(choices)}."] if (choices := choices_of(info)) else []),
-            *([several] if kind == list[str] else []),
-            *([f"[default: {shown(value)}]"] if shown(value) and not plain else []),
-        ]
-        flags = (f"--{name.replace('_', '-')}",) if plain else ()
+        is_flag = kind is bool and not (value or self._load)  # else --no-... can switch off what was on
+        words = [type(owner).description(field)]
+        if choices := choices_of(info):
+            words.append(f"One of {', '.join(choices)}.")
+        if kind == list[str]:
+            words.append("Repeatable." if name in self._verbatim else "Separate several by commas.")
+        if shown(value) and not is_flag:
+            words.append(f"[default: {shown(value)}]")
+        flags = (f"--{name.replace('_', '-')}",) if is_flag else ()
         hidden = self._load is not None and path.replace("deliver.", "serve.") not in BASIC
         return _parameter(name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden))
 

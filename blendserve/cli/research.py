@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -13,6 +13,7 @@ from blendserve import console
 from blendserve.cli.options import (
     JsonOpt,
     Options,
+    option,
     single_command,
     split_list,
     with_options,
@@ -40,11 +41,8 @@ log = logging.getLogger(__name__)
 def evaluate(
     plan: EvaluateConfig,
     settings: Config,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Name of the run; made from data set and setting if not given."),
-    ] = None,
-    runs: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs"),
+    name: str | None = option(None, "Name of the run; made from data set and setting if not given."),
+    runs: Path = option(Path("runs"), "Folder for runs."),
     json: JsonOpt = False,
 ) -> None:
     """Compare methods on the questions of one or several data sets.
@@ -53,20 +51,20 @@ def evaluate(
     commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
     resumes with the same command.
     """
-    from blendserve.evaluate import job, show  # torch and all the rest: seconds
+    from blendserve.evaluate import job, tables  # torch and all the rest: seconds
 
     datasets = split_list(plan.dataset)
     try:
         if len(datasets) > 1:
             several = job.evaluate_each(datasets, plan, settings, runs)
             found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
-            console.emit(found, json, lambda: show.show_all(found))
+            console.emit(found, json, lambda: tables.show_all(found))
         else:
             done = job.evaluate(plan, settings, name, runs)
             console.emit(
                 {"folder": str(done.folder), **done.metrics},
                 json,
-                lambda: show.show(done.metrics, done.folder / "report.html"),
+                lambda: tables.show(done.metrics, done.folder / "report.html"),
             )
     except KeyboardInterrupt:
         log.info("stopped: predictions are saved; run the same command to resume")
@@ -85,18 +83,11 @@ def evaluate(
 )
 def simulate(
     config: SimulateConfig,
-    measure: Annotated[
-        Path | None,
-        typer.Option(
-            help="Measure the compute times of this machine, write settings to this file, and exit."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="SVG file for a plot of TTFT and hit rate by number of nodes.")
-    ] = None,
-    valkey: Annotated[
-        str | None, typer.Option(help="URL of a Valkey server for --measure; it measures fetching, too.")
-    ] = None,
+    measure: Path | None = option(
+        None, "Measure the compute times of this machine, write settings to this file, and exit."
+    ),
+    plot: Path | None = option(None, "SVG file for a plot of TTFT and hit rate by number of nodes."),
+    valkey: str | None = option(None, "URL of a Valkey server for --measure; it measures fetching, too."),
     json: JsonOpt = False,
 ) -> None:
     """Simulate a cluster under several routing methods.
@@ -118,16 +109,15 @@ def simulate(
         measure.write_text(calibrate(config, valkey))
         log.info("wrote %s", measure)
         return
+    from blendserve.simulate.metrics import plot as draw  # torch: seconds
     from blendserve.simulate.metrics import show
-    from blendserve.simulate.metrics import simulate as run  # torch: seconds
+    from blendserve.simulate.metrics import simulate as run
 
     with console.progress("Simulating", "requests") as update:
         figures = run(config, update)
     console.emit(figures, json, lambda: show(figures))
     if plot:
-        from blendserve.simulate.plots import by_nodes  # matplotlib: a second
-
-        plot.write_bytes(by_nodes(figures))
+        plot.write_bytes(draw(figures))
 
 
 @single_command
@@ -141,20 +131,15 @@ def simulate(
 )
 def cost(
     config: CostConfig,
-    prices: Annotated[
-        Path | None,
-        typer.Option(help="YAML file with machine_hour and tiers; they replace those of --config."),
-    ] = None,
-    index: Annotated[
-        str | None,
-        typer.Option(
-            "--index", "-i", help="Index whose store is measured; adds a level with its bytes per token."
-        ),
-    ] = None,
-    bench: Annotated[
-        Path | None,
-        typer.Option(help="Output of `blendserve bench codec --json`; sets the levels and the prefill time."),
-    ] = None,
+    prices: Path | None = option(
+        None, "YAML file with machine_hour and tiers; they replace those of --config."
+    ),
+    index: str | None = option(
+        None, "Index whose store is measured; adds a level with its bytes per token.", "--index", "-i"
+    ),
+    bench: Path | None = option(
+        None, "Output of `blendserve bench codec --json`; sets the levels and the prefill time."
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Compare the costs of storing and recomputing KV.
@@ -238,7 +223,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models.loader import load_model
-    from blendserve.models.native import native_decoder
+    from blendserve.models.runner import native_decoder
     from blendserve.provenance import machine
 
     reader = load_model(settings.model)
@@ -271,7 +256,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
     from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
-    from blendserve.models import threads
+    from blendserve.models import thread_tuner
     from blendserve.provenance import describe
 
     rows = [
@@ -297,7 +282,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"{costs['per_pass'] * 1e3:.3g} ms per pass",
         f"this machine: {describe(found['machine'])}",
         *(f"kernels for {v.title} ({v.dtype}): {cpu_status(v).reason}" for v in LEVELS.values()),
-        f"threads: {SETTLED}; {threads.RULE}",
+        f"threads: {SETTLED}; {thread_tuner.RULE}",
         f"decoding: {kernels['decoding']}",
         f"attention: {together} for contiguous rows, {anywhere} for others",
     ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from blendserve import console
-from blendserve.cli.options import JsonOpt, RayOpt, make_app, single_command, with_settings
+from blendserve.cli.options import JsonOpt, RayOpt, make_app, option, single_command, with_settings
 from blendserve.config import Config
 from blendserve.errors import InputError
 
@@ -28,27 +28,22 @@ keys = make_app("Create, list and revoke API keys of the server.")
 )
 def serve(
     settings: Config,
-    index: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--index",
-            "-i",
-            help="Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. Repeat it to "
-            "serve several collections; they share the first one's store. [default: indexes/demo]",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN-MAX",
-            help="Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. Without it, "
-            "one engine runs in this process.",
-        ),
-    ] = None,
+    index: list[str] | None = option(
+        None,
+        "Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. "
+        "Repeat it to serve several collections; they share the first one's store. [default: "
+        "indexes/demo]",
+        "--index",
+        "-i",
+    ),
+    replicas: str | None = option(
+        None,
+        "Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. "
+        "Without it, one engine runs in this process.",
+        metavar="N|MIN-MAX",
+    ),
     ray: RayOpt = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print all settings as YAML and exit.")
-    ] = False,
+    print_config: bool = option(False, "Print all settings as YAML and exit.", "--print-config"),
 ) -> None:
     """Serve indexes over an HTTP API that OpenAI clients can use.
 
@@ -87,30 +82,16 @@ def serve(
 def create(
     name: OwnerArg,
     file: FileOpt = KEYS,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            help="Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
-        ),
-    ] = None,
-    collection: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Collection that the key may use; repeat it for several. [default: all collections]"
-        ),
-    ] = None,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Refuse adding and deleting documents.")
-    ] = False,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="Allow access to /metrics and to other admin routes.")
-    ] = False,
-    max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent requests. [default: the server's limit]")
-    ] = None,
-    max_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Requests per minute. [default: the server's limit]")
-    ] = None,
+    namespace: str | None = option(
+        None, "Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
+    ),
+    collection: list[str] | None = option(
+        None, "Collection that the key may use; repeat it for several. [default: all collections]"
+    ),
+    read_only: bool = option(False, "Refuse adding and deleting documents.", "--read-only"),
+    admin: bool = option(False, "Allow access to /metrics and to other admin routes.", "--admin"),
+    max_concurrent: int | None = option(None, "Concurrent requests. [default: the server's limit]", min=1),
+    max_per_minute: int | None = option(None, "Requests per minute. [default: the server's limit]", min=1),
     json: JsonOpt = False,
 ) -> None:
     """Create a key and print it once.
@@ -137,26 +118,17 @@ def list_keys(file: FileOpt = KEYS, json: JsonOpt = False) -> None:
     """List the owners of keys and their rights."""
     from blendserve.serve.keys import KeyFile
 
-    found: list[dict[str, Any]] = [
+    found = [
         {
             "name": tenant.name,
             "namespace": tenant.namespace,
             "collections": tenant.collections,
             "rights": [word for word, on in (("read-only", tenant.read_only), ("admin", tenant.admin)) if on],
         }
-        for tenant in KeyFile(file).tenants()
+        for tenant in KeyFile(file).read().values()
     ]
-    rows = [
-        (
-            key["name"],
-            key["namespace"],
-            "all" if key["collections"] is None else ", ".join(key["collections"]),
-            ", ".join(key["rights"]),
-        )
-        for key in found
-    ]
-    columns = ("name", "namespace", "collections", "rights")
-    console.emit({"keys": found}, json, lambda: console.table(str(file), columns, rows))
+    columns = {name: name for name in ("name", "namespace", "collections", "rights")}
+    console.emit_list("keys", found, json, str(file), columns, none="all")
 
 
 @keys.command()

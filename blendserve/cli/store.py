@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
+from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
 from blendserve.config import Config
 from blendserve.errors import ConfigError, InputError
 from blendserve.extras import install_hint
 from blendserve.paths import index_folder
-from blendserve.registry import CODECS, DELIVERED
+from blendserve.registry import CODECS, DELIVERED, nearest
 
 if TYPE_CHECKING:
-    from blendserve.core import Document
     from blendserve.store import KVStore
 
 store = make_app("Inspect, repair and merge KV stores.")
@@ -44,13 +43,9 @@ def stats(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
 def verify(
     index: IndexArg,
     settings: Config,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Delete bad chunks and tables; `precompute` and `codec fit` restore them.",
-        ),
-    ] = False,
+    repair: bool = option(
+        False, "Delete bad chunks and tables; `precompute` and `codec fit` restore them.", "--repair"
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Verify every chunk and the codec tables of the store.
@@ -111,18 +106,8 @@ def merge(
 @codec.command("list")
 def list_codecs(json: JsonOpt = False) -> None:
     """List codecs with their levels, the finest first."""
-    found = [_describe(name) for name in CODECS.names]
-    rows = [
-        (
-            c["codec"],
-            ", ".join(map(str, c["levels"])) or "not installed",
-            "yes" if c["needs_tables"] else "no",
-        )
-        for c in found
-    ]
-    console.emit(
-        {"codecs": found}, json, lambda: console.table("Codecs", ("codec", "levels", "needs tables"), rows)
-    )
+    columns = {"codec": "codec", "levels": "levels", "needs tables": "needs_tables", "problem": "problem"}
+    console.emit_list("codecs", [_describe(name) for name in CODECS.names], json, "Codecs", columns)
 
 
 @codec.command()
@@ -133,8 +118,7 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
     New chunks are coded with the current tables.
     """
     with _open(index, settings) as store:
-        infos = [info for info in store.blobs.list() if info.kind != DELIVERED]  # without collections
-        found: list[dict[str, Any]] = [
+        found = [
             {
                 "hash": info.hash.hex(),
                 "codec": info.kind,
@@ -142,20 +126,11 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
                 "bytes": info.n_bytes,
                 "current": store.blobs.current(info.kind, info.owner) == info.hash,
             }
-            for info in infos
+            for info in store.blobs.list()
+            if info.kind != DELIVERED  # collections
         ]
-    rows = [
-        (
-            t["hash"],
-            t["codec"],
-            f"{t['bytes']:,}",
-            "yes" if t["current"] else "no",
-            t["reader_fingerprint"],
-        )
-        for t in found
-    ]
-    columns = ("hash", "codec", "bytes", "current", "model fingerprint")
-    console.emit({"tables": found}, json, lambda: console.table("Tables", columns, rows))
+    columns = {name: name for name in ("hash", "codec", "bytes", "current")}
+    console.emit_list("tables", found, json, "Tables", {**columns, "model fingerprint": "reader_fingerprint"})
 
 
 @codec.command("fit")
@@ -163,23 +138,17 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
 def fit_tables(
     index: IndexArg,
     settings: Config,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
-        ),
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File or folder with text to fit on, as for `index build`, repeatable; text "
-            "sampled from the model if not given."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Length of the text to fit on, in tokens, taken from all files in turn."),
-    ] = 16_384,
+    codec: list[str] | None = option(
+        None, "Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
+    ),
+    text: list[Path] | None = option(
+        None,
+        "File or folder with text to fit on, as for `index build`, repeatable; text sampled from "
+        "the model if not given.",
+    ),
+    tokens: int = option(
+        16_384, "Length of the text to fit on, in tokens, taken from all files in turn.", min=1
+    ),
     json: JsonOpt = False,
 ) -> None:
     """Fit a codec's tables for a model, into an index's store.
@@ -201,26 +170,25 @@ def fit_tables(
 
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
-    documents = [list(read_documents(path)) for path in text or []]
-    reader = load_model(settings.model)
-    prompts = PromptBuilder(reader.tokenizer, settings.prompt)
-    if documents:
-        chunks = chunks_of(_in_turns(documents), tokens, settings, prompts)
+    texts = [list(read_documents(path)) for path in text or []]
+    model = load_model(settings.model)
+    prompts = PromptBuilder(model.tokenizer, settings.prompt)
+    if texts:  # documents of all texts in turns, so that the first tokens are of each kind
+        documents = [document for turn in zip_longest(*texts) for document in turn if document is not None]
+        chunks = chunks_of(documents, tokens, settings, prompts)
     else:
         with console.progress("Sampling text from the model", "tokens") as drawing:
-            chunks = self_generated_text(reader, tokens, drawing)
+            chunks = self_generated_text(model, tokens, drawing)
     tables = []
     with _open(index, settings.replace("store.codec", CODECS.default), read_only=False) as store:
         for name in names:
-            per_token = reader.adapter.kv_bytes_per_token
-            computing = console.progress(f"{name}: computing KV", "tokens", per_token)
-            fitting = console.progress(f"{name}: fitting", "steps")
-            with computing as computed, fitting as fitted:
-                hash = fit(name, chunks, reader, prompts, store, computed, fitted)
+            computing = console.progress(f"{name}: computing KV", "tokens", model.adapter.kv_bytes_per_token)
+            with computing as computed, console.progress(f"{name}: fitting", "steps") as fitted:
+                hash = fit(name, chunks, model, prompts, store, computed, fitted)
             size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)
             tables.append({"codec": name, "hash": hash.hex(), "bytes": size})
     console.emit(
-        {"reader": reader.name, "reader_fingerprint": reader.fingerprint, "tables": tables},
+        {"reader": model.name, "reader_fingerprint": model.fingerprint, "tables": tables},
         json,
         "\n".join(f"{t['codec']}: tables {t['hash']}, {t['bytes']:,} bytes" for t in tables),
     )
@@ -228,24 +196,19 @@ def fit_tables(
 
 def _describe(name: str) -> dict[str, Any]:
     try:
-        made = CODECS.load(name)
+        found = CODECS.load(name)
     except ImportError as error:
         return {"codec": name, "levels": [], "needs_tables": True, "problem": str(error)}
-    return {
-        "codec": name,
-        "levels": list(made.levels),
-        "default_level": made.default_level,
-        "needs_tables": made.needs_tables,
-    }
+    level = {"default_level": found.default_level, "needs_tables": found.needs_tables}
+    return {"codec": name, "levels": list(found.levels), **level}
 
 
 def _check_codecs(names: list[str]) -> list[str]:
     """The codecs to fit, by default all that need tables. Raises ConfigError, InputError."""
     for name in names:
-        try:
-            described = _describe(CODECS.check(name))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        if name not in CODECS.names:
+            raise ConfigError(f"there is no codec {name!r}: {nearest(name, list(CODECS.names))}")
+        described = _describe(name)
         if "problem" in described:
             raise ConfigError(described["problem"])
         if not described["needs_tables"]:
@@ -254,8 +217,3 @@ def _check_codecs(names: list[str]) -> list[str]:
     if not (names or known):
         raise InputError(f"no installed codec needs tables: {install_hint('codecs')}")
     return names or known
-
-
-def _in_turns(texts: list[list[Document]]) -> list[Document]:
-    """Documents of all texts in turns, so that the first tokens are of each kind."""
-    return [document for turn in zip_longest(*texts) for document in turn if document is not None]

@@ -1,10 +1,18 @@
 """Settings: one tree of frozen sections, `Config`. Every default of the project is written here, once.
 
-engine.py, store.py and server.py have the sections, section.py what each can do, sources.py where values come from (YAML,
-environment, `--set`), old_names.py names of earlier releases, errors.py messages. Commands take their options from the
-fields (cli/options.py), as does docs/reference/settings.md. A wrong value is refused before anything is loaded.
+engine.py, store.py and server.py have the sections, base.py what each can do, old_names.py names of earlier releases.
+Commands take their options from the fields (cli/options.py), as does docs/reference/settings.md. A wrong value is
+refused before anything is loaded.
 """
 
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import yaml
+
+from blendserve.config.base import Section, changed
 from blendserve.config.engine import (
     BlendConfig,
     CorrectionName,
@@ -20,7 +28,7 @@ from blendserve.config.engine import (
     RetrieveConfig,
     RuntimeConfig,
 )
-from blendserve.config.section import Section, changed
+from blendserve.config.old_names import upgrade
 from blendserve.config.server import DeliverConfig, HttpConfig, ServeConfig, check_binding
 from blendserve.config.store import (
     AdmissionName,
@@ -30,7 +38,6 @@ from blendserve.config.store import (
     StoreConfig,
     ValkeyConfig,
 )
-from blendserve.config.tree import BASIC, Config
 
 __all__ = [
     "BASIC",
@@ -40,6 +47,8 @@ __all__ = [
     "CorrectionName",
     "DecodeConfig",
     "DeliverConfig",
+]
+__all__ += [
     "Dtype",
     "HttpConfig",
     "KVContext",
@@ -48,16 +57,47 @@ __all__ = [
     "ModelConfig",
     "PlaceConfig",
     "PolicyName",
-    "Positive",
-    "PromptConfig",
-    "Ratio",
-    "RemoteConfig",
-    "RetrieveConfig",
-    "RuntimeConfig",
-    "Section",
-    "ServeConfig",
-    "StoreConfig",
-    "ValkeyConfig",
-    "changed",
-    "check_binding",
 ]
+__all__ += ["Positive", "PromptConfig", "Ratio", "RemoteConfig", "RetrieveConfig", "RuntimeConfig", "Section"]
+__all__ += ["ServeConfig", "StoreConfig", "ValkeyConfig", "changed", "check_binding"]
+
+API_KEY = "BLENDSERVE_API_KEY"
+BASIC = (  # what --help shows; --help-all shows every setting of a command
+    *("model.name", "model.device"),
+    *("retrieve.chunk_tokens", "retrieve.top_k", "store.location", "store.cap_gb", "store.codec"),
+    *("blend.method", "blend.ratio", "blend.near", "decode.max_new_tokens", "decode.temperature"),
+    *("serve.host", "serve.port", "serve.api_key"),  # of deliver the same
+)
+
+
+class Config(Section):
+    """All settings, in the order of the pipeline."""
+
+    environment: ClassVar[str] = "BLENDSERVE__"  # BLENDSERVE__STORE__CAP_GB=8
+    model: ModelConfig = ModelConfig()
+    retrieve: RetrieveConfig = RetrieveConfig()
+    prompt: PromptConfig = PromptConfig()
+    store: StoreConfig = StoreConfig()
+    blend: BlendConfig = BlendConfig()
+    decode: DecodeConfig = DecodeConfig()
+    serve: ServeConfig = ServeConfig()
+    deliver: DeliverConfig = DeliverConfig()
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        return upgrade(values, before)
+
+    def with_environment_key(self) -> Config:
+        """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""
+        key = os.environ.get(API_KEY)
+        return self if key is None or self.serve.api_key is not None else self.replace("serve.api_key", key)
+
+    def without_keys(self) -> Config:
+        """The settings without API keys, for other machines and for files."""
+        return self.replace("serve.api_key", None).replace("deliver.api_key", None)
+
+    def to_yaml(self, changes: bool = False) -> str:
+        """All settings but API keys, as `load` reads them. changes: without default values."""
+        keys = {section: {"api_key"} for section in ("serve", "deliver")}
+        values = self.model_dump(mode="json", exclude=keys, exclude_defaults=changes)
+        return str(yaml.safe_dump(values, sort_keys=False)) if values else ""

@@ -12,95 +12,85 @@ from blendserve.registry import DELIVERED, SHARED_STORE, STORES
 log = logging.getLogger(__name__)
 
 RENAMED = {  # old dotted name -> new one
-    "reader.model": "model.name",
-    "reader": "model",
-    "store.tiers.memory_bytes": "store.memory_bytes",
-    "store.tiers.host_bytes": "store.memory_bytes",
-    "store.tiers.device_bytes": "store.device_bytes",
-    "store.tiers.write": "store.remote_write",
-    "store.tiers.remote": "store.remote",
+    **{"reader.model": "model.name", "reader": "model"},
+    **{f"store.tiers.{name}": f"store.{name}" for name in ("memory_bytes", "device_bytes", "remote")},
+    **{"store.tiers.host_bytes": "store.memory_bytes", "store.tiers.write": "store.remote_write"},
 }
-IS_CONSTANT = (  # no longer settings: what a file says of them is ignored
-    "blend.seed",
-    *("store.valkey.in_flight_mb", "store.kdn.in_flight_mb", "store.tiers.prefetch_bytes"),
+CONSTANTS = (  # no longer settings: ignored
+    *("blend.seed", "store.tiers.prefetch_bytes", "deliver.body_s", "deliver.send_s"),
+    *("store.valkey.in_flight_mb", "store.kdn.in_flight_mb"),
     *("store.remote.valkey.in_flight_mb", "store.remote.kdn.in_flight_mb"),
     *("serve.prefill_share", "serve.job_share", "serve.share_mb", "serve.body_s", "serve.ping_s"),
-    *("deliver.body_s", "deliver.send_s"),
 )
-FLOOR = "blend.floor"  # is part of the ratio now: auto:FLOOR
-VALKEY_URL = "valkey://127.0.0.1:6379"  # where no setting names another
-KDN_URL = "http://127.0.0.1:8010"
+DEFAULT_URL = {SHARED_STORE: "valkey://127.0.0.1:6379", DELIVERED: "http://127.0.0.1:8010"}
+DEADLINE_S = {SHARED_STORE: 1.0, DELIVERED: 5.0}  # the defaults, then as now
 
 
 def upgrade(values: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one source under the names of today; changes `values`. before: of the sources that it overrides."""
+    """Rename the settings of one source in place. before: values of the sources that it overrides."""
     for old, new in RENAMED.items():
-        found, value = _pop(values, old)
-        if found and (value or _pop(values, new, keep=True)[1] is None):
-            _warn(f"setting {old!r} is now {new!r}: the old name is read until the next release")
-            _set(values, new, value)
-    for old in IS_CONSTANT:
-        if _pop(values, old)[0]:
+        section, name = _section(values, old)
+        if name in section:
+            value = section.pop(name)
+            target, last = _section(values, new, create=True)
+            if value or target.get(last) is None:
+                _warn(f"setting {old!r} is now {new!r}: the old name is read until the next release")
+                both = isinstance(value, dict) and isinstance(target.get(last), dict)
+                target[last] = {**value, **target[last]} if both else value
+    for old in CONSTANTS:
+        section, name = _section(values, old)
+        if name in section:
+            del section[name]
             _warn(f"setting {old!r} is no longer a setting and is ignored: remove it")
-    if isinstance(store := values.get("store"), dict) and not store.get("tiers", True):
+    store, blend = (_section(values, f"{name}.")[0] for name in ("store", "blend"))
+    if not store.get("tiers", True):
         del store["tiers"]
     for name in ("store", "store.remote"):
-        place, was = _pop(values, name, keep=True)[1], _pop(dict(before), name, keep=True)[1]
-        if isinstance(place, dict):
-            _upgrade_place(place, was.get("location") or "" if isinstance(was, dict) else "", name)
-    found, floor = _pop(values, FLOOR)
-    if found:
-        _warn(f"setting {FLOOR!r} is now part of blend.ratio: write 'auto:{floor}'")
-        if isinstance(blend := values.get("blend"), dict) and blend.get("ratio") == "auto":
+        location = _section(dict(before), f"{name}.")[0].get("location") or ""
+        _upgrade_place(_section(values, f"{name}.")[0], location, name)
+    if "floor" in blend:
+        floor = blend.pop("floor")
+        _warn(f"setting 'blend.floor' is now part of blend.ratio: write 'auto:{floor}'")
+        if blend.get("ratio") == "auto":
             blend["ratio"] = f"auto:{floor}"
     return values
 
 
 def _upgrade_place(place: dict[str, Any], before: str, section: str) -> None:
     """Replace kind, path, valkey.* and kdn.* of a store by its location and the settings beside it."""
-    old: dict[str, Any] = {
-        name: place.pop(name) for name in ("kind", "path", "valkey", "kdn") if name in place
-    }
-    if not old:
-        return
-    names = [n for n, v in old.items() if not isinstance(v, dict)]
-    names += [f"{n}.{inner}" for n, v in old.items() if isinstance(v, dict) for inner in v]
-    for name in names:
-        _warn(f"setting '{section}.{name}' is now part of '{section}.location' and the settings beside it")
+    old: dict[str, Any] = {n: place.pop(n) for n in ("kind", "path", "valkey", "kdn") if n in place}
+    for name, value in old.items():
+        for inner in [f".{inner}" for inner in value] if isinstance(value, dict) else [""]:
+            old_name = f"{section}.{name}{inner}"
+            _warn(f"setting {old_name!r} is now part of '{section}.location' and the settings beside it")
     kind = old.get("kind") or _kind_of(before)
-    if kind not in STORES.names:
-        place["kind"] = kind  # to be refused by its name
+    if not old or kind not in STORES.names:
+        place.update({"kind": kind} if old else {})  # an unknown kind is refused by its name
         return
-    source = (
-        DELIVERED if kind == DELIVERED else SHARED_STORE
-    )  # `store merge` read the options of servers beside a folder
-    about = dict(old.get(source) or {})
-    url = about.pop("url", None)
+    # The options of a server counted beside a folder, too: `store merge` read them.
+    about = dict(old.get(DELIVERED if kind == DELIVERED else SHARED_STORE) or {})
+    url, user, collection = (about.pop(name, "") for name in ("url", "username", "collection"))
+    fingerprint = about.pop("relay_fingerprint", "")
     if kind == SHARED_STORE:
-        location = url or (before if _kind_of(before) == kind else VALKEY_URL)
-        if about.get("username"):
-            location = location.replace("://", f"://{about['username']}@", 1)
+        location = url or (before if _kind_of(before) == kind else DEFAULT_URL[kind])
+        location = location.replace("://", f"://{user}@", 1) if user else location
     elif kind == DELIVERED:
-        collection = about.pop("collection", "")
-        location = f"{url or KDN_URL}/{collection}" if collection or section == "store" else ""
-        if fingerprint := about.pop("relay_fingerprint", ""):
-            about["relay"] = f"{about.get('relay', '')}#{fingerprint}"
+        location = f"{url or DEFAULT_URL[kind]}/{collection}" if collection or section == "store" else ""
+        about |= {"relay": f"{about.get('relay', '')}#{fingerprint}"} if fingerprint else {}
     else:
         location = str(old.get("path") or "") if kind == STORES.default else kind
-    about.pop("username", None)
-    if about.get("deadline_s") == (5.0 if kind == DELIVERED else 1.0):
-        del about["deadline_s"]  # the default, then as now
+    if about.get("deadline_s") == DEADLINE_S.get(kind, 1.0):
+        del about["deadline_s"]
     if secret := about.pop("password_file", None) or about.pop("key_file", None):
         about["secret_file"] = secret
-    place.update(
-        {name: value for name, value in {"location": location, **about}.items() if name not in place}
-    )
+    place.update({name: v for name, v in {"location": location, **about}.items() if name not in place})
 
 
 def _kind_of(location: str) -> str:
+    """The kind of store at a valid location."""
     scheme, url, _ = location.partition("://")
     if url:
-        return DELIVERED if scheme.startswith("http") else SHARED_STORE
+        return DELIVERED if scheme in ("http", "https") else SHARED_STORE
     return location if location in STORES.names else STORES.default
 
 
@@ -109,21 +99,10 @@ def _warn(message: str) -> None:
     log.warning(message)
 
 
-def _pop(values: dict[str, Any], name: str, keep: bool = False) -> tuple[bool, Any]:
-    """Remove a setting, unless it is to be kept -> whether it was there, and its value."""
-    *sections, last = name.split(".")
-    inner: Any = values
-    for section in sections:
-        inner = inner.get(section) if isinstance(inner, dict) else None
-    if not isinstance(inner, dict) or last not in inner:
-        return False, None
-    return True, inner[last] if keep else inner.pop(last)
-
-
-def _set(values: dict[str, Any], name: str, value: Any) -> None:
+def _section(values: dict[str, Any], name: str, create: bool = False) -> tuple[dict[str, Any], str]:
+    """The mapping that holds a dotted setting, and the setting's last part; an empty mapping if there is none."""
     *sections, last = name.split(".")
     for section in sections:
-        values = values.setdefault(section, {})
-    if isinstance(value, dict) and isinstance(values.get(last), dict):
-        value = {**value, **values[last]}
-    values[last] = value
+        inner = values.setdefault(section, {}) if create else values.get(section)
+        values = inner if isinstance(inner, dict) else {}
+    return values, last

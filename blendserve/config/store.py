@@ -9,13 +9,14 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import AfterValidator, ByteSize, Field
 from pydantic_core import PydanticCustomError
 
-from blendserve.config.errors import SECRET
-from blendserve.config.section import Section
+from blendserve.config.base import SECRET, Section
 from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED_STORE, STORES, parse_codec
 
 VALKEY_SCHEMES = ("valkey", "redis", "valkeys", "rediss", "unix")
 TLS = ("valkeys", "rediss")
 HTTP_SCHEMES = ("http", "https")
+SERVER_URLS = "valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH"
+COLLECTION_URL = "https://HOST:8010/COLLECTION"
 
 
 def _codec(word: str) -> str:
@@ -43,9 +44,15 @@ def _url(url: str) -> SplitResult:
 
 def _location(text: str) -> str:
     """Raises ValueError."""
-    if "://" not in text:
+    scheme, is_url, _ = text.partition("://")
+    if not is_url:
         return text
-    return _collection_url(text) if text.startswith(HTTP_SCHEMES) else _server_url(text)
+    if scheme not in (*HTTP_SCHEMES, *VALKEY_SCHEMES):
+        raise ValueError(
+            f"a store is a folder, `memory`, a Valkey server at {SERVER_URLS}, or a collection at "
+            f"{COLLECTION_URL}, not {scheme}://"
+        )
+    return _collection_url(text) if scheme in HTTP_SCHEMES else _server_url(text)
 
 
 def _collection_url(url: str) -> str:
@@ -53,7 +60,7 @@ def _collection_url(url: str) -> str:
     parts = _url(url)
     collection = parts.path.strip("/")
     if not parts.hostname or not collection or "/" in collection or parts.query or parts.fragment:
-        raise ValueError("the URL of a collection looks like https://HOST:8010/COLLECTION")
+        raise ValueError(f"the URL of a collection looks like {COLLECTION_URL}")
     return url.rstrip("/")
 
 
@@ -62,7 +69,7 @@ def _server_url(url: str) -> str:
     parts = _url(url)
     where = parts.path if parts.scheme == "unix" else parts.hostname
     if parts.scheme not in VALKEY_SCHEMES or not where or parts.query or parts.fragment:
-        raise ValueError("a URL looks like valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH")
+        raise ValueError(f"the URL of a Valkey server looks like {SERVER_URLS}")
     if parts.scheme != "unix" and not (parts.path.strip("/") or "0").isdigit():
         raise ValueError(f"the path of a URL is a database's number, not {parts.path.strip('/')!r}")
     return url
@@ -148,61 +155,37 @@ class KdnConfig(Section):
 class PlaceConfig(Section):
     """Where one store of chunk KV is, how it is reached, and what it may hold."""
 
-    location: Location = Field(
-        "",
-        description="Place of the KV store: a folder, `memory`, valkey://HOST:PORT/DATABASE (valkeys:// for TLS, "
-        "unix:///PATH for a socket, USER@HOST for a user), or https://HOST/COLLECTION of a delivery service; kv/ in "
-        "the folder of the index if empty.",
-    )
-    cap_gb: float = Field(
-        32.0,
-        gt=0,
-        description="Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared "
-        "server. The files are slightly larger.",
-    )
-    eviction: EvictionName = Field(
-        EVICTIONS.default,
-        description="What happens when the store is full: lru evicts the least recently used unpinned "
-        "chunks, refuse stores nothing more.",
-    )
-    admission: AdmissionName = Field(
-        ADMISSIONS.default,
-        description="Which new chunks a full store admits: tinylfu those used more often than the chunks "
-        "they would replace, always all.",
-    )
-    secret_file: Path | None = Field(
-        None,
-        description="File with the password of a Valkey server or the API key of a delivery service; the environment "
-        "variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_KDN_KEY if not set.",
-    )
-    ca_file: Path | None = Field(
-        None,
-        description="File with the certificate authorities trusted for TLS; the system's if not set.",
-    )
-    deadline_s: float | None = Field(
-        None,
-        gt=0,
-        le=60,
-        description="Time that a request waits for a server in total, in seconds; by default 1 for Valkey, 5 for a "
-        "delivery service.",
-    )
-    level: str = Field(
-        "auto",
-        description="Codec and level to fetch chunks of a collection at, such as raw or predict@2; auto chooses for "
-        "each chunk from the speed of the link, decoding and prefill.",
-    )
-    ttft_ms: float = Field(
-        0.0,
-        ge=0,
-        description="Time limit for fetching and decoding a request's chunks at level auto, in "
-        "milliseconds: the finest level that meets it is chosen; 0 chooses the fastest level.",
-    )
-    relay: str = Field(
-        "",
-        description="MoQ relay to fetch chunks of a collection from, https://HOST:PORT#FINGERPRINT (SHA-256 of its "
-        "certificate, in hex; without it, a trusted authority must have signed the certificate). Chunks that it does "
-        "not deliver come from the service.",
-    )
+    location: Location = ""
+    """Place of the KV store: a folder, `memory`, valkey://HOST:PORT/DATABASE (valkeys:// for TLS, unix:///PATH for a
+    socket, USER@HOST for a user), or https://HOST/COLLECTION of a delivery service; kv/ in the folder of the index if
+    empty."""
+    cap_gb: float = Field(32.0, gt=0)
+    """Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared server. The files are slightly
+    larger."""
+    eviction: EvictionName = EVICTIONS.default
+    """What happens when the store is full: lru evicts the least recently used unpinned chunks, refuse stores nothing
+    more."""
+    admission: AdmissionName = ADMISSIONS.default
+    """Which new chunks a full store admits: tinylfu those used more often than the chunks they would replace, always
+    all."""
+    secret_file: Path | None = None
+    """File with the password of a Valkey server or the API key of a delivery service; the environment variable
+    BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_KDN_KEY if not set."""
+    ca_file: Path | None = None
+    """File with the certificate authorities trusted for TLS; the system's if not set."""
+    deadline_s: float | None = Field(None, gt=0, le=60)
+    """Time that a request waits for a server in total, in seconds; by default 1 for Valkey, 5 for a delivery
+    service."""
+    level: str = "auto"
+    """Codec and level to fetch chunks of a collection at, such as raw or predict@2; auto chooses for each chunk from
+    the speed of the link, decoding and prefill."""
+    ttft_ms: float = Field(0.0, ge=0)
+    """Time limit for fetching and decoding a request's chunks at level auto, in milliseconds: the finest level that
+    meets it is chosen; 0 chooses the fastest level."""
+    relay: str = ""
+    """MoQ relay to fetch chunks of a collection from, https://HOST:PORT#FINGERPRINT (SHA-256 of its certificate, in
+    hex; without it, a trusted authority must have signed the certificate). Chunks that it does not deliver come from
+    the service."""
 
     @property
     def kind(self) -> str:
@@ -221,23 +204,18 @@ class PlaceConfig(Section):
     @property
     def valkey(self) -> ValkeyConfig:
         """Of the server at `location`."""
-        given = {"deadline_s": self.deadline_s} if self.deadline_s else {}
-        return ValkeyConfig(url=self.location, secret_file=self.secret_file, ca_file=self.ca_file, **given)
+        same = self.model_dump(include={"secret_file", "ca_file", "deadline_s"}, exclude_none=True)
+        return ValkeyConfig(url=self.location, **same)
 
     @property
     def kdn(self) -> KdnConfig:
         """Of the service at `location`."""
         url, _, collection = self.location.rpartition("/")
         relay, _, fingerprint = self.relay.partition("#")
-        given = {"deadline_s": self.deadline_s} if self.deadline_s else {}
-        about = {
-            "level": self.level,
-            "ttft_ms": self.ttft_ms,
-            "relay": relay,
-            "relay_fingerprint": fingerprint,
-        }
-        files = {"secret_file": self.secret_file, "ca_file": self.ca_file}
-        return KdnConfig(url=url, collection=collection, **about, **files, **given)
+        same = self.model_dump(
+            include={"level", "ttft_ms", "secret_file", "ca_file", "deadline_s"}, exclude_none=True
+        )
+        return KdnConfig(url=url, collection=collection, relay=relay, relay_fingerprint=fingerprint, **same)
 
     @property
     def cap_bytes(self) -> int:
@@ -258,32 +236,18 @@ class StoreConfig(PlaceConfig):
         description="Codec of newly stored KV, written name or name@level; stored chunks keep theirs. "
         f"One of {', '.join(CODECS.names)}.",
     )
-    write_back: bool = Field(
-        True, description="Store the chunks that a request had to compute, after its answer."
-    )
-    namespace: str = Field(
-        "",
-        description="Namespace of the KV: part of every chunk's key, so tenants cannot read each other's KV.",
-    )
-    device_bytes: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        description="Size of the cache of hot chunks in GPU memory, in bytes or as 4GB; 0 turns it off.",
-    )
-    memory_bytes: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        description="Size of the cache of decoded hot chunks in memory, pinned if the model runs on a GPU, in bytes or "
-        "as 4GB; 0 turns it off.",
-    )
-    remote: RemoteConfig | None = Field(
-        None,
-        description="Store shared with other machines: read for chunks that the own store lacks, written with the "
-        "chunks computed here. It has the settings of `store` from location to relay.",
-    )
-    remote_write: Literal["back", "through"] = Field(
-        "back",
-        description="When to write to the remote store: back writes in the background, through before a "
-        "chunk counts as stored.",
-    )
+    write_back: bool = True
+    """Store the chunks that a request had to compute, after its answer."""
+    namespace: str = ""
+    """Namespace of the KV: part of every chunk's key, so tenants cannot read each other's KV."""
+    device_bytes: ByteSize = Field(ByteSize(0), ge=0)
+    """Size of the cache of hot chunks in GPU memory, in bytes or as 4GB; 0 turns it off."""
+    memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
+    """Size of the cache of decoded hot chunks in memory, pinned if the model runs on a GPU, in bytes or as 4GB; 0 turns
+    it off."""
+    remote: RemoteConfig | None = None
+    """Store shared with other machines: read for chunks that the own store lacks, written with the chunks computed
+    here. It has the settings of `store` from location to relay."""
+    remote_write: Literal["back", "through"] = "back"
+    """When to write to the remote store: back writes in the background, through before a chunk counts as stored."""
     prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests

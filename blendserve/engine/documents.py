@@ -6,7 +6,7 @@ an index may not change while it is searched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from blendserve.engine.prompt import PromptBuilder, passage_text
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import VectorIndex, as_documents, document_id
-
-Progress = Callable[[int, int], None]
+from blendserve.store.base import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.codec_fit import codec_without_tables, writing_codec
-from blendserve.engine.documents import Documents, Progress
+from blendserve.engine.documents import Documents
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
+from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.kv_cache import KVCache
@@ -36,6 +36,7 @@ from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
+from blendserve.store.base import Progress
 from blendserve.timing import Clock
 
 PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
@@ -210,15 +211,15 @@ class Engine:
         """
         own = None if passages is None else tuple(Passage(p) if isinstance(p, str) else p for p in passages)
         blend, decode = split_options(options)
-        return self.run(self.plan(Request(question, own, top_k, blend=blend, decode=decode)))
+        return self.run(self.prepare(Request(question, own, top_k, blend=blend, decode=decode)))
 
-    def plan(
+    def prepare(
         self,
         request: Request,
         search: Search | None = None,
         clock: Clock | None = None,
         room: int | None = None,
-    ) -> Plan:
+    ) -> PreparedRequest:
         """What is to be done for a request. Raises InputError, PromptTooLong, ConfigError, and what `search` raises.
 
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
@@ -227,30 +228,30 @@ class Engine:
         model = self.reader.adapter
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         limits, clock = (model.n_layers, room or model.context_limit), clock or Clock(model.device)
-        plan = make_plan(request, self.config, *limits, self.prompts, search, clock)
-        self._check_near(plan.blend)
-        return plan
+        prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
+        self._check_near(prepared.blend)
+        return prepared
 
-    def run(self, plan: Plan) -> AnswerStream:
+    def run(self, request: PreparedRequest) -> AnswerStream:
         """Prefill, and choose the first token."""
         model = self.reader.adapter
         if not self.gate.passed:
-            return self._run_reference(plan)
-        sequence = Sequence(plan, self.reader, partial(prefill, blender=self.blender))
+            return self._run_reference(request)
+        sequence = Sequence(request, self.reader, partial(prefill, blender=self.blender))
         prefilled = run(sequence.steps)
         cache, missing = prefilled.result.cache, prefilled.missing
-        runner = Runner.over(model, cache, len(plan.prompt), plan.decode.max_new_tokens)
+        runner = Runner.over(model, cache, len(request.prompt), request.decode.max_new_tokens)
         on_end = partial(self._write_back, missing) if missing and self.config.store.write_back else None
         return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1), on_end)
 
-    def _run_reference(self, plan: Plan) -> AnswerStream:
+    def _run_reference(self, request: PreparedRequest) -> AnswerStream:
         """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
-        if plan.blend.method not in {"auto", "full"}:
+        if request.blend.method not in {"auto", "full"}:
             self.gate.require()
-        model, why = self.reader.adapter, f"the reader fails {self.gate.failure}"
+        model, why = self.reader.adapter, f"the model fails {self.gate.failure}"
         reference = OwnDecoding(model)
         sequence = Sequence(
-            plan, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
+            request, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
         )
         return AnswerStream(sequence, run(sequence.steps), lambda at, tokens: reference.feed(tuple(tokens)))
 
@@ -309,14 +310,14 @@ class Engine:
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
         room = min(MAX_WARM_UP, model.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        prompt, layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
+        layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(model, max(room, len(prompt) + 1))
+        cache = KVCache(model, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(model, prompt, layout, blend, cache=cache))
-        append(model, done.cache, len(prompt), [int(done.logits.argmax())])
+        done = run(blend_prefill(model, layout, blend, cache=cache))
+        append(model, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:

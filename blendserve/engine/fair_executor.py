@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from blendserve.errors import RateLimited, ShuttingDown
 
@@ -25,24 +25,14 @@ MAX_CREDIT_S = 0.5  # of a longer rest no more is made up for by more work at on
 POLL_S = 0.01  # between two looks whether a request is in flight
 
 
-class Owned(Protocol):
-    """Something that a tenant waits for."""
-
-    @property
-    def tenant(self) -> str: ...
-
-
-Item = TypeVar("Item", bound=Owned)
-
-
-class FairQueue(Generic[Item]):
+class FairQueue(Generic[T]):
     """First come, first served for each tenant, and tenants take turns. Not locked: its owner does that.
 
     However much one tenant sends, the next item of another one waits for at most one item of each other tenant.
     """
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[Item]] = OrderedDict()  # the tenant whose turn it is first
+        self._lines: OrderedDict[str, deque[T]] = OrderedDict()  # the tenant whose turn it is first
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -51,27 +41,26 @@ class FairQueue(Generic[Item]):
         """Number of items of one tenant."""
         return len(self._lines.get(tenant, ()))
 
-    def put(self, item: Item) -> None:
+    def put(self, tenant: str, item: T) -> None:
         """Append to the tenant's line."""
-        self._lines.setdefault(item.tenant, deque()).append(item)
+        self._lines.setdefault(tenant, deque()).append(item)
 
-    def pop(self, wanted: Callable[[Item], bool] = lambda _: True) -> Item | None:
+    def pop(self, is_wanted: Callable[[T], bool] = lambda _: True) -> T | None:
         """The first of the first line whose first is wanted; its tenant goes to the back."""
-        item = next((line[0] for line in self._lines.values() if wanted(line[0])), None)
-        if item is not None:
-            self._lines.move_to_end(item.tenant)
-            self.remove(item)
-        return item
+        for tenant, line in self._lines.items():
+            if is_wanted(item := line[0]):
+                self._lines.move_to_end(tenant)
+                self.remove(tenant, item)
+                return item
+        return None
 
-    def remove(self, item: Item) -> bool:
-        """Whether it was still waiting."""
-        line = self._lines.get(item.tenant)
-        if line is None or item not in line:
-            return False
-        line.remove(item)
-        if not line:
-            del self._lines[item.tenant]
-        return True
+    def remove(self, tenant: str, item: T) -> None:
+        """Remove an item if it still waits."""
+        line = self._lines.get(tenant, deque())
+        if item in line:
+            line.remove(item)
+            if not line:
+                del self._lines[tenant]
 
 
 class BackgroundThrottle:
@@ -141,16 +130,12 @@ class FairExecutor:
     ) -> None:
         """queue: maximum of waiting short jobs of one tenant; the caller limits long ones.
 
-        throttle, in_flight: of long jobs while a request is in flight anywhere, and whether one is; has_other_tenants:
-        whether one of another tenant is.
+        throttle: of long jobs while a request is in flight anywhere. has_other_tenants: whether another tenant's is.
         """
-        self._waiting: FairQueue[_Job] = FairQueue()
-        self._queue = queue
+        self._waiting, self._queue = FairQueue[_Job](), queue
         self._throttle, self._in_flight = throttle or BackgroundThrottle(), in_flight
         self._has_other_tenants, self._clock = has_other_tenants, clock
-        self._not_before: dict[
-            str, float
-        ] = {}  # by tenant, on the clock: its next job, after one that failed
+        self._not_before = dict[str, float]()  # by tenant: the time of its next job, after one that failed
         self._wake = threading.Condition()
         self._stopped = False
         self._in_long_job = False  # and not in a short one within it
@@ -165,7 +150,7 @@ class FairExecutor:
                 raise ShuttingDown("the server is shutting down: ask another one")
             if not long and self._waiting.of(tenant) >= self._queue:
                 raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
-            self._waiting.put(job)
+            self._waiting.put(tenant, job)
             self._wake.notify()
         job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
         return job.future
@@ -178,9 +163,9 @@ class FairExecutor:
         if threading.current_thread() is not self._thread or not self._in_long_job:
             return
         self._throttle.charge(self._in_flight())
-        self._run_short(0.0)
+        self._run_next(0.0)
         while (rest_s := self._throttle.rest_s) > 0 and self._in_flight():
-            self._run_short(min(rest_s, POLL_S))
+            self._run_next(min(rest_s, POLL_S))
         self._throttle.begin()
 
     def stop(self) -> None:
@@ -196,47 +181,42 @@ class FairExecutor:
     def _loop(self) -> None:
         with suppress(ShuttingDown):
             while True:
-                job = self._next(self._is_due)
-                if job and job.is_long:
-                    self._in_long_job = True
-                    self._throttle.begin()
-                    job.run()
-                    self._in_long_job = False
-                elif job:
-                    self._run(job)
+                self._run_next()
 
-    def _run_short(self, timeout_s: float) -> None:
-        """Run a short job that waits, or is submitted within `timeout_s`. Raises ShuttingDown."""
-        if job := self._next(lambda job: not job.is_long and self._is_due(job), timeout_s):
-            self._in_long_job = False
-            self._run(job)
-            self._in_long_job = True
+    def _run_next(self, timeout_s: float | None = None) -> None:
+        """Run a job that is due now or after one wait, of POLL_S while jobs wait if no time is given.
 
-    def _next(self, is_due: Callable[[_Job], bool], timeout_s: float | None = None) -> _Job | None:
-        """A job that is due now or after one wait, of POLL_S while jobs wait if no time is given. Raises ShuttingDown."""
+        Raises ShuttingDown.
+        """
         with self._wake:
-            job = self._waiting.pop(is_due)
+            job = self._waiting.pop(self._is_due)
             if not job and not self._stopped and timeout_s != 0.0:
                 default_s = POLL_S if len(self._waiting) else None  # None: until a job is submitted
                 self._wake.wait(default_s if timeout_s is None else timeout_s)
-                job = self._waiting.pop(is_due)
+                job = self._waiting.pop(self._is_due)
             if self._stopped:  # no job waits
                 raise ShuttingDown("the server has shut down before all was done: ask again")
-            return job
+        if job:
+            self._run(job)
 
     def _is_due(self, job: _Job) -> bool:
-        """Whether it need not wait for the cost of a failed job of its tenant."""
-        if job.is_long or self._clock() >= self._not_before.get(job.tenant, 0.0):
-            return True
-        return not self._has_other_tenants(job.tenant)
+        """Whether it need not wait for a long job that runs, nor for the cost of a failed job of its tenant."""
+        if job.is_long:
+            return not self._in_long_job
+        is_late = self._clock() >= self._not_before.get(job.tenant, 0.0)
+        return is_late or not self._has_other_tenants(job.tenant)
 
     def _run(self, job: _Job) -> None:
+        was_in_long_job, self._in_long_job = self._in_long_job, job.is_long
         began = self._clock()
-        failed, now = job.run(), self._clock()
+        if job.is_long:
+            self._throttle.begin()
+        has_failed, now = job.run(), self._clock()
+        self._in_long_job = was_in_long_job
         self._not_before = {tenant: then for tenant, then in self._not_before.items() if then > now}
-        if failed:
+        if has_failed and not job.is_long:
             self._not_before[job.tenant] = now + REJECTION_PENALTY * (now - began)
 
     def _drop(self, job: _Job) -> None:
         with self._wake:
-            self._waiting.remove(job)
+            self._waiting.remove(job.tenant, job)

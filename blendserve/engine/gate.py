@@ -4,8 +4,9 @@ A short prompt of real text, in three chunks, is prefilled in every way that has
 model's own forward. For a model with sliding windows the chunks are made longer, until the prompt is longer than every
 window or MAX_TOKENS is reached.
 
-    turned        a key rotated to one place, to another and back is the same key
-    moved         a stored layer-0 key, rotated to its place, is the key that forward has there
+    rope round trip
+                  a key rotated to one place, to another and back is the same key
+    layer-0 keys  a stored layer-0 key, rotated to its place, is the key that forward has there
     nothing stored, ratio 1.0, one chunk in front
                   KV and logits are forward's: ordinary prefill, everything recomputed, prefix caching
     decoded       the logits after one more token are forward's
@@ -25,7 +26,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -87,7 +88,7 @@ class GateRow:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """The verdict on one reader."""
+    """The verdict on one model."""
 
     reader: str
     rows: tuple[GateRow, ...]
@@ -105,8 +106,8 @@ class GateReport:
         """Raise ModelUnsupported unless every check passed."""
         if not self.passed:
             raise ModelUnsupported(
-                f"reader {self.reader!r} cannot blend, as it fails {self.failure}. "
-                "Use method 'full', which its own forward serves, or another reader"
+                f"model {self.reader!r} cannot blend, as it fails {self.failure}. "
+                "Use method 'full', which its own forward serves, or another model"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,9 +174,9 @@ class _Checks:
         ids = (*prompt.ids, following)
         self.own = model_forward(model, ids)
         nudged = [model_forward(model, ids, nudge=seed) for seed in (1, 2)]
-        kv_unit = max(self._kv_distance(other.keys, other.values) for other in nudged)
-        logits_unit = max(_logits_distance(n.logits[i], self.own.logits[i]) for n in nudged for i in (0, 1))
-        self.kv_bound, self.logits_bound = (max(FLOOR, SLACK * unit) for unit in (kv_unit, logits_unit))
+        self.kv_bound = max(FLOOR, *(SLACK * self._kv_distance(n.keys, n.values) for n in nudged))
+        logits = [_logits_distance(n.logits[i], self.own.logits[i]) for n in nudged for i in (0, 1)]
+        self.logits_bound = max(FLOOR, SLACK * max(logits))
         computer = ChunkComputer(model, prompt.prefix)
         self.stored = computer.compute([chunk.ids for chunk in prompt.chunks])
         self.stored_prefix = computer.context_kv
@@ -183,69 +184,68 @@ class _Checks:
     def rows(self) -> Iterator[GateRow]:
         eps = torch.finfo(self.model.dtype).eps
         # Four rotations more, each rounding cos, sin, two products and a sum by half a step.
-        yield GateRow("turned: a -> b -> a is the identity", self._round_trip(), max(1e-5, 8 * eps))
+        yield GateRow("rope round trip: a -> b -> a is the identity", self._round_trip(), max(1e-5, 8 * eps))
         # Bit for bit (0) where the matmul sums alike for both shapes; else a step before the rotation and half in it.
-        yield GateRow("moved: layer-0 keys are forward's", self._moved(), max(1e-5, 2 * eps))
+        yield GateRow(
+            "layer-0 keys: moved to their place they are forward's", self._moved(), max(1e-5, 2 * eps)
+        )
         whole = self._prefill(0, has_prefix=False, ratio=1.0)
         after = append(self.model, whole.cache, len(self.prompt), (self.following,))[0]
         distance = _logits_distance(after, self.own.logits[1])
         yield GateRow("decoded: logits are forward's", distance, self.logits_bound)
-        yield from self._same("nothing stored", whole)
-        yield from self._same("ratio 1.0", self._prefill(3, ratio=1.0))
-        yield from self._same("one chunk in front", self._prefill(1, ratio=0.0))
-        reused = self._prefill(3, ratio=0.0, correction=FULL_REUSE["correction"]).cache
-        distance = self._kv_distance(reused.keys, reused.values)
-        yield GateRow("full reuse: KV is not forward's", distance, self.kv_bound, above=True)
+        same = {"nothing stored": whole, "ratio 1.0": self._prefill(3, ratio=1.0)}
+        same["one chunk in front"] = self._prefill(1, ratio=0.0)
+        for name, done in same.items():
+            yield GateRow(f"{name}: KV is forward's", self._kv_of(done), self.kv_bound)
+            distance = _logits_distance(done.logits, self.own.logits[0])
+            yield GateRow(f"{name}: logits are forward's", distance, self.logits_bound)
+        reused = self._prefill(3, ratio=0.0, correction=FULL_REUSE["correction"])
+        yield GateRow("full reuse: KV is not forward's", self._kv_of(reused), self.kv_bound, above=True)
 
     def _prefill(self, n_stored: int, has_prefix: bool = True, **options: Any) -> PassResult:
         """Blend when the first `n_stored` chunks are stored."""
-        views = [TensorView(kv) for kv in self.stored[:n_stored]]
-        prefix = TensorView(self.stored_prefix) if has_prefix else None
-        layout, blend = lay_out(self.prompt, prefix, views), BlendConfig(method="blend", **options)
-        return run(blend_prefill(self.model, self.prompt, layout, blend, new_tokens=1))
-
-    def _same(self, name: str, done: PassResult) -> Iterator[GateRow]:
-        kv = self._kv_distance(done.cache.keys, done.cache.values)
-        yield GateRow(f"{name}: KV is forward's", kv, self.kv_bound)
-        logits = _logits_distance(done.logits, self.own.logits[0])
-        yield GateRow(f"{name}: logits are forward's", logits, self.logits_bound)
+        views = {i: TensorView(kv) for i, kv in enumerate(self.stored[:n_stored])}
+        layout = lay_out(self.prompt, TensorView(self.stored_prefix) if has_prefix else None, views)
+        return run(blend_prefill(self.model, layout, BlendConfig(method="blend", **options), new_tokens=1))
 
     def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""
         model, kv, start = self.model, self.stored[0], len(self.prompt.prefix)
         here = torch.arange(start, start + kv.n_tokens, device=model.device)
-        there, worst = here + model.context_limit - start - kv.n_tokens, 0.0
+        there, distances = here + model.context_limit - start - kv.n_tokens, []
         for keys, a, b in zip(kv.keys, model.rope(here), model.rope(there), strict=True):
             before = model.rotate(keys, a)
             moved = model.rotate(model.rotate(before, a.inverse), b)
-            back = model.rotate(model.rotate(moved, b.inverse), a)
-            worst = _worst(worst, _keys_distance(back, before))
-        return worst
+            distances.append(_keys_distance(model.rotate(model.rotate(moved, b.inverse), a), before))
+        return _worst(distances)
 
     def _moved(self) -> float:
-        model, worst = self.model, 0.0
+        model, distances = self.model, []
         for span, kv in zip(self.prompt.spans, self.stored, strict=True):
-            at = torch.arange(span.start, span.stop, device=model.device)
-            moved = model.rotate(kv.keys[0], model.rope(at)[0])
-            worst = _worst(worst, _keys_distance(moved, self.own.keys[0][:, span.start : span.stop]))
-        return worst
+            rope = model.rope(torch.arange(span.start, span.stop, device=model.device))[0]
+            own = self.own.keys[0][:, span.start : span.stop]
+            distances.append(_keys_distance(model.rotate(kv.keys[0], rope), own))
+        return _worst(distances)
+
+    def _kv_of(self, done: PassResult) -> float:
+        return self._kv_distance(done.cache.keys, done.cache.values)
 
     def _kv_distance(self, keys: Tensor, values: Tensor) -> float:
         """Of all positions of the prompt together, the worst layer.
 
         Not the worst position: in a mixture of experts, rounding alone may send a token to another expert.
         """
-        n, worst = len(self.prompt), 0.0
+        n, distances = len(self.prompt), []
         for ours, own in ((keys, self.own.keys), (values, self.own.values)):
             for mine, theirs in zip(ours, own, strict=True):
                 a, b = mine[:, :n].float(), theirs[:, :n].float()
-                worst = _worst(worst, float((a - b).norm() / b.norm().clamp_min(TINY)))
-        return worst
+                distances.append(float((a - b).norm() / b.norm().clamp_min(TINY)))
+        return _worst(distances)
 
 
-def _worst(a: float, b: float) -> float:
-    """The larger one; NaN is worse than anything."""
-    return b if b != b or b > a else a
+def _worst(distances: Sequence[float]) -> float:
+    """The largest; NaN is worse than anything."""
+    return float(torch.tensor(distances).max())
 
 
 def _keys_distance(keys: Tensor, expected: Tensor) -> float:

@@ -1,9 +1,9 @@
 """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids: the one place that renders a chat template.
 
-prefix = chat-template head + system text + earlier turns + instruction;  suffix = question + chat-template tail. Both
+prefix = chat-template head + system text + earlier messages + instruction;  suffix = question + chat-template tail. Both
 come from the model's own chat template, rendered with sentinels in the place of texts and split there. Every part is
 tokenised alone and joined as ids, so a chunk's ids never depend on its neighbours. The texts of passages, questions and
-turns cannot contain control tokens: they are tokenised with special tokens as text.
+messages cannot contain control tokens: they are tokenised with special tokens as text.
 
 Passages of an earlier turn are not part of the prefix: they would fill the model's context in a few turns. So a prefix
 depends on its own tokens alone, and the next turn's prefix begins with almost all of it (blend/prefix_cache.py).
@@ -28,17 +28,15 @@ from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
 PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
-TURN = "<<<blendserve-turn-{}>>>"
+MESSAGE = "<<<blendserve-message-{}>>>"
 LONG = 6  # characters a token: most texts have fewer
 CUT = 16  # tokens that a text, or its beginning, may have more alone than in a prompt, at most
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")
 
-Message = dict[str, str]
-
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One message before the last question."""
+class ChatMessage:
+    """One message of a conversation, before the last question."""
 
     role: str  # system, user or assistant
     text: str
@@ -73,9 +71,11 @@ class PromptBuilder:
         self.prefix = self._ids(self._head)
         self.kv_context = self._kv_context(config.kv_context)
 
-    def build(self, question: str, passages: Sequence[Passage], turns: Sequence[Turn] = ()) -> Prompt:
-        """The whole prompt; passages in the order given. Raises InputError for turns that the template refuses."""
-        return self.frame(question, turns).with_chunks(map(self.chunk, passages))
+    def build(
+        self, question: str, passages: Sequence[Passage], history: Sequence[ChatMessage] = ()
+    ) -> Prompt:
+        """The whole prompt; passages in the order given. Raises InputError for messages that the template refuses."""
+        return self.frame(question, history).with_chunks(map(self.chunk, passages))
 
     def at_least(self, texts: Iterable[str], limit: int) -> int:
         """Tokens that these texts have at least, if that is more than `limit` (>= 0), else 0.
@@ -92,14 +92,14 @@ class PromptBuilder:
                 return n
         return 0
 
-    def frame(self, question: str, turns: Sequence[Turn] = ()) -> PromptFrame:
-        """Everything but the passages. Raises InputError for turns that the template refuses.
+    def frame(self, question: str, history: Sequence[ChatMessage] = ()) -> PromptFrame:
+        """Everything but the passages. Raises InputError for messages that the template refuses.
 
-        A system turn, which must be the first, takes the place of the configured one.
+        A system message, which must be the first, takes the place of the configured one.
         """
-        head, tail = self._template(turns) if turns else (self._head, self._tail)
-        said = {TURN.format(i): turn.text for i, turn in enumerate(turns)}
-        prefix = self._ids(head, said) if turns else self.prefix
+        head, tail = self._template(history) if history else (self._head, self._tail)
+        said = {MESSAGE.format(i): message.text for i, message in enumerate(history)}
+        prefix = self._ids(head, said) if history else self.prefix
         return PromptFrame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
 
     def chunk(self, passage: Passage) -> Chunk:
@@ -124,32 +124,32 @@ class PromptBuilder:
         # "bos" is the first token of the prefix: BOS, or what this template puts in its place.
         return {"prefix": self.prefix, "bos": self.prefix[:1], "none": ()}[context]
 
-    def _template(self, turns: Sequence[Turn]) -> tuple[str, str]:
+    def _template(self, history: Sequence[ChatMessage]) -> tuple[str, str]:
         """The chat's text before and after the passages, with sentinels in the place of texts."""
-        places = [TURN.format(i) for i in range(len(turns))]
-        messages = [{"role": t.role, "content": place} for t, place in zip(turns, places, strict=True)]
+        places = [MESSAGE.format(i) for i in range(len(history))]
+        messages = [{"role": m.role, "content": place} for m, place in zip(history, places, strict=True)]
         ours = [self._config.instruction.strip()]
-        if not turns or turns[0].role != "system":
+        if not history or history[0].role != "system":
             messages.insert(0, {"role": "system", "content": self._config.system})
             ours.append(self._config.system.strip())
         asked = f"{self._config.instruction}\n\n{PASSAGES}Question:{QUESTION}"
         messages.append({"role": "user", "content": asked})
         for attempt in (messages, _without_system(messages)):
-            text = self._render(attempt, bool(turns))
+            text = self._render(attempt, bool(history))
             head, _, tail = text.partition(PASSAGES)
             if _SENTINEL.findall(text) == [*places, PASSAGES, QUESTION] and all(t in head for t in ours):
                 return head, tail
-        if not turns:
+        if not history:
             raise ModelUnsupported(
                 "the model's chat template loses parts of the prompt: give its tokenizer another chat_template, or none"
             )
         roles = ", ".join(m["role"] for m in messages)
         raise InputError(
-            f"the model's chat template cannot hold these turns ({roles}): "
+            f"the model's chat template cannot hold these messages ({roles}): "
             "begin with at most one system message, then let user and assistant alternate"
         )
 
-    def _render(self, messages: Sequence[Message], names_roles: bool) -> str:
+    def _render(self, messages: Sequence[dict[str, str]], names_roles: bool) -> str:
         """By the model's own template; "" if it refuses the messages."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = self._tokenizer.bos_token or ""
@@ -195,7 +195,7 @@ def passage_text(passage: Passage) -> str:
     return "\n".join(part.strip() for part in (passage.title, passage.text) if part.strip())
 
 
-def _without_system(messages: Sequence[Message]) -> list[Message]:
+def _without_system(messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """For templates without a system role: its text opens the first user message."""
     system, first, *rest = messages
     return [{"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}, *rest]

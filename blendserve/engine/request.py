@@ -1,6 +1,6 @@
-"""Request -> Plan: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
+"""Prepares a request: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
 
-A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of turns
+A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of history
 and question before the search.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
-from blendserve.engine.prompt import PromptBuilder, Turn
+from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.registry import nearest
 from blendserve.timing import Clock
@@ -34,7 +34,7 @@ class Request:
     question: str
     passages: tuple[Passage, ...] | None = None  # the asker's own; None = retrieved
     top_k: int | None = None
-    turns: tuple[Turn, ...] = ()  # before the question
+    history: tuple[ChatMessage, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
 
@@ -42,7 +42,7 @@ class Request:
         """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
 
         Parts that hold only white space are dropped. The others follow the request's own passages, in order, and
-        nothing is retrieved. A second call changes nothing: the last part contains no separator. Earlier turns are
+        nothing is retrieved. A second call changes nothing: the last part contains no separator. Earlier messages are
         not cut. Raises InputError for an empty last part and for more than MAX_PARTS parts.
         """
         if not separator or separator not in self.question:
@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PreparedRequest:
     """A request that can be answered."""
 
     prompt: Prompt
@@ -75,12 +75,8 @@ class Plan:
         """Of prompt and answer, at most."""
         return len(self.prompt) + self.decode.max_new_tokens
 
-    def require_room(self, room: int) -> None:
-        """Raises PromptTooLong if prompt and answer have more than `room` tokens."""
-        _require_room(len(self.prompt), room, self.decode)
 
-
-def make_plan(
+def prepare_request(
     request: Request,
     config: Config,
     n_layers: int,
@@ -88,7 +84,7 @@ def make_plan(
     prompts: PromptBuilder,
     search: Search,
     clock: Clock,
-) -> Plan:
+) -> PreparedRequest:
     """n_layers: of the model. room: tokens for prompt and answer.
 
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
@@ -98,10 +94,12 @@ def make_plan(
     make_policy(blend).validate(n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
-    if least := prompts.at_least(_texts(request), max(0, room - decode.max_new_tokens)):
-        _require_room(least, room, decode, at_least=True)
-    frame = prompts.frame(request.question, request.turns)
-    _require_room(len(frame), room, decode, at_least=bool(request.passages))
+    own = [text for passage in request.passages or () for text in (passage.title, passage.text)]
+    texts = [request.question, *(message.text for message in request.history), *own]
+    if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
+        require_room(least, room, decode, at_least=True)
+    frame = prompts.frame(request.question, request.history)
+    require_room(len(frame), room, decode, at_least=bool(request.passages))
     passages = request.passages
     if passages is None:
         with clock.stage("retrieve"):
@@ -111,20 +109,14 @@ def make_plan(
     for passage in passages:  # one by one, as long as they fit
         chunks.append(prompts.chunk(passage))
         n_tokens += len(chunks[-1])
-        _require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
-    return Plan(frame.with_chunks(chunks), passages, blend, decode, clock)
+        require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
+    return PreparedRequest(frame.with_chunks(chunks), passages, blend, decode, clock)
 
 
-def _require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
-    """Raises PromptTooLong. at_least: the prompt may have more tokens."""
+def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
+    """Raises PromptTooLong if a prompt and its answer need more than `room`. at_least: the prompt may be longer."""
     if n_tokens > room - decode.max_new_tokens:
         raise PromptTooLong(n_tokens, room, decode.max_new_tokens, at_least)
-
-
-def _texts(request: Request) -> list[str]:
-    """All texts of a request."""
-    passages = [text for passage in request.passages or () for text in (passage.title, passage.text)]
-    return [request.question, *(turn.text for turn in request.turns), *passages]
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta
+from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
@@ -42,16 +41,9 @@ MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are droppe
 BACKGROUND_EVERY = 8
 PREEMPT_FACTOR = 4  # times: how much cheaper a request must be than the rest of the prefill that it preempts
 DURATION_WEIGHT = 0.2  # of the last request in the running mean
+NOW = -float("inf")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BackgroundTask:
-    """Work for the store that no request waits for."""
-
-    tenant: str
-    steps: Steps[None]
 
 
 class Scheduler:
@@ -75,14 +67,14 @@ class Scheduler:
         self._waiting, self._queue = FairQueue[Sequence](), queue
         self._prefills: list[Sequence] = []  # at most two; the last one runs
         self._running: list[Sequence] = []
-        self._background = FairQueue[BackgroundTask]()
-        self._task: BackgroundTask | None = None  # the one that has begun
+        self._background = FairQueue[Steps[None]]()
+        self._task: Steps[None] | None = None  # the one that has begun
         self._throttle = throttle or BackgroundThrottle()
         self._since_task = 0  # requests prefilled
         self._preparing: Counter[str] = Counter()  # by tenant: requests that are being prepared
         self._tenants: set[str] = set()  # the first two
         self._clock = clock
-        self._decode_at = -float("inf")  # when running requests decode next, within prefills
+        self._decode_at = NOW  # when running requests decode next, within prefills
         self._prefilled = False  # whether a layer of a prefill has run since the last decoding step
         self._request_s = 1.0  # running mean of a request's duration, for Retry-After
         self._wake = threading.Condition()
@@ -112,19 +104,6 @@ class Scheduler:
         """Requests that wait, and slots in use."""
         return len(self._waiting), self._pool.n - self._pool.free
 
-    def refuse_if_full(self, tenant: str, more: int) -> None:
-        """Raises RateLimited or ShuttingDown if a tenant's request could not be queued behind `more` of its others."""
-        with self._wake:
-            if self._draining:
-                raise ShuttingDown("the server is shutting down: ask another one")
-            if self._waiting.of(tenant) + more >= self._queue:
-                raise RateLimited(f"{self._queue} requests are waiting already", self.retry_after(tenant))
-
-    def retry_after(self, tenant: str) -> int:
-        """Seconds until a slot is expected to be free for one more request of this tenant, from 1 to 60."""
-        waves = (self._waiting.of(tenant) + 1) / self._pool.n
-        return max(1, min(60, round(waves * self._request_s)))
-
     @property
     def in_flight(self) -> bool:
         """Whether a request is prepared, waits, is prefilled or decodes: background work is throttled then."""
@@ -133,11 +112,21 @@ class Scheduler:
     def has_other_tenants(self, tenant: str) -> bool:
         """Whether a request of another tenant is in flight."""
         with self._wake:
-            return (
-                any(other != tenant for other in self._preparing)
-                or len(self._waiting) > self._waiting.of(tenant)
-                or any(other.tenant != tenant for other in self._with_slot())
-            )
+            others = {*self._preparing, *(other.tenant for other in self._with_slot())} - {tenant}
+            return bool(others) or len(self._waiting) > self._waiting.of(tenant)
+
+    def retry_after(self, tenant: str) -> int:
+        """Seconds until a slot is expected to be free for one more request of this tenant, from 1 to 60."""
+        waves = (self._waiting.of(tenant) + 1) / self._pool.n
+        return max(1, min(60, round(waves * self._request_s)))
+
+    def refuse_if_full(self, tenant: str, more: int) -> None:
+        """Raises RateLimited or ShuttingDown if a tenant's request could not be queued behind `more` of its others."""
+        with self._wake:
+            if self._draining:
+                raise ShuttingDown("the server is shutting down: ask another one")
+            if self._waiting.of(tenant) + more >= self._queue:
+                raise RateLimited(f"{self._queue} requests are waiting already", self.retry_after(tenant))
 
     @contextmanager
     def preparing(self, tenant: str) -> Iterator[None]:
@@ -148,21 +137,19 @@ class Scheduler:
             yield
         finally:
             with self._wake:
-                self._preparing[tenant] -= 1
-                if not self._preparing[tenant]:
-                    del self._preparing[tenant]
+                self._preparing -= Counter([tenant])  # without the tenants that have none left
                 self._wake.notify()
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
         try:
-            sequence.plan.require_room(self._pool.n_tokens)
+            require_room(len(sequence.request.prompt), self._pool.n_tokens, sequence.request.decode)
             with self._wake:
                 self.refuse_if_full(sequence.tenant, 0)
                 if len(self._tenants) < 2:
                     self._tenants.add(sequence.tenant)
                 sequence.queued_at = self._clock()
-                self._waiting.put(sequence)
+                self._waiting.put(sequence.tenant, sequence)
                 self._wake.notify()
         except BlendserveError:
             sequence.release()
@@ -172,16 +159,16 @@ class Scheduler:
         """Drop it from the queue, or free its slot before the next layer or step. No more events are emitted."""
         with self._wake:
             sequence.is_cancelled = True
-            self._waiting.remove(sequence)
+            self._waiting.remove(sequence.tenant, sequence)
             sequence.release()
             self._wake.notify()
 
     def submit_background(self, steps: Steps[None], tenant: str = "") -> bool:
-        """Queue a background task -> False when its tenant has too many already."""
+        """Queue work for the store that no request waits for -> False when its tenant has too much already."""
         with self._wake:
             if self._background.of(tenant) >= MAX_BACKGROUND:
                 return False
-            self._background.put(BackgroundTask(tenant, steps))
+            self._background.put(tenant, steps)
             self._wake.notify()
             return True
 
@@ -203,7 +190,8 @@ class Scheduler:
 
     def step(self) -> None:
         """One unit of work. Without `start`, the caller's thread is the model's."""
-        self._drop_cancelled()
+        for sequence in [s for s in self._with_slot() if s.is_cancelled]:
+            self._end(sequence)
         if task := self._due_task():
             self._advance_task(task)
         elif self._running and self._prefilled and self._clock() >= self._decode_at:
@@ -231,16 +219,12 @@ class Scheduler:
     def _fail_all(self) -> None:
         if self._task:
             log.info("a background task is cancelled, as the server stops")
-            self._task.steps.close()
+            self._task.close()
             self._task = None
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
         for sequence in [*self._prefills[::-1], *self._running, *waiting]:
             self._end(sequence, ShuttingDown("the server has shut down before the answer was complete"))
-
-    def _drop_cancelled(self) -> None:
-        for sequence in [s for s in self._with_slot() if s.is_cancelled]:
-            self._end(sequence)
 
     # Background tasks
 
@@ -249,7 +233,7 @@ class Scheduler:
         """Seconds until a background task may go on."""
         return self._throttle.rest_s if self.in_flight else 0.0
 
-    def _due_task(self) -> BackgroundTask | None:
+    def _due_task(self) -> Steps[None] | None:
         if self._prefills or self._rest_s:
             return None
         with self._wake:
@@ -258,17 +242,18 @@ class Scheduler:
                 self._since_task = 0
         return self._task
 
-    def _advance_task(self, task: BackgroundTask) -> None:
+    def _advance_task(self, task: Steps[None]) -> None:
         self._throttle.begin()
         try:
-            next(task.steps)
+            next(task)
         except StopIteration:
             self._task = None
-        except Exception as error:
+        except BlendserveError as error:
             self._task = None
-            if not isinstance(error, BlendserveError):
-                raise
             log.warning("a background task failed: %s", error)
+        except Exception:
+            self._task = None
+            raise
         finally:
             self._throttle.charge(self.in_flight)
 
@@ -308,8 +293,8 @@ class Scheduler:
         sequence.cache = self._pool.acquire()
         self._prefills.append(sequence)
         self._since_task += 1
-        sequence.plan.clock.seconds["queue"] = waited_s = self._clock() - sequence.queued_at
-        self._observer.dequeued(sequence.plan.blend.method, waited_s)
+        sequence.request.clock.seconds["queue"] = waited_s = self._clock() - sequence.queued_at
+        self._observer.dequeued(sequence.request.blend.method, waited_s)
 
     def _advance(self, sequence: Sequence) -> None:
         """One layer of a prefill; after the last one, the first token."""
@@ -325,7 +310,7 @@ class Scheduler:
             self._end(sequence, error)
         self._prefilled = True
         if not self._prefills:
-            self._decode_at = -float("inf")
+            self._decode_at = NOW
 
     # Decode
 
@@ -352,9 +337,10 @@ class Scheduler:
 
     def _emit(self, sequence: Sequence, done: Prefilled | Tensor) -> None:
         """Emit the tokens that follow a prefill, or the logits [n, V] of a step."""
+        is_first = isinstance(done, Prefilled)
         try:
-            if is_first := isinstance(done, Prefilled):
-                self._observer.prefilled(done.report, sequence.plan.clock.seconds["load"])
+            if isinstance(done, Prefilled):
+                self._observer.prefilled(done.report, sequence.request.clock.seconds["load"])
                 sequence.emit(PrefillDone(done.n_cached, done.report, done.explanation))
             for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(TextDelta(piece))
@@ -368,7 +354,7 @@ class Scheduler:
         for _ in range(sequence.n_new):
             self._observer.token(sequence.prefilled.report.method, elapsed_s, is_first)
         if sequence.answer:
-            self._request_s += DURATION_WEIGHT * (sequence.plan.clock.elapsed() - self._request_s)
+            self._request_s += DURATION_WEIGHT * (sequence.request.clock.elapsed() - self._request_s)
             self._end(sequence)
 
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:

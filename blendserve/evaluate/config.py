@@ -27,45 +27,33 @@ class EvaluateConfig(Section):
 
     dataset: str = Field(
         "generated",
-        description="Questions: generated, facts, lines, reference, 2wikimultihopqa, a LongBench task "
-        "such as 2wikimqa or samsum, a file of questions in a known format, or a .txt file to continue; several "
-        "with commas between them make one table.",
+        description="Questions: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a "
+        "file in a known format, or a .txt file to continue; several with commas between them make one table.",
     )
     corpus: Path | None = Field(
-        None,
-        description="File of passages; corpus.json in the folder of the questions if not set.",
+        None, description="File of passages; corpus.json in the folder of the questions if not set."
     )
     setting: Literal["closed", "open", "edited"] = Field(
         "closed",
-        description="Passages of a question: closed uses the data set's own, open retrieves them, edited uses the "
-        "data set's own while the store holds earlier revisions of them, by every kind of edit.",
+        description="Passages of a question: closed uses the data set's own, open retrieves them, edited uses its own "
+        "while the store holds earlier revisions of them, by every kind of edit.",
     )
     window: Positive | None = Field(
-        None,
-        description="Length of the chunks that the joined passages are cut into, in tokens; a chunk per "
-        "passage if not set.",
+        None, description="Chunk length, in tokens of the joined passages; a chunk per passage if not set."
     )
     chunks: Positive | None = Field(None, description="Maximum number of chunks in a prompt; all if not set.")
     top_k: Positive = Field(10, description="Number of passages to retrieve in the open setting.")
-    limit: Positive | None = Field(
-        None, description="Number of questions, from the first on; all if not set."
-    )
+    limit: Positive | None = Field(None, description="Number of questions, the first ones; all if not set.")
     half: Literal["both", "first", "second"] = Field(
         "both", description="Half of the questions (every other one): tune on one half, confirm on the other."
     )
     shuffles: int = Field(
-        0,
-        ge=0,
-        description="Number of further prompts per question, with its passages in other orders.",
+        0, ge=0, description="Number of further prompts per question, with its passages in other orders."
     )
-    seed: int = Field(
-        0,
-        description="Random seed of distractors (for data sets that have none) and shuffles.",
-    )
+    seed: int = Field(0, description="Random seed of distractors (for data sets without any) and shuffles.")
     methods: tuple[str, ...] = Field(
         ("full", "prefix", "reuse", *EVALUATED),
-        description="Methods to compare, such as prefix, query+shift, deviation[1,2]@0.15, query/bos or "
-        "exact/int8.",
+        description="Methods, such as prefix, query+shift, deviation[1,2]@0.15, query/bos or exact/int8.",
     )
     ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
 
@@ -89,10 +77,10 @@ class EvaluateConfig(Section):
     @property
     def run_name(self) -> str:
         """The default name of the run: equal for runs over the same prompts."""
-        window = f"-w{self.window}" if self.window else ""
-        chunks = f"-c{self.chunks}" if self.chunks else ""
-        top_k = f"-k{self.top_k}" if self.setting == "open" else ""
-        return f"{Path(self.dataset).stem}-{self.setting}{top_k}{window}{chunks}"
+        parts = {"k": self.setting == "open" and self.top_k, "w": self.window, "c": self.chunks}
+        return "-".join(
+            [Path(self.dataset).stem, self.setting, *(f"{name}{n}" for name, n in parts.items() if n)]
+        )
 
 
 def settings_from(config: Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -1,4 +1,4 @@
-"""How near a prefill is to full prefill, without any label: teacher-forced KL, and agreement of the answers.
+"""One method on one prompt: its answer, its times, and how near it is to full prefill, without any label.
 
 Full prefill answers greedily; every other method is asked, over its own cache, for its distribution at each decision of
 that answer:
@@ -11,15 +11,102 @@ The first of them is the first-token KL, their mean the mean KL, in nats.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blendserve.evaluate.metrics import f1
+from blendserve.blend.blender import Blender
+from blendserve.config import DecodeConfig
+from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
+from blendserve.engine.generate import generate
+from blendserve.errors import StoreError
+from blendserve.evaluate.methods import FULL, MethodSpec
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
-from blendserve.models.runner import append_each
+from blendserve.models.reference import OwnDecoding
+from blendserve.models.runner import append_each, decode_each
+from blendserve.timing import Clock
+
+STAGES = ("load", "select", "correct", "prefill")
+Draw = Callable[[], Prompt]  # lays out the prompt, tokenising it; part of TTFT
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one method generated."""
+
+    tokens: TokenIds
+    ended: bool  # by an end token
+    logits: Tensor  # [n, V] at the n reference tokens; of the reference, at its own
+    seconds: dict[str, float]  # stages, ttft (prompt laid out, prefilled, first token chosen) and decode
+    recomputed: tuple[int, ...] = ()  # positions that the policy selected
+    report: BlendReport | None = None  # None: transformers
+
+
+def answer(
+    reader: LoadedModel,
+    blender: Blender,
+    method: MethodSpec,
+    draw: Draw,
+    decode: DecodeConfig,
+    reference: TokenIds | None = None,
+    prefix_kv: ChunkKV | None = None,
+) -> Generation:
+    """Prefill, decode greedily, then compute the logits at the tokens of `reference`; None: at its own tokens.
+
+    prefix_kv: in place of the cached prefix. Raises StoreError when precomputed KV has left the store: another method
+    would be measured.
+    """
+    clock, adapter = Clock(reader.adapter.device), reader.adapter
+    prompt = draw()
+    with clock.stage("prefill"):
+        room = max(decode.max_new_tokens, len(reference or ()))  # a text to continue may be longer
+        done = blender.run(prompt, method.blend, room, clock, prefix_kv=prefix_kv)
+    cache, first = done.result.cache, done.result.logits
+    source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
+    tokens = [token for token in [next(source, None)] if token is not None]
+    ttft = clock.elapsed()
+    tokens += source
+    seconds = {stage: clock.seconds[stage] for stage in STAGES}
+    seconds |= {"ttft": ttft, "decode": clock.elapsed() - ttft}
+    if done.missing and method.kind != FULL and method.edit is None:
+        raise StoreError(
+            f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "
+            "other process uses, or a larger cap_gb"
+        )
+    ended = len(tokens) < decode.max_new_tokens
+    follow = reference if reference is not None else reference_tokens(reader, tokens, ended)
+    step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
+    logits = forced(adapter, cache, len(prompt), first, follow, step)
+    recomputed = tuple(done.result.recomputed.tolist())
+    return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
+
+
+def reference_tokens(reader: LoadedModel, tokens: Sequence[int], ended: bool) -> TokenIds:
+    """An answer's tokens, with an end token if it ended. Never empty."""
+    return (*tokens, min(reader.end_tokens)) if ended else tuple(tokens)
+
+
+def transformers_answer(
+    reader: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
+) -> Generation:
+    """The same by transformers' own forward: the rounding difference of two exact computations."""
+    own, along, clock = *(OwnDecoding(reader.adapter) for _ in range(2)), Clock(reader.adapter.device)
+    ids, tokens = draw().ids, list[int]()
+    with clock.stage("prefill"):
+        logits = own.feed(ids)
+    token, ttft = int(logits.argmax()), clock.elapsed()
+    while token not in reader.end_tokens:
+        tokens.append(token)
+        if len(tokens) == decode.max_new_tokens:
+            break
+        token = int(own.feed((token,)).argmax())
+    seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}
+    forced_logits = torch.stack([along.feed(ids), *(along.feed((token,)) for token in reference[:-1])])
+    return Generation(tuple(tokens), token in reader.end_tokens, forced_logits, seconds)
 
 
 def forced(
@@ -37,9 +124,8 @@ def forced(
     """
     if len(answer) < 2:
         return first[None]
-    return torch.cat(
-        [first[None], step(adapter, [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])])]
-    )
+    rows = [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])]
+    return torch.cat([first[None], step(adapter, rows)])
 
 
 def kl(reference: Tensor, other: Tensor) -> list[float]:
@@ -53,8 +139,3 @@ def nll(logits: Tensor, ids: Sequence[int]) -> float:
     """Mean negative log-likelihood, in nats, of the tokens `ids` [n] by logits [n, V]."""
     chosen = torch.tensor(ids, device=logits.device)
     return float(torch.nn.functional.cross_entropy(logits.double(), chosen))
-
-
-def agreement(answer: str, reference: str) -> float:
-    """F1 of an answer with full prefill's as its gold; two equal answers agree, even on nothing."""
-    return 1.0 if answer == reference else f1(answer, [reference])

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from blendserve import console
 from blendserve.config import Config, changed
 from blendserve.engine.engine import Engine
-from blendserve.errors import BlendserveError, InputError
+from blendserve.errors import BlendserveError
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.permutations import with_permutations
-from blendserve.evaluate.priors import fit_priors
 from blendserve.evaluate.prompts import PromptSource, open_engine
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
-from blendserve.evaluate.stores import PromptStores
+from blendserve.evaluate.stores import PromptStores, fit_priors
 from blendserve.evaluate.summary import Predictions, summarize
 from blendserve.evaluate.tasks import PERPLEXITY, Task
-from blendserve.extras import install_hint
 from blendserve.provenance import environment
-from blendserve.registry import CACHEBLEND
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +31,7 @@ RUNS = Path("runs")
 WORK = ".work"  # in the folder of runs: stored KV and indexes of all runs
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A finished run."""
 
     folder: Path
@@ -55,11 +49,8 @@ def evaluate(
 
     Raises CorpusError, ConfigError, InputError, ModelError, StoreError; finished predictions are kept.
     """
-    for package in ("matplotlib", "scipy"):  # hours of measuring should not end in an ImportError
-        if importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"evaluation needs {package}, which is not installed: {install_hint('evaluate')}"
-            )
+    from blendserve.evaluate import plots, report  # matplotlib: missing now, not after hours of measuring
+
     settings = settings or settings_from()
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
@@ -74,28 +65,34 @@ def evaluate(
     with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
         source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
         runner = Runner(engine, source, stores, methods)
-        fit_priors(stores.raw, methods, config, dataset, source, run_dir.path)
+        fit_priors(stores, methods, lambda: source.prior_chunks(dataset), run_dir.path, config.half)
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        model = _about(engine)
-    question_of = {e.id: e.permutation_of or e.id for e in examples}
-    predictions = Predictions(run_dir.predictions, question_of, methods)
+        adapter, model = engine.reader.adapter, engine.reader.name
     metrics = {
-        "dataset": dataset.name,
-        "setting": config.setting,
-        "half": config.half,
-        "task": dataset.task.name,
-        "metric": dataset.task.metric,
-        "reader": model,
-        "environment": where,
-        "began_with": run_dir.began_with,
-        "left_out": left_out,
-        **summarize(predictions, dataset.task.metric, CACHEBLEND),
+        **{"dataset": dataset.name, "setting": config.setting, "half": config.half},
+        **{"task": dataset.task.name, "metric": dataset.task.metric},
+        "reader": {
+            **{"model": model, "dtype": str(adapter.dtype).removeprefix("torch.")},
+            **{"device": str(adapter.device), "threads": torch.get_num_threads()},
+        },
+        **{"environment": where, "left_out": left_out},
+        **summarize(
+            Predictions(run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods),
+            dataset.task.metric,
+        ),
     }
     run_dir.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
-    _publish(run_dir, metrics)
+    title = run_dir.path.name
+    drawn = {"pareto.svg": plots.pareto(metrics["methods"], title, metrics["metric"])}
+    if any(method.codec for method in methods):
+        drawn["codecs.svg"] = plots.codecs(metrics["methods"], title)
+    for file, plot in drawn.items():
+        run_dir.write(file, plot)
+    page = report.render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
+    run_dir.write("report.html", page.encode())
     return Outcome(run_dir.path, metrics)
 
 
@@ -116,32 +113,6 @@ def evaluate_each(
     return found
 
 
-def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
-    """Plots and page."""
-    from blendserve.evaluate import plots  # start-up: matplotlib
-    from blendserve.evaluate.report import render  # start-up: jinja2
-
-    name, methods = run_dir.path.name, metrics["methods"]
-    drawn = {"pareto.svg": plots.pareto(methods, name, metrics["metric"])}
-    if any(method["codec"] for method in methods.values()):
-        drawn["codecs.svg"] = plots.codecs(methods, name)
-    for file, plot in drawn.items():
-        run_dir.write(file, plot)
-    page = render(name, metrics, run_dir.prompts, run_dir.predictions, drawn)
-    run_dir.write("report.html", page.encode())
-
-
-def _about(engine: Engine) -> dict[str, Any]:
-    """The model, as it ran."""
-    adapter = engine.reader.adapter
-    return {
-        "model": engine.reader.name,
-        "dtype": str(adapter.dtype).removeprefix("torch."),
-        "device": str(adapter.device),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def with_task_prompt(settings: Config, task: Task) -> Config:
     """Use the task's own prompt, unless the user has set another."""
     if settings.decode.max_new_tokens < task.answer_tokens and task.metric != PERPLEXITY:
@@ -158,10 +129,6 @@ def with_task_prompt(settings: Config, task: Task) -> Config:
 
 def _settled(settings: Config, runs: Path) -> Config:
     """With a folder for the KV, and without method "auto": every method is named."""
-    store = (
-        settings.store
-        if settings.store.location
-        else changed(settings.store, location=str(runs / WORK / "kv"))
-    )
-    blend = changed(settings.blend, method="blend")
-    return settings.model_copy(update={"store": store, "blend": blend})
+    if not settings.store.location:
+        settings = settings.replace("store.location", str(runs / WORK / "kv"))
+    return settings.replace("blend.method", "blend")

@@ -48,6 +48,11 @@ def longbench_f1(prediction: str, golds: Sequence[str]) -> float:
     return max((_harmonic((said & bag).total(), said.total(), bag.total()) for bag in bags), default=0.0)
 
 
+def agreement(answer: str, reference: str) -> float:
+    """F1 of an answer with full prefill's as its gold; two equal answers agree, even on nothing."""
+    return 1.0 if answer == reference else f1(answer, [reference])
+
+
 def rouge_l(prediction: str, golds: Sequence[str]) -> float:
     """Harmonic mean of precision and recall of the longest common subsequence."""
     said, expected = normalise(prediction).split(), [normalise(gold).split() for gold in golds]
@@ -62,12 +67,6 @@ def longbench_rouge_l(prediction: str, golds: Sequence[str]) -> float:
     sentence, which LongBench counts as 0; this does not.
     """
     return max((_package_rouge_l(prediction, gold) for gold in golds), default=0.0)
-
-
-def number_found(prediction: str, golds: Sequence[str]) -> float:
-    """1.0 if the last number of the prediction is a gold, as LongChat counts it (Li et al., 2023)."""
-    numbers = re.findall(r"\d+", prediction)
-    return float(bool(numbers) and any(int(numbers[-1]) == int(gold) for gold in golds))
 
 
 def _harmonic(shared: int, predicted: int, expected: int) -> float:

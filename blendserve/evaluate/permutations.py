@@ -10,12 +10,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
+from blendserve.core import Passage
 from blendserve.errors import CorpusError
 from blendserve.evaluate.formats import Example
-
-Item = TypeVar("Item")
 
 
 def with_permutations(
@@ -26,26 +24,26 @@ def with_permutations(
     passages: number of retrieved passages, if these replace the question's own. Raises CorpusError where a question has
     the id of a permutation.
     """
-    made, ids = list[Example](), {example.id for example in examples}
+    made = list[Example]()
     for example in examples:
-        made.append(example)
         orders = math.factorial(min(20, len(example.contexts) if passages is None else passages))
-        for n in range(1, min(permutations + 1, orders)):
-            if (id := f"{example.id}~{n}") in ids:
-                raise CorpusError(
-                    f"the data has a question {id!r}, the id of a permutation of {example.id!r}: rename it, or set "
-                    "evaluate.shuffles lower",
-                    setting="evaluate.shuffles",
-                )
-            made.append(replace(example, id=id, permutation=n, permutation_of=example.id))
+        numbers = range(1, min(permutations + 1, orders))
+        made.append(example)
+        made += (
+            replace(example, id=f"{example.id}~{n}", permutation=n, permutation_of=example.id)
+            for n in numbers
+        )
+    if taken := {e.id for e in examples} & {e.id for e in made if e.permutation}:
+        problem = f"the data has the ids of permutations ({', '.join(taken)}): rename them, or lower evaluate.shuffles"
+        raise CorpusError(problem, setting="evaluate.shuffles")
     return made
 
 
-def permuted(items: Sequence[Item], example: Example, seed: int) -> tuple[Item, ...]:
-    """The items (passages) in this permutation's order; as they are for the question itself."""
-    rng, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(items)))
+def permuted(passages: Sequence[Passage], example: Example, seed: int) -> tuple[Passage, ...]:
+    """The passages in this permutation's order; as they are for the question itself."""
+    rng, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(passages)))
     seen = {tuple(order): None}
     while len(seen) <= example.permutation:  # until the n-th order that is another one than all before
         rng.shuffle(order)
         seen.setdefault(tuple(order))
-    return tuple(items[n] for n in list(seen)[example.permutation])
+    return tuple(passages[n] for n in list(seen)[example.permutation])

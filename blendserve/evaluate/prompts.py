@@ -10,14 +10,13 @@ A chunk is a passage, or with a window N tokens of all passages joined, as in Ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from blendserve import console
-from blendserve.config import Config
+from blendserve.config import Config, changed
 from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
@@ -86,9 +85,16 @@ class PromptSource:
         ids = [chunk.ids for chunk in prompt.chunks if len(chunk)]
         return edits.cut_elsewhere(ids) if edit == edits.WINDOW else ids
 
-    def chunks(self, passages: Sequence[Passage]) -> list[TokenIds]:
-        """The chunks of a corpus."""
-        return list(self._engine.prompts.chunk_ids(passages))
+    def prior_chunks(self, dataset: Dataset) -> list[TokenIds]:
+        """The chunks to fit priors on, without questions or answers: of the corpus in the open setting, else of prompts.
+
+        If half of the questions are asked, those of the other half.
+        """
+        if self._config.setting == "open":
+            return self._engine.prompts.chunk_ids(dataset.corpus)
+        other = {"both": "both", "first": "second", "second": "first"}[self._config.half]
+        examples = dataset.examples[changed(self._config, half=other).subset]
+        return [chunk.ids for e in examples for chunk in self.build(e, self.passages(e)).chunks]
 
 
 def open_engine(config: EvaluateConfig, dataset: Dataset, settings: Config, work: Path) -> Engine:

@@ -12,8 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from blendserve.evaluate.methods import FULL
-from blendserve.evaluate.show import facts, headline
-from blendserve.evaluate.tables import tables
+from blendserve.evaluate.tables import facts, tables
 
 Record = Mapping[str, Any]
 
@@ -30,11 +29,10 @@ def render(
     """The page. prompts: by question id; predictions: by (id, method); plots: SVG by file name."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    data = json.dumps(_viewer(metrics, prompts, predictions), ensure_ascii=False)
+    data = json.dumps(_viewer(metrics["methods"], prompts, predictions), ensure_ascii=False)
     return template.render(
         title=f"blendserve: {name}",
         facts=facts(metrics),
-        headline=headline(metrics),
         plots={file: base64.b64encode(plot).decode() for file, plot in plots.items()},
         tables=tables(metrics),
         left_out=metrics["left_out"],
@@ -43,10 +41,11 @@ def render(
 
 
 def _viewer(
-    metrics: Record, prompts: Mapping[str, Record], predictions: Mapping[tuple[str, str], Record]
+    methods: Mapping[str, Record],
+    prompts: Mapping[str, Record],
+    predictions: Mapping[tuple[str, str], Record],
 ) -> Record:
     """Data of the page's script: every prompt that all methods answered."""
-    methods: Mapping[str, Record] = metrics["methods"]
     ids = [i for i in prompts if all((i, m) in predictions for m in methods)]
     shown = [{**prompts[i], "titled": len(prompts[i]["titles"]) == len(prompts[i]["parts"]) - 2} for i in ids]
     return {

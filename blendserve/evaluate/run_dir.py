@@ -2,7 +2,7 @@
 
 runs/<name>/
   config.yaml        settings and environment; written first
-  prompts.jsonl      a line a prompt, in pieces for the report
+  prompts.jsonl      a line per prompt, in pieces for the report
   predictions.jsonl  a line for each prompt and method, as they come
   metrics.json, pareto.svg, report.html     at the end, from the above
 """
@@ -35,16 +35,15 @@ class RunDir:
         """
         self.path, file = path, path / "config.yaml"
         values = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
-        self.began_with: Record = environment
         if file.exists():
             before = _load_yaml(file)
-            _check_same(path, _flat(before), _flat(values))
-            self.began_with = before.get("environment", {})
+            self._check_same(_flat(before), _flat(values))
+            environment = before.get("environment", {})  # that the run began in
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot create the run folder {path}: {error.strerror}") from None
-        text = yaml.safe_dump({**values, "environment": self.began_with}, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump({**values, "environment": environment}, sort_keys=False, allow_unicode=True)
         self.write(file.name, text.encode())
         self.prompts: dict[str, Record] = {line["id"]: line for line in read_lines(path / "prompts.jsonl")}
         self.predictions = {(p["id"], p["method"]): p for p in read_lines(path / "predictions.jsonl")}
@@ -76,6 +75,18 @@ class RunDir:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
+    def _check_same(self, old: Record, new: Record) -> None:
+        for name in sorted(old.keys() | new.keys()):
+            part, _, setting = name.partition(".")
+            if part == "environment" or setting.split(".")[0] in EXTENSIBLE or old.get(name) == new.get(name):
+                continue
+            raise ConfigError(
+                f"{self.path} holds a run with {setting} = {old.get(name)!r}, not {new.get(name)!r}: "
+                "give this one another --name, or delete that folder",
+                setting=setting,
+                path=self.path,
+            )
+
 
 def read_lines(file: Path) -> list[Record]:
     """The objects of a JSON Lines file, none without a file; an incomplete last line is removed. Raises InputError."""
@@ -100,21 +111,6 @@ def _load_yaml(path: Path) -> Record:
     if not isinstance(values, dict) or not {"run", "settings"} <= set(values):
         raise InputError(f"{path} is not of an evaluation: give this run another --name")
     return values
-
-
-def _check_same(path: Path, old: Record, new: Record) -> None:
-    """By dotted name. Raises ConfigError."""
-    for name in sorted(old.keys() | new.keys()):
-        part, _, setting = name.partition(".")
-        if part == "environment" or setting.split(".")[0] in EXTENSIBLE:
-            continue
-        if old.get(name) != new.get(name):
-            raise ConfigError(
-                f"{path} holds a run with {setting} = {old.get(name)!r}, not {new.get(name)!r}: "
-                "give this one another --name, or delete that folder",
-                setting=setting,
-                path=path,
-            )
 
 
 def _flat(values: Record, prefix: str = "") -> Record:

@@ -9,18 +9,24 @@ So a machine that slows down for a while slows down all methods, and no method a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
 from blendserve.errors import ConfigError, PromptTooLong
-from blendserve.evaluate.fidelity import agreement, kl, nll
+from blendserve.evaluate.fidelity import (
+    Draw,
+    Generation,
+    answer,
+    kl,
+    nll,
+    reference_tokens,
+    transformers_answer,
+)
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.generation import Draw, Generation, answer, reference_tokens, transformers_answer
 from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
-from blendserve.evaluate.metrics import exact_match, f1, rouge_l
+from blendserve.evaluate.metrics import agreement, exact_match, f1, rouge_l
 from blendserve.evaluate.prompts import Passages, PromptSource
 from blendserve.evaluate.run_dir import Record, RunDir
 from blendserve.evaluate.stores import PromptStores, Sizes
@@ -38,22 +44,25 @@ class Runner:
         self, engine: Engine, source: PromptSource, stores: PromptStores, methods: Sequence[MethodSpec]
     ) -> None:
         """Raises ConfigError for check layers that the model lacks, for sampling and for stop strings."""
-        decode = engine.config.decode
-        if decode.temperature or decode.stop:
+        self._decode = engine.config.decode
+        if self._decode.temperature or self._decode.stop:
             raise ConfigError(
                 "evaluation compares whole greedy answers: set decode.temperature to 0 and decode.stop to []",
-                setting="decode.temperature" if decode.temperature else "decode.stop",
+                setting="decode.temperature" if self._decode.temperature else "decode.stop",
             )
         for method in methods:
             make_policy(method.blend).validate(engine.reader.adapter.n_layers)
-        self._engine, self._source, self._stores = engine, source, stores
+        self._reader, self._prompts, self._source, self._stores = (
+            engine.reader,
+            engine.prompts,
+            source,
+            stores,
+        )
         self._full = next(m for m in methods if m.name == FULL)
         self._others = [m for m in methods if m.name != FULL]
         self._is_warm = False
 
-    def run(
-        self, examples: Sequence[Example], run_dir: RunDir, update: Update = lambda done, total: None
-    ) -> dict[str, str]:
+    def run(self, examples: Sequence[Example], run_dir: RunDir, update: Update) -> dict[str, str]:
         """Run every question and method without a prediction -> reason by question that was left out."""
         left_out: dict[str, str] = {}
         for n, example in enumerate(examples):
@@ -69,62 +78,62 @@ class Runner:
         return left_out
 
     def _predict(self, example: Example, methods: Sequence[MethodSpec], run_dir: RunDir) -> Iterator[Record]:
-        engine, source, found = self._engine, self._source, self._source.passages(example)
-        draw = partial(source.build, example, found)
-        prompt = draw()
-        continuation = engine.prompts.text_ids(example.answers[0]) if example.is_continuation else None
-        self._check_length(prompt, len(continuation or ()))
+        found = self._source.passages(example)
+
+        def draw() -> Prompt:
+            return self._source.build(example, found)
+
+        prompt, limit = draw(), self._reader.adapter.context_limit
+        continuation = self._prompts.text_ids(example.answers[0]) if example.is_continuation else ()
+        reserved = max(self._decode.max_new_tokens, len(continuation))
+        if len(prompt) + reserved > limit:
+            raise PromptTooLong(len(prompt), limit, reserved)
         run_dir.add_prompt(self._prompt_record(example, found, prompt))
-        with self._stores.holding(prompt, methods, lambda edit: source.previous_chunks(edit, example, found)):
+        with self._stores.holding(
+            prompt, methods, lambda edit: self._source.previous_chunks(edit, example, found)
+        ):
             if not self._is_warm:  # the first question does not pay for first allocations
                 for method in methods:
                     self._stores.blender(method).run(prompt, method.blend)
                 self._is_warm = True
-            full, _ = self._generate(self._full, draw, continuation)
-            reference = continuation or reference_tokens(engine.reader, full.tokens, full.ended)
+            full, _ = self._generate(self._full, draw, continuation or None)
+            reference = continuation or reference_tokens(self._reader, full.tokens, full.ended)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
                 record = self._record(example, method, done, full)
-                more = {"recall": found.recall, "tokens_prompt": len(prompt), "kv": sizes}
                 if continuation:
-                    more["score"] = nll(done.logits, continuation)
+                    record["score"] = nll(done.logits, continuation)
                 record["seconds"]["retrieve"] = found.seconds
-                yield {**record, **more, **_stale_or_current(record["answer"], example)}
+                yield {**record, "recall": found.recall, "tokens_prompt": len(prompt), "kv": sizes}
 
     def _generate(
         self, method: MethodSpec, draw: Draw, reference: TokenIds | None
     ) -> tuple[Generation, Sizes]:
         """Also the size of its chunks, where it has a codec."""
-        reader, decode = self._engine.reader, self._engine.config.decode
+        blender, sizes = self._stores.blender(method), Sizes()
         if method.kind == TRANSFORMERS:
             assert reference is not None
-            return transformers_answer(reader, draw, decode, reference), {}
+            return transformers_answer(self._reader, draw, self._decode, reference), sizes
         if method.kind == EXACT:
             prompt, kv, sizes = self._stores.exact_context(method, draw())
-            raw = self._stores.raw[method.kv_context]
-            return answer(reader, raw, method, lambda: prompt, decode, reference, kv), sizes
-        sizes = self._stores.sizes(method, draw()) if method.codec else {}
-        return answer(reader, self._stores.blender(method), method, draw, decode, reference), sizes
-
-    def _check_length(self, prompt: Prompt, continuation: int) -> None:
-        limit = self._engine.reader.adapter.context_limit
-        reserved = max(self._engine.config.decode.max_new_tokens, continuation)
-        if len(prompt) + reserved > limit:
-            raise PromptTooLong(len(prompt), limit, reserved)
+            return answer(self._reader, blender, method, lambda: prompt, self._decode, reference, kv), sizes
+        if method.codec:
+            sizes = self._stores.sizes(method, draw())
+        return answer(self._reader, blender, method, draw, self._decode, reference), sizes
 
     def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
-        text, kls = self._text(done), kl(full.logits, done.logits)
-        return {
+        text, kls, golds = self._text(done), kl(full.logits, done.logits), example.answers
+        record = {
             "id": example.id,
             "method": method.name,
             "type": example.type,
             "answer": text,
             "tokens": list(done.tokens),
             "ended": done.ended,
-            "score": TASKS[example.task].score(text, example.answers),
-            "f1": f1(text, example.answers),
-            "em": exact_match(text, example.answers),
-            "rouge_l": rouge_l(text, example.answers),
+            "score": TASKS[example.task].score(text, golds),
+            "f1": f1(text, golds),
+            "em": exact_match(text, golds),
+            "rouge_l": rouge_l(text, golds),
             "agreement": agreement(text, self._text(full)),
             "identical": done.tokens == full.tokens,
             "first_kl": kls[0],
@@ -134,15 +143,19 @@ class Runner:
             "recomputed": ranges(done.recomputed),
             "seconds": dict(done.seconds),
         }
+        if example.counterfactual:  # whether the answer has the current value, and the stale one
+            record["says_gold"] = any(gold.strip().lower() in text.lower() for gold in golds)
+            record["says_rival"] = example.counterfactual.lower() in text.lower()
+        return record
 
     def _text(self, done: Generation) -> str:
-        text: str = self._engine.reader.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text: str = self._reader.tokenizer.decode(done.tokens, skip_special_tokens=True)
         return text.strip()
 
     def _prompt_record(self, example: Example, found: Passages, prompt: Prompt) -> Record:
         """A character of several tokens stands with the last one."""
         parts = [prompt.prefix, *(chunk.ids for chunk in prompt.chunks), prompt.suffix]
-        streams = [(Detokenizer(self._engine.reader.tokenizer), part) for part in parts]
+        streams = [(Detokenizer(self._reader.tokenizer), part) for part in parts]
         return {
             "id": example.id,
             "question": example.question,
@@ -152,15 +165,6 @@ class Runner:
             "titles": [passage.title for passage in found.passages],
             "parts": [[stream.push(token) for token in part] for stream, part in streams],
         }
-
-
-def _stale_or_current(answer: str, example: Example) -> Record:
-    """Whether an answer has the current value, and the stale one; empty where the data has no stale one."""
-    if not example.counterfactual:
-        return {}
-    text, golds = answer.lower(), [gold.strip().lower() for gold in example.answers]
-    says_gold = any(gold in text for gold in golds)
-    return {"says_gold": says_gold, "says_rival": example.counterfactual.lower() in text}
 
 
 def ranges(positions: Sequence[int]) -> list[list[int]]:

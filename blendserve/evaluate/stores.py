@@ -2,6 +2,9 @@
 
 All codecs see the same KV, which is computed once. Method `exact` reuses nothing: the whole context is prefilled, its KV
 before RoPE is coded and decoded chunk by chunk, and the question attends to all of it. Its loss is the codec's alone.
+
+Correction priors are fitted as `precompute` fits them, and kept in the folder of the run, so that a resumed run uses the
+same.
 """
 
 from __future__ import annotations
@@ -9,26 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
+from blendserve import console
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.config import KVContext, PromptConfig, changed
+from blendserve.blend.priors import Priors
+from blendserve.config import KVContext, changed
 from blendserve.core import ChunkKV, Prompt, TokenIds
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import MethodSpec
-from blendserve.registry import CODECS
+from blendserve.registry import CODECS, CORRECTIONS
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.base import Codec
 from blendserve.store.view import decode
 
 Sizes = dict[str, int]
-MethodKV = tuple[KVContext | None, str | None, str | None]  # KV context, codec, edit
-PreviousChunks = Callable[[str], Sequence[TokenIds]]  # kind of edit -> the chunks before it
 
 _KEY = bytes(28)  # a header's length does not depend on its key
 
@@ -74,7 +78,7 @@ class PromptStores:
         self._engine, self._evicts = engine, evicts
         self.raw = {context: self._raw(context) for context in {m.kv_context for m in methods}}
         self._codecs = {word: codec_for(engine, word) for word in {m.codec for m in methods} if word}
-        self._made: dict[MethodKV, Blender] = {}
+        self._made: dict[tuple[str | None, ...], Blender] = {}  # by KV context, codec and edit
 
     def blender(self, method: MethodSpec) -> Blender:
         """The blender over the method's KV; within `holding`."""
@@ -98,30 +102,33 @@ class PromptStores:
             ends = [*(span.start for span in prompt.spans), len(context)]
             codec, spans = self._codecs[method.codec], [_span(kv, a, b) for a, b in pairwise(ends) if b > a]
             records = [ChunkRecord.encode(_KEY, span, codec) for span in spans]
-            decoded = (decode(record, self._engine.store.blobs.get) for record in records)
+            decoded = [decode(record, self._engine.store.blobs.get) for record in records]
             parts = [_span(kv, 0, ends[0]), *decoded]
-            kv = ChunkKV(
-                *(torch.cat([getattr(p, side) for p in parts], dim=2) for side in ("keys", "values"))
+            keys, values = (
+                torch.cat([getattr(p, side) for p in parts], dim=2) for side in ("keys", "values")
             )
-            sizes = sizes_of(records)
+            kv, sizes = ChunkKV(keys, values), sizes_of(records)
         return exact, kv, sizes
 
     @contextmanager
     def holding(
-        self, prompt: Prompt, methods: Sequence[MethodSpec], previous: PreviousChunks
+        self, prompt: Prompt, methods: Sequence[MethodSpec], previous: Callable[[str], Sequence[TokenIds]]
     ) -> Iterator[None]:
-        """Compute and store the prompt's KV in every form that the methods read, and keep it in the block."""
+        """Compute and store the prompt's KV in every form that the methods read, and keep it in the block.
+
+        previous: kind of edit -> the chunks before it.
+        """
         chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, None]()
         try:
             for context in dict.fromkeys(m.kv_context for m in methods):
                 keys |= dict.fromkeys(self.raw[context].key(ids) for ids in chunks if ids)
                 self.raw[context].writer.precompute(chunks)
-            for method in {_kv_of(m): m for m in methods}.values():
+            for kv, method in {_kv_of(m): m for m in methods}.items():
                 if method.codec:
                     store = coded_copy(self._engine, self._codecs[method.codec], keys)
-                    self._made[_kv_of(method)] = self._over(method, store)
+                    self._made[kv] = self._over(method, store)
                 elif method.edit:
-                    self._made[_kv_of(method)] = self._before_edit(method, previous(method.edit))
+                    self._made[kv] = self._before_edit(method, previous(method.edit))
             yield
         finally:
             self._made.clear()
@@ -147,14 +154,42 @@ class PromptStores:
         engine = self._engine
         if context is None:
             return engine.blender
-        prompt: PromptConfig = changed(engine.config.prompt, kv_context=context)
+        prompt = changed(engine.config.prompt, kv_context=context)
         before = PromptBuilder(engine.reader.tokenizer, prompt).kv_context
         about = engine.reader.adapter, engine.reader.fingerprint, engine.store, engine.prompts.prefix, before
         return Blender(*about, engine.config.store.namespace)
 
 
-def _kv_of(method: MethodSpec) -> MethodKV:
-    """What the method's KV depends on."""
+def fit_priors(
+    stores: PromptStores,
+    methods: Sequence[MethodSpec],
+    chunks: Callable[[], Sequence[TokenIds]],
+    folder: Path,
+    half: str,
+) -> None:
+    """Give the blender of each KV context its priors, where a method uses them; from their file in the folder.
+
+    The priors are fitted on `chunks` if the file is missing, damaged or of another version.
+    """
+    needing = [m for m in methods if m.kind == "blend" and CORRECTIONS.load(m.blend.correction).uses_prior]
+    for context in {m.kv_context for m in needing}:
+        blender, path = stores.raw[context], folder / f"priors-{context or 'run'}-{half}.safetensors"
+        try:
+            priors: Priors | None = Priors.from_bytes(path.read_bytes(), blender.model)
+        except (OSError, ValueError):
+            with console.progress("Fitting the correction prior", "tokens") as update:
+                priors = blender.priors.fit(chunks(), update)
+            if priors is not None:
+                part = path.with_suffix(".part")
+                part.write_bytes(priors.to_bytes())
+                part.replace(path)
+                priors = Priors.from_bytes(
+                    path.read_bytes(), blender.model
+                )  # rounded, as a resumed run reads them
+        blender.priors.use(priors)
+
+
+def _kv_of(method: MethodSpec) -> tuple[str | None, ...]:
     return method.kv_context, method.codec, method.edit
 
 

@@ -7,7 +7,6 @@ the tail is a method's KL over another's, prompt by prompt, both at least KL_FLO
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from blendserve.errors import InputError
 from blendserve.evaluate import stats
 from blendserve.evaluate.methods import EXACT, FULL, REUSE, TRANSFORMERS, MethodSpec
+from blendserve.evaluate.stats import Interval
 from blendserve.evaluate.tasks import PERPLEXITY
 
 Record = Mapping[str, Any]
@@ -38,65 +38,56 @@ class Predictions:
         question_of: Mapping[str, str],
         methods: Sequence[MethodSpec],
     ) -> None:
-        """question_of: prompt id -> question id. Raises InputError when no prompt is complete."""
+        """records: by prompt id and method; question_of: prompt id -> question id.
+
+        Raises InputError when no prompt is complete.
+        """
         names = [method.name for method in methods]
         self.ids = [i for i in question_of if all((i, name) in records for name in names)]
         if not self.ids:
             raise InputError("no question was answered by every method: there is nothing to compare yet")
         self.questions = [question_of[i] for i in self.ids]
         self.methods = tuple(methods)
-        self._records = {name: [records[i, name] for i in self.ids] for name in names}
-
-    def __contains__(self, method: object) -> bool:
-        return method in self._records
-
-    def records(self, method: str) -> list[Record]:
-        """A method's predictions, one a prompt."""
-        return self._records[method]
+        self.records = {name: [records[i, name] for i in self.ids] for name in names}
 
     def column(self, method: str, field: str) -> NDArray[np.float64]:
-        """A number a prompt."""
-        return np.array([record[field] for record in self._records[method]], float)
+        """A number per prompt."""
+        return np.array([record[field] for record in self.records[method]], float)
 
     def seconds(self, method: str, stage: str = "ttft") -> NDArray[np.float64]:
-        """Seconds of a stage, one a prompt; 0 where a method has no such stage."""
-        return np.array([record["seconds"].get(stage, 0.0) for record in self._records[method]], float)
+        """Seconds of a stage per prompt; 0 where a method has no such stage."""
+        return np.array([record["seconds"].get(stage, 0.0) for record in self.records[method]], float)
 
-    def mean(self, values: NDArray[Any]) -> Metrics:
-        """The mean of a value a prompt, with its interval."""
-        return asdict(stats.mean(values, self.questions))
+    def mean(self, values: NDArray[Any]) -> Interval:
+        return stats.mean(values, self.questions)
 
-    def kl_ratio(self, method: str, unit: str, field: str = "mean_kl") -> Metrics | None:
+    def kl_ratio(self, method: str, unit: str, field: str = "mean_kl") -> Interval | None:
         """mean KL / another method's."""
-        kls, others = self.column(method, field), self.column(unit, field)
-        found = stats.ratio_of_means(kls, others, self.questions)
-        return asdict(found) if found else None
+        return stats.ratio_of_means(self.column(method, field), self.column(unit, field), self.questions)
 
-    def ttft_ratio(self, method: str, unit: str) -> Metrics | None:
+    def ttft_ratio(self, method: str, unit: str) -> Interval | None:
         """median TTFT / another method's."""
-        found = stats.ratio_of_medians(self.seconds(method), self.seconds(unit), self.questions)
-        return asdict(found) if found else None
+        return stats.ratio_of_medians(self.seconds(method), self.seconds(unit), self.questions)
 
 
-def summarize(predictions: Predictions, metric: str, rule: str) -> Metrics:
-    """All measurements of metrics.json. metric: name of `score` (tasks.py); rule: the method of the headline."""
-    found = zip(predictions.questions, predictions.records(FULL), strict=True)
+def summarize(predictions: Predictions, metric: str) -> Metrics:
+    """All measurements of metrics.json. metric: name of `score` (tasks.py)."""
+    found = zip(predictions.questions, predictions.records[FULL], strict=True)
     recall = [(record["recall"], question) for question, record in found if record["recall"] is not None]
     exact = [m.name for m in predictions.methods if _is_exact(m) and m.name != FULL]
     rounding = [predictions.column(name, "mean_kl") for name in exact]
     return {
         "questions": len(set(predictions.questions)),
         "prompts": len(predictions.ids),
-        "recall": asdict(stats.mean(*zip(*recall, strict=True))) if recall else None,
+        "recall": stats.mean(*zip(*recall, strict=True)) if recall else None,
         "kl_floor": KL_FLOOR,
         "kl_rounding": float(np.percentile(rounding, 95)) if rounding else None,
         "methods": {m.name: _method(predictions, m, metric) for m in predictions.methods},
-        "headline": headline(predictions, rule) if rule in predictions else None,
     }
 
 
 def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metrics:
-    name, records = method.name, predictions.records(method.name)
+    name, records = method.name, predictions.records[method.name]
     counts = {count: float(np.mean(predictions.column(name, count))) for count in COUNTS}
     times = {stage: predictions.seconds(name, stage) for stage in STAGES}
     sizes = [record["kv"] for record in records if record.get("kv")]
@@ -106,7 +97,7 @@ def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metric
         **{score: predictions.mean(predictions.column(name, score)) for score in SCORES},
         "score_against_full": predictions.mean(against_full),
         **{f"{kl}_share": predictions.kl_ratio(name, REUSE, kl) for kl in ("first_kl", "mean_kl")},
-        "tails": [tail(predictions, name, other) for other in opponents(method) if other in predictions],
+        "tails": [tail(predictions, name, o) for o in opponents(method) if o in predictions.records],
         **counts,
         "share_recomputed": counts["tokens_recomputed"] / counts["tokens_prompt"],
         "kv_smaller": sum(s["raw_bytes"] for s in sizes) / sum(s["bytes"] for s in sizes) if sizes else None,
@@ -119,7 +110,7 @@ def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metric
     if metric == PERPLEXITY:  # exp of a mean negative log-likelihood, and so are the ends of its interval
         for interval in (found["score"], found["score_against_full"]):
             interval |= {part: float(np.exp(interval[part])) for part in ("mean", "low", "high")}
-    if (exact := method.unedited) and exact in predictions:
+    if (exact := method.unedited) and exact in predictions.records:
         found["edited"] = {
             "kind": method.edit,
             "mean_kl_times": predictions.kl_ratio(name, exact),
@@ -132,8 +123,8 @@ def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metric
 
 def _facts(predictions: Predictions, name: str) -> Metrics:
     """Answers with the stale and with the current value, over the facts that full prefill answers right."""
-    records = predictions.records(name)
-    known = [r for r, full in zip(records, predictions.records(FULL), strict=True) if full["says_gold"]]
+    records = predictions.records[name]
+    known = [r for r, full in zip(records, predictions.records[FULL], strict=True) if full["says_gold"]]
     return {
         "questions": len(known),
         "says_rival": sum(record["says_rival"] for record in known),
@@ -160,31 +151,6 @@ def tail(predictions: Predictions, name: str, other: str) -> Metrics:
         "worst": float(ratios.max()),
         "prompt": predictions.ids[int(ratios.argmax())],
     }
-
-
-def headline(predictions: Predictions, rule: str) -> Metrics:
-    """The fastest method at the rule's fidelity, and the most faithful one in its time.
-
-    By mean KL and median TTFT as measured; the intervals say how sure that is.
-    """
-    names = [m.name for m in predictions.methods if m.kind not in (FULL, TRANSFORMERS, EXACT)]
-    kl = {name: float(np.mean(predictions.column(name, "mean_kl"))) for name in names}
-    ttft = {name: float(np.median(predictions.seconds(name))) for name in names}
-    best = {
-        "at_its_fidelity": min((n for n in names if kl[n] <= kl[rule]), key=lambda n: (ttft[n], n)),
-        "in_its_time": min((n for n in names if ttft[n] <= ttft[rule]), key=lambda n: (kl[n], n)),
-    }
-    gains = {
-        part: {
-            "method": name,
-            "times_faster_than_full": predictions.ttft_ratio(FULL, name),
-            "times_faster_than_rule": predictions.ttft_ratio(rule, name),
-            "mean_kl_share_of_rule": predictions.kl_ratio(name, rule),
-            "mean_kl_share": predictions.kl_ratio(name, REUSE),
-        }
-        for part, name in best.items()
-    }
-    return {"rule": rule, **gains}
 
 
 def _is_exact(method: MethodSpec) -> bool:

@@ -1,54 +1,32 @@
-"""metrics.json as tables, for the terminal and the page."""
+"""metrics.json as tables, on the terminal and on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlencode
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from blendserve.evaluate.methods import FULL
+from blendserve import console
+from blendserve.evaluate.methods import FULL, TRANSFORMERS
 from blendserve.evaluate.tasks import PERPLEXITY
 
 Metrics = Mapping[str, Any]
 Columns = dict[str, tuple[str, str]]  # title -> dotted path in a method's metrics, and format
 
 SCALES = {"ms": (1e3, ".0f"), "MB": (1e-6, ".1f")}  # formats with a unit
-EDITED = "The store holds earlier revisions. Exact hits: the same method over the passages themselves."
-FACTS = "Questions to which full prefill gives the current answer."
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A value, its interval in small print, whether it is significant, and the link behind it."""
-
-    text: str
-    below: str = ""
-    sure: bool = False
-    link: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.below})" if self.below else self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """The first column names methods."""
 
     title: str
     note: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[str]]
 
 
-def tables(metrics: Metrics) -> list[Table]:
-    """All tables of the page; those without a row are left out."""
-    found = (_quality(metrics), tails(metrics), _time(metrics["methods"]), *edits(metrics["methods"]))
-    return [table for table in found if table.rows]
-
-
-def overview(title: str, metrics: Metrics) -> Table:
-    """The main figures of every method."""
+def show(metrics: Metrics, report: Path) -> None:
+    """Print the main figures of every method, and the tables of single prompts and of edits."""
     columns = {
         "KL / reuse's": ("mean_kl_share", ".3f"),
         "agree": ("agreement.mean", ".2f"),
@@ -58,48 +36,47 @@ def overview(title: str, metrics: Metrics) -> Table:
         "times faster": ("times_faster.mean", ".1f"),
         "recomputed": ("share_recomputed", ".0%"),
     }
-    return _table(title, "", metrics["methods"], columns | _kv_smaller(metrics["methods"]))
+    overview = _table(_size(metrics), "", metrics["methods"], columns | _kv_smaller(metrics["methods"]))
+    for table in (overview, _tails(metrics), *_edits(metrics["methods"])):
+        if table.rows:
+            title = f"{table.title}. {table.note}" if table.note else table.title
+            console.table(title, table.columns, table.rows)
+    console.out.print(f"More in {report}", markup=False)
 
 
-def tails(metrics: Metrics) -> Table:
-    """Regressions on single prompts: a row a comparison."""
-    note = (
-        f"Mean KL of a prompt / another method's on it; KLs below {metrics['kl_floor']:g} nats count as that."
-    )
-    if (rounding := metrics["kl_rounding"]) is not None:
-        note += f" Rounding alone makes up to {rounding:.2g} (95% of prompts)."
-    rows = [
-        [
-            *(Cell(name), Cell(tail["against"]), cell(tail["worse"], ".3f")),
-            *(cell(tail["p95"], ".2f"), cell(tail["worst"], ".2f")),
-            Cell(tail["prompt"], link=f"#{urlencode({'prompt': tail['prompt'], 'method': name})}"),
-        ]
-        for name, method in metrics["methods"].items()
-        for tail in method["tails"]
+def show_all(runs: Mapping[str, Metrics | str]) -> None:
+    """Print one table: data set -> its metrics, or why there are none."""
+    finished = [metrics for metrics in runs.values() if not isinstance(metrics, str)]
+    methods = list(finished[0]["methods"]) if finished else []
+    rows = []
+    for name, metrics in runs.items():
+        if isinstance(metrics, str):
+            cells = [metrics, *[""] * (len(methods) + 2)]
+        else:
+            cells = [metrics["metric"], str(metrics["questions"]), str(len(metrics["left_out"]))]
+            cells += [_score_and_kl(metrics["methods"][method]) for method in methods]
+        rows.append([Path(name).name, *cells])
+    columns = ("data", "metric", "questions", "left out", *methods)
+    console.table("Score (mean KL / full reuse's)", columns, rows)
+
+
+def facts(metrics: Metrics) -> list[str]:
+    """What was measured, and where."""
+    where, model, recall = metrics["environment"], metrics["reader"], metrics["recall"]
+    return [
+        f"{_size(metrics)} of {Path(metrics['dataset']).name}, {metrics['setting']}",
+        *([f"recall of needed titles {cell(recall, '.2f')}"] if recall else []),
+        f"{model['model']} in {model['dtype']} on {model['device']}",
+        f"{where['machine']}, {model['threads']} threads",
+        f"torch {where['torch']}, transformers {where['transformers']}",
+        f"blendserve {where['blendserve']} {where['commit']}".strip(),
     ]
-    columns = ("method", "against", "fraction made worse", "ratio, p95", "worst", "on prompt")
-    return Table("Single prompts", note, columns, rows)
 
 
-def edits(methods: Metrics) -> tuple[Table, Table]:
-    """The cost of edits, and stale answers; without rows where there are none."""
-    edited = {
-        "mean KL / reuse's": ("mean_kl_share", ".3f"),
-        "/ exact hits'": ("edited.mean_kl_times", ".2f"),
-        "TTFT / exact hits'": ("edited.ttft_times", ".2f"),
-        "times faster than full": ("times_faster", ".2f"),
-        "fresh tokens": ("tokens_computed", ".0f"),
-    }
-    facts = {
-        "stale answers": ("facts.says_rival", "d"),
-        "current answers": ("facts.says_gold", "d"),
-        "questions": ("facts.questions", "d"),
-        "stale answers to all questions": ("facts.says_rival_of_all", "d"),
-    }
-    return (
-        _table("Edited passages", EDITED, {n: m for n, m in methods.items() if "edited" in m}, edited),
-        _table("Edited facts", FACTS, {n: m for n, m in methods.items() if "facts" in m}, facts),
-    )
+def tables(metrics: Metrics) -> list[Table]:
+    """All tables of the page; those without a row are left out."""
+    found = (_quality(metrics), _tails(metrics), _time(metrics["methods"]), *_edits(metrics["methods"]))
+    return [table for table in found if table.rows]
 
 
 def _quality(metrics: Metrics) -> Table:
@@ -118,10 +95,27 @@ def _quality(metrics: Metrics) -> Table:
         columns[f"{metric} - full's"] = ("score_against_full", "+.3f")
         columns |= {"F1": ("f1", ".3f"), "exact match": ("em", ".3f"), "Rouge-L": ("rouge_l", ".3f")}
     note = (
-        "Fidelity to full prefill, then scores against the golds; below, 95% bootstrap intervals over questions. "
-        "Differences are paired; bold where the interval excludes zero."
+        "Fidelity to full prefill, then scores against the golds, with 95% bootstrap intervals over questions. "
+        "Differences are paired."
     )
     return _table("Quality", note, methods, columns | _kv_smaller(methods))
+
+
+def _tails(metrics: Metrics) -> Table:
+    """Regressions on single prompts: a row per comparison."""
+    note = (
+        f"Mean KL of a prompt / another method's on it; KLs below {metrics['kl_floor']:g} nats count as that."
+    )
+    if (rounding := metrics["kl_rounding"]) is not None:
+        note += f" Rounding alone makes up to {rounding:.2g} (95% of prompts)."
+    forms = {"worse": ".3f", "p95": ".2f", "worst": ".2f"}
+    rows = [
+        [name, tail["against"], *(cell(tail[part], form) for part, form in forms.items()), tail["prompt"]]
+        for name, method in metrics["methods"].items()
+        for tail in method["tails"]
+    ]
+    columns = ("method", "against", "fraction made worse", "ratio, p95", "worst", "on prompt")
+    return Table("Single prompts", note, columns, rows)
 
 
 def _time(methods: Metrics) -> Table:
@@ -143,6 +137,29 @@ def _time(methods: Metrics) -> Table:
     return _table("Time and work", note, methods, columns)
 
 
+def _edits(methods: Metrics) -> tuple[Table, Table]:
+    """The cost of edits, and stale answers; without rows where there are none."""
+    edited = {
+        "mean KL / reuse's": ("mean_kl_share", ".3f"),
+        "/ exact hits'": ("edited.mean_kl_times", ".2f"),
+        "TTFT / exact hits'": ("edited.ttft_times", ".2f"),
+        "times faster than full": ("times_faster", ".2f"),
+        "fresh tokens": ("tokens_computed", ".0f"),
+    }
+    answers = {
+        "stale answers": ("facts.says_rival", "d"),
+        "current answers": ("facts.says_gold", "d"),
+        "questions": ("facts.questions", "d"),
+        "stale answers to all questions": ("facts.says_rival_of_all", "d"),
+    }
+    hits = "The store holds earlier revisions. Exact hits: the same method over the passages themselves."
+    known = "Questions to which full prefill gives the current answer."
+    return (
+        _table("Edited passages", hits, {n: m for n, m in methods.items() if "edited" in m}, edited),
+        _table("Edited facts", known, {n: m for n, m in methods.items() if "facts" in m}, answers),
+    )
+
+
 def _kv_smaller(methods: Metrics) -> Columns:
     """Every byte of the chunks' records against uncoded KV, without shared tables; no column without codecs."""
     return {"KV smaller": ("kv_smaller", ".2f")} if any(m["codec"] for m in methods.values()) else {}
@@ -150,8 +167,7 @@ def _kv_smaller(methods: Metrics) -> Columns:
 
 def _table(title: str, note: str, methods: Metrics, columns: Columns) -> Table:
     rows = [
-        [Cell(name), *(cell(_at(m, path), form) for path, form in columns.values())]
-        for name, m in methods.items()
+        [name, *(cell(_at(m, path), form) for path, form in columns.values())] for name, m in methods.items()
     ]
     return Table(title, note, ("method", *columns), rows)
 
@@ -165,13 +181,22 @@ def _at(found: Any, path: str) -> Any:
     return found
 
 
-def cell(value: Any, form: str) -> Cell:
-    """A number, or a mean with its interval; empty for None. "+" formats a difference."""
+def cell(value: Any, form: str) -> str:
+    """A number, or a mean with its interval; empty for None."""
     if value is None:
-        return Cell("")
+        return ""
     scale, form = SCALES.get(form, (1, form))
     if not isinstance(value, Mapping):
-        return Cell(format(value * scale, form))
-    mean, low, high = (value[part] * scale for part in ("mean", "low", "high"))
-    is_sure = form.startswith("+") and (low > 0 or high < 0)
-    return Cell(format(mean, form), f"{low:{form}} to {high:{form}}", is_sure)
+        return format(value * scale, form)
+    mean, low, high = (format(value[part] * scale, form) for part in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def _score_and_kl(m: Metrics) -> str:
+    share = None if m["kind"] in (FULL, TRANSFORMERS) else m["mean_kl_share"]
+    return f"{m['score']['mean']:.3f}" + (f" ({share['mean']:.2f})" if share else "")
+
+
+def _size(metrics: Metrics) -> str:
+    questions, prompts = metrics["questions"], metrics["prompts"]
+    return f"{questions} questions" + (f" in {prompts} prompts" if prompts > questions else "")

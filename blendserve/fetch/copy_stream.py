@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -14,80 +14,43 @@ from blendserve.core import ChunkKV
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in the work of a stream: a torch.cuda.Event."""
 
     def synchronize(self) -> None:
         """Block this thread until everything before the event is done."""
         ...
 
 
-class CopyStream(Protocol):
-    """A stream of copies to or from one device. Its work runs in order, beside all other streams."""
-
-    def entered(self) -> AbstractContextManager[object]:
-        """Inside, torch issues the device's work on this stream."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Free bytes on the device."""
-        ...
-
-    def buffer(self, n_bytes: int) -> Tensor:
-        """Host memory [n_bytes] uint8 that the device can read: pinned."""
-        ...
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on the device already."""
-        ...
-
-    def fetches(self, tensor: Tensor) -> bool:
-        """Whether the device can read this host tensor in place: it is pinned."""
-        ...
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """Issue a copy to the device, without waiting."""
-        ...
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Issue a copy to host memory of a tensor that the current stream computes, without waiting."""
-        ...
-
-    def record_event(self) -> Event:
-        """An event after everything issued so far."""
-        ...
-
-    def wait_on_stream(self, memory: Sequence[Tensor], event: Event | None) -> None:
-        """Make the calling thread's stream wait for the event before it uses this memory."""
-        ...
-
-
-class CudaCopyStream:
-    """A stream of a CUDA device."""
+class CopyStream:
+    """A stream of copies to or from one CUDA device. Its work runs in order, beside all other streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def entered(self) -> AbstractContextManager[object]:
+        """Inside, torch issues the device's work on this stream."""
         return torch.cuda.stream(self._stream)
 
     def free_bytes(self) -> int:
+        """Free bytes on the device."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
-    def buffer(self, n_bytes: int) -> Tensor:
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.device == self._device
-
-    def fetches(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """In pinned memory, which the device reads without the host; itself if it is there."""
+        return tensor.pin_memory()
 
     def send(self, tensor: Tensor) -> Tensor:
-        # torch's allocator of pinned memory records the copy: it does not reuse a freed buffer before the copy's end.
-        return tensor.to(self._device, non_blocking=True)
+        """Issue a copy to the device, without waiting; inside `entered`. A tensor on the device is returned as it is.
+
+        torch's allocator of pinned memory records the copy: it reuses a freed buffer only after the copy's end.
+        """
+        if tensor.device == self._device:
+            return tensor
+        return self.pinned(tensor).to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
+        """Issue a copy to host memory of a tensor that the current stream computes, without waiting."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.entered():
             here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -96,22 +59,18 @@ class CudaCopyStream:
         return here
 
     def record_event(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # synchronize() sleeps
+        """An event after everything issued so far; waiting for it sleeps."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def wait_on_stream(self, memory: Sequence[Tensor], event: Event | None) -> None:
+        """Make the calling thread's stream wait for the event before it uses this memory."""
         assert isinstance(event, torch.cuda.Event)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)
-        for (
-            part
-        ) in memory:  # the allocator must not reuse it for this stream before the computing stream is done
+        for part in memory:  # the allocator may not reuse it before the computing stream is done
             part.record_stream(stream)
-
-
-_streams: dict[tuple[int, bool], CudaCopyStream] = {}
-_making = threading.Lock()
 
 
 def copy_stream_to(device: torch.device, to_host: bool = False) -> CopyStream | None:
@@ -121,11 +80,12 @@ def copy_stream_to(device: torch.device, to_host: bool = False) -> CopyStream | 
     """
     if device.type != "cuda":
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with _making:
-        if (index, to_host) not in _streams:
-            _streams[index, to_host] = CudaCopyStream(torch.device("cuda", index))
-        return _streams[index, to_host]
+    return _copy_stream(torch.cuda.current_device() if device.index is None else device.index, to_host)
+
+
+@cache
+def _copy_stream(index: int, to_host: bool) -> CopyStream:
+    return CopyStream(torch.device("cuda", index))
 
 
 class HostCopy:
@@ -142,3 +102,21 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._kv
+
+
+def as_one(pair: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """Keys and values as one [2, K, C, D] where values follow keys in memory, as in a record: half of the copies."""
+    keys, values = pair
+    alike = keys.shape == values.shape and keys.dtype == values.dtype
+    if not (alike and keys.is_contiguous() and values.is_contiguous()):
+        return pair
+    one = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    if not one or values.storage_offset() - keys.storage_offset() != keys.numel():
+        return pair
+    return (keys.as_strided((2, *keys.shape), (keys.numel(), *keys.stride())),)
+
+
+def split_kv(unit: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of what `as_one` returned."""
+    keys, values = unit if len(unit) == 2 else unit[0].unbind()
+    return keys, values

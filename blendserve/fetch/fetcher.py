@@ -15,27 +15,26 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
-from blendserve.fetch.copies import Copies, HeldCopies, Hold
-from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
-from blendserve.fetch.source import ANY, RemoteSource, source_of
+from blendserve.fetch.copies import Copies
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
+from blendserve.fetch.source import ANY, RemoteSource, StoreSource
 from blendserve.fetch.tiered import TieredStore
-from blendserve.fetch.transfer import Compute, Transfer, TransferContext, TransferOptions
+from blendserve.fetch.transfer import Compute, Remote, Transfer, TransferOptions
 from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Miss, Snapshot, StoreStats, TensorView
 from blendserve.store.base import LOCAL, REMOTE
-from blendserve.store.bounded import NegativeCache
-from blendserve.store.codecs.base import SLOW, UNREACHABLE, Tables
+from blendserve.store.codecs.base import SLOW, UNREACHABLE
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.view import open_view
 
 COMPUTED = "computed"  # as a source
-AHEAD = 2  # transfers at a time for queued prompts
+Hold: TypeAlias = ExitStack  # of a queued prompt: closing it drops what was kept for the prompt
 
 
 class KVFetcher:
@@ -48,26 +47,24 @@ class KVFetcher:
         self,
         store: KVStore,
         copies: Copies | None = None,
-        held_bytes: int = 0,
         source: RemoteSource | None = None,
         prefetch_bytes: int = 0,
         options: TransferOptions | None = None,
     ) -> None:
         """source: of chunks that the store lacks; default: the store's own, if it is on another machine.
 
-        held_bytes: limit of the copies that queued prompts share. prefetch_bytes: limit of chunks that are read ahead.
+        prefetch_bytes: limit of chunks that are read ahead for queued prompts.
         """
         self.store, self.local, self.source = store, store, source
         if isinstance(store, TieredStore):
             self.local, self.source = store.local, source or store.source
         elif isinstance(store, ValkeyStore):
-            self.local, self.source = MemoryStore(0), source or source_of(store)
-        self.copies, self.held = copies or Copies(), HeldCopies(held_bytes)
-        self._prefetch_bytes = prefetch_bytes
+            self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
+        self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
+        self.remote = Remote(self.source, options or TransferOptions()) if self.source else None
         self._open: set[Fetch] = set()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self.remote = _Remote(self.source, options or TransferOptions()) if self.source else None
 
     @property
     def has_remote(self) -> bool:
@@ -81,11 +78,11 @@ class KVFetcher:
         compute: called in this thread, for requests with a `compute_s`, while the link is the slower of the two.
         """
         with ExitStack() as stack:
+            fetch = Fetch(self, compute)
             try:
-                snapshot: Snapshot | None = stack.enter_context(self.local.snapshot())
-                fetch = Fetch(self, snapshot, compute)
+                fetch.snapshot = stack.enter_context(self.local.snapshot())
             except StoreError as error:
-                fetch = Fetch(self, None, compute, f"the store cannot be read: {error}")
+                fetch.trouble = f"the store cannot be read: {error}"
             with self._lock:
                 self._open.add(fetch)
             try:
@@ -98,13 +95,15 @@ class KVFetcher:
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
         """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
-        hold = Hold(self.held, [request.key for request in requests])
+        hold, keys = Hold(), frozenset(request.key for request in requests)
+        self.copies.shared.hold(keys)
+        hold.callback(self.copies.shared.release, keys)
         if self.remote and self.remote.incoming.n_bytes < self._prefetch_bytes:
             here: set[ChunkKey] = set(self.copies.keys())
             with suppress(StoreError):
-                here |= self.local.contains([request.key for request in requests])
-            transfer = self.remote.transfer_ahead([r for r in requests if r.key not in here])
-            hold.on_close(transfer.close)
+                here |= self.local.contains(keys)
+            transfer = self.remote.prefetch([r for r in requests if r.key not in here])
+            hold.callback(transfer.close)
         return hold
 
     def warm_up(self, keys: Sequence[ChunkKey] = ()) -> None:
@@ -120,21 +119,18 @@ class KVFetcher:
                 fetch.forgotten |= gone
         self.copies.drop(gone)
         if self.remote:
-            self.remote.forget(gone)
-        if isinstance(self.store, TieredStore):
-            for key in gone:
-                self.store.queue.forget(key)
+            self.remote.incoming.forget(gone)
 
     def locate(self, keys: Iterable[ChunkKey], remote: bool = False) -> dict[ChunkKey, str]:
         """Where each chunk that is found would be read from. remote: look there, too, which may take a round trip.
 
         Raises StoreError if there is only one place to look, and that fails.
         """
-        asked, has_two = list(keys), self.source is not None and self.local.cap_bytes > 0
-        found: dict[ChunkKey, str] = {}
+        asked, found = list(keys), dict[ChunkKey, str]()
+        has_two = self.source is not None and self.local.cap_bytes > 0
         with suppress(*([StoreError] if has_two else [])):
             found = dict.fromkeys(self.local.contains(asked), LOCAL)
-        found |= self.copies.locate(found if self.source is None else asked)
+        found |= self.copies.locate(asked if self.source else [*found])
         left = [key for key in asked if key not in found]
         if self.source and remote and left:
             with suppress(*([StoreError] if has_two else [])):
@@ -143,33 +139,31 @@ class KVFetcher:
 
     def resident(self) -> frozenset[ChunkKey]:
         """Chunks in this process's memory or on its device (for routing between replicas)."""
-        own = frozenset(self.local.keys()) if isinstance(self.local, MemoryStore) else frozenset()
-        return own | self.copies.keys()
+        own = self.local.keys() if isinstance(self.local, MemoryStore) else ()
+        return self.copies.keys().union(own)
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """The store's; for the whole also those of the caches and the source, which are for all tenants."""
         stats = self.store.stats(namespace)
         if namespace is not None:
             return stats
-        stats = replace(stats, tiers=self.copies.stats())
-        if stats.remote:
+        if remote := stats.remote:
             with self._lock:
                 counts = Counter(self._counts)
-            failures = stats.remote.failures + counts["failures"]
-            read = replace(stats.remote, hits=counts["hits"], misses=counts["misses"], failures=failures)
-            stats = replace(stats, remote=read)
-        return stats
+            failures = remote.failures + counts["failures"]
+            remote = replace(remote, hits=counts["hits"], misses=counts["misses"], failures=failures)
+        return replace(stats, tiers=self.copies.stats(), remote=remote)
 
     def copy_here(self, keys: Sequence[ChunkKey]) -> int:
         """Fetch chunks into the local store, in the background -> how many are there, or will be. Raises StoreError."""
         here = self.local.contains(keys)
         if not self.remote:
             return len(here)
-        transfer = self.remote.transfer(self.local.blobs.get)
+        transfer = Transfer(self.remote, self.local.blobs.get)
         try:
             transfer.add([ChunkRequest(key, 0) for key in keys if key not in here])
             transfer.finish()
-            fetched = [chunk for chunk in transfer.chunks.values() if chunk.whole]
+            fetched = [chunk for chunk in transfer.chunks.values() if chunk.is_whole]
             for chunk in fetched:
                 self.keep(chunk)
         finally:
@@ -199,54 +193,22 @@ class KVFetcher:
 
     def keep(self, chunk: IncomingChunk) -> None:
         """Store a fetched chunk here, in the background; until then later prompts find it in memory."""
-        store = self.store
-        if not isinstance(store, TieredStore) or not store.cap_bytes or chunk.stored:
+        store, remote = self.store, self.remote
+        if not remote or not isinstance(store, TieredStore) or not store.cap_bytes or chunk.is_kept:
             return
-        assert self.remote
-        incoming, record = self.remote.incoming, chunk.record()
-        if not incoming.has(chunk):
-            return  # it was deleted meanwhile
-        chunk.stored = True
+        record = chunk.record()
+        chunk.is_kept = True
         chunk.users += 1
 
         def write() -> None:
             try:
-                store.put_local(chunk.key, record)
+                if remote.incoming.has(chunk):  # else it was stored or deleted meanwhile
+                    store.put_local(chunk.key, record)
             finally:
-                incoming.release(chunk)
+                remote.incoming.release(chunk)
 
         if not store.queue.add(chunk.key, record.n_bytes, write):
-            incoming.release(chunk)
-
-
-class _Remote:
-    """What the transfers from one source share."""
-
-    def __init__(self, source: RemoteSource, options: TransferOptions) -> None:
-        self.incoming = IncomingChunks()
-        self.failed = NegativeCache(now=source.link.clock.monotonic)
-        self._context = TransferContext(source, self.incoming, self.failed, options)
-        self._pool = ThreadPoolExecutor(source.workers, thread_name_prefix="blendserve-fetch")
-        self._ahead = ThreadPoolExecutor(AHEAD, thread_name_prefix="blendserve-ahead")
-
-    def transfer(self, tables: Tables, compute: Compute | None = None) -> Transfer:
-        """Of one prompt; close it."""
-        return Transfer(self._context, self._pool, tables, compute)
-
-    def transfer_ahead(self, requests: Sequence[ChunkRequest]) -> Transfer:
-        """Of a queued prompt, started in another thread; close it."""
-        transfer = Transfer(self._context, self._ahead, lambda hash: None)
-        self._ahead.submit(transfer.add, requests)
-        return transfer
-
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
-        for key in keys:
-            self.incoming.forget(key)
-            self.failed.forget(key)
-
-    def close(self) -> None:
-        for pool in (self._pool, self._ahead):
-            pool.shutdown(wait=False, cancel_futures=True)
+            remote.incoming.release(chunk)
 
 
 @dataclass(eq=False)
@@ -254,9 +216,9 @@ class Fetch:
     """What one prompt got. Valid until the `with` block ends. Threads may share it."""
 
     fetcher: KVFetcher
-    snapshot: Snapshot | None  # None: the local store cannot be read
     compute: Compute | None
-    trouble: str = ""  # why the local store cannot be read
+    snapshot: Snapshot | None = None  # None: the local store cannot be read
+    trouble: str = ""  # why
     views: dict[ChunkKey, ChunkView] = field(default_factory=dict)
     misses: dict[ChunkKey, Miss] = field(default_factory=dict)
     computed: Mapping[ChunkKey, ChunkKV] = field(default_factory=dict)  # while others were in transit
@@ -280,12 +242,11 @@ class Fetch:
         for key in new:
             self._accept(key, self._read_local(key), LOCAL)
         remote = self.fetcher.remote
-        if not remote or not (
-            absent := [key for key in new if key in self.misses and not self._use_copy(key)]
-        ):
+        absent = [key for key in new if key in self.misses and not self._use_copy(key)] if remote else []
+        if not remote or not absent:
             return
         if self._transfer is None:
-            self._transfer = remote.transfer(self.fetcher.local.blobs.get, self.compute)
+            self._transfer = Transfer(remote, self.fetcher.local.blobs.get, self.compute)
         self._transfer.add([new[key] for key in absent])
         self._transfer.run()
         self.computed = self._transfer.computed
@@ -297,8 +258,7 @@ class Fetch:
         """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
         if isinstance(lost, CorruptRecord):
             self._miss(lost.key, Miss("corrupt", lost.what))
-        elif isinstance(lost, ChunkLost):
-            assert self._transfer
+        elif isinstance(lost, ChunkLost) and self._transfer:
             self._transfer.finish()
             for key in [key for key in self._transfer.chunks if self.source.get(key) == REMOTE]:
                 self._receive(key)
@@ -318,7 +278,7 @@ class Fetch:
             return
         fetched = [chunk for key, chunk in transfer.chunks.items() if self.source.get(key) == REMOTE]
         for chunk in fetched:
-            if chunk.whole and chunk.key not in self.forgotten:
+            if chunk.is_whole and chunk.key not in self.forgotten:
                 self.fetcher.keep(chunk)
         if fetched and not source.max_interleaved:
             source.link.record_decoding(ANY, *self._reading)
@@ -332,10 +292,8 @@ class Fetch:
             return Miss(UNREACHABLE, self.trouble)
         try:
             record = self.snapshot.get(key)
-        except CorruptRecord as error:
-            return Miss("corrupt", error.what)
-        except StoreVersion as error:
-            return Miss("corrupt", str(error))
+        except (CorruptRecord, StoreVersion) as error:
+            return Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error))
         except StoreError as error:
             return Miss(UNREACHABLE, f"the store cannot be read: {error}")
         return open_view(record, self.fetcher.local.blobs.get) if record else Miss("absent")
@@ -358,7 +316,7 @@ class Fetch:
         found, chunk = self._transfer.get(key), self._transfer.chunks.get(key)
         if isinstance(found, Miss) and found.kind == "absent" and key in self.misses:
             return  # the reason of the local store stays
-        self._accept(key, found, "memory" if chunk and chunk.stored else REMOTE)
+        self._accept(key, found, "memory" if chunk and chunk.is_kept else REMOTE)
 
     def _accept(self, key: ChunkKey, found: ChunkView | Miss, place: str) -> None:
         if isinstance(found, Miss):
@@ -370,8 +328,7 @@ class Fetch:
             if key not in self.forgotten:
                 found, name = self.fetcher.copies.view(key, found)
             self.misses.pop(key, None)
-            self.views[key] = self.fetcher.held.view(key, found)
-            self.source[key] = name or place
+            self.views[key], self.source[key] = found, name or place
 
     def _miss(self, key: ChunkKey, miss: Miss) -> None:
         self.views.pop(key, None)

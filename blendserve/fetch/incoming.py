@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from blendserve.store.base import Miss
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import ChunkRecord, Header, ignore
+
+FAILED_S = 10.0  # a damaged chunk is not read again for this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,6 @@ class ChunkRequest:
     compute_s: float | None = None  # time to compute it alone; None: never compute it while waiting
 
 
-def ignore_layer(chunk: IncomingChunk) -> None:
-    """A chunk whose level stays."""
-
-
 @dataclass(eq=False)
 class IncomingChunk:
     """One chunk. A source calls `begin`, `add` and `end`; readers wait for `changed`. Thread-safe."""
@@ -33,29 +31,29 @@ class IncomingChunk:
     key: ChunkKey
     sizes: Mapping[str, int]  # bytes by level, the finest first
     changed: threading.Condition  # shared by all chunks of a fetcher
-    level: str | None = None  # that it comes by. The source stops when it changes; None: give up
+    level: str | None = None  # requested level. The source stops when it changes; None: give up
     n_left: int = 0  # bytes that are still to come
     patience_s: float = float("inf")  # time without a byte after which the link counts as dead
     header: Header | None = None
     segments: list[Buffer] = field(default_factory=list)
     miss: Miss | None = None
-    started: bool = False  # a transfer asks for it
+    is_started: bool = False  # a transfer asks for it
     n_asked: int = 0  # times that a transfer asked for it
-    users: int = 0  # fetches and holds that want it
-    stored: bool = False  # kept for the local store, which it is being written to
+    users: int = 1  # fetches and holds that use it
+    is_kept: bool = False  # for the local store, which it is being written to
     report: Callable[..., None] = ignore  # as of a ChunkRecord
     is_restarted: bool = False  # its level has changed in transit
-    on_layer: Callable[[IncomingChunk], None] = ignore_layer  # may change `level`
+    on_layer: Callable[[IncomingChunk], None] | None = None  # may change `level`
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         header = self.header
         return header is not None and len(self.segments) == header.shape.n_layers
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Nothing more comes."""
-        return self.miss is not None or self.whole
+        return self.miss is not None or self.is_whole
 
     @property
     def n_bytes(self) -> int:
@@ -64,7 +62,7 @@ class IncomingChunk:
 
     def start(self, level: str) -> None:
         """A transfer is about to ask for it."""
-        self.started, self.level, self.n_left = True, level, self.sizes[level]
+        self.is_started, self.level, self.n_left = True, level, self.sizes[level]
         self.n_asked += 1
 
     def begin(self, header: Header) -> None:
@@ -82,13 +80,18 @@ class IncomingChunk:
             self.segments.append(segment)
             self.n_left -= len(segment)
             self.changed.notify_all()
-        if not self.whole:
+        if not self.is_whole:
+            self.replan()
+
+    def replan(self) -> None:
+        """Let its transfer choose the level again."""
+        if self.on_layer:
             self.on_layer(self)
 
     def end(self, miss: Miss) -> None:
         """The rest of it does not come. The first reason counts; a chunk that is whole stays."""
         with self.changed:
-            if not self.done:
+            if not self.is_done:
                 self.miss, self.level = miss, None
                 self.changed.notify_all()
 
@@ -99,15 +102,20 @@ class IncomingChunk:
 
 
 class IncomingChunks:
-    """Every chunk of one fetcher that is in transit, or here and wanted. Fetches share them. Thread-safe."""
+    """Every chunk of one fetcher that is in transit, or here and in use. Fetches share them. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.changed = threading.Condition()
         self._chunks: dict[ChunkKey, IncomingChunk] = {}
+        self._failed: dict[ChunkKey, tuple[float, str]] = {}  # until when, and why
+        self._now = now
 
-    def find(self, key: ChunkKey) -> IncomingChunk | None:
-        """The chunk for one more user; None if it is not here. One that was missed is asked for again."""
+    def find(self, key: ChunkKey) -> IncomingChunk | Miss | None:
+        """The chunk for one more user, why it is not read now, or None if a transfer is to ask for it."""
         with self.changed:
+            until, why = self._failed.get(key, (0.0, ""))
+            if until > self._now():
+                return Miss("corrupt", f"it was damaged when it was last read ({why})")
             chunk = self._chunks.get(key)
             if chunk is None or chunk.miss:
                 return None
@@ -116,10 +124,9 @@ class IncomingChunks:
 
     def create(self, key: ChunkKey, sizes: Mapping[str, int]) -> IncomingChunk:
         """A new chunk, with one user, in place of one that was missed."""
-        chunk = IncomingChunk(key, sizes, self.changed, users=1)
         with self.changed:
-            self._chunks[key] = chunk
-        return chunk
+            chunk = self._chunks[key] = IncomingChunk(key, sizes, self.changed)
+            return chunk
 
     def release(self, chunk: IncomingChunk) -> bool:
         """One user needs it no more -> whether it was the last one."""
@@ -133,10 +140,19 @@ class IncomingChunks:
         """Whether this very chunk is not forgotten."""
         return self._chunks.get(chunk.key) is chunk
 
-    def forget(self, key: ChunkKey) -> None:
-        """It was stored or deleted: the next fetch asks for it again."""
+    def refuse(self, key: ChunkKey, why: str) -> None:
+        """It was damaged: do not read it for FAILED_S."""
         with self.changed:
-            self._chunks.pop(key, None)
+            now = self._now()
+            self._failed = {k: failed for k, failed in self._failed.items() if failed[0] > now}
+            self._failed[key] = now + FAILED_S, why
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """They were stored or deleted: the next fetch asks for them again."""
+        with self.changed:
+            for key in keys:
+                self._chunks.pop(key, None)
+                self._failed.pop(key, None)
 
     @property
     def n_bytes(self) -> int:

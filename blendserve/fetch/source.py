@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Protocol
 
@@ -21,10 +20,10 @@ from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import UNREACHABLE
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord, decode_header
+from blendserve.store.record import ChunkRecord, Header, decode_header
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client
-from blendserve.store.valkey_layout import HEADER, chunk_name, segment_name
+from blendserve.store.valkey_layout import HEADER, chunk_name, run_each, segment_name
 
 GUESS_BYTES = 16 << 20  # of a record, until one was read
 WORKERS = 4
@@ -81,8 +80,14 @@ class StoreSource:
     def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> None:
         self.store, self.link, self.blobs = store, LinkEstimator(clock), store.blobs
         self.batch_bytes = self.in_flight_bytes = 1 << 62
-        self._breaker = breaker
-        self._token_bytes = TokenRate()
+        self._breaker, self._token_bytes = breaker, TokenRate()
+
+    @staticmethod
+    def of(store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> StoreSource:
+        """The source for this kind of store."""
+        if isinstance(store, ValkeyStore):
+            return ValkeySource(store, breaker, clock)
+        return StoreSource(store, breaker, clock)
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         with self._call():
@@ -90,8 +95,8 @@ class StoreSource:
 
     def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
         """Estimates, of all of them."""
-        per_token = self._token_bytes.per_token
-        return {r.key: {ANY: round((per_token or 0) * r.n_tokens) or GUESS_BYTES} for r in requests}
+        per_token = self._token_bytes.per_token or 0
+        return {r.key: {ANY: round(per_token * r.n_tokens) or GUESS_BYTES} for r in requests}
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
         try:
@@ -105,19 +110,15 @@ class StoreSource:
         for chunk in batch:
             record = found.get(chunk.key)
             if isinstance(record, ChunkRecord):
-                self.learn(record.n_bytes, record.n_tokens)
+                self._token_bytes.record(record.n_bytes, record.n_tokens)
                 chunk.report = record.report
                 chunk.begin(record.header)
                 for segment in record.segments():
                     chunk.add(segment)
-            elif isinstance(record, CorruptRecord):
-                chunk.end(Miss("corrupt", record.what))
+            elif record:
+                chunk.end(Miss("corrupt", record.what if isinstance(record, CorruptRecord) else str(record)))
             else:
-                chunk.end(Miss("corrupt", str(record)) if record else Miss("absent"))
-
-    def learn(self, n_bytes: int, n_tokens: int) -> None:
-        """A record has this size."""
-        self._token_bytes.record(n_bytes, n_tokens)
+                chunk.end(Miss("absent"))
 
     def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | StoreError]:
         """Records of chunks that are there, checked, or why one cannot be read. Raises StoreError."""
@@ -135,24 +136,27 @@ class StoreSource:
         return f"{self.name} does not answer"
 
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
-        """Of the first one that is there, whole."""
+        """Of the first one that is there."""
         with self._call():
-            for key in self.some_keys(keys):
-                start = self.link.clock.monotonic()
-                if isinstance(record := self.read([key]).get(key), ChunkRecord):
-                    self.learn(record.n_bytes, record.n_tokens)
-                    return LinkSample(0.0, self.link.clock.monotonic() - start, record.n_bytes)
-        return None
+            sample, record = self._probe(list(keys or islice(self.store.keys(), PROBED)), n_bytes)
+        if record:
+            self._token_bytes.record(record.n_bytes, record.shape.n_tokens)
+        return sample
 
-    def some_keys(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """These, or the first few of the store. Raises StoreError."""
-        return list(keys or islice(self.store.keys(), PROBED))
+    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> tuple[LinkSample | None, Header | None]:
+        """A whole chunk."""
+        now = self.link.clock.monotonic
+        for key in keys:
+            start = now()
+            if isinstance(record := self.read([key]).get(key), ChunkRecord):
+                return LinkSample(0.0, now() - start, record.n_bytes), record.header
+        return None, None
 
     def close(self) -> None:
         """The store is its opener's."""
 
-    def _call(self) -> nullcontext[None]:
-        return self._breaker.call(reading=True) if self._breaker else nullcontext()  # type: ignore[return-value]
+    def _call(self) -> AbstractContextManager[None]:
+        return self._breaker.call(reading=True) if self._breaker else nullcontext()
 
 
 class ValkeySource(StoreSource):
@@ -172,34 +176,24 @@ class ValkeySource(StoreSource):
     def interrupt(self, late: bool) -> str:
         return str(self.store.client.interrupt(late, reading=True))
 
-    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
-        """Headers, timed, then the first layers of one chunk."""
-        with self._call():
-            return self.store.client.ask(partial(self._probe, keys=self.some_keys(keys), n_bytes=n_bytes))
+    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> tuple[LinkSample | None, Header | None]:
+        """Headers, which take a round trip, then the first layers of one chunk: a whole one may take too long."""
 
-    def _probe(self, client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
-        """Raises what valkey-py does, CorruptRecord, StoreVersion."""
-        client.ping()  # or connecting would be timed
-        start = time.perf_counter()
-        pipeline = client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.hget(chunk_name(key), HEADER)
-        headers = pipeline.execute()
-        round_trip_s = time.perf_counter() - start
-        found = next(((key, raw) for key, raw in zip(keys, headers, strict=True) if raw), None)
-        if found is None:
-            return None
-        header = decode_header(*found)
-        self.learn(header.n_bytes, header.shape.n_tokens)
-        layers = header.shape.n_layers
-        some = max(1, min(layers, n_bytes * layers // max(1, header.n_bytes)))
-        start = time.perf_counter()
-        got = client.hmget(chunk_name(found[0]), [segment_name(l) for l in range(some)])
-        seconds = time.perf_counter() - start
-        return None if None in got else LinkSample(round_trip_s, seconds, sum(header.lengths[:some]))
+        def job(client: Client) -> tuple[LinkSample | None, Header | None]:
+            client.ping()  # or connecting would be timed
+            start = time.perf_counter()
+            headers = run_each(client, keys, lambda pipeline, key: pipeline.hget(chunk_name(key), HEADER))
+            round_trip_s = time.perf_counter() - start
+            for key, raw in zip(keys, headers, strict=True):
+                if raw:
+                    header = decode_header(key, raw)
+                    n_layers = header.shape.n_layers
+                    n = max(1, min(n_layers, n_bytes * n_layers // max(1, header.n_bytes)))
+                    start = time.perf_counter()
+                    segments = client.hmget(chunk_name(key), [segment_name(l) for l in range(n)])
+                    seconds = time.perf_counter() - start
+                    sample = LinkSample(round_trip_s, seconds, sum(header.lengths[:n]))
+                    return (None if None in segments else sample), header
+            return None, None
 
-
-def source_of(store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> StoreSource:
-    """Any store as a source."""
-    kind = ValkeySource if isinstance(store, ValkeyStore) else StoreSource
-    return kind(store, breaker, clock)  # type: ignore[arg-type]
+        return self.store.client.ask(job)

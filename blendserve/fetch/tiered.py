@@ -20,7 +20,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from blendserve.errors import CorruptBlob, StoreError, StoreLeftAlone, StoreUnavailable
-from blendserve.fetch.source import RemoteSource, source_of
+from blendserve.fetch.source import RemoteSource, StoreSource
 from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
 from blendserve.store.base import (
     LOCAL,
@@ -43,6 +43,9 @@ from blendserve.store.record import ChunkRecord
 
 Write = Literal["back", "through"]
 REST_S = 1.0  # after a failure of the remote store
+LOCAL_WRITE = "the local KV store did not store a chunk"
+LOCAL_READ = "the local KV store cannot be read"
+REMOTE_FAILED = "the remote KV store failed"
 
 T = TypeVar("T")
 
@@ -65,13 +68,15 @@ class TieredStore(KVStore):
         self.kind, self.location, self.read_only = local.kind, local.location, local.read_only
         self.cap_bytes = local.cap_bytes
         self._breaker = Breaker("the remote KV store", REST_S, REST_S, clock.monotonic)
-        is_store = isinstance(remote, KVStore)
-        self.remote: KVStore | None = remote if isinstance(remote, KVStore) and not remote.read_only else None
-        self.source: RemoteSource = source_of(remote, self._breaker, clock) if is_store else remote  # type: ignore
-        self._owned = remote
-        self.blobs = _Blobs(self)
+        self.remote: KVStore | None = None
+        if isinstance(remote, KVStore):
+            self.source: RemoteSource = StoreSource.of(remote, self._breaker, clock)
+            self.remote = None if remote.read_only else remote
+        else:
+            self.source = remote
+        self._opened = remote
+        self.blobs: _Blobs = _Blobs(self)
         self.queue = WriteQueue(waiting_bytes)
-        self._copied: set[tuple[str, bytes]] = set()  # where tables are known to be
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._lock = threading.Lock()
@@ -85,31 +90,29 @@ class TieredStore(KVStore):
     # Writing
 
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        """In both stores, as far as they take it. Raises StoreError if neither does, and one fails."""
-        trouble: list[StoreError] = []
+        """In each store that admits it. Raises StoreError if neither does, and one fails."""
+        trouble: StoreError | None = None
+        is_here = False
         try:
-            here = self.local.put(key, record, pin)
+            is_here = self.local.put(key, record, pin)
         except StoreError as error:
-            here = False
-            trouble.append(error)
-        there = self._put_remote(key, record, pin)
-        if trouble and not there:
-            raise trouble[0]
+            trouble = error
+        is_there = self._put_remote(key, record, pin)
+        if trouble and not is_there:
+            raise trouble
         if trouble:
-            self._warn("the local KV store did not store a chunk", trouble[0])
-        return here or there
+            self._warn(LOCAL_WRITE, trouble)
+        return is_here or is_there
 
     def put_local(self, key: ChunkKey, record: ChunkRecord) -> None:
         """A chunk that was fetched, after the tables that it needs. Raises nothing."""
-        with self.or_warn("the local KV store did not store a chunk"):
-            self.copy_blob(record.coding.tables, self.source.blobs, self.local.blobs, LOCAL)
+        with self.or_warn(LOCAL_WRITE):
+            self.blobs.copy(record.coding.tables, self.source.blobs, self.local.blobs)
             self.local.put(key, record)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        admitted = False
-        with self.or_warn("the local KV store cannot be read"):
-            admitted = self.local.admits(key, n_bytes)
-        return admitted or self._ask(False, lambda remote: remote.admits(key, n_bytes))
+        here = self._ask_local(False, lambda local: local.admits(key, n_bytes))
+        return here or self._ask(False, lambda remote: remote.admits(key, n_bytes))
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         """Of the remote store; of the local one if the remote one is only read."""
@@ -126,11 +129,10 @@ class TieredStore(KVStore):
                 release()
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
-        """In both stores -> how many one of them has. Unpinned here alone: others may want them in the remote store."""
+        """In both stores -> how many one of them has. Unpinned here alone: other machines may use the remote ones."""
         asked = list(keys)
         here = self.local.pin(asked, pinned)
-        there = self._ask(0, lambda remote: remote.pin(asked)) if pinned and asked else 0
-        return max(here, there)
+        return max(here, self._ask(0, lambda remote: remote.pin(asked)) if pinned and asked else 0)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         """From both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
@@ -138,13 +140,13 @@ class TieredStore(KVStore):
         stores = {LOCAL: self.local} | ({REMOTE: self.remote} if self.remote else {})
         for key in keys:
             self.queue.forget(key)
-            there = 0
+            found = 0
             for name, store in stores.items():
                 try:
-                    there |= store.delete([key])
+                    found |= store.delete([key])
                 except StoreError as error:
                     unreached[name] = error
-            n += there
+            n += found
         if unreached:
             which = " and ".join(f"the {name} store ({error})" for name, error in unreached.items())
             raise StoreUnavailable(
@@ -157,20 +159,17 @@ class TieredStore(KVStore):
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """In a store that this process writes to."""
-        asked, found = list(keys), set[ChunkKey]()
-        with self.or_warn("the local KV store cannot be read"):
-            found = self.local.contains(asked)
+        asked, nothing = list(keys), set[ChunkKey]()
+        found = self._ask_local(nothing, lambda local: local.contains(asked))
         left = [key for key in asked if key not in found]
-        nothing = set[ChunkKey]()
         return found | self._ask(nothing, lambda remote: remote.contains(left)) if left else found
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """By the local store first."""
-        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
-        with self.or_warn("the local KV store cannot be read"):
-            found = self.local.describe(asked)
+        asked, nothing = list(keys), dict[ChunkKey, ChunkInfo]()
+        found = self._ask_local(nothing, lambda local: local.describe(asked))
         left = [key for key in asked if key not in found]
-        there = self._ask(dict[ChunkKey, ChunkInfo](), lambda remote: remote.describe(left)) if left else {}
+        there = self._ask(nothing, lambda remote: remote.describe(left)) if left else {}
         return found | {key: replace(info, tier=REMOTE) for key, info in there.items()}
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
@@ -184,10 +183,8 @@ class TieredStore(KVStore):
             return stats
         with self._lock:
             counts = Counter(self._counts)
-        written = RemoteStats(
-            0, 0, counts["failures"], counts["written"], counts["dropped"], self.queue.bytes
-        )
-        return replace(stats, remote=written)
+        written = counts["failures"], counts["written"], counts["dropped"], self.queue.bytes
+        return replace(stats, remote=RemoteStats(0, 0, *written))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """The local store."""
@@ -198,13 +195,12 @@ class TieredStore(KVStore):
         self.queue.flush()
 
     def close(self) -> None:
-        if self.queue.bytes:
-            log.info("%d bytes of chunks are still to be written", self.queue.bytes)
+        """Write the queue first."""
+        if n_bytes := self.queue.bytes:
+            log.info("%d bytes of chunks are still to be written", n_bytes)
         self.queue.close()
-        self.local.close()
-        self.source.close()
-        if self._owned is not self.source:
-            self._owned.close()
+        for opened in (self.local, self.source, self._opened):
+            opened.close()
 
     # Inside
 
@@ -213,46 +209,32 @@ class TieredStore(KVStore):
         if not self.remote:
             return False
         if self._write == "through":
-            return self._write_remote(key, record, pin)
+            return self._write_remote(self.remote, key, record, pin)
         # Precomputed chunks wait for room; those of a request do not hold up the next one.
-        queued = self.queue.add(key, record.n_bytes, partial(self._write_remote, key, record, pin), wait=pin)
+        write = partial(self._write_remote, self.remote, key, record, pin)
+        queued = self.queue.add(key, record.n_bytes, write, wait=pin)
         if not queued:
             self._count("dropped")
             self._warn("chunks are not written to the remote KV store", "too many wait for it already")
         return queued
 
-    def _write_remote(self, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
-        stored, remote = False, self.remote
-        assert remote
+    def _write_remote(self, remote: KVStore, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
         try:
-            self.copy_blob(record.coding.tables, self.local.blobs, remote.blobs, REMOTE)
+            self.blobs.copy(record.coding.tables, self.local.blobs, remote.blobs)
             stored = remote.put(key, record, pin)
         except StoreError as error:
             self._failed(error)
             if isinstance(error, StoreUnavailable):
                 self._breaker.failure(f"failed ({error})")
-        if stored:
-            self._count("written")
+            return False
+        self._count("written", stored)
         return stored
 
-    def copy_blob(self, hash: bytes, source: BlobStore, target: BlobStore, name: str) -> None:
-        """Copy the tables that a chunk needs. name: of the target. Raises StoreError."""
-        if hash == NO_TABLES or (name, hash) in self._copied:
-            return
-        there = raw = None
-        with suppress(CorruptBlob):  # copied anew
-            there = target.get(hash)
-        with suppress(CorruptBlob):
-            raw = None if there else source.get(hash)
-        if raw:
-            info = next((info for info in source.list() if info.hash == hash), None)
-            if info:
-                target.put(info.kind, info.owner, raw, current=False)
-        self._copied.add((name, hash))
-
-    def forget_blob(self, hash: bytes) -> None:
-        """It is copied again where it is needed."""
-        self._copied = {known for known in self._copied if known[1] != hash}
+    def _ask_local(self, default: T, call: Callable[[KVStore], T]) -> T:
+        """What the local store answers; the default if it fails."""
+        with self.or_warn(LOCAL_READ):
+            return call(self.local)
+        return default
 
     def _ask(self, default: T, call: Callable[[KVStore], T]) -> T:
         """What the remote store answers; the default if there is none, it fails, or it has just failed."""
@@ -270,11 +252,11 @@ class TieredStore(KVStore):
     def _failed(self, error: StoreError) -> None:
         self._count("failures")
         if not isinstance(error, StoreUnavailable):  # the breaker logs those
-            self._warn("the remote KV store failed", error)
+            self._warn(REMOTE_FAILED, error)
 
     @contextmanager
     def or_warn(self, what: str) -> Iterator[None]:
-        """What a store fails at is left out."""
+        """Log a store's failure, and go on without it."""
         try:
             yield
         except StoreLeftAlone:
@@ -282,9 +264,9 @@ class TieredStore(KVStore):
         except StoreError as error:
             self._warn(what, error)
 
-    def _count(self, what: str) -> None:
+    def _count(self, what: str, n: int = 1) -> None:
         with self._lock:
-            self._counts[what] += 1
+            self._counts[what] += n
 
     def _warn(self, what: str, why: object) -> None:
         """Once for each reason."""
@@ -311,38 +293,55 @@ class _Records:
 
 
 class _Blobs(BlobStore):
-    """Those of both stores; what is read of the remote one's is copied."""
+    """Those of both stores; a blob that is read of the remote one is copied to the local one."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
+        self._copied: set[tuple[BlobStore, bytes]] = set()  # where a blob is known to be
 
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
         if remote := self._store.remote:
-            with self._store.or_warn("the remote KV store failed"):
+            with self._store.or_warn(REMOTE_FAILED):
                 remote.blobs.put(kind, owner, raw, current)
         return self._store.local.blobs.put(kind, owner, raw, current)
 
     def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
         store = self._store
-        with store.or_warn("the local KV store cannot be read"), suppress(CorruptBlob):
+        with store.or_warn(LOCAL_READ), suppress(CorruptBlob):
             if raw := store.local.blobs.get(hash):
                 return raw
-        with store.or_warn("the remote KV store failed"):
+        with store.or_warn(REMOTE_FAILED):
             if raw := store.source.blobs.get(hash, seconds):
-                store.copy_blob(hash, store.source.blobs, store.local.blobs, LOCAL)
+                self.copy(hash, store.source.blobs, store.local.blobs)
                 return raw
         return None
 
     def list(self) -> Sequence[BlobInfo]:
         store, infos = self._store, dict[bytes, BlobInfo]()
-        with store.or_warn("the local KV store cannot be read"):
-            infos = {info.hash: info for info in store.local.blobs.list()}
-        with store.or_warn("the remote KV store failed"):
-            infos = infos | {info.hash: info for info in store.source.blobs.list()}
+        for blobs, trouble in (
+            (store.local.blobs, LOCAL_READ),
+            (store.source.blobs, REMOTE_FAILED),
+        ):
+            with store.or_warn(trouble):
+                infos |= {info.hash: info for info in blobs.list()}
         return [infos[hash] for hash in sorted(infos)]
 
     def delete(self, hash: bytes) -> bool:
         store = self._store
-        store.forget_blob(hash)
+        self._copied = {known for known in self._copied if known[1] != hash}
         here = store.local.blobs.delete(hash)
         return (store.remote is not None and store.remote.blobs.delete(hash)) or here
+
+    def copy(self, hash: bytes, source: BlobStore, target: BlobStore) -> None:
+        """Copy the tables that a chunk needs. Raises StoreError."""
+        if hash == NO_TABLES or (target, hash) in self._copied:
+            return
+        there = raw = None
+        with suppress(CorruptBlob):  # copied anew
+            there = target.get(hash)
+        with suppress(CorruptBlob):
+            raw = None if there else source.get(hash)
+        info = next((info for info in source.list() if info.hash == hash), None) if raw else None
+        if raw and info:
+            target.put(info.kind, info.owner, raw, current=False)
+        self._copied.add((target, hash))

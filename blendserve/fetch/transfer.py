@@ -4,30 +4,28 @@
     prompt's thread    compute the last chunk if the CPU is the faster one; else decode a layer; else wait
     prefill            waits for each layer of the chunks that are still in transit
 
-The prefill begins when everything that is missing is in transit: it goes from layer to layer, and so do transfers. A
-layer that does not come raises ChunkLost; `finish` then waits until nothing is in transit.
-
-All waiting of a prompt together takes no longer than the source's deadline. A link on which no byte comes for a small
-part of what computing would take counts as dead before that.
+The prefill begins when everything that is missing is in transit. A layer that does not come raises ChunkLost; `finish`
+then waits until nothing is in transit. A prompt waits no longer than the source's deadline, and gives a link up before
+that on which no byte comes for a small part of what computing would take.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, StoreError
-from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks, ignore_layer
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
 from blendserve.fetch.link import StallDetector
-from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
+from blendserve.fetch.plan import Candidate, Plan, Planner, plan
 from blendserve.fetch.source import RemoteSource
 from blendserve.store.base import Miss
-from blendserve.store.bounded import Deadline, NegativeCache
+from blendserve.store.bounded import Deadline
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Tables
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import ChunkRecord, Header
@@ -38,6 +36,7 @@ WAITING = 0.9  # of the deadline; the rest is for interrupting, and for checking
 MIN_STALL_S = 0.05  # and twice the round trip
 STALL = 0.03  # of what stored KV saves: what waiting for a dead link may cost
 MAX_ASKED = 4  # times that a chunk is asked for: interleaved, alone, at another level, and once more
+PREFETCHES = 2  # transfers at a time for queued prompts
 
 Compute = Callable[[ChunkRequest], ChunkKV]
 
@@ -55,30 +54,43 @@ class TransferOptions:
     plan: Planner = plan
 
 
-@dataclass(frozen=True, slots=True)
-class TransferContext:
-    """What transfers of one fetcher share."""
+class Remote:
+    """A source, and what its transfers share."""
 
-    source: RemoteSource
-    incoming: IncomingChunks
-    failed: NegativeCache
-    options: TransferOptions
+    def __init__(self, source: RemoteSource, options: TransferOptions) -> None:
+        self.source, self.options = source, options
+        self.incoming = IncomingChunks(source.link.clock.monotonic)
+        self.pool = ThreadPoolExecutor(source.workers, thread_name_prefix="blendserve-fetch")
+        self.prefetch_pool = ThreadPoolExecutor(PREFETCHES, thread_name_prefix="blendserve-prefetch")
+
+    def prefetch(self, requests: Sequence[ChunkRequest]) -> Transfer:
+        """The transfer of a queued prompt, started in another thread; close it."""
+        transfer = Transfer(self, lambda hash: None, pool=self.prefetch_pool)
+        self.prefetch_pool.submit(transfer.add, requests)
+        return transfer
+
+    def close(self) -> None:
+        for pool in (self.pool, self.prefetch_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Transfer:
     """The remote chunks of one prompt. Threads may share it; close it at the end."""
 
     def __init__(
-        self, context: TransferContext, pool: Executor, tables: Tables, compute: Compute | None = None
+        self,
+        remote: Remote,
+        tables: Tables,
+        compute: Compute | None = None,
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
-        """pool: runs the source's transfers. tables: those on this machine. compute: see KVFetcher.fetch."""
-        self._source, self._incoming = context.source, context.incoming
-        self._failed, self._options = context.failed, context.options
-        self._pool, self._local_tables = pool, tables
-        self._compute = compute if context.options.compute else None
-        self._link, self._changed = context.source.link, context.incoming.changed
-        self._clock = context.source.link.clock.monotonic
-        self.deadline = Deadline(WAITING * context.source.deadline_s, self._clock)
+        """tables: those on this machine. compute: see KVFetcher.fetch. pool: runs the source's transfers."""
+        self._source, self._incoming, self._options = remote.source, remote.incoming, remote.options
+        self._pool, self._local_tables = pool or remote.pool, tables
+        self._compute = compute if self._options.compute else None
+        self._link, self._changed = self._source.link, self._incoming.changed
+        self._clock = self._link.clock.monotonic
+        self.deadline = Deadline(WAITING * self._source.deadline_s, self._clock)
         self.chunks: dict[ChunkKey, IncomingChunk] = {}
         self.misses: dict[ChunkKey, Miss] = {}  # of this prompt alone: others may have the chunk
         self.computed: dict[ChunkKey, ChunkKV] = {}
@@ -86,9 +98,9 @@ class Transfer:
         self._queue: list[IncomingChunk] = []  # that no transfer has asked for yet, in order
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
-        self._begun_s, self._n_working = self._clock(), 0
-        self._interleaves, self._early = False, context.options.early_start
-        self._prefilling = self._over = self._is_lost = False
+        self._begun_s = self._clock()
+        self._may_interleave, self._may_start_early = False, self._options.early_start
+        self._is_prefilling = self._is_over = self._is_lost = False
         self._stall = StallDetector(self._link)
 
     # The prompt's thread
@@ -96,15 +108,15 @@ class Transfer:
     def add(self, requests: Sequence[ChunkRequest]) -> None:
         """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
         self._requests |= {r.key: r for r in requests}
-        self._interleaves = self._options.interleave
+        self._may_interleave = self._options.interleave
         new = []
         for request in requests:
-            if self._over:
+            if self._is_over:
                 self.misses[request.key] = Miss(UNREACHABLE, "the link was given up in this request")
-            elif why := self._failed.why(request.key):
-                self.misses[request.key] = Miss("corrupt", why)
-            elif chunk := self._incoming.find(request.key):
-                self._take(chunk)
+            elif isinstance(found := self._incoming.find(request.key), Miss):
+                self.misses[request.key] = found
+            elif found:
+                self._enqueue(found)
             else:
                 new.append(request)
         try:
@@ -115,7 +127,7 @@ class Transfer:
             return
         for request in new:
             if request.key in sizes:
-                self._take(self._incoming.create(request.key, sizes[request.key]))
+                self._enqueue(self._incoming.create(request.key, sizes[request.key]))
             else:
                 self.misses[request.key] = Miss("absent")
         self._submit()
@@ -125,11 +137,12 @@ class Transfer:
         while not self._may_begin():
             if not (self._compute_last() or self._decode_next()):
                 self._wait()
-        self._prefilling = True
+                self._check_link()
+        self._is_prefilling = True
 
     def finish(self) -> None:
         """After ChunkLost: until nothing is in transit."""
-        self._is_lost = self._early = False
+        self._is_lost = self._may_start_early = False
         self.run()
 
     def get(self, key: ChunkKey) -> RecordView | Miss:
@@ -157,20 +170,20 @@ class Transfer:
         return any(miss and miss.kind == UNREACHABLE for miss in ends)
 
     def close(self) -> None:
-        """Give up what is still in transit and not wanted by others."""
+        """Give up the chunks in transit that no other prompt uses."""
         with self._changed:
-            self._over = self._is_lost = True
-            unwanted = [chunk for chunk in self.chunks.values() if self._incoming.release(chunk)]
-            cut = [chunk for chunk in unwanted if chunk.started and not chunk.done]
-            for chunk in unwanted:
+            self._is_over = self._is_lost = True
+            unused = [chunk for chunk in self.chunks.values() if self._incoming.release(chunk)]
+            is_cut = any(chunk.is_started and not chunk.is_done for chunk in unused)
+            for chunk in unused:
                 chunk.end(Miss(UNREACHABLE, "its request has ended"))
-            self._changed.notify_all()
             for chunk in self.chunks.values():
                 if chunk.on_layer == self._replan:
-                    chunk.on_layer = ignore_layer
+                    chunk.on_layer = None
+            self._changed.notify_all()
         self.chunks, self._queue = {}, []
         self._views.clear()  # their records refer back to this
-        if cut:
+        if is_cut:
             self._source.interrupt(late=False)
 
     def _tables(self, hash: bytes) -> bytes | None:
@@ -181,23 +194,22 @@ class Transfer:
         with self.deadline.waiting():
             return self._source.blobs.get(hash, self.deadline.left)
 
-    def _take(self, chunk: IncomingChunk) -> None:
+    def _enqueue(self, chunk: IncomingChunk) -> None:
         with self._changed:
-            if self._over:  # closed meanwhile
+            if self._is_over:  # closed meanwhile
                 self._incoming.release(chunk)
                 return
             self.chunks[chunk.key] = chunk
-            if not chunk.started:
+            if not chunk.is_started:
                 self._queue.append(chunk)
 
     def _undecided(self) -> list[IncomingChunk]:
         decided = self.misses.keys() | self.computed.keys()
-        return [chunk for key, chunk in self.chunks.items() if key not in decided and not chunk.done]
+        return [chunk for key, chunk in self.chunks.items() if key not in decided and not chunk.is_done]
 
     def _may_begin(self) -> bool:
         with self._changed:
-            left = self._undecided()
-            return all(chunk.header and self._early for chunk in left)
+            return all(chunk.header and self._may_start_early for chunk in self._undecided())
 
     def _compute_last(self) -> bool:
         """Compute the last chunk that is not asked for, if the plan gives it to the CPU."""
@@ -208,23 +220,21 @@ class Transfer:
             found = self._plan(todo)
             if found.n_skipped or found.n_fetched >= len(todo):
                 return False
-            chunk = todo[-1]
-            self._queue.remove(chunk)
-            self._incoming.release(self.chunks.pop(chunk.key))
-        self.computed[chunk.key] = self._compute(self._requests[chunk.key])
+            key = todo[-1].key
+            self._leave(todo[-1:])
+        self.computed[key] = self._compute(self._requests[key])
         return True
 
     def _decode_next(self) -> bool:
         """Decode a layer of a chunk that is here, before the prefill asks for it."""
-        if not self._early:
+        if not self._may_start_early:
             return False
-        for key, chunk in list(self.chunks.items()):
-            if chunk.whole and key not in self._decoded:
-                with suppress(StoreError):  # told when the layer is read
-                    view = self.get(key)
-                    if isinstance(view, RecordView) and view.decode_ahead():
-                        return True
-                self._decoded.add(key)
+        for key in [key for key, chunk in self.chunks.items() if chunk.is_whole and key not in self._decoded]:
+            with suppress(StoreError):  # raised again when the layer is read
+                view = self.get(key)
+                if isinstance(view, RecordView) and view.decode_ahead():
+                    return True
+            self._decoded.add(key)
         return False
 
     def _wait(self) -> None:
@@ -232,7 +242,6 @@ class Transfer:
         with self._changed, self.deadline.waiting():
             if self._undecided():
                 self._changed.wait(min(POLL_S, self.deadline.left))
-        self._check_link()
 
     # The prefill
 
@@ -243,21 +252,20 @@ class Transfer:
             if chunk.header is header and l < len(segments):
                 return segments[l]
             with self._changed:
-                if chunk.done or chunk.header is not header or self._is_lost or chunk.key in self.misses:
-                    break
+                if l < len(chunk.segments) and chunk.header is header:
+                    continue
+                if chunk.is_done or chunk.header is not header or self._is_lost or chunk.key in self.misses:
+                    self._is_lost = True
+                    raise ChunkLost(chunk.key)
                 with self.deadline.waiting():
                     self._changed.wait(min(POLL_S, self.deadline.left))
             self._check_link()
-        if chunk.header is header and l < len(chunk.segments):
-            return chunk.segments[l]
-        self._is_lost = True
-        raise ChunkLost(chunk.key)
 
     def _check_link(self) -> None:
         """Give up what has not arrived when the deadline is over, or no byte comes."""
         with self._changed:
             is_late, left = self.deadline.left <= 0, self._undecided()
-            is_stalled = self._stall.is_stalled(self._patience(), self._prefilling)
+            is_stalled = self._stall.is_stalled(self._patience(), self._is_prefilling)
             if not left or not (is_late or is_stalled):
                 return
         why = self._source.interrupt(late=is_late)
@@ -265,8 +273,8 @@ class Transfer:
             self._link.forget_rate()
             why = f"no byte came for {self._stall.silent_s * 1e3:.0f} ms"
         with self._changed:
-            self._over = True
-            self.misses |= {chunk.key: Miss(UNREACHABLE, why) for chunk in left if not chunk.done}
+            self._is_over = True
+            self.misses |= {chunk.key: Miss(UNREACHABLE, why) for chunk in left if not chunk.is_done}
             self._changed.notify_all()
 
     def _patience(self) -> float:
@@ -281,30 +289,24 @@ class Transfer:
     # Transfer threads
 
     def _submit(self) -> None:
-        """Have one more thread for each chunk that waits, up to the source's."""
+        """Let transfer threads look for work: one for each chunk that waits, up to the source's number."""
         with self._changed:
-            new = min(len(self._todo()), self._source.workers - self._n_working)
-            self._n_working += max(0, new)
-        for _ in range(new):
-            self._pool.submit(self._work)
+            for _ in self._todo()[: self._source.workers]:
+                self._pool.submit(self._work)
 
     def _work(self) -> None:
-        try:
-            while batch := self._next():
-                try:
-                    self._source.transfer(batch)
-                except Exception as error:  # a bug must not keep a prompt waiting
-                    log.exception("a transfer failed")
-                    for chunk in batch:
-                        chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
-                self._end(batch)
-        finally:
-            with self._changed:
-                self._n_working -= 1
+        while batch := self._next():
+            try:
+                self._source.transfer(batch)
+            except Exception as error:  # a bug must not keep a prompt waiting
+                log.exception("a transfer failed")
+                for chunk in batch:
+                    chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
+            self._end(batch)
 
     def _todo(self) -> list[IncomingChunk]:
-        self._queue = [chunk for chunk in self._queue if not chunk.started and not chunk.done]
-        return [] if self._over else self._queue
+        self._queue = [chunk for chunk in self._queue if not chunk.is_started and not chunk.is_done]
+        return [] if self._is_over else self._queue
 
     def _next(self) -> list[IncomingChunk]:
         """The chunks that are asked for next, marked as started; none if nothing is left."""
@@ -312,7 +314,7 @@ class Transfer:
             while todo := self._todo():
                 again = next((chunk for chunk in todo if chunk.n_asked), None)
                 found = self._plan(todo)
-                is_busy = any(chunk.started for chunk in self._undecided())
+                level, is_busy = found.level, any(chunk.is_started for chunk in self._undecided())
                 if again:
                     batch, level = [again], again.level or found.level
                 elif found.n_skipped:
@@ -321,79 +323,78 @@ class Transfer:
                 elif self._source.batch_bytes and is_busy and found.n_fetched < len(todo):
                     return []  # the CPU may compute them before the batch in transit is here
                 else:
-                    batch, level = self._batch(todo[: found.n_fetched], found), found.level
+                    batch = self._batch(todo[: found.n_fetched], found)
                 for chunk in batch:
                     chunk.start(level)
                     chunk.on_layer, chunk.patience_s = self._replan, self._patience()
-                self._todo()
                 return batch
             return []
 
     def _plan(self, todo: Sequence[IncomingChunk]) -> Plan:
-        asked = [(chunk.sizes, self._requests[chunk.key]) for chunk in todo]
-        candidates = [Candidate(sizes, r.n_tokens, r.saved_s, r.compute_s) for sizes, r in asked]
-        pending = sum(chunk.n_left for chunk in self._undecided() if chunk.started)
-        state = LinkState(
-            self._link.rate,
-            self._link.last_rate,
-            self._link.round_trip_s,
-            self._link.decode_s,
-            pending,
-            self._source.wanted_s,
-            self._clock() - self._begun_s,
-            self._compute is not None,
-            self._interleaves and len(todo) <= self._source.max_interleaved,
+        candidates = [self._candidate(chunk) for chunk in todo]
+        state = replace(
+            self._link.state,
+            n_pending=sum(chunk.n_left for chunk in self._undecided() if chunk.is_started),
+            wanted_s=self._source.wanted_s,
+            spent_s=self._clock() - self._begun_s,
+            may_compute=self._compute is not None,
+            may_interleave=self._may_interleave and len(todo) <= self._source.max_interleaved,
         )
         first_saved_s = candidates[0].saved_s
         if first_saved_s is not None and first_saved_s <= 0 and state.rate is not None:
             return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
         return self._options.plan(candidates, state, None)
 
+    def _candidate(self, chunk: IncomingChunk) -> Candidate:
+        request = self._requests[chunk.key]
+        return Candidate(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
+
     def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
         """The first of these that one transfer brings: all of them, layer by layer, or as many as fit."""
-        source = self._source
-        self._interleaves = False  # what is left, or comes again, comes alone
-        if found.is_interleaved and sum(chunk.sizes[found.level] for chunk in todo) <= source.in_flight_bytes:
+        sizes = [chunk.sizes[found.level] for chunk in todo]
+        self._may_interleave = False  # what is left, or comes again, comes alone
+        if found.is_interleaved and sum(sizes) <= self._source.in_flight_bytes:
             return todo
-        n, room = 0, source.batch_bytes
-        while n < len(todo) and (room := room - todo[n].sizes[found.level]) >= 0:
+        n = 1
+        while n < len(todo) and sum(sizes[: n + 1]) <= self._source.batch_bytes:
             n += 1
-        return todo[: max(1, n)]
+        return todo[:n]
 
     def _skip(self, chunks: Sequence[IncomingChunk], found: Plan) -> None:
         saved_s = sum(self._requests[chunk.key].saved_s or 0.0 for chunk in chunks)
-        about = (
-            f"fetching was estimated to take {found.seconds * 1e3:.0f} ms, and to save {saved_s * 1e3:.0f} ms"
-        )
+        ms = f"{found.seconds * 1e3:.0f} ms, and to save {saved_s * 1e3:.0f} ms"
+        why = Miss(SLOW, f"fetching was estimated to take {ms}")
+        self.misses |= dict.fromkeys([chunk.key for chunk in chunks], why)
+        self._leave(chunks)
+        self._changed.notify_all()
+
+    def _leave(self, chunks: Sequence[IncomingChunk]) -> None:
+        """This prompt does not use them."""
         for chunk in chunks:
-            self.misses[chunk.key] = Miss(SLOW, about)
             self._queue.remove(chunk)
             self._incoming.release(self.chunks.pop(chunk.key))
-        self._changed.notify_all()
 
     def _replan(self, chunk: IncomingChunk) -> None:
         """Choose the level of a chunk in transit again, once."""
-        if not self._options.restart or chunk.level is None or chunk.is_restarted or self._over:
+        if not self._options.restart or chunk.level is None or chunk.is_restarted or self._is_over:
             return
-        level, sizes = chunk.level, {**chunk.sizes, chunk.level: chunk.n_left}
-        request = self._requests[chunk.key]
-        candidate = Candidate(sizes, request.n_tokens, request.saved_s)
-        state = LinkState(self._link.rate, self._link.last_rate, 0.0, self._link.decode_s)
-        chunk.level = self._options.plan([candidate], state, level).level
+        level = chunk.level
+        candidate = replace(self._candidate(chunk), sizes={**chunk.sizes, level: chunk.n_left})
+        chunk.level = self._options.plan(
+            [candidate], replace(self._link.state, round_trip_s=0.0), level
+        ).level
         chunk.is_restarted = chunk.level != level
 
     def _end(self, batch: Sequence[IncomingChunk]) -> None:
         """What a transfer left undone is asked for again, alone; damage is remembered."""
-        again = []
         with self._changed:
             for chunk in batch:
-                if chunk.miss and chunk.miss.kind == "corrupt":
-                    self._failed.add(chunk.key, f"it was damaged when it was last read ({chunk.miss.detail})")
-                elif not chunk.done and (chunk.n_asked >= MAX_ASKED or self._over):
+                if not chunk.is_done and (chunk.n_asked >= MAX_ASKED or self._is_over):
                     chunk.end(Miss(UNREACHABLE, "it did not arrive"))
-                elif not chunk.done:
-                    again.append(chunk)
-                    chunk.started = False
+                elif chunk.miss and chunk.miss.kind == "corrupt":
+                    self._incoming.refuse(chunk.key, chunk.miss.detail)
+                chunk.is_started = chunk.is_done
+            again = [chunk for chunk in batch if not chunk.is_done]
             self._queue = [*again, *self._queue]
         if len(again) > 1:
             self._submit()

@@ -1,5 +1,5 @@
-"""The number of threads of compiled kernels: torch's, or fewer where a pass is faster so (models/threads.py) or where
-other threads decode layers that the pass waits for (blend/loader.py).
+"""The number of threads of compiled kernels: torch's, or fewer where that makes a pass faster (models/thread_tuner.py) or
+where other threads decode layers that the pass waits for (blend/loader.py).
 
 Results of compiled kernels do not depend on it. Torch's own results may, so torch's number of threads stays as it is.
 The number is that of the calling thread alone.

@@ -1,4 +1,4 @@
-"""Which models can be blended, as a table: how a decoder layer of each family differs from Llama's, and who is refused.
+"""The supported model families, as a table of how their layers differ from Llama's, and the refused ones with reasons.
 
 A layer is   x + attention(norm(x)),  then  x + mlp(norm(x)),   with norms, scales and windows that differ by family.
 To support one more, add a line to FAMILIES and a tiny model of it to tests/support/models.py: the tests compare every
@@ -12,17 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blendserve.errors import ModelUnsupported
-from blendserve.kernels.norm import NormForm
-from blendserve.kernels.rotary import HALVES, RotaryForm
+from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
+from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
-# RMS norm in the three forms that kernels know; LayerNorm in the four of `layers.py`.
-RMS = NormForm(rounds_first=True)
-LATE_RMS = NormForm(rounds_first=False)
-GEMMA_RMS = NormForm(rounds_first=False, offset=1.0)
-LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]
-
-INTERLEAVED = RotaryForm(neighbours=True, step=1, wide=False)
-WIDE_INTERLEAVED = RotaryForm(neighbours=True, step=2, wide=True)
+LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]  # in layers.py
 
 
 def _always(config: Any, l: int) -> bool:
@@ -44,13 +37,11 @@ class Family:
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
     fused_qkv: bool = False  # one qkv_proj instead of three
-    qk_norm: Literal["no", "head", "width"] = (
-        "no"  # q_norm and k_norm before RoPE: over each head, or over all
-    )
+    qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
-    rotary: RotaryForm = HALVES
+    rotary: Rotary = HALVES
     wide_rope: bool = False  # cos and sin stay in fp32
     rotates: Callable[[Any, int], bool] = _always  # whether a layer has RoPE at all
     typed_rope: bool = False  # other angles for each layer type
@@ -61,20 +52,21 @@ class Family:
     logits_softcap: str | None = None
 
 
-def _slides(config: Any, l: int) -> bool:
+def slides(config: Any, l: int) -> bool:
+    """Whether layer l has a sliding window, by config.layer_types."""
     return bool(config.layer_types[l] == "sliding_attention")
 
 
 def _slides_or_has_no_window(config: Any, l: int) -> bool:
-    return config.sliding_window is None or _slides(config, l)
+    return config.sliding_window is None or slides(config, l)
 
 
 def _slides_or_is_dense(config: Any, l: int) -> bool:
     is_dense = config.mlp_layer_types[l] == "dense" and config.prefix_dense_sliding_window_pattern == 1
-    return bool(is_dense) or _slides(config, l)
+    return bool(is_dense) or slides(config, l)
 
 
-# What several families share.
+# Columns that several families share.
 POST_NORM: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
@@ -126,7 +118,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family("Granite 3 MoE", **GRANITE, mlp="block_sparse_moe", experts=True),
     "smollm3": Family("SmolLM3", windows="typed", rotates=lambda config, l: bool(config.no_rope_layers[l])),
     "cohere": Family("Command R", **COHERE, norm="layer, wide", qk_norm="head"),
-    "cohere2": Family("Command R7B, Command A", **COHERE, norm="layer, wide", windows="typed", rotates=_slides),
+    "cohere2": Family("Command R7B, Command A", **COHERE, norm="layer, wide", windows="typed", rotates=slides),
     "exaone4": Family("EXAONE 4", **POST_NORM, **EXAONE),
     "starcoder2": Family("StarCoder2", windows="all", norm="layer", mlp_layers=("c_fc", "c_proj")),
     "seed_oss": Family("Seed-OSS"),
@@ -165,12 +157,12 @@ FAMILIES: dict[str, Family] = {
 }
 # fmt: on
 
-# Checkpoints that read pictures too: their text model is used, whose own type must be in FAMILIES.
+# Vision-language checkpoints: their text model is used, whose own type must be in FAMILIES.
 TOWERS = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
 MLA = "it stores compressed keys (multi-head latent attention), which is not built in"
 RECURRENT = "it has recurrent layers: a chunk's state is not built in"
-ENCODER = "it is not a decoder alone: what it reads is not causal"
+ENCODER = "it is not a decoder alone: its input is not causal"
 REFUSALS = {
     MLA: "deepseek_v2 deepseek_v3 deepseek_v32 minicpm3 longcat_flash glm4_moe_lite",
     RECURRENT: (
@@ -183,9 +175,7 @@ REFUSALS = {
     "its positions are a bias on attention scores (ALiBi), which is not built in": "bloom mpt",
     "its later layers read the KV of earlier ones, which is not built in": "gemma3n gemma3n_text gemma4 gemma4_text",
     "it scales queries by their position in layers without RoPE, which is not built in": "llama4 llama4_text",
-    "it reads pictures too, and its text model is not proven: use a text-only checkpoint of the family": (
-        "qwen2_vl mllama llava"
-    ),
+    "its text model is not proven: use a text-only checkpoint of the family": "qwen2_vl mllama llava",
     ENCODER: "bert roberta t5 bart whisper",
     "its attention has learned sinks, which are not built in": "gpt_oss",
     "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
@@ -214,11 +204,7 @@ def check_supported(config: Any) -> Family:
     kind = str(getattr(config, "model_type", "?"))
     if kind in TOWERS:
         return check_supported(config.get_text_config())
-    if kind in FAMILIES:
-        setting, reason = _unlike_its_family(config)
-    else:
-        setting = "model_type"
-        reason = REFUSED.get(kind) or _foreign(config) or "blending is not proven right on it"
+    setting, reason = _refused_setting(config) if kind in FAMILIES else ("model_type", _refused_type(config))
     if reason:
         raise ModelUnsupported(
             f"model type {kind!r} cannot be blended: {reason}. Supported are {', '.join(sorted(FAMILIES))}; "
@@ -228,40 +214,42 @@ def check_supported(config: Any) -> Family:
     return FAMILIES[kind]
 
 
-def _unlike_its_family(config: Any) -> tuple[str, str]:
-    """The first setting that the family's plan does not cover, and why; ("", "") if there is none."""
-    for rope in _rope_types(getattr(config, "rope_parameters", None) or {}):
-        if rope not in MOVABLE_ROPE:
-            return "rope_parameters", (
-                f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
-                f"(those of type {', '.join(sorted(MOVABLE_ROPE))} can)"
-            )
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if others:
+def _refused_setting(config: Any) -> tuple[str, str]:
+    """The first setting that the family's row does not cover, and why; ("", "") if there is none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, Mapping)]  # one set for each layer type
+    for rope in {str(p.get("rope_type", "default")) for p in nested or [parameters]} - MOVABLE_ROPE:
+        return "rope_parameters", (
+            f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
+            f"(types {', '.join(sorted(MOVABLE_ROPE))} can)"
+        )
+    if others := _other_layers(config):
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
     return next((found for found in REFUSED_SETTINGS.items() if getattr(config, found[0], None)), ("", ""))
 
 
-def _foreign(config: Any) -> str:
-    """What can be told of a model of an unknown type."""
+def _refused_type(config: Any) -> str:
+    """Why a model of a type without a row is refused."""
+    if reason := REFUSED.get(config.model_type):
+        return reason
     if getattr(config, "is_encoder_decoder", False):
         return ENCODER
     if getattr(config, "kv_lora_rank", None):
         return MLA
-    if set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES or hasattr(config, "ssm_cfg"):
-        return RECURRENT
-    return ""
+    return (
+        RECURRENT
+        if _other_layers(config) or hasattr(config, "ssm_cfg")
+        else "blending is not proven right on it"
+    )
+
+
+def _other_layers(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
 
 
 def context_limit(config: Any) -> int:
-    """Tokens of the longest prompt: for a model that scales later queries by their position, those before the first."""
+    """Tokens of the longest prompt. Where a model scales later queries by their position, it ends before these."""
     limit = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("llama_4_scaling_beta")
-    return min(limit, int(rope["original_max_position_embeddings"])) if scaled else limit
-
-
-def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
-    """The types of one set of RoPE parameters, or of one set for each layer type."""
-    nested = [p for p in parameters.values() if isinstance(p, Mapping)]
-    return {str(p.get("rope_type", "default")) for p in nested or [parameters]}
+    scales_later = rope.get("llama_4_scaling_beta")
+    return min(limit, int(rope["original_max_position_embeddings"])) if scales_later else limit

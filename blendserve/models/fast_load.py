@@ -9,10 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import os
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +27,6 @@ from blendserve.paths import cache_folder
 log = logging.getLogger(__name__)
 
 WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
-RECORD, TOKENIZER = "about.json", "tokenizer.json"
 
 
 class Configuration(SimpleNamespace):
@@ -40,58 +36,40 @@ class Configuration(SimpleNamespace):
         return dict(vars(self))
 
 
-class Loaded(NamedTuple):
-    """What the record says of a folder, and the folder's weights."""
+class Start(NamedTuple):
+    """What a start must know of a folder beside its weights."""
 
-    config: Configuration
-    tensors: Mapping[str, Tensor]
+    config: dict[str, Any]  # with defaults
     tokenizer: Tokenizer
     end_tokens: frozenset[int]
     fingerprint: str | None  # that the weights must have; None = any
 
 
-def load(folder: Path, dtype: torch.dtype) -> Loaded | None:
-    """The folder by its record; None without one, and where anything is damaged."""
+def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | None:
+    """The folder's record and weights; None without a record, and where anything is damaged."""
     try:
-        record = _record_folder(folder, dtype)
-        about = json.loads((record / RECORD).read_text("utf-8"))
-        config = Configuration(**about["config"])
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(record / TOKENIZER)), about["tokenizer"])
+        head, _, backend = record_file(folder, dtype).read_text("utf-8").partition("\n")
+        record = json.loads(head)
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend), record["tokenizer"])
+        ends = frozenset(record["end_tokens"])
         tensors = _weights(folder, dtype)
-        if config.tie_word_embeddings:
+        if record["config"]["tie_word_embeddings"]:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        return Loaded(config, tensors, tokenizer, frozenset(about["end_tokens"]), about["fingerprint"])
+        return Start(record["config"], tokenizer, ends, record["fingerprint"]), tensors
     except Exception as error:  # of JSON, safetensors or tokenizers: transformers will say what is wrong
         log.debug("no fast load: %s", error)
         return None
 
 
-def save(
-    folder: Path,
-    dtype: torch.dtype,
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    end_tokens: frozenset[int],
-    fingerprint: str | None = None,
-) -> None:
-    """Write what `load` reads."""
-    record = _record_folder(folder, dtype)
-    about = {
-        "config": config,
-        "tokenizer": tokenizer.about,
-        "fingerprint": fingerprint,
-        "end_tokens": sorted(end_tokens),
-    }
-    record.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=record.parent))
-    try:
-        tokenizer.backend_tokenizer.save(str(scratch / TOKENIZER))
-        (scratch / RECORD).write_text(json.dumps(about, default=str), "utf-8")
-        shutil.rmtree(record, ignore_errors=True)
-        with suppress(OSError):  # another process was first
-            scratch.rename(record)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def save(folder: Path, dtype: torch.dtype, start: Start) -> None:
+    """Write what `load` reads: a line of JSON, and the Rust tokenizer."""
+    file = record_file(folder, dtype)
+    about = {"tokenizer": start.tokenizer.about, "end_tokens": sorted(start.end_tokens)}
+    head = json.dumps({**start._asdict(), **about}, default=str)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch.write_text(f"{head}\n{start.tokenizer.backend_tokenizer.to_str()}", "utf-8")
+    os.replace(scratch, file)
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -103,11 +81,12 @@ def _weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(dtype) if x.is_floating_point() else x for part in parts for name, x in part.items()}
 
 
-def _record_folder(folder: Path, dtype: torch.dtype) -> Path:
+def record_file(folder: Path, dtype: torch.dtype) -> Path:
     """One for each state of the model's files, dtype and versions."""
     files = [
         (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()
     ]
     versions = __version__, torch.__version__, version("transformers")
     about = repr((str(folder.resolve()), files, str(dtype), versions))
-    return cache_folder() / "starts" / hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
+    digest = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
+    return cache_folder() / "starts" / f"{digest}.record"

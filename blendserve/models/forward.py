@@ -25,8 +25,8 @@ from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
-from blendserve.models.native_layers import native_layers
-from blendserve.models.threads import threads_of_pass
+from blendserve.models.native import native_layers
+from blendserve.models.thread_tuner import layer_series
 
 
 class LayerPass(Protocol):
@@ -47,11 +47,11 @@ class LayerPass(Protocol):
 
 def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
     """Embedded rows [S, E] through all layers -> hidden [S', E] of the rows that go on."""
-    threads = threads_of_pass(len(hidden), model.device)
+    series = layer_series(len(hidden), model.device)
     for l in range(model.n_layers):
         yield
         layer = partial(_run_layer, model, l, hidden, layers)
-        done = threads.layer(layer) if threads else layer()
+        done = series.run(layer) if series else layer()
         if done is None:
             break
         hidden = done
@@ -92,9 +92,7 @@ class _AppendPass:
     def __init__(self, model: DecoderModel, rows: Sequence[Row]) -> None:
         at = torch.tensor([row.at for row in rows])
         self._ropes, self._specs = model.rope(at.to(model.device)), model.specs
-        self._runs = [
-            (cache, part, slice(first, first + part.stop - part.start)) for cache, part, first in _runs(rows)
-        ]
+        self._runs = list(_runs(rows))
         self._plans = [
             plans_by_window(Rows.on(model.device, at[part]), model.group, model.windows)
             for _, part, _ in self._runs
@@ -117,11 +115,12 @@ class _AppendPass:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _runs(rows: Sequence[Row]) -> Iterator[tuple[KVCache, slice, int]]:
-    """Runs of rows at consecutive positions of one cache: cache, rows, first position."""
+def _runs(rows: Sequence[Row]) -> Iterator[tuple[KVCache, slice, slice]]:
+    """Runs of rows at consecutive positions of one cache: cache, rows, positions."""
     for _, group in groupby(enumerate(rows), lambda pair: (id(pair[1].cache), pair[1].at - pair[0])):
         (first, row), *more = group
-        yield row.cache, slice(first, first + 1 + len(more)), row.at
+        n = 1 + len(more)
+        yield row.cache, slice(first, first + n), slice(row.at, row.at + n)
 
 
 @torch.inference_mode()
@@ -160,6 +159,5 @@ def run_captured(
 
     Each row's KV is written at its slot [B]: its position, or a place that is not read.
     """
-    return model.logits(
-        run(run_layers(model, model.embed(token), _CapturedPass(model, keys, values, at, slot)))
-    )
+    captured = _CapturedPass(model, keys, values, at, slot)
+    return model.logits(run(run_layers(model, model.embed(token), captured)))

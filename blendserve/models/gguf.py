@@ -1,7 +1,7 @@
 """Converts the bundled llama from GGUF to a Hugging Face folder without transformers, whose import takes seconds.
 
-For files whose SHA-256 is known, so nothing here guards against damage; a user's own file is converted by transformers
-(sources.py). The folder equals transformers' own conversion: tests/models/test_gguf.py compares them.
+Its SHA-256 is known, so nothing here guards against damage; a user's own file is converted by transformers (sources.py).
+The folder equals transformers' own conversion: tests/models/test_gguf.py compares them.
 
 A GGUF file is: magic, version, counts, metadata, table of tensors, padding, data. Blocks as in ggml-quants.c.
 """
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
+from blendserve.models.fast_load import Start
 from blendserve.models.tokenizer import Tokenizer
 
 Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
@@ -34,7 +35,41 @@ STRING, ARRAY = 8, 9
 CHUNK = 1 << 16  # blocks that are dequantised at once: less memory, which is sooner cleared
 CONTROL = 3  # token type of special tokens
 TOKEN_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the file's
-BODY = {"embed_tokens": "token_embd", "norm": "output_norm"}
+SETTINGS = {  # of a LlamaConfig -> the file's
+    "_model_name_or_path": "general.name",
+    "head_dim": "llama.rope.dimension_count",
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "max_position_embeddings": "llama.context_length",
+    "num_attention_heads": "llama.attention.head_count",
+    "num_hidden_layers": "llama.block_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+}
+CONSTANTS = {  # of config.json
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "use_cache": True,
+}
+# What a LlamaConfig adds to its config.json when it is read. It is part of the fingerprint.
+DEFAULTS = {
+    "chunk_size_feed_forward": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "problem_type": None,
+    "return_dict": True,
+}
+BODY = {"embed_tokens": "token_embd", "norm": "output_norm"}  # Hugging Face's names -> the file's
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -46,25 +81,6 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# What a LlamaConfig adds to its config.json when it is read. It is part of the fingerprint.
-LLAMA_DEFAULTS = {
-    "chunk_size_feed_forward": 0,
-    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
-    "is_encoder_decoder": False,
-    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "problem_type": None,
-    "return_dict": True,
-}
-
-
-class BlockFormat(NamedTuple):
-    """How a block of elements is stored."""
-
-    elements: int
-    n_bytes: int
-    values: Callable[[Bytes], Floats]
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -77,15 +93,19 @@ def _q4_1(b: Bytes) -> Floats:
     return _half(b, 0) * nibbles.astype(np.float32) + _half(b, 2)
 
 
-def _q8_0(b: Bytes) -> Floats:
-    return b[:, 2:].view(np.int8).astype(np.float32) * _half(b, 0)
+class BlockFormat(NamedTuple):
+    """How a block of elements is stored."""
+
+    elements: int
+    n_bytes: int
+    values: Callable[[Bytes], Floats]
 
 
 # The bundled file's, by the numbers of `enum ggml_type` in ggml.h.
 FORMATS = {
     0: BlockFormat(1, 4, lambda b: b.view(np.float32)),  # F32
     3: BlockFormat(32, 20, _q4_1),
-    8: BlockFormat(32, 34, _q8_0),
+    8: BlockFormat(32, 34, lambda b: b[:, 2:].view(np.int8).astype(np.float32) * _half(b, 0)),  # Q8_0
 }
 
 
@@ -93,14 +113,11 @@ class Gguf:
     """An open file: its metadata, and tensors that are dequantised when asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError for another version of the format."""
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
-        magic, version, n_tensors, n_values = self._numbers("4sIQQ")
-        if magic != b"GGUF" or version not in {2, 3}:
-            raise ValueError(f"{path} is no GGUF file of version 2 or 3")
-        self.metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
+        _, _, n_tensors, n_values = self._numbers("4sIQQ")
+        self.metadata = {self._text(): self._value(*self._numbers("I")) for _ in range(n_values)}
         self.tensors = dict(self._entry() for _ in range(n_tensors))
         alignment = self.metadata.get("general.alignment", 32)
         self._start = -(-self._at // alignment) * alignment
@@ -119,98 +136,66 @@ class Gguf:
         return out
 
     def _numbers(self, code: str) -> tuple[Any, ...]:
+        """The next values, by their struct codes."""
         size = struct.calcsize(f"<{code}")
         self._at += size
         return struct.unpack(f"<{code}", self._data[self._at - size : self._at])
 
-    def _number(self, code: str) -> Any:
-        return self._numbers(code)[0]
-
     def _text(self) -> str:
-        return str(self._number(f"{self._number('Q')}s").decode("utf-8"))
+        (length,) = self._numbers("Q")
+        return str(self._numbers(f"{length}s")[0].decode("utf-8"))
 
     def _value(self, kind: int) -> Any:
-        """One value of the metadata, of the type that the file names."""
+        """One value of the metadata."""
         if kind == STRING:
             return self._text()
         if kind != ARRAY:
-            return self._number(SCALARS[kind])
+            return self._numbers(SCALARS[kind])[0]
         element, count = self._numbers("IQ")
-        return (
-            [self._text() for _ in range(count)]
-            if element == STRING
-            else list(self._numbers(f"{count}{SCALARS[element]}"))
-        )
+        if element == STRING:
+            return [self._text() for _ in range(count)]
+        return list(self._numbers(f"{count}{SCALARS[element]}"))
 
     def _entry(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
         """A tensor's name; its shape in torch's order, format, and offset in the data."""
-        name, n_dims = self._text(), self._number("I")
+        name, (n_dims,) = self._text(), self._numbers("I")
         dims = self._numbers(f"{n_dims}Q")
-        kind, offset = self._numbers("IQ")
-        return name, (dims[::-1], kind, offset)
+        return name, (dims[::-1], *self._numbers("IQ"))
 
 
-class Converted(NamedTuple):
-    """What transformers would know of the folder."""
-
-    config: dict[str, Any]  # with defaults
-    tokenizer: Tokenizer
-    end_tokens: frozenset[int]
-
-
-def write_folder(file: Path, into: Path) -> Converted:
+def write_folder(file: Path, into: Path) -> Start:
     """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE."""
     gguf = Gguf(file)
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
-    about = tokenizer.about
+    special, eos, template = tokenizer.about.values()
     ids: dict[str, Any] = {
         name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
     }
-    _write(into / "config.json", config)
-    _write(into / "generation_config.json", {"_from_model_config": True, **ids})
+    written: dict[str, dict[str, Any]] = {
+        "config": config,
+        "generation_config": {"_from_model_config": True, **ids},
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **special},
+    }
+    for name, values in written.items():
+        (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
-    _write(
-        into / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **about["special_tokens"]},
-    )
-    if about["chat_template"]:
-        (into / "chat_template.jinja").write_text(about["chat_template"], "utf-8")
+    if template:
+        (into / "chat_template.jinja").write_text(template, "utf-8")
     save_file(_weights(gguf, config), into / "model.safetensors", {"format": "pt"})
-    return Converted({**LLAMA_DEFAULTS, **config}, tokenizer, frozenset({about["eos_token_id"]}))
+    return Start({**DEFAULTS, **config}, tokenizer, frozenset({eos}), fingerprint=None)
 
 
 def _config(gguf: Gguf) -> dict[str, Any]:
     """config.json of a llama model."""
-    found = gguf.metadata
-    ids = {
-        f"{ours}_token_id": found[key]
-        for ours, theirs in TOKEN_IDS.items()
-        if (key := f"tokenizer.ggml.{theirs}_token_id") in found
-    }
+    metadata = gguf.metadata
+    ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in TOKEN_IDS.items()}
     return {
-        "_model_name_or_path": found["general.name"],
-        **ids,
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "dtype": "bfloat16",
-        "head_dim": found["llama.rope.dimension_count"],
-        "hidden_act": "silu",
-        "hidden_size": found["llama.embedding_length"],
-        "initializer_range": 0.02,
-        "intermediate_size": found["llama.feed_forward_length"],
-        "max_position_embeddings": found["llama.context_length"],
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": found["llama.attention.head_count"],
-        "num_hidden_layers": found["llama.block_count"],
-        "num_key_value_heads": found["llama.attention.head_count_kv"],
-        "pretraining_tp": 1,
-        "rms_norm_eps": found["llama.attention.layer_norm_rms_epsilon"],
-        "rope_parameters": {"rope_theta": found["llama.rope.freq_base"], "rope_type": "default"},
+        **CONSTANTS,
+        **{name: metadata[key] for name, key in SETTINGS.items()},
+        **{f"{name}_token_id": i for name, i in ids.items() if i is not None},
+        "rope_parameters": {"rope_theta": metadata["llama.rope.freq_base"], "rope_type": "default"},
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "use_cache": True,
-        "vocab_size": len(found["tokenizer.ggml.tokens"]),
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
     }
 
 
@@ -221,31 +206,28 @@ def _weights(gguf: Gguf, config: dict[str, Any]) -> dict[str, Tensor]:
         names["lm_head"] = "output"
     for l in range(config["num_hidden_layers"]):
         names |= {f"model.layers.{l}.{to}": f"blk.{l}.{name}" for to, name in LAYER.items()}
-    weights = {f"{to}.weight": gguf.tensor(f"{name}.weight", torch.bfloat16) for to, name in names.items()}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    return {
-        name: _in_halves(x, n) if (n := heads.get(name.split(".")[-2])) else x for name, x in weights.items()
-    }
+    weights = {}
+    for to, name in names.items():
+        x = gguf.tensor(f"{name}.weight", torch.bfloat16)
+        if n := heads.get(to.rpartition(".")[2]):
+            # Rows in the order of Hugging Face's RoPE, first halves then second, instead of llama.cpp's pairs.
+            x = x.view(n, -1, 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
+        weights[f"{to}.weight"] = x
+    return weights
 
 
-def _in_halves(weight: Tensor, n_heads: int) -> Tensor:
-    """Rows in the order of Hugging Face's RoPE, first halves then second, instead of llama.cpp's pairs."""
-    return weight.view(n_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _tokenizer(found: dict[str, Any]) -> Tokenizer:
+def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     """A byte-level BPE tokenizer."""
-    tokens, merges = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.merges"]
-    ids = {
-        f"{ours}_token": found.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in TOKEN_IDS.items()
-    }
-    special = {name: tokens[i] for name, i in ids.items() if i is not None}
-    types = zip(tokens, found["tokenizer.ggml.token_type"], strict=True)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {name: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for name, theirs in TOKEN_IDS.items()}
+    special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
+    types = zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True)
     control = [token for token, kind in types if kind == CONTROL]
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in merges],
+            merges=[tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]],
             continuing_subword_prefix="",
             end_of_word_suffix="",
             fuse_unk=False,
@@ -256,13 +238,6 @@ def _tokenizer(found: dict[str, Any]) -> Tokenizer:
     backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
     named = dict.fromkeys([*special.values(), *control])
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in named])
-    about = {
-        "special_tokens": special,
-        "eos_token_id": ids["eos_token"],
-        "chat_template": found.get("tokenizer.chat_template"),
-    }
+    template = metadata.get("tokenizer.chat_template")
+    about = {"special_tokens": special, "eos_token_id": ids["eos"], "chat_template": template}
     return Tokenizer(backend, about)
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")

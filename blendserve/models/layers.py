@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blendserve.kernels.activation import Activation
-from blendserve.kernels.norm import Norm, NormForm
+from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
+from blendserve.kernels.types import Activation
 from blendserve.models.families import Family
 
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
@@ -47,7 +47,7 @@ class MLP:
         """x [S, E] -> [S, E]"""
         made = [part(x) for part in self.inner]
         if not self.is_gated:
-            return self.down(self.activation.own(made[0]))
+            return self.down(self.activation(made[0]))
         gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
         return self.down(gated_activation(gate, up, self.activation))
 
@@ -78,21 +78,18 @@ class Parts:
 
     def norm(self, name: str) -> Norm:
         weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
-        form = self.family.norm
+        form, eps = self.family.norm, self._eps
         if form == "rms or layer":  # by the epsilon that the configuration has
-            form = (
-                NormForm(rounds_first=True) if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
-            )
+            form = RMS if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
         if isinstance(form, NormForm):
-            assert weight is not None
-            return Norm(partial(form.normed, weight=weight, eps=self._eps), weight, self._eps, form)
+            weight = self.tensors[f"{name}.weight"]
+            return Norm(partial(form.normed, weight=weight, eps=eps), weight, eps, form)
+        if weight is None:  # OLMo 1
+            return Norm(lambda x: F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype))
         if form == "layer, wide":
-            assert weight is not None
-            return Norm(partial(_wide_layer_norm, weight=weight, eps=self._eps))
-        if weight is None:
-            return Norm(partial(_bare_layer_norm, eps=self._eps))
+            return Norm(partial(_wide_layer_norm, weight=weight, eps=eps))
         weight = weight + 1.0 if form == "layer, plus one" else weight
-        return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, self._eps))
+        return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, eps))
 
     def mlp(self, name: str) -> Function:
         """x [S, E] -> [S, E]"""
@@ -106,12 +103,12 @@ class Parts:
     def _activation(self, name: str) -> Activation:
         called = getattr(self.config, "hidden_activation", None) or self.config.hidden_act
         if called == "silu":
-            return Activation(F.silu, is_silu=True)
+            return F.silu
         if called == "xielu":  # which has weights
-            return Activation(self.module(f"{name}.act_fn"), is_silu=False)
+            return cast(Activation, self.module(f"{name}.act_fn"))
         from transformers.activations import ACT2FN  # seconds to import
 
-        return Activation(ACT2FN[called], is_silu=False)
+        return cast(Activation, ACT2FN[called])
 
 
 def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,10 +117,6 @@ def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight.float() * wide).to(x.dtype)
-
-
-def _bare_layer_norm(x: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 def call_norm(norm: Norm | None, x: Tensor, add: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError, ModelError
@@ -31,12 +32,7 @@ log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
 VOLATILE = {
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "_attn_implementation",
-    "use_cache",
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "use_cache")
 }
 
 
@@ -65,52 +61,12 @@ def load_model(config: ModelConfig) -> LoadedModel:
     return model
 
 
-def _load(source: str, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    has_record = device.type == "cpu" and Path(source).is_dir()
-    if has_record and (model := _fast_load(source, name, dtype)):
-        return model
-    with quiet():
-        reference, tokenizer = _from_pretrained(source, name, dtype)
-    reference.to(device).eval()
-    model = LoadedModel(
-        name, DecoderModel.of(reference), tokenizer, fingerprint(reference), end_tokens(reference, tokenizer)
-    )
-    if has_record and isinstance(tokenizer, Tokenizer) and not model.adapter.reference_parts:
-        config = reference.config.to_dict()
-        fast_load.save(Path(source), dtype, config, tokenizer, model.end_tokens, model.fingerprint)
-    return model
-
-
-def _fast_load(source: str, name: str, dtype: torch.dtype) -> LoadedModel | None:
-    """The model by the record of its last start; None without one, or with other weights.
-
-    transformers is imported when its model is asked for.
-    """
-    found = fast_load.load(Path(source), dtype)
-    if found is None:
-        return None
-    digest = _fingerprint(found.config, found.tensors)
-    if found.fingerprint not in {None, digest}:
-        return None
-
-    def load_reference() -> Any:
-        with quiet():
-            reference, _ = _from_pretrained(source, name, dtype)
-        for called, parameter in reference.named_parameters():
-            parameter.data = found.tensors[called]  # one copy for both
-        return reference.eval()
-
-    decoder = DecoderModel(found.config, found.tensors, load_reference)
-    return LoadedModel(name, decoder, found.tokenizer, digest, found.end_tokens)
-
-
 def read_configuration(config: ModelConfig) -> tuple[Any, torch.dtype]:
     """A model's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_model`."""
     dtype = _dtype(config.dtype, _device(config.device))
     if config.name.startswith(RANDOM):
         return shape_config(config.name.removeprefix(RANDOM)), dtype
-    source = source_of(config.name)
-    with quiet(), _explaining(source, config.name):
+    with _hugging_face(source_of(config.name), config.name) as source:
         return _supported_config(source).get_text_config(), dtype
 
 
@@ -119,20 +75,46 @@ def load_tokenizer(config: ModelConfig) -> Any:
     if config.name.startswith(RANDOM):
         shape = config.name.removeprefix(RANDOM)
         return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
-    source = source_of(config.name)
-    with quiet(), _explaining(source, config.name):
+    with _hugging_face(source_of(config.name), config.name) as source:
         return _tokenizer(source)
 
 
-def _tokenizer(source: str | Path) -> Any:
-    """Ours; transformers' own where it has no Rust backend, or does more than that."""
-    from transformers import AutoTokenizer
+def _load(source: str, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    folder = Path(source) if device.type == "cpu" and Path(source).is_dir() else None
+    if folder and (model := _fast_load(folder, name, dtype)):
+        return model
+    reference, tokenizer = _from_pretrained(source, name, dtype)
+    decoder = DecoderModel.of(reference.to(device).eval())
+    model = LoadedModel(name, decoder, tokenizer, fingerprint(reference), end_tokens(reference, tokenizer))
+    if folder and isinstance(tokenizer, Tokenizer) and not decoder.reference_parts:
+        config = reference.config.to_dict()
+        start = fast_load.Start(config, tokenizer, model.end_tokens, model.fingerprint)
+        fast_load.save(folder, dtype, start)
+    return model
 
-    own = AutoTokenizer.from_pretrained(source)
-    if not getattr(own, "backend_tokenizer", None):
-        return own
-    ours = Tokenizer.of(own)
-    return ours if agree(ours, own) else own
+
+def _fast_load(folder: Path, name: str, dtype: torch.dtype) -> LoadedModel | None:
+    """The model by the record of its last start; None without one, or with other weights.
+
+    transformers is imported when its model is asked for.
+    """
+    loaded = fast_load.load(folder, dtype)
+    if loaded is None:
+        return None
+    start, tensors = loaded
+    config = fast_load.Configuration(**start.config)
+    digest = _fingerprint(config, tensors)
+    if start.fingerprint not in {None, digest}:
+        return None
+
+    def load_reference() -> Any:
+        reference, _ = _from_pretrained(str(folder), name, dtype)
+        for called, parameter in reference.named_parameters():
+            parameter.data = tensors[called]  # one copy for both
+        return reference.eval()
+
+    decoder = DecoderModel(config, tensors, load_reference)
+    return LoadedModel(name, decoder, start.tokenizer, digest, start.end_tokens)
 
 
 def _load_random(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -148,18 +130,27 @@ def _load_random(name: str, dtype: torch.dtype, device: torch.device) -> LoadedM
         raise ModelError(
             f"a model of shape {shape!r} cannot be made: {first_line(error)}. Check its config.json"
         ) from error
-    model.to(device).eval()
     digest = _digest(model.config)
     digest.update(f"random, by torch {torch.__version__}".encode())  # in place of gigabytes of weights
-    return LoadedModel(
-        name, DecoderModel.of(model), tokenizer, digest.hexdigest(), end_tokens(model, tokenizer)
-    )
+    decoder = DecoderModel.of(model.to(device).eval())
+    return LoadedModel(name, decoder, tokenizer, digest.hexdigest(), end_tokens(model, tokenizer))
 
 
 def _tokenizer_of_shape(folder: Path, vocab_size: int) -> Any:
     has_own = (folder / "tokenizer_config.json").is_file()
     tokenizer = _tokenizer(folder if has_own else bundled_folder())
     return tokenizer if len(tokenizer) <= vocab_size else ModuloTokenizer(tokenizer, vocab_size)
+
+
+def _tokenizer(source: str | Path) -> Any:
+    """Ours; transformers' own where it has no Rust backend, or does more than that."""
+    from transformers import AutoTokenizer
+
+    own = AutoTokenizer.from_pretrained(source)
+    if not getattr(own, "backend_tokenizer", None):
+        return own
+    ours = Tokenizer.of(own)
+    return ours if agree(ours, own) else own
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -174,7 +165,7 @@ def fingerprint(model: Any) -> str:
     return _fingerprint(model.config, model.state_dict())
 
 
-def _fingerprint(config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+def _fingerprint(config: Any, tensors: Mapping[str, Tensor]) -> str:
     digest = _digest(config)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
@@ -192,32 +183,28 @@ def fast_dtype() -> torch.dtype:
     return torch.bfloat16 if "avx512_bf16" in isa.allowed() else torch.float32
 
 
-def _device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    with suppress(RuntimeError):  # torch knows no such device
-        device = torch.device(("cuda" if has_cuda else "cpu") if name == "auto" else name)
-        if device.type == "cpu" or (device.type == "cuda" and has_cuda):
-            return device
-        if device.type == "cuda":
-            raise ConfigError(
-                f"setting 'model.device' is {name!r}, but torch sees no CUDA device here: use auto or cpu",
-                setting="model.device",
-            )
-    raise ConfigError(
-        f"setting 'model.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="model.device"
-    )
-
-
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     return torch.bfloat16 if device.type == "cuda" else fast_dtype()
 
 
+def _device(name: str) -> torch.device:
+    has_cuda, advice = torch.cuda.is_available(), "use auto, cpu or cuda[:n]"
+    with suppress(RuntimeError):  # torch knows no such device
+        device = torch.device(("cuda" if has_cuda else "cpu") if name == "auto" else name)
+        if device.type == "cpu" or (device.type == "cuda" and has_cuda):
+            return device
+        if device.type == "cuda":
+            advice = "torch sees no CUDA device here, use auto or cpu"
+    raise ConfigError(f"setting 'model.device' cannot be {name!r}: {advice}", setting="model.device")
+
+
 def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """transformers' model, and the tokenizer."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    with _explaining(source, name):
+    with _hugging_face(source, name):
         config = _supported_config(source)  # before gigabytes of weights are read
         tokenizer = _tokenizer(source)
         if config.model_type in TOWERS:
@@ -236,19 +223,17 @@ def _supported_config(source: str) -> Any:
 
 
 @contextmanager
-def _explaining(source: str, name: str) -> Iterator[None]:
-    """Turn what goes wrong with a folder or hub id into a ModelError."""
+def _hugging_face(source: str, name: str) -> Iterator[str]:
+    """Silences transformers, and turns what goes wrong with a folder or hub id into a ModelError."""
     try:
-        yield
+        with quiet():
+            yield source
     except (OSError, ValueError, KeyError) as error:
-        what = (
-            "is not a model folder"
-            if Path(source).is_dir()
-            else "is not a local folder, and the Hugging Face hub does not give it"
-        )
+        is_folder = Path(source).is_dir()
+        place = "a local folder, and the Hugging Face hub does not give it"
         raise ModelError(
-            f"model {name!r} {what}: {first_line(error)}. Give a folder with config.json, weights and tokenizer, "
-            f"a .gguf file, a hub id while online, or the bundled {DEFAULT!r}",
+            f"model {name!r} is not {'a model folder' if is_folder else place}: {first_line(error)}. Give a folder with "
+            f"config.json, weights and tokenizer, a .gguf file, a hub id while online, or the bundled {DEFAULT!r}",
             setting="model.name",
             path=source,
         ) from error
@@ -263,5 +248,5 @@ def _ask_hub(name: str) -> None:
             HfApi().model_info(name, timeout=10)
         except (
             Exception
-        ) as error:  # the client's own errors differ by version: all mean that it cannot be had
+        ) as error:  # the client's own errors differ by version: all mean that it is not available
             raise OSError(first_line(error)) from error

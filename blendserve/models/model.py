@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
-from blendserve.models.families import Family, check_supported, context_limit
+from blendserve.models.families import Family, check_supported, context_limit, slides
 from blendserve.models.layers import Function, Parts, call_norm, norm_heads
-from blendserve.models.rope import RopeAngles, rotary_of
-from blendserve.models.threads import limit_threads
+from blendserve.models.rope import RopeAngles
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class DecoderLayer:
 
     @property
     def norms(self) -> list[Norm]:
-        around = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
-        return [*(norm for norm in around if norm is not None), *self.qk_norms]
+        norms = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, *self.qk_norms
+        return [norm for norm in norms if norm is not None]
 
 
 class DecoderModel:
@@ -85,7 +84,7 @@ class DecoderModel:
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
         self._logits_cap = _setting(config, family.logits_softcap)
-        self.rotary = rotary_of(family.rotary)
+        self.rotary = family.rotary
         self._turns = [_turn(config, family, l) for l in range(self.n_layers)]
         dtype = torch.float32 if family.wide_rope else self.dtype
         self._angles = {
@@ -146,8 +145,8 @@ class DecoderModel:
 
     @property
     def rope_tables(self) -> tuple[list[int], list[int]]:
-        """For each layer the number of its angles among the model's different ones, -1 without RoPE; and for each of
-        those a layer that has them."""
+        """For each layer the number of its angles among the model's different ones, -1 without RoPE; and for each number
+        a layer that has these angles."""
         turns = [turn for turn in dict.fromkeys(self._turns) if turn is not None]
         numbers = [-1 if turn is None else turns.index(turn) for turn in self._turns]
         return numbers, [self._turns.index(turn) for turn in turns]
@@ -188,17 +187,14 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden [S, E] -> logits [S, V]."""
-        with limit_threads(len(hidden), self.device):
-            logits = self.lm_head(call_norm(self.norm, hidden)[1])
-        return self.scale_logits(logits)
+        return self.scale_logits(self.lm_head(call_norm(self.norm, hidden)[1]))
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """The output head's numbers [S, V] as the family scales and caps them."""
-        if self._logits_factor is not None:
-            logits = logits * self._logits_factor
-        return (
-            logits if self._logits_cap is None else self._logits_cap * torch.tanh(logits / self._logits_cap)
-        )
+        factor, cap = self._logits_factor, self._logits_cap
+        if factor is not None:
+            logits = logits * factor
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _layer(parts: Parts, name: str) -> DecoderLayer:
@@ -208,9 +204,8 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
         return None if called is None else parts.norm(f"{name}.{called}")
 
     qkv = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    norms_qk = (
-        family.qk_norm != "no" and f"{attention}.q_norm.weight" in parts.tensors
-    )  # optional in Cohere's
+    # Cohere's are optional.
+    norms_qk = family.qk_norm != "no" and f"{attention}.q_norm.weight" in parts.tensors
     return DecoderLayer(
         before_attention=norm(family.before_attention),
         qkv=tuple(parts.linear(f"{attention}.{part}") for part in qkv),
@@ -247,9 +242,7 @@ def _turn(config: Any, family: Family, l: int) -> str | None:
 
 
 def _attention_spec(config: Any, family: Family, l: int, head_dim: int) -> AttentionSpec:
-    slides = family.windows == "all" or (
-        family.windows == "typed" and config.layer_types[l] == "sliding_attention"
-    )
+    has_window = family.windows == "all" or (family.windows == "typed" and slides(config, l))
     scale = family.attention_scale(config) if family.attention_scale else head_dim**-0.5
-    window = config.sliding_window if slides else None
+    window = config.sliding_window if has_window else None
     return AttentionSpec(scale, window, _setting(config, family.softcap))

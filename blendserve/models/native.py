@@ -1,110 +1,137 @@
-"""Decoding by one native call a step, where a model's forms have kernels; else the layer loop (forward.py) decodes.
+"""A model's layers in native calls, where its forms have kernels: its weights as these read them, and the two halves of
+a layer around attention. Decoding steps are in runner.py.
 
-Both give the same bits in bf16, and the same numbers to rounding in fp32, where the loop's linear layers are torch's. The
-first step of a model runs both and compares them.
+Native calls run the kernels of the layer loop (forward.py) in the same order, so the bits are the same; in fp32, where
+the loop's linear layers are torch's, decoding steps are equal to rounding. The loop serves everywhere else: for other
+forms, and for passes whose linear layers are faster in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from blendserve.kernels.cpu.decoder import DecodeStep, unsupported
-from blendserve.kernels.cpu.isa import LEVELS, Level
-from blendserve.kernels.selfcheck import cpu_status
-from blendserve.models.forward import Row, run_rows
-from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel
-from blendserve.models.native_weights import decode_weights
-from blendserve.models.threads import StepThreads
+from blendserve.kernels import switches
+from blendserve.kernels.cpu.bindings import FEW
+from blendserve.kernels.cpu.decoder import DecodeWeights, NativeLayers, unsupported
+from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.norm import Norm
+from blendserve.kernels.ops import linear
+from blendserve.kernels.rotary import HALVES
+from blendserve.models.layers import MLP, Linear
+from blendserve.models.model import DecoderLayer, DecoderModel
 
-CHECKED = (0, 299)  # positions of the comparison
-TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit
-INT8_TOLERANCE = 0.2  # of int8 weights, at the first position
-
-
-class NativeDecoder:
-    """A model's decoding steps. One thread at a time."""
-
-    def __init__(self, model: DecoderModel, step: DecodeStep) -> None:
-        self._model, self._step = model, step
-        self._tables = model.rope_tables[1]
-        self._threads = StepThreads(torch.get_num_threads)
-
-    @torch.inference_mode()
-    def __call__(self, rows: Sequence[Row]) -> Tensor:
-        """Run up to MAX_ROWS tokens, of one request or of several, append their KV -> logits [B, V]."""
-        model = self._model
-        hidden = model.embed(torch.tensor([row.token for row in rows]))
-        ropes = model.rope(torch.tensor([row.at for row in rows]))
-        tables = [ropes[l] for l in self._tables]
-        caches = [(row.cache.keys, row.cache.values, row.at) for row in rows]
-        return model.scale_logits(self._threads.run(lambda: self._step(hidden, tables, caches)))
+_TITLES = {f"{level.title} kernel": level for level in LEVELS.values()}
+_bound: WeakKeyDictionary[DecoderModel, dict[tuple[bool, int], NativeLayers | None]] = WeakKeyDictionary()
 
 
-Loop = Callable[[DecoderModel, Sequence[Row]], Tensor]  # the layer loop -> logits [B, V]
-
-Bound = tuple[NativeDecoder | None, str]
-
-_bound: WeakKeyDictionary[DecoderModel, dict[bool, Bound]] = WeakKeyDictionary()
-
-
-def native_decoder(model: DecoderModel, int8: bool = False, loop: Loop = run_rows) -> Bound:
-    """The decoder and what it runs, or None and the reason why the layer loop decodes; found once for each model.
-
-    int8: over a copy of the weights in int8, which approximates the model: half the bytes of bf16.
-    """
+def native_layers(model: DecoderModel, n_rows: int) -> NativeLayers | None:
+    """For a pass with this number of rows; None: the layer loop runs. Bound once for few rows and once for more."""
+    if model.device.type != "cpu" or torch.is_grad_enabled() or not switches.is_native_on():
+        return None
     bound = _bound.setdefault(model, {})
-    if int8 not in bound:
-        bound[int8] = _bind(model, int8, loop)
-    return bound[int8]
+    kind = n_rows <= FEW, torch.get_num_threads()
+    if kind not in bound:
+        bound[kind] = None  # while the comparison runs the loop
+        bound[kind] = _bind(model, FEW if kind[0] else FEW + 1)
+    return bound[kind]
 
 
-def _bind(model: DecoderModel, int8: bool, loop: Loop) -> Bound:
-    if model.device.type != "cpu":
-        return None, f"the model is on {model.device}"
-    level = _level(model.dtype)
-    if level is None:
-        return None, f"no native kernels for {model.dtype} on this CPU"
+def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
     try:
-        weights = decode_weights(model)
-    except ValueError as missing:
-        return None, str(missing)
-    if reason := unsupported(level, weights):
-        return None, reason
-    decoder = NativeDecoder(model, DecodeStep(level, weights, model.rope_tables[0], int8))
-    error = _difference(model, decoder, loop, CHECKED[:1] if int8 else CHECKED)
-    if not error <= (INT8_TOLERANCE if int8 else TOLERANCE[model.dtype]):
-        return None, f"logits differ from the layer loop's by {error:.2g} of the largest"
-    return decoder, f"one {level.title} call a step" + (" over int8 weights" if int8 else "")
-
-
-def _level(dtype: torch.dtype) -> Level | None:
-    """The widest instruction set whose kernels are right here."""
-    name = str(dtype).removeprefix("torch.")
-    levels = [x for x in LEVELS.values() if x.dtype == name and "decode_step" in x.sources]
-    return next((level for level in reversed(levels) if cpu_status(level).active), None)
+        weights = native_weights(model)
+    except ValueError:
+        return None
+    matrices = [x for x in weights.layers[0] if x is not None and x.dim() == 2]
+    names = {linear.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
+    level = _TITLES.get(names.pop()) if len(names) == 1 else None
+    if level is None or "layer_qkv" not in level.sources or unsupported(level, weights):
+        return None
+    native = NativeLayers(level, weights, model.rope_tables[0])
+    return native if _is_equal(model, native, n_rows) else None
 
 
 @torch.inference_mode()
-def _difference(model: DecoderModel, decoder: NativeDecoder, loop: Loop, positions: Sequence[int]) -> float:
-    """Largest difference to the layer loop's logits over random KV, as a share of the largest logit; KV included."""
-    n = min(CHECKED[-1], model.context_limit - 1)  # the last position of the comparison
-    caches = [KVCache(model, n + 1) for _ in range(2)]
+def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
+    """Whether the first and the last layer give the loop's bits, for random rows."""
     generator = torch.Generator().manual_seed(0)
-    for part in (caches[0].keys, caches[0].values):
-        part.copy_(torch.randn(part.shape, generator=generator))
-    caches[1].keys.copy_(caches[0].keys)
-    caches[1].values.copy_(caches[0].values)
-    worst = 0.0
-    for at in (min(position, n) for position in positions):
-        mine, other = (Row(cache, at, 1 + at % 7) for cache in caches)
-        want, got = loop(model, [mine]), decoder([other])
-        pairs = ((want, got), *((getattr(caches[0], x), getattr(caches[1], x)) for x in ("keys", "values")))
-        for a, b in pairs:
-            worst = max(worst, float((a - b).abs().max() / a.abs().max().clamp_min(1e-9)))
-            worst = worst if bool(torch.isfinite(b).all()) else float("inf")
-    return worst
+    ropes = model.rope(3 * torch.arange(n_rows))
+    for l in {0, model.n_layers - 1}:
+        rope = ropes[l]
+        if rope.cos.dtype != model.dtype:
+            return False
+        hidden, attended = (
+            torch.randn(n_rows, width, generator=generator).to(model.dtype)
+            for width in (model.embeddings.shape[1], model.n_heads * model.head_dim)
+        )
+        fresh = model.project(l, hidden)
+        rotated = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
+        expected = fresh.q, fresh.k, fresh.v, *rotated, model.finish(l, hidden, attended)
+        if not all(
+            map(torch.equal, (*native.qkv(l, hidden, rope), native.out(l, hidden, attended)), expected)
+        ):
+            return False
+    return True
+
+
+def native_weights(model: DecoderModel) -> DecodeWeights:
+    """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
+    if model.rotary != HALVES:
+        raise ValueError("RoPE is not by halves")
+    if model.family.parallel or model.family.qk_norm == "width":
+        raise ValueError("the MLP is parallel to attention, or norms are over all heads")
+    norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
+    form, weight = model.norm.form, model.norm.weight
+    if form is None or weight is None or len({(norm.form, norm.eps) for norm in norms}) > 1:
+        raise ValueError("norms are of an unknown form, or of several")
+    return DecodeWeights(
+        layers=[_layer_tensors(model, layer) for layer in model.layers],
+        specs=model.specs,
+        norm=weight,
+        head=_linear(model.lm_head),
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        head_dim=model.head_dim,
+        inner=model.config.intermediate_size,
+        eps=model.norm.eps,
+        norm_form=form,
+        residual_scale=model.residual_scale,
+    )
+
+
+def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | None]:
+    """In the order of `LayerWeights` in kernels.h."""
+    mlp, before, between = layer.mlp, _weight(layer.before_attention), _weight(layer.before_mlp)
+    if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation is not F.silu:
+        raise ValueError("the MLP has experts, no gate or another activation than SiLU")
+    if before is None or between is None:
+        raise ValueError("a layer has no norm before attention or before the MLP")
+    qkv, head_norms = _split(layer.qkv, model.qkv_sizes), map(_weight, layer.qk_norms or (None, None))
+    down = _linear(mlp.down)
+    gate_up = _split(mlp.inner, [down[0].shape[1]] * 2)
+    attention = before, *chain(*qkv), *head_norms, *_linear(layer.o), _weight(layer.after_attention)
+    return [*attention, between, *chain(*gate_up), *down, _weight(layer.after_mlp)]
+
+
+def _linear(part: object) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(part, Linear):
+        raise ValueError("a linear layer is quantised")
+    return part.weight, part.bias
+
+
+def _split(parts: Sequence[object], sizes: Sequence[int]) -> list[tuple[Tensor, Tensor | None]]:
+    """The weights of linear layers, a fused one split into rows of these sizes."""
+    if len(parts) > 1:
+        return [_linear(part) for part in parts]
+    weight, bias = _linear(parts[0])
+    biases = [None] * len(sizes) if bias is None else torch.split(bias, list(sizes))
+    return list(zip(torch.split(weight, list(sizes)), biases, strict=True))
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight

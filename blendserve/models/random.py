@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blendserve.errors import ModelError
 from blendserve.models.families import check_supported
@@ -19,52 +18,34 @@ from blendserve.models.families import check_supported
 RANDOM = "random:"
 TILE = 4_194_301  # numbers that are drawn and then repeated; a prime, so that the rows of a matrix differ
 STD = 0.02  # of the weights, as most families are initialised
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-
-
-def _shape(
-    kind: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "vocab_size": vocabulary,
-        **more,
-    }
-
-
-def _llama3(factor: float, **more: Any) -> dict[str, Any]:
-    """What the Llama 3 models share; factor: by which RoPE scales the 8,192 tokens of Llama 3.0."""
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": factor}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return {"max_position_embeddings": 131_072, "rope_parameters": rope, "rms_norm_eps": 1e-5, **more}
-
-
+SIZES = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 ROPE_1M = {"rope_type": "default", "rope_theta": 1e6}
-QWEN = {"max_position_embeddings": 32_768, "rope_parameters": ROPE_1M, "rms_norm_eps": 1e-6}
-TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen2.5-0.5B": _shape("qwen2", 24, 896, 4864, 14, 2, 151_936, **QWEN, **TIED),
-    "Qwen2.5-7B": _shape("qwen2", 28, 3584, 18_944, 28, 4, 152_064, **QWEN, **UNTIED),
-    "Llama-3.2-1B": _shape("llama", 16, 2048, 8192, 32, 8, 128_256, **_llama3(32.0), **TIED),
-    "Llama-3.1-8B": _shape("llama", 32, 4096, 14_336, 32, 8, 128_256, **_llama3(8.0), **UNTIED),
-    # v0.3: no sliding window
-    "Mistral-7B": _shape(
-        "mistral",
-        32,
-        4096,
-        14_336,
-        32,
-        8,
+LLAMA_3 = {
+    **{"rope_type": "llama3", "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+TIED, QWEN = {"tie_word_embeddings": True}, {"rope_parameters": ROPE_1M, "rms_norm_eps": 1e-6}
+# The values of SIZES, the longest prompt, and further settings.
+SHAPES: dict[str, tuple[tuple[str | int, ...], int, dict[str, Any]]] = {
+    "Qwen2.5-0.5B": (("qwen2", 24, 896, 4864, 14, 2, 151_936), 32_768, {**QWEN, **TIED}),
+    "Qwen2.5-7B": (("qwen2", 28, 3584, 18_944, 28, 4, 152_064), 32_768, QWEN),
+    "Llama-3.2-1B": (
+        ("llama", 16, 2048, 8192, 32, 8, 128_256),
+        131_072,
+        {"rope_parameters": {**LLAMA_3, "factor": 32.0}, "rms_norm_eps": 1e-5, **TIED},
+    ),
+    "Llama-3.1-8B": (
+        ("llama", 32, 4096, 14_336, 32, 8, 128_256),
+        131_072,
+        {"rope_parameters": {**LLAMA_3, "factor": 8.0}, "rms_norm_eps": 1e-5},
+    ),
+    "Mistral-7B": (  # v0.3
+        ("mistral", 32, 4096, 14_336, 32, 8, 32_768),
         32_768,
-        **{**QWEN, "rms_norm_eps": 1e-5},
-        **UNTIED,
-        sliding_window=None,
+        {"rope_parameters": ROPE_1M, "rms_norm_eps": 1e-5, "sliding_window": None},
     ),
 }
 
@@ -77,25 +58,21 @@ def shape_config(name: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    by_lower = {shape.lower(): settings for shape, settings in SHAPES.items()}
+    shape = next((shape for called, shape in SHAPES.items() if called.lower() == name.lower()), None)
     file = Path(name) / "config.json"
+    if not shape and not file.is_file():
+        raise ModelError(
+            f"there is no shape {name!r}: give {RANDOM} with one of {', '.join(SHAPES)}, or with a folder that has "
+            "a config.json"
+        )
     try:
-        if name.lower() in by_lower:
-            settings = dict(by_lower[name.lower()])
-            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        elif file.is_file():
-            config = AutoConfig.from_pretrained(name)
-        else:
-            raise ModelError(
-                f"there is no shape {name!r}: give {RANDOM} with one of {', '.join(SHAPES)}, or with a folder that has "
-                "a config.json"
-            )
+        config = _named_config(*shape) if shape else AutoConfig.from_pretrained(name)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"the shape in {file} cannot be used: {' '.join(str(error).split())}") from None
     check_supported(config)
     config = config.get_text_config()
-    for size in SIZES:
-        if getattr(config, size) < 1:
+    for size in SIZES[1:]:
+        if getattr(config, size, 1) < 1:
             raise ModelError(f"shape {name!r} has {size} {getattr(config, size)}: it must be at least 1")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
@@ -103,6 +80,15 @@ def shape_config(name: str) -> Any:
             "cannot share evenly"
         )
     return config
+
+
+def _named_config(sizes: tuple[str | int, ...], context: int, more: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    settings: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+    settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
+    untied = {"tie_word_embeddings": False, "max_position_embeddings": context}
+    return AutoConfig.for_model(**{**settings, **untied, **more})
 
 
 @torch.no_grad()
@@ -124,15 +110,11 @@ def random_model(config: Any, dtype: torch.dtype, seed: int = 0, device: torch.d
     for name, weights in model.named_parameters():  # tied ones once
         if weights.dim() == 1 and name.endswith("weight"):
             weights.fill_(1.0)
-        else:
-            _fill(weights.view(-1), tile, int(torch.randint(TILE, (), generator=generator)))
+            continue
+        start = int(torch.randint(TILE, (), generator=generator))
+        for part in weights.view(-1).split(TILE):
+            part.copy_(tile[start : start + len(part)])
     return model
-
-
-def _fill(flat: Tensor, tile: Tensor, start: int) -> None:
-    for at in range(0, len(flat), TILE):
-        part = flat[at : at + TILE]
-        part.copy_(tile[start : start + len(part)])
 
 
 class ModuloTokenizer:

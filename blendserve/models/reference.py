@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from inspect import signature
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +12,7 @@ from blendserve.core import TokenIds
 from blendserve.models.model import DecoderModel
 
 
-@torch.inference_mode()
-def model_logits(model: DecoderModel, ids: TokenIds) -> Tensor:
-    """`model.forward` as a user would call it -> logits [V] for the token after the prompt."""
-    inputs = torch.tensor([ids], device=model.device)
-    output = cast(Any, model.reference)(input_ids=inputs, use_cache=True, logits_to_keep=1)
-    return cast(Tensor, output.logits[0, -1])
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(NamedTuple):
     """Logits and KV of one `model.forward`."""
 
     logits: Tensor  # [2, V], after the last but one token and after the last
@@ -57,17 +47,16 @@ class OwnDecoding:
     """The model's own forward over its own cache, a part of the tokens at a time."""
 
     def __init__(self, model: DecoderModel) -> None:
-        from transformers import DynamicCache  # which takes seconds to import
+        from transformers import DynamicCache  # seconds to import
 
         self._model, self._device = cast(Any, model.reference), model.device
-        self._cache = DynamicCache(config=self._model.config)
+        self._cache = cache_argument(self._model, DynamicCache(config=self._model.config))
 
     @torch.inference_mode()
     def feed(self, ids: TokenIds) -> Tensor:
         """Run these tokens behind all earlier ones -> logits [V] after the last one."""
         inputs = torch.tensor([ids], device=self._device)
-        cache = cache_argument(self._model, self._cache)
-        output = self._model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1)
+        output = self._model(input_ids=inputs, **self._cache, use_cache=True, logits_to_keep=1)
         return cast(Tensor, output.logits[0, -1])
 
 

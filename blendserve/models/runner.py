@@ -1,12 +1,13 @@
-"""Run tokens behind what caches hold: by a native call or the layer loop, on a GPU by a CUDA graph replayed every step.
+"""Run tokens behind what caches hold: by one native call, by the layer loop, or on a GPU by a CUDA graph.
 
-A step is one row through all layers, hundreds of kernels that take a GPU less time than the host takes to launch them.
-A graph has fixed addresses, so one graph runs the rows of all caches: a row more costs next to nothing, as a step's time
-goes into reading the weights. A cache without a row in a step runs token 0 at position 0 and writes to its last place,
-which is never read: no answer's last token is ever run.
+Native call: where a model's forms have kernels (native.py), a step is one call. It gives the loop's bits in bf16, and its
+numbers to rounding in fp32. The first step of a model runs both and compares them.
 
-The first steps are run plainly: a short answer does not wait for a capture, and what is compiled, verified or allocated
-at a first time is done then. Where a step cannot be captured, decoding stays plain.
+CUDA graph: a step is hundreds of kernels that take a GPU less time than the host takes to launch them. A graph has fixed
+addresses, so one graph runs the rows of all caches: a row more costs next to nothing, as a step's time goes into reading
+the weights. A cache without a row in a step runs token 0 at position 0 and writes to its last place, which is never read:
+no answer's last token is ever run. The first steps are run plainly: a short answer does not wait for a capture, and what
+is compiled, verified or allocated at a first time is done then. Where a step cannot be captured, decoding stays plain.
 """
 
 from __future__ import annotations
@@ -14,26 +15,105 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
 from blendserve.errors import ConfigError
-from blendserve.kernels.cpu.decoder import MAX_ROWS
+from blendserve.kernels.cpu.decoder import MAX_ROWS, DecodeStep, unsupported
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
+from blendserve.kernels.selfcheck import cpu_status
 from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.models.native import native_decoder
+from blendserve.models.native import native_weights
+from blendserve.models.thread_tuner import Series, ThreadTuner
+
+CHECKED = (0, 299)  # positions of the comparison with the layer loop
+TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit
+INT8_TOLERANCE = 0.2  # of int8 weights, at the first position
 
 EAGER_STEPS = 4  # before the capture, which costs about as much as three of them
 MIN_NEW_TOKENS = 16  # of an answer for which a capture may pay
 MAX_CACHES = 16  # of one graph: each attends alone, in use or not
 
-_failed: WeakSet[DecoderModel] = WeakSet()
-
 log = logging.getLogger(__name__)
+
+
+class NativeDecoder:
+    """A model's decoding steps by native calls. One thread at a time."""
+
+    def __init__(self, model: DecoderModel, step: DecodeStep) -> None:
+        self._model, self._step = model, step
+        self._tables = model.rope_tables[1]
+        self._series = Series(ThreadTuner())
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[Row]) -> Tensor:
+        """Run up to MAX_ROWS tokens, of one request or of several, append their KV -> logits [B, V]."""
+        model = self._model
+        hidden = model.embed(torch.tensor([row.token for row in rows]))
+        ropes = model.rope(torch.tensor([row.at for row in rows]))
+        tables = [ropes[l] for l in self._tables]
+        caches = [(row.cache.keys, row.cache.values, row.at) for row in rows]
+        return model.scale_logits(self._series.run(lambda: self._step(hidden, tables, caches)))
+
+
+Bound = tuple[NativeDecoder | None, str]
+
+_bound: WeakKeyDictionary[DecoderModel, dict[bool, Bound]] = WeakKeyDictionary()
+_failed: WeakSet[DecoderModel] = WeakSet()  # whose steps cannot be captured
+
+
+def native_decoder(model: DecoderModel, int8: bool = False) -> Bound:
+    """The decoder and what it runs, or None and the reason why the layer loop decodes; made once for each model.
+
+    int8: over a copy of the weights in int8, which approximates the model: half the bytes of bf16.
+    """
+    bound = _bound.setdefault(model, {})
+    if int8 not in bound:
+        bound[int8] = _bind(model, int8)
+    return bound[int8]
+
+
+def _bind(model: DecoderModel, int8: bool) -> Bound:
+    if model.device.type != "cpu":
+        return None, f"the model is on {model.device}"
+    name = str(model.dtype).removeprefix("torch.")
+    levels = [x for x in LEVELS.values() if x.dtype == name and "decode_step" in x.sources]
+    level = next((x for x in reversed(levels) if cpu_status(x).active), None)  # the widest
+    if level is None:
+        return None, f"no native kernels for {model.dtype} on this CPU"
+    try:
+        weights = native_weights(model)
+    except ValueError as missing:
+        return None, str(missing)
+    if reason := unsupported(level, weights):
+        return None, reason
+    decoder = NativeDecoder(model, DecodeStep(level, weights, model.rope_tables[0], int8))
+    error = _difference(model, decoder, CHECKED[:1] if int8 else CHECKED)
+    if not error <= (INT8_TOLERANCE if int8 else TOLERANCE[model.dtype]):
+        return None, f"logits differ from the layer loop's by {error:.2g} of the largest"
+    return decoder, f"one {level.title} call a step" + (" over int8 weights" if int8 else "")
+
+
+@torch.inference_mode()
+def _difference(model: DecoderModel, decoder: NativeDecoder, positions: Sequence[int]) -> float:
+    """Largest difference to the layer loop's logits and KV, over random KV, as a share of the largest number."""
+    last = min(CHECKED[-1], model.context_limit - 1)
+    mine, other = (KVCache(model, last + 1) for _ in range(2))
+    generator, worst = torch.Generator().manual_seed(0), 0.0
+    for part, copy in ((mine.keys, other.keys), (mine.values, other.values)):
+        copy.copy_(part.copy_(torch.randn(part.shape, generator=generator)))
+    for position in positions:
+        at = min(position, last)
+        logits = decoder([Row(mine, at, 1 + at % 7)]), run_rows(model, [Row(other, at, 1 + at % 7)])
+        for got, expected in (logits, (mine.keys, other.keys), (mine.values, other.values)):
+            error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+            worst = max(worst, error if bool(torch.isfinite(got).all()) else float("inf"))
+    return worst
 
 
 def append(model: DecoderModel, cache: KVCache, at: int, tokens: Sequence[int]) -> Tensor:

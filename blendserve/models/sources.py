@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -26,9 +24,10 @@ from blendserve.paths import cache_folder
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Bundled:
+
+class Bundled(NamedTuple):
     """A model whose GGUF file comes in Python packages, whole or in parts."""
 
     packages: tuple[str, ...]  # import names
@@ -57,7 +56,7 @@ DEFAULT = next(iter(BUNDLED))
 
 
 def source_of(name: str) -> str:
-    """A folder or a hub id, after converting what is a GGUF file. Raises ModelError."""
+    """A folder or a hub id, after converting a GGUF file. Raises ModelError."""
     if name in BUNDLED:
         return str(bundled_folder(name))
     return str(gguf_folder(Path(name))) if name.lower().endswith(".gguf") else name
@@ -65,8 +64,7 @@ def source_of(name: str) -> str:
 
 def bundled_folder(name: str = DEFAULT) -> Path:
     """The folder of a bundled model, converted first if need be. Raises ModelError."""
-    bundled = BUNDLED[name]
-    target = cache_folder() / "readers" / name
+    bundled, target = BUNDLED[name], cache_folder() / "readers" / name
     if (target / "config.json").exists():
         return target
     specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
@@ -84,11 +82,11 @@ def bundled_folder(name: str = DEFAULT) -> Path:
         if _sha256(file) != bundled.sha256:
             raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
         if not bundled.is_llama:
-            return _make_folder(target, lambda into: _convert(file, into))
-        converted: list[gguf.Converted] = []
-        _make_folder(target, lambda into: converted.append(gguf.write_folder(file, into)))
+            _make_folder(target, partial(_convert, file))
+            return target
+        start = _make_folder(target, partial(gguf.write_folder, file))
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
-        fast_load.save(target, dtype, *converted[0])
+        fast_load.save(target, dtype, start)
     return target
 
 
@@ -101,55 +99,29 @@ def gguf_folder(file: Path) -> Path:
     target = cache_folder() / "readers" / f"gguf-{_sha256(file)[:24]}"
     if not (target / "config.json").exists():
         log.info("Converting %s (once) into %s", file, target)
-        _make_folder(target, lambda into: _convert(file, into))
+        _make_folder(target, partial(_convert, file))
     return target
 
 
-def _make_folder(target: Path, write: Callable[[Path], None]) -> Path:
-    """Fill a folder that appears whole, also after a kill or beside a second process."""
+def _make_folder(target: Path, write: Callable[[Path], T]) -> T:
+    """Fill a folder that appears whole, also after a kill or beside a second process -> what `write` gives."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        write(scratch)
-        os.rename(scratch, target)
-    except OSError:
-        if not (target / "config.json").exists():  # no other process was first
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        folder = Path(scratch) / "folder"
+        folder.mkdir()
+        written = write(folder)
+        try:
+            folder.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():  # no other process was first
+                raise
+    return written
 
 
 def _convert(file: Path, into: Path) -> None:
     """Write a GGUF file as a model folder in bf16, by transformers and the package gguf. Raises ModelError."""
     try:
-        from gguf import GGUFReader
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-        read = GGUFReader(file)
-        scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
-        kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
-        if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
-            raise ModelError(
-                f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
-                "use the model's Hugging Face folder instead",
-                path=file,
-            )
-        with quiet():
-            check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
-            quantization = GgufConfig(gguf_file=file.name, dequantize=True)
-            model_class: Any = AutoModelForCausalLM  # its type leaves out output_loading_info
-            model, info = model_class.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                quantization_config=quantization,
-                dtype=torch.bfloat16,
-                output_loading_info=True,
-            )
-            if missing := info["missing_keys"]:  # transformers draws them at random
-                raise ModelError(f"{file} is damaged: it has no {min(missing)}", path=file)
-            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
-            model.save_pretrained(into)
+        _convert_by_transformers(file, into)
     except ModelError:
         raise
     except ImportError as error:
@@ -161,6 +133,35 @@ def _convert(file: Path, into: Path) -> None:
         raise ModelError(
             f"{file} is damaged, or transformers cannot convert it: {first_line(error)}", path=file
         ) from error
+
+
+def _convert_by_transformers(file: Path, into: Path) -> None:
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    read = GGUFReader(file)
+    scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
+    kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
+    if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
+        raise ModelError(
+            f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
+            "use the model's Hugging Face folder instead",
+            path=file,
+        )
+    with quiet():
+        check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+        model_class: Any = AutoModelForCausalLM  # its type leaves out output_loading_info
+        model, info = model_class.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+        )
+        if missing := info["missing_keys"]:  # transformers draws them at random
+            raise ModelError(f"{file} is damaged: it has no {min(missing)}", path=file)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
+        model.save_pretrained(into)
 
 
 def _sha256(file: Path) -> str:

@@ -56,8 +56,9 @@ class Tokenizer:
     ) -> str:
         """The text; spaces stay as they are."""
         assert not clean_up_tokenization_spaces
-        wanted = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        return str(self.backend_tokenizer.decode(wanted, skip_special_tokens=skip_special_tokens))
+        return str(
+            self.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+        )
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
@@ -98,18 +99,25 @@ CHATS = (
 def agree(ours: Tokenizer, theirs: Any) -> bool:
     """Whether both encode, decode and render chats alike: a class of transformers may do more than its Rust backend."""
     special = "".join(map(str, ours.about["special_tokens"].values()))
-    for text in (*SAMPLES, special, f"a {special} b"):
-        for options in product((False, True), repeat=2):
-            given = dict(zip(("add_special_tokens", "split_special_tokens"), options, strict=True))
-            ids = ours(text, **given)["input_ids"]
-            if ids != theirs(text, **given)["input_ids"]:
-                return False
-            for skip in (False, True):
-                how = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
-                if ours.decode(ids, **how) != theirs.decode(ids, **how):
-                    return False
-    same = ours.get_vocab() == theirs.get_vocab() and len(ours) == len(theirs)
-    return same and all(_chat(ours, roles) == _chat(theirs, roles) for roles in CHATS)
+    return (
+        (len(ours), ours.get_vocab()) == (len(theirs), theirs.get_vocab())
+        and all(
+            _round_trips(ours, x) == _round_trips(theirs, x) for x in (*SAMPLES, special, f"a {special} b")
+        )
+        and all(_chat(ours, roles) == _chat(theirs, roles) for roles in CHATS)
+    )
+
+
+def _round_trips(tokenizer: Any, text: str) -> list[tuple[list[int], list[str]]]:
+    """Ids and texts by every combination of options."""
+    found = []
+    for add, split in product((False, True), repeat=2):
+        ids = tokenizer(text, add_special_tokens=add, split_special_tokens=split)["input_ids"]
+        options = [
+            {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False} for skip in (False, True)
+        ]
+        found.append((list(ids), [tokenizer.decode(ids, **each) for each in options]))
+    return found
 
 
 def _chat(tokenizer: Any, roles: Sequence[str]) -> str | None:
@@ -136,11 +144,9 @@ def _compiled(template: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _as_json
+    environment.filters["tojson"] = lambda x, ensure_ascii=False, indent=None: json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
-
-
-def _as_json(x: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.config import Config
-from blendserve.errors import ClusterUnavailable, ConfigError
+from blendserve.errors import BlendserveError, ClusterUnavailable, ConfigError
 from blendserve.extras import install_hint
 from blendserve.registry import STORES
 
@@ -52,27 +52,22 @@ def cluster(address: str | None, workers: int) -> Iterator[WorkerResources]:
     given = address or os.environ.get("RAY_ADDRESS")
     given = None if given == "local" else given
     os.environ.setdefault(*NO_AUTO_CONNECT)
-    if not given:
-        _configure_ray_env()
-    ray = import_ray()
     if given:
         check_address(given)
-    scratch = None if given else tempfile.mkdtemp(prefix="bs-")  # short, as a part of socket paths
-    own: dict[str, Any] = {
-        "num_cpus": max(workers, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "_temp_dir": scratch,
-    }
+    else:
+        _configure_ray_env()
+    ray, options, scratch = import_ray(), dict[str, Any](), ""
+    if not given:
+        scratch = tempfile.mkdtemp(prefix="bs-")  # short, as a part of socket paths
+        n_cpus = max(workers, os.cpu_count() or 1)
+        options = {"num_cpus": n_cpus, "object_store_memory": OBJECT_STORE_BYTES}
+        options |= {"include_dashboard": False, "_temp_dir": scratch}
     try:
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            ray.init(given or "local", **quiet, **({} if given else own))
+            ray.init(given or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as error:  # Ray raises a plain Exception if a process of its own starts too slowly
-            where = given or "this machine"
-            raise ClusterUnavailable(
-                f"Ray cannot be used at {where}: {' '.join(str(error).split())}"
-            ) from error
+            reason = " ".join(str(error).split())
+            raise ClusterUnavailable(f"Ray cannot be used at {given or 'this machine'}: {reason}") from error
         cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         # A local cluster reports its free CPUs only after a moment.
         free = int(ray.available_resources().get("CPU", 0)) if given else sum(cpus)
@@ -85,8 +80,7 @@ def cluster(address: str | None, workers: int) -> Iterator[WorkerResources]:
         yield WorkerResources(each, int(ray.cluster_resources().get("GPU", 0) >= workers))
     finally:
         ray.shutdown()
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_address(address: str) -> None:
@@ -111,7 +105,7 @@ def _configure_ray_env() -> None:
     if missing and "ray" in sys.modules:
         words = " ".join(f"{name}={value}" for name, value in missing.items())
         raise ConfigError(
-            f"Ray was imported before it could be kept on this machine: set {words} in the environment"
+            f"Ray was imported before its environment could be set: set {words} in the environment"
         )
     os.environ.update(missing)
 
@@ -125,13 +119,22 @@ def import_ray() -> Any:
     return ray
 
 
+def unwrap_ray_error(error: BaseException, message: str) -> BlendserveError:
+    """The error of this package that a Ray error carries, or ClusterUnavailable with the message."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BlendserveError):
+            return cause
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    return ClusterUnavailable(message)
+
+
 def bind_to_loopback() -> None:
     """Bind Ray Serve's port of a replica on a local cluster to the loopback address; call it before the port is opened.
 
     Ray Serve binds to all interfaces, and has no setting for it. A test checks the open ports.
     """
-    ray = import_ray()
-    if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+    if ipaddress.ip_address(import_ray().util.get_node_ip_address()).is_loopback:
         serve: Any = importlib.import_module("ray.serve._private.replica")
         bind = serve.add_port_to_grpc_server
         serve.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
@@ -144,13 +147,6 @@ def cpus_each(cpus: Sequence[int], free: int, workers: int) -> int:
     """
     fits = (n for n in range(free // workers, 0, -1) if sum(has // n for has in cpus) >= workers)
     return next(fits, 0)
-
-
-def can_fit_worker(resources: WorkerResources) -> bool:
-    """Whether a machine of the connected cluster is large enough for a worker, in use or not."""
-    need = {"CPU": resources.cpus, "GPU": resources.gpus}
-    alive = (node["Resources"] for node in import_ray().nodes() if node["Alive"])
-    return any(all(has.get(kind, 0) >= n for kind, n in need.items()) for has in alive)
 
 
 def worker_config(config: Config, folder: Path) -> Config:

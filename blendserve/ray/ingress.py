@@ -17,7 +17,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import Plan, make_plan
+from blendserve.engine.request import prepare_request
 from blendserve.errors import ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
@@ -25,14 +25,9 @@ from blendserve.ray.cluster import cluster, worker_config
 from blendserve.ray.replica import RoutedRequest
 from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
+from blendserve.serve import engine_client
 from blendserve.serve.app import create_engine_app
-from blendserve.serve.engine_client import (
-    QueryRequest,
-    RequestHandle,
-    ServedModel,
-    TenantCollections,
-    served_names,
-)
+from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import HttpServer, local_indexes
@@ -41,7 +36,7 @@ from blendserve.timing import Clock
 log = logging.getLogger(__name__)
 
 
-class RayEngineClient:
+class RayEngineClient(EngineClient):
     """An EngineClient of replicas on a Ray cluster."""
 
     def __init__(
@@ -53,53 +48,39 @@ class RayEngineClient:
         prompts: PromptBuilder,
         replicas: Replicas,
     ) -> None:
-        self.config, self.http, self.metrics = config, http, HttpMetrics()
-        self.namespace, self.is_alive = config.store.namespace, True
-        self._facts, self._prompts, self._replicas = replicas.facts(), prompts, replicas
-        names = served_names(self._facts.name, http.served_model_name)
-        self.model = ServedModel(names, tokenizer, self._facts.slot_tokens)
-        throttle = BackgroundThrottle(http.background_share)
-        self.collections = TenantCollections(library, FairExecutor("retrieval", http.queue, throttle))
-
-    def start(self) -> None:
-        """Replicas run already."""
-
-    def drain(self) -> None:
-        self.is_alive = False
+        """The replicas are their opener's to close."""
+        self.metrics, self._facts, self._prompts, self._replicas = (
+            HttpMetrics(),
+            replicas.facts(),
+            prompts,
+            replicas,
+        )
+        names = engine_client.served_names(self._facts.name, http.served_model_name)
+        model = engine_client.ServedModel(names, tokenizer, self._facts.max_tokens)
+        retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
+        super().__init__(config, http, model, engine_client.TenantCollections(library, retrieval))
 
     def close(self) -> None:
-        """End the thread; the replicas are their opener's to close."""
+        """End the thread."""
         self.collections.executor.stop()
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """See EngineClient."""
         if not self.is_alive:
             raise ShuttingDown("the server is shutting down: ask again in a moment")
-        clock = Clock()
-        plan = await self.collections.run(tenant, self._plan, tenant, query, clock)
-        request = RoutedRequest(
-            plan.prompt,
-            plan.passages,
-            plan.blend,
-            plan.decode,
-            tenant.name,
-            tenant.namespace,
-            clock.elapsed(),
-            clock.seconds["retrieve"],
-        )
-        events = self._replicas.answer(request, self._chunk_keys(plan, tenant.namespace))
-        return RequestHandle(plan, events, lambda: None)  # cancelled by the task that awaits the events
-
-    def _plan(self, tenant: Tenant, query: QueryRequest, clock: Clock) -> Plan:
-        """On the retrieval thread: checks, searches and tokenises."""
-        search = partial(self.collections.search, tenant, query.collections)
+        clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.model.max_tokens
-        return make_plan(query.seeded(), self.config, *limits, self._prompts, search, clock)
-
-    def _chunk_keys(self, plan: Plan, namespace: str) -> frozenset[bytes]:
-        """The store's keys of the prompt's chunks."""
-        key = ChunkKeys(self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, namespace)
-        return frozenset(key(chunk.ids) for chunk in plan.prompt.chunks if len(chunk))
+        arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
+        plan = await self.collections.run(tenant, prepare_request, *arguments)
+        seconds = clock.elapsed(), clock.seconds["retrieve"]
+        owner = tenant.name, tenant.namespace
+        request = RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, *owner, *seconds)
+        key = ChunkKeys(
+            self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
+        )
+        keys = frozenset(key(chunk.ids) for chunk in plan.prompt.chunks if len(chunk))
+        # The task that awaits the events cancels the request.
+        return RequestHandle(plan, self._replicas.answer(request, keys), lambda: None)
 
 
 def serve_cluster(
@@ -113,7 +94,7 @@ def serve_cluster(
     folder = index_folder(folders[0])
     read_manifest(folder)  # raises before anything heavy is started
     open_engine = partial(Engine.open, worker_config(config, folder))
-    log.info("Starting replicas: %s", replicas)
+    log.info("Starting replicas: %d to %d", *replicas)
     with (
         cluster(address, replicas.most) as resources,
         Replicas(open_engine, settings.serve.batching, replicas, resources) as group,
@@ -122,7 +103,7 @@ def serve_cluster(
         tokenizer = load_tokenizer(config.model)
         prompts = PromptBuilder(tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
-        made = index_owner(facts.name, facts.dtype, facts.fingerprint, prompts)
-        library = Collections.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
+        owner = index_owner(facts.name, facts.dtype, facts.fingerprint, prompts)
+        library = Collections.open(VectorIndex.open(folder, embedder, **owner), folders, prompts)
         client = RayEngineClient(config, library, settings.serve, tokenizer, prompts, group)
         HttpServer(create_engine_app(client), client).run()

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.core import BlendReport, Passage, Prompt
+from blendserve.core import Passage, Prompt
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan
+from blendserve.engine.request import Event, Failed, Finished, PreparedRequest
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
 from blendserve.serve.engine_client import event_queue
+from blendserve.serve.metrics import Metrics
 from blendserve.timing import Clock
 
 
@@ -29,26 +30,25 @@ class RoutedRequest:
     decode: DecodeConfig
     tenant: str
     namespace: str
-    seconds: float  # since the request arrived
-    retrieve: float  # of them, spent on the search
+    elapsed_s: float  # since the request arrived
+    retrieve_s: float  # of them, spent on the search
 
-    def plan(self) -> Plan:
-        """As an engine takes it."""
+    def prepared(self) -> PreparedRequest:
+        """The engine's request, with a clock of this process."""
         clock = Clock()
-        clock.set_back(self.seconds, retrieve=self.retrieve)
-        return Plan(self.prompt, self.passages, self.blend, self.decode, clock)
+        clock.set_back(self.elapsed_s, retrieve=self.retrieve_s)
+        return PreparedRequest(self.prompt, self.passages, self.blend, self.decode, clock)
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderFacts:
+class ModelFacts:
     """What the ingress needs to know of the model: names of chunks and limits of prompts."""
 
     name: str
     fingerprint: str
     dtype: str
     n_layers: int
-    context_limit: int
-    slot_tokens: int
+    max_tokens: int  # of a request's prompt and answer
 
 
 class EngineReplica:
@@ -58,38 +58,34 @@ class EngineReplica:
         """open_engine: picklable; needs no index. batching: arguments of BatchEngine."""
         bind_to_loopback()
         self._engine = open_engine()
-        self._batch = BatchEngine(self._engine, _Unobserved(), **batching)
+        self._batch = BatchEngine(self._engine, Metrics(), **batching)  # unread: the ingress counts
         self._batch.scheduler.start()
         self._version = 0
 
-    def facts(self) -> ReaderFacts:
-        """Of its reader."""
-        reader, pool = self._engine.reader, self._batch.pool
-        adapter = reader.adapter
-        dtype, context = str(adapter.dtype), adapter.context_limit
-        return ReaderFacts(reader.name, reader.fingerprint, dtype, adapter.n_layers, context, pool.n_tokens)
+    def facts(self) -> ModelFacts:
+        """Of its model."""
+        reader, adapter = self._engine.reader, self._engine.reader.adapter
+        n_tokens = self._batch.pool.n_tokens
+        return ModelFacts(reader.name, reader.fingerprint, str(adapter.dtype), adapter.n_layers, n_tokens)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """The report that Ray Serve collects for routers: chunks in memory and load."""
         self._version += 1
-        return {
-            "cached_chunks": self._engine.fetcher.resident(),
-            "load": sum(self._batch.scheduler.load),
-            "version": self._version,
-        }
+        load = sum(self._batch.scheduler.load)
+        return {"cached_chunks": self._engine.fetcher.resident(), "load": load, "version": self._version}
 
     def check_health(self) -> None:
-        """Raises RuntimeError where the scheduler's thread has ended: Ray Serve then replaces this replica."""
+        """Raises RuntimeError if the scheduler's thread has ended: Ray Serve then replaces this replica."""
         if not self._batch.scheduler.alive:
             raise RuntimeError("the model's thread has ended")
 
     async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
-        """PrefillDone, pieces, and at last Finished or Failed. keys: of its chunks, for the router."""
+        """PrefillDone, pieces of text, then Finished or Failed. keys: of its chunks, for the router."""
         emit, events = event_queue()
         sequence: Sequence | None = None
         try:
             sequence = await asyncio.to_thread(
-                self._batch.sequence, request.plan(), emit, request.tenant, request.namespace
+                self._batch.sequence, request.prepared(), emit, request.tenant, request.namespace
             )
             self._batch.scheduler.submit(sequence)
             async for event in events:
@@ -101,15 +97,3 @@ class EngineReplica:
         finally:
             if sequence:
                 self._batch.scheduler.cancel(sequence)
-
-
-class _Unobserved:
-    """The scheduler's observer without metrics: the ingress counts."""
-
-    def dequeued(self, method: str, seconds: float) -> None: ...
-
-    def prefilled(self, report: BlendReport, loading: float) -> None: ...
-
-    def step(self, batch: int) -> None: ...
-
-    def token(self, method: str, seconds: float, first: bool) -> None: ...

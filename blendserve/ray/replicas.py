@@ -9,28 +9,27 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, InputError
-from blendserve.ray.cluster import WorkerResources, import_ray
-from blendserve.ray.precompute import unwrap_ray_error
-from blendserve.ray.replica import EngineReplica, ReaderFacts, RoutedRequest
+from blendserve.ray.cluster import WorkerResources, import_ray, unwrap_ray_error
+from blendserve.ray.replica import EngineReplica, ModelFacts, RoutedRequest
 from blendserve.timing import Clock
 
-APP = "blendserve"
 CHUNK_ROUTER = "blendserve.ray.router:ChunkRouter"
 ATTEMPTS = 6  # of one request; the next one follows a replica's death
 PAUSE_S = 0.1  # before the third attempt, then doubled: Ray needs a while to notice a dead node
-STATS_S = 1.0  # between two reports of a replica
-HEALTH_S = 2.0
+REPORT_PERIOD_S = 1.0
+HEALTH_PERIOD_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaCount:
-    """A fixed number of replicas, or bounds for autoscaling."""
+class ReplicaCount(NamedTuple):
+    """Bounds of the number of replicas; equal ones for a fixed number."""
 
     least: int
     most: int
@@ -44,9 +43,6 @@ class ReplicaCount:
                 f"--replicas cannot be {text!r}: give a number from 1 on, or the least and the most, such as 1-4"
             )
         return cls(int(found[1]), int(found[2] or found[1]))
-
-    def __str__(self) -> str:
-        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
 
     def options(self, slots: int) -> dict[str, Any]:
         """Options of a deployment. Ray Serve adds replicas while they have more than `slots` requests each on average."""
@@ -76,43 +72,43 @@ class Replicas(AbstractContextManager["Replicas"]):
         config = importlib.import_module("ray.serve.config")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._serve.start(proxy_location="Disabled")  # HTTP is ours
-        self.name = f"{APP}-{secrets.token_hex(4)}"  # others' servers may be on the same cluster
+        self._name = f"blendserve-{secrets.token_hex(4)}"  # others' servers may be on the same cluster
         self._deployment = self._serve.deployment(EngineReplica).options(
-            name=self.name,
+            name=self._name,
             **count.options(batching["slots"]),
             max_ongoing_requests=batching["slots"] + batching["queue"],
             ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
             request_router_config=config.RequestRouterConfig(
-                request_router_class=router, request_routing_stats_period_s=STATS_S
+                request_router_class=router, request_routing_stats_period_s=REPORT_PERIOD_S
             ),
-            health_check_period_s=HEALTH_S,
+            health_check_period_s=HEALTH_PERIOD_S,
         )
-        self._bound = open_engine, dict(batching)
+        self._arguments = open_engine, dict(batching)
         self._run()
 
     def _run(self) -> None:
-        app = self._deployment.bind(*self._bound)
+        app = self._deployment.bind(*self._arguments)
         try:
-            self._handle = self._serve.run(app, name=self.name, route_prefix=None)
+            self._handle = self._serve.run(app, name=self._name, route_prefix=None)
         except (self._ray.exceptions.RayError, RuntimeError) as error:
             raise unwrap_ray_error(error, f"replicas cannot be started: {error}") from error
 
     def scale(self, n: int) -> None:
-        """Run n replicas from now on; those that stay keep their memory."""
+        """Run n replicas from now on; remaining ones keep their memory."""
         self._deployment = self._deployment.options(num_replicas=n)
         self._run()
 
     def __exit__(self, *_: object) -> None:
-        self._serve.delete(self.name)
+        self._serve.delete(self._name)
         self._handle.shutdown()  # else its thread goes on reporting to a cluster that may have ended
 
-    def facts(self) -> ReaderFacts:
+    def facts(self) -> ModelFacts:
         """What requests need to know of the model."""
-        found: ReaderFacts = self._handle.facts.remote().result()
+        found: ModelFacts = self._handle.facts.remote().result()
         return found
 
     def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
-        """As `answer_from` gives it. keys: of the request's chunks."""
+        """The events of `answer_from`. keys: of the request's chunks."""
         return answer_from(self._handle, self._ray.exceptions, request, keys)
 
 
@@ -121,28 +117,28 @@ async def answer_from(
 ) -> AsyncIterator[Event]:
     """PrefillDone, pieces of text, then Finished or Failed, once each, however many replicas die.
 
-    handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Raises ClusterUnavailable where
+    handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Raises ClusterUnavailable if
     another replica's answer differs from text that was already sent.
     """
     clock, replay = Clock(), ReplayFilter()
     for attempt in range(ATTEMPTS):
         if attempt > 1:
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
-        sent = replace(request, seconds=request.seconds + clock.elapsed())
+        sent = replace(request, elapsed_s=request.elapsed_s + clock.elapsed())
         stream = handle.options(stream=True).answer.remote(sent, keys=keys)
         try:
             async with aclosing(_events(stream)) as events:
                 async for event in events:
-                    for new in replay.new(event):
+                    if (new := replay.unsent(event)) is not None:
                         yield new
             return
         except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
             continue
-        except errors.OutOfMemoryError as error:  # Ray ends a process where a machine's memory runs low
-            logging.getLogger(__name__).warning("A replica was ended while it answered: %s", error)
+        except errors.OutOfMemoryError as error:  # Ray ends a process if a machine's memory runs low
+            log.warning("A replica was ended while it answered: %s", error)
         except errors.RayError as error:
             # Ray's text names machines and processes, which the client must not see.
-            logging.getLogger(__name__).error("A replica failed: %s", error)
+            log.error("A replica failed: %s", error)
             raise unwrap_ray_error(error, "the replica failed: the server's log says why") from error
     raise ClusterUnavailable(f"{ATTEMPTS} replicas died while they answered: send the request again")
 
@@ -160,28 +156,25 @@ async def _events(stream: Any) -> AsyncGenerator[Event, None]:
 
 
 class ReplayFilter:
-    """Drops the part of a repeated answer that the client has already."""
+    """Drops the part of a repeated answer that the client already has."""
 
     def __init__(self) -> None:
-        self._started, self._text, self._again = False, "", ""
+        self._is_prefilled, self._sent, self._replayed = False, "", ""
 
-    def new(self, event: Event) -> list[Event]:
-        """The part of an event that the client does not have. Raises ClusterUnavailable where the text differs."""
+    def unsent(self, event: Event) -> Event | None:
+        """The part of an event that the client does not have. Raises ClusterUnavailable if the text differs."""
         if isinstance(event, PrefillDone):
-            first, self._started, self._again = not self._started, True, ""
-            return [event] if first else []
+            is_first, self._is_prefilled, self._replayed = not self._is_prefilled, True, ""
+            return event if is_first else None
         if isinstance(event, TextDelta):
-            self._again += event.text
-            self._require(self._again[: len(self._text)] == self._text[: len(self._again)])
-            more = self._again[len(self._text) :]
-            self._text += more
-            return [TextDelta(more)] if more else []
-        if isinstance(event, Finished):
-            self._require(event.answer.text.startswith(self._text))
-        return [event]
-
-    def _require(self, goes_on: bool) -> None:
-        if not goes_on:
+            self._replayed += event.text
+            n = min(len(self._replayed), len(self._sent))
+            more, agrees = self._replayed[n:], self._replayed[:n] == self._sent[:n]
+            self._sent += more
+        else:
+            more, agrees = "", not isinstance(event, Finished) or event.answer.text.startswith(self._sent)
+        if not agrees:
             raise ClusterUnavailable(
                 "a replica died while it answered, and another one's answer differs: send the request again"
             )
+        return event if not isinstance(event, TextDelta) else TextDelta(more) if more else None

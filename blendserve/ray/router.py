@@ -21,18 +21,14 @@ class ChunkRouter(RequestRouter):  # type: ignore[misc]  # Ray is an extra
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
         """Replicas in order of preference, one a rank: Ray tries the next rank if a replica is full."""
-        now, keys = time.monotonic(), frozenset[bytes]()
-        if pending_request is not None:
-            keys = pending_request.kwargs.get("keys", keys)
+        keys = pending_request.kwargs.get("keys", frozenset()) if pending_request else frozenset()
         found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        self._reports.keep(set(found))
-        known = [
-            Replica(name, self._reports.cached_chunks(name, replica.routing_stats, now), self._load(replica))
-            for name, replica in found.items()
-        ]
+        reports = {name: replica.routing_stats for name, replica in found.items()}
+        cached = self._reports.cached_chunks(reports, time.monotonic())
+        # Running requests by Ray's cached count, else by the replica's report
+        counts = {
+            name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in found.items()
+        }
+        loads = {n: reports[n].get("load", 0) if count is None else count for n, count in counts.items()}
+        known = [Replica(name, cached[name], loads[name]) for name in found]
         return [[found[name]] for name in ranked(keys, known)] if known else []
-
-    def _load(self, replica: Any) -> int:
-        """Running requests, by Ray's cached count, else by the replica's report."""
-        counted: int | None = self.replica_queue_len_cache.get(replica.replica_id)
-        return replica.routing_stats.get("load", 0) if counted is None else counted

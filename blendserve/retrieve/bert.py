@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +27,8 @@ from blendserve.models.loader import fast_dtype
 from blendserve.retrieve.encoder import Window
 
 BATCH_TOKENS_PER_THREAD = 1024  # enough for a matmul, and activations stay in the caches
-FEW_ROWS, FEW_ROWS_STEP, ROW_STEP = (
-    64,
-    16,
-    64,
-)  # rows are padded to a multiple: oneDNN prepares each new size for ms
+# Rows are padded to a multiple: oneDNN prepares each new size for milliseconds.
+FEW_ROWS, FEW_ROWS_STEP, ROW_STEP = 64, 16, 64
 
 WEIGHTS = "model.safetensors"
 MODULES = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
@@ -52,68 +49,48 @@ Affine = tuple[Tensor, Tensor]  # weight and bias
 Layer = Callable[[Tensor], Tensor]
 
 
-def is_plain_bert(folder: Path) -> bool:
-    """Whether Bert computes the same vectors as sentence-transformers for the model in this folder."""
-    try:
-        return BertFolder(folder).is_supported
-    except (OSError, ValueError, TypeError, AttributeError, LookupError):
-        return False
+class BertFolder(NamedTuple):
+    """A sentence-transformers folder whose model `Bert` can run."""
 
+    path: Path
+    config: dict[str, Any]
+    pooling: str  # mean or cls
+    max_tokens: int  # special tokens included
 
-class BertFolder:
-    """A sentence-transformers folder. Raises OSError, ValueError or LookupError for missing or unexpected content."""
+    @classmethod
+    def read(cls, path: Path) -> BertFolder | None:
+        """None unless it is a BERT with a known pooling, without prompts, whose tokenizer.json agrees with its
+        configuration: then `Bert` computes the vectors of sentence-transformers."""
+        try:
+            return cls._read(path)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError):
+            return None
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.config = self._json("config.json")
-        self._sentence = self._json("sentence_bert_config.json")
-        self._tokenizer_config = self._json("tokenizer_config.json")
+    @classmethod
+    def _read(cls, path: Path) -> BertFolder | None:
+        def content(name: str) -> Any:
+            return json.loads((path / name).read_text(encoding="utf-8"))
 
-    @property
-    def is_supported(self) -> bool:
-        """A BERT with a known pooling, without prompts, whose tokenizer.json agrees with its configuration."""
-        modules = [module["type"].rpartition(".")[2] for module in self._json("modules.json")]
-        prompts = self._json("config_sentence_transformers.json").get("prompts") or {}
-        normalizer = self._json("tokenizer.json")["normalizer"]
-        return (
-            modules in MODULES
-            and not any(prompts.values())
-            and self.pooling in POOLING.values()
-            and all(self.config.get(name, value) == value for name, value in CONFIG.items())
-            and (self._folder / WEIGHTS).is_file()
-            and normalizer["type"] == "BertNormalizer"
-            and not self._sentence.get("do_lower_case")
-            and all(normalizer[n] == self._tokenizer_config.get(*field) for n, field in NORMALIZER.items())
-            and self.max_tokens > 0
-        )
-
-    @cached_property
-    def pooling(self) -> str:
-        """mean, cls, or the name of another pooling."""
-        settings = self._json(self._json("modules.json")[1]["path"] + "/config.json")
+        config, sentence, modules = map(content, ("config.json", "sentence_bert_config.json", "modules.json"))
+        tokenizer, normalizer = content("tokenizer_config.json"), content("tokenizer.json")["normalizer"]
+        settings = content(modules[1]["path"] + "/config.json")
         older = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on]
-        return str(settings.get("pooling_mode") or " ".join(POOLING.get(name, name) for name in older))
-
-    @property
-    def max_tokens(self) -> int:
-        """Context length, special tokens included."""
-        limit = int(self._sentence.get("max_seq_length") or self._tokenizer_config["model_max_length"])
-        return min(limit, int(self.config["max_position_embeddings"]))
-
-    def tokenizer(self) -> Tokenizer:
-        """Without truncation and padding."""
-        tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-
-    def weights(self) -> dict[str, Tensor]:
-        """Memory-mapped tensors by name, without a prefix `bert.`."""
-        tensors = load_file(self._folder / WEIGHTS)
-        return {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
-
-    def _json(self, name: str) -> Any:
-        return json.loads((self._folder / name).read_text(encoding="utf-8"))
+        pooling = settings.get("pooling_mode") or " ".join(POOLING.get(name, name) for name in older)
+        limit = int(sentence.get("max_seq_length") or tokenizer["model_max_length"])
+        max_tokens = min(limit, int(config["max_position_embeddings"]))
+        prompts = content("config_sentence_transformers.json").get("prompts") or {}
+        is_supported = (
+            [module["type"].rpartition(".")[2] for module in modules] in MODULES
+            and not any(prompts.values())
+            and pooling in POOLING.values()
+            and all(config.get(name, value) == value for name, value in CONFIG.items())
+            and (path / WEIGHTS).is_file()
+            and normalizer["type"] == "BertNormalizer"
+            and not sentence.get("do_lower_case")
+            and all(normalizer[name] == tokenizer.get(*field) for name, field in NORMALIZER.items())
+            and max_tokens > 0
+        )
+        return cls(path, config, str(pooling), max_tokens) if is_supported else None
 
 
 class _EncoderLayer(NamedTuple):
@@ -126,31 +103,34 @@ class _EncoderLayer(NamedTuple):
 
 
 class Bert:
-    """An Encoder on the CPU, for a folder that is_plain_bert accepts."""
+    """An Encoder on the CPU."""
 
     def __init__(self, folder: BertFolder, dtype: torch.dtype | None = None) -> None:
         """dtype: of linear layers and attention; the fastest of this CPU if None.
 
         Raises OSError, LookupError or safetensors' error for damaged files.
         """
-        dtype = dtype or (fast_dtype() if can_pack(torch.bfloat16) else torch.float32)
-        self._linear = packed_linear if can_pack(dtype) else plain_linear
-        self.tokenizer = folder.tokenizer()
+        self._dtype = dtype or (fast_dtype() if can_pack(torch.bfloat16) else torch.float32)
+        self._linear = packed_linear if can_pack(self._dtype) else plain_linear
+        self.dtype = str(self._dtype).removeprefix("torch.")
+        self.tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         self._cls, self._sep = (self.tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
         self.dimension = int(folder.config["hidden_size"])
         self.max_tokens, self.overhead = folder.max_tokens, 2
-        self.dtype = str(dtype).removeprefix("torch.")
         self.yield_point: Callable[[], None] = lambda: None
         self._heads = int(folder.config["num_attention_heads"])
         self._attention = AttentionSpec((self.dimension // self._heads) ** -0.5)
         self._eps, self._pooling = float(folder.config["layer_norm_eps"]), folder.pooling
-        weights = folder.weights()
+        tensors = load_file(folder.path / WEIGHTS)  # memory-mapped
+        weights = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
         token_types = weights["embeddings.token_type_embeddings.weight"]
         self._words = weights["embeddings.word_embeddings.weight"]
         self._positions = weights["embeddings.position_embeddings.weight"] + token_types[0]
         self._first_norm = _affine(weights, "embeddings.LayerNorm", torch.float32)
         n_layers = int(folder.config["num_hidden_layers"])
-        self._layers = [self._layer(weights, f"encoder.layer.{l}", dtype) for l in range(n_layers)]
+        self._layers = [self._layer(weights, f"encoder.layer.{l}") for l in range(n_layers)]
 
     @property
     def batch_tokens(self) -> int:
@@ -172,7 +152,7 @@ class Bert:
     def _forward(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Token ids of all windows, packed [N] -> the last layer's states [N, E]."""
         x = self._words[ids] + self._positions[torch.cat([torch.arange(n) for n in lengths])]
-        x = self._norm(x, self._first_norm).to(self._layers[0].out_norm[0].dtype)
+        x = self._norm(x, self._first_norm).to(self._dtype)
         for layer in self._layers:
             self.yield_point()
             x = self._norm(layer.out(self._attend(layer.qkv(x), lengths)).add_(x), layer.out_norm)
@@ -205,15 +185,14 @@ class Bert:
     def _norm(self, x: Tensor, weights: Affine) -> Tensor:
         return F.layer_norm(x, (self.dimension,), *weights, self._eps)
 
-    def _layer(self, weights: dict[str, Tensor], name: str, dtype: torch.dtype) -> _EncoderLayer:
+    def _layer(self, weights: dict[str, Tensor], name: str) -> _EncoderLayer:
         def affine(part: str) -> Affine:
-            return _affine(weights, f"{name}.{part}", dtype)
+            return _affine(weights, f"{name}.{part}", self._dtype)
 
-        weight, bias = zip(
-            *(affine(f"attention.self.{part}") for part in ("query", "key", "value")), strict=True
-        )
+        qkv = zip(*(affine(f"attention.self.{part}") for part in ("query", "key", "value")), strict=True)
+        weight, bias = (torch.cat(parts) for parts in qkv)
         return _EncoderLayer(
-            self._linear(torch.cat(weight), torch.cat(bias)),
+            self._linear(weight, bias),
             self._linear(*affine("attention.output.dense")),
             affine("attention.output.LayerNorm"),
             self._linear(*affine("intermediate.dense"), gelu=True),
@@ -241,10 +220,9 @@ def packed_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Layer:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch has oneDNN's packed linear layers for a dtype on this CPU."""
+    x = torch.zeros(16, 16, dtype=dtype)
     try:
-        packed_linear(torch.zeros(16, 16, dtype=dtype), torch.zeros(16, dtype=dtype))(
-            torch.zeros(1, 16, dtype=dtype)
-        )
+        packed_linear(x, x[0])(x)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""Splits documents into passages of at most N reader tokens; each becomes one chunk.
+"""Splits documents into passages of at most N tokens of the language model; each becomes one chunk.
 
 A passage ends at the coarsest boundary that leaves it well filled: of a paragraph, else of a sentence, a line, a word,
 else between two characters. Only white space at the cuts is dropped.
@@ -14,9 +14,8 @@ from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError
 from blendserve.retrieve.documents import document_id
 
-Count = Callable[
-    [Passage], int
-]  # reader tokens of a passage in the prompt, title line and separators included
+# Tokens of a passage in the prompt, title line and separators included.
+Count = Callable[[Passage], int]
 
 # Boundaries, from the coarsest kind, each with the share of the room that a passage ending there must fill. A boundary
 # lies before the white space, so that a code block's indentation stays with the code.
@@ -61,12 +60,11 @@ class _Splitter:
 
     def run(self) -> list[Passage]:
         passages: list[Passage] = []
-        start = self._skip_space(0)
-        while start < len(self.text):
+        end = 0
+        while (start := self._skip_space(end)) < len(self.text):
             end = self._end(start)
             if text := self.text[start:end].rstrip():
                 passages.append(self._passage(text, len(passages)))
-            start = self._skip_space(end)
         return passages
 
     def _end(self, start: int) -> int:

@@ -27,20 +27,14 @@ def language_reference(topics: Sequence[str] = DEMO_TOPICS, limit: int = DEMO_CH
     """
     from pydoc_data.topics import topics as texts  # start-up: half a megabyte
 
-    documents: list[Document] = []
+    documents: dict[str, Document] = {}  # by text: `else` has that of `if`
     for topic in topics:
-        document = _document(topic, texts.get(topic, ""))
-        twice = any(document.text == other.text for other in documents)  # `else` has the text of `if`
-        if document.text and not twice and len(document.text) <= limit:
-            limit -= len(document.text)
-            documents.append(document)
-    return documents
-
-
-def _document(topic: str, text: str) -> Document:
-    title, _, underlined = text.strip("\n").partition("\n")
-    body = underlined.partition("\n")[2].strip("\n")
-    return Document(text=unwrap(body).rstrip(), title=title.replace('"', ""), id=topic)
+        title, _, underlined = texts.get(topic, "").strip("\n").partition("\n")
+        text = unwrap(underlined.partition("\n")[2].strip("\n")).rstrip()
+        if text and text not in documents and len(text) <= limit:
+            limit -= len(text)
+            documents[text] = Document(text=text, title=title.replace('"', ""), id=topic)
+    return list(documents.values())
 
 
 def unwrap(text: str, width: int = _WRAPPED_AT) -> str:
@@ -62,12 +56,6 @@ def unwrap(text: str, width: int = _WRAPPED_AT) -> str:
 def _was_wrapped(line: str, after: str, width: int) -> bool:
     if not line.strip() or not after.strip() or "::=" in line or line.lstrip().startswith(("|", "+-", ">>>")):
         return False
-    first_word = after.split(maxsplit=1)[0]
-    same_column = _column(line) == len(after) - len(after.lstrip())
+    first_word, indent = after.split(maxsplit=1)[0], _INDENT.match(line)
+    same_column = (indent.end() if indent else 0) == len(after) - len(after.lstrip())
     return same_column and len(line.rstrip()) + 1 + len(first_word) > width
-
-
-def _column(line: str) -> int:
-    """The start of the line's text, after indentation and list marker."""
-    match = _INDENT.match(line)
-    return match.end() if match else 0

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from blendserve.core import Document
 from blendserve.errors import CorpusError
@@ -26,19 +26,6 @@ _HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*\s*$", re.MULTILINE)
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
-class _Place(NamedTuple):
-    """The origin of a document: a line of a file, or a position in a list."""
-
-    path: Path | None
-    n: int  # from 1
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.n}" if self.path else f"documents[{self.n - 1}]"
-
-    def error(self, problem: str, field: str | None = None) -> CorpusError:
-        return CorpusError(f"{self}: {problem}", setting=field, path=self.path, line=self.n)
-
-
 def read_documents(source: str | Path) -> Iterator[Document]:
     """The documents of a JSONL file, of a folder of .txt and .md files (recursive, by name), or of one.
 
@@ -47,20 +34,23 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     Raises CorpusError, naming file and line, before or while reading.
     """
     path = Path(source)
+    suffix, advice = path.suffix.lower(), "write some text into it"
     if path.is_dir():
-        return _not_empty(_read_folder(path), path, f"it holds no {', '.join(TEXT)} file with text in it")
-    if not path.exists():
+        documents, advice = _read_folder(path), f"it holds no {', '.join(TEXT)} file with text in it"
+    elif not path.exists():
         raise CorpusError(
             f"corpus {path} does not exist: give a .jsonl file or a folder of .txt and .md files", path=path
         )
-    if path.suffix.lower() in JSONL:
-        return _not_empty(_read_jsonl(path), path, _LINE_FORM)
-    if path.suffix.lower() in TEXT:
-        return _not_empty(_read_text(path, path.name), path, "write some text into it")
-    kinds = ", ".join((*JSONL, *TEXT))
-    raise CorpusError(
-        f"corpus {path} is of a kind that is not read: bring {kinds}, or a folder of texts", path=path
-    )
+    elif suffix in JSONL:
+        documents, advice = _read_jsonl(path), _LINE_FORM
+    elif suffix in TEXT:
+        documents = _read_text(path, path.name)
+    else:
+        raise CorpusError(
+            f"corpus {path} has an unknown suffix: give {', '.join((*JSONL, *TEXT))}, or a folder of texts",
+            path=path,
+        )
+    return _not_empty(documents, path, advice)
 
 
 def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Iterator[Document]:
@@ -71,12 +61,9 @@ def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Itera
     if isinstance(objects, str | Mapping | Document):
         objects = [objects]
     for n, item in enumerate(objects, 1):
-        where = _Place(None, n)
         if isinstance(item, Document):
             item = {"text": item.text, "title": item.title, "id": item.id}
-        elif isinstance(item, str):
-            item = {"text": item}
-        yield _document(item, where)
+        yield _document({"text": item} if isinstance(item, str) else item, None, n)
 
 
 def document_id(document: Document) -> str:
@@ -86,96 +73,84 @@ def document_id(document: Document) -> str:
 
 def content_digest(document: Document) -> str:
     """32 hex digits that change when the title or the text does."""
-    parts = (document.title.encode(), document.text.encode())
-    return hashlib.blake2b(
-        b"".join(len(p).to_bytes(8, "little") + p for p in parts), digest_size=16
-    ).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (document.title.encode(), document.text.encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def _read_folder(folder: Path) -> Iterator[Document]:
     for path in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).parts):
         inside = path.relative_to(folder)
-        if (
-            path.suffix.lower() in TEXT
-            and path.is_file()
-            and not any(part.startswith(".") for part in inside.parts)
-        ):
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if path.suffix.lower() in TEXT and path.is_file() and not is_hidden:
             yield from _read_text(path, inside.as_posix())
 
 
 def _read_text(path: Path, name: str) -> Iterator[Document]:
-    lines = [_decode(line, path, n) for n, line in _lines(path)]
-    text = "\n".join(line.rstrip("\r") for line in lines)
+    text = "\n".join(line.rstrip("\r") for _, line in _lines(path))
     if not text.strip():
         return
     heading = _HEADING.search(_FENCED.sub("", text)) if path.suffix.lower() in MARKDOWN else None
-    yield Document(
-        text=text, title=heading.group(1) if heading else Path(name).with_suffix("").as_posix(), id=name
-    )
+    title = heading.group(1) if heading else Path(name).with_suffix("").as_posix()
+    yield Document(text=text, title=title, id=name)
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    for n, raw in _lines(path):
-        line = _decode(raw, path, n)
+    for n, line in _lines(path):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise _Place(path, n).error(f"not JSON ({_start(line)}): {_LINE_FORM}") from None
-        yield _document(value, _Place(path, n))
+            raise _invalid(path, n, f"not JSON ({_start(line)}): {_LINE_FORM}") from None
+        yield _document(value, path, n)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines without their newline, counted from 1."""
     try:
         with path.open("rb") as file:
             for n, line in enumerate(file, 1):
-                yield n, line.removesuffix(b"\n")
+                yield n, line.removesuffix(b"\n").decode("utf-8-sig" if n == 1 else "utf-8")
     except OSError as error:
-        raise CorpusError(
-            f"{path} cannot be read ({error.strerror}): check its permissions", path=path
-        ) from None
-
-
-def _decode(line: bytes, path: Path, n: int) -> str:
-    try:
-        return line.decode("utf-8-sig" if n == 1 else "utf-8")
+        message = f"{path} cannot be read ({error.strerror}): check its permissions"
+        raise CorpusError(message, path=path) from None
     except UnicodeDecodeError as error:
-        bad = line[error.start]
-        raise _Place(path, n).error(f"not UTF-8 (byte 0x{bad:02x}): save the file as UTF-8") from None
+        bad = error.object[error.start]
+        raise _invalid(path, n, f"not UTF-8 (byte 0x{bad:02x}): save the file as UTF-8") from None
 
 
-def _document(value: object, where: _Place) -> Document:
+def _document(value: object, path: Path | None, n: int) -> Document:
+    """path, n: its file and line, or its position in a list."""
     if not isinstance(value, Mapping):
-        raise where.error(f"{_start(repr(value))} is not an object: {_LINE_FORM}")
+        raise _invalid(path, n, f"{_start(repr(value))} is not an object: {_LINE_FORM}")
+    fields = {name: "" if value.get(name) is None else value[name] for name in ("text", "title", "id")}
     if value.get("text") is None:
-        raise where.error(f"has no `text`: {_LINE_FORM}", "text")
-    fields = {name: _string(value.get(name), name, where) for name in ("text", "title", "id")}
+        raise _invalid(path, n, f"has no `text`: {_LINE_FORM}", "text")
+    if type(fields["id"]) is int:  # not bool
+        fields["id"] = str(fields["id"])
+    for name, text in fields.items():
+        if not isinstance(text, str):
+            raise _invalid(path, n, f"its `{name}` must be a string, not {_start(repr(text))}", name)
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise _invalid(path, n, f"its `{name}` has a lone surrogate: write it as UTF-8", name)
     if not fields["text"].strip():
-        raise where.error("its `text` is blank: give it text or remove it", "text")
+        raise _invalid(path, n, "its `text` is blank: give it text or remove it", "text")
     return Document(text=fields["text"], title=fields["title"].strip(), id=fields["id"])
 
 
-def _string(value: object, name: str, where: _Place) -> str:
-    if value is None:
-        return ""
-    if name == "id" and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str):
-        raise where.error(f"its `{name}` must be a string, not {_start(repr(value))}", name)
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise where.error(f"its `{name}` holds half a character (a lone surrogate): write it as UTF-8", name)
-    return value
+def _invalid(path: Path | None, n: int, problem: str, field: str | None = None) -> CorpusError:
+    place = f"{path}, line {n}" if path else f"documents[{n - 1}]"
+    return CorpusError(f"{place}: {problem}", setting=field, path=path, line=n)
 
 
 def _not_empty(documents: Iterator[Document], path: Path, advice: str) -> Iterator[Document]:
-    empty = True
-    for document in documents:
-        empty = False
-        yield document
-    if empty:
+    first = next(documents, None)
+    if first is None:
         raise CorpusError(f"corpus {path} is empty: {advice}", path=path)
+    yield first
+    yield from documents
 
 
 def _start(text: str, n: int = 40) -> str:

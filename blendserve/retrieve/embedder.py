@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -17,7 +16,8 @@ import xxhash
 from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.extras import install_hint
-from blendserve.retrieve.bert import Bert, BertFolder, is_plain_bert
+from blendserve.models.sources import first_line, quiet
+from blendserve.retrieve.bert import Bert, BertFolder
 from blendserve.retrieve.encoder import Encoder, Window
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -55,7 +55,7 @@ class Embedder:
         self.encoder.yield_point = callback
 
     @classmethod
-    def load(cls, name: str = DEFAULT, device: str = "cpu", reference: bool = False) -> Embedder:
+    def load(cls, name: str = DEFAULT, reference: bool = False) -> Embedder:
         """Load a bundled embedder by name, or one from a local folder or the hub.
 
         reference: run it with sentence-transformers, even if bert.py supports it.
@@ -69,11 +69,10 @@ class Embedder:
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
         try:
-            return cls(_load_encoder(folder, device, reference), name, fingerprint_of(folder))
+            return cls(_load_encoder(folder, reference), name, fingerprint_of(folder))
         except Exception as error:  # the libraries raise whatever their parts raise
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
-                f"embedder {name!r} cannot be loaded from {folder} ({reason[0]}): "
+                f"embedder {name!r} cannot be loaded from {folder} ({first_line(error)}): "
                 f"fetch its files again, or use the bundled {DEFAULT!r}"
             ) from error
 
@@ -194,21 +193,21 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return unit
 
 
-def _load_encoder(folder: Path, device: str, reference: bool) -> Encoder:
-    if device == "cpu" and not reference and is_plain_bert(folder):
-        return Bert(BertFolder(folder))
+def _load_encoder(folder: Path, reference: bool) -> Encoder:
+    if not reference and (plain := BertFolder.read(folder)):
+        return Bert(plain)
     try:
         from blendserve.retrieve.sentence_transformers import SentenceTransformersEncoder  # start-up: seconds
     except ModuleNotFoundError as error:
         raise ModelError(
             f"this embedder needs the package sentence-transformers: {install_hint('embedders')} ({error})"
         ) from None
-    with _quiet():
-        return SentenceTransformersEncoder(folder, device)
+    with quiet():
+        return SentenceTransformersEncoder(folder)
 
 
 def model_folder(name: str) -> Path:
-    """Where the model's files are: in its package, in the folder named, or in the hub's cache."""
+    """The folder of the model's files: in its package, the one named, or a snapshot in the hub's cache."""
     if package := BUNDLED.get(name):
         if find_spec(package) is None:
             raise ModelError(
@@ -217,21 +216,15 @@ def model_folder(name: str) -> Path:
         return Path(import_module(package).get_model_path())
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    """A snapshot of the repository; offline, the one that was fetched before."""
     from huggingface_hub import snapshot_download
 
     skip = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.ot", "*.msgpack"]
     try:
-        return Path(snapshot_download(name, ignore_patterns=skip))
+        return Path(snapshot_download(name, ignore_patterns=skip))  # offline, the one that was fetched before
     except Exception as error:  # the client's own errors differ by version
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"embedder {name!r} is neither a bundled name ({', '.join(BUNDLED)}) nor a local folder, and the "
-            f"hub does not give it, offline or under that name ({reason[0]}): use the bundled {DEFAULT!r}, "
+            f"hub does not give it, offline or under that name ({first_line(error)}): use the bundled {DEFAULT!r}, "
             f"or a folder with its files"
         ) from error
 
@@ -248,19 +241,3 @@ def fingerprint_of(folder: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars or warnings from the model libraries inside; their settings as they were afterwards."""
-    logging: Any = import_module("transformers.utils.logging")
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

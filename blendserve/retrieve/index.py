@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,10 +49,8 @@ class VectorIndex:
         self._count = count
         self._made_with = manifest
         self._base = base  # digest of the manifest on disk that the changes start from
-        self._passages: list[Passage] = []
         self._digests: dict[str, str] = {}  # document id -> digest of its content
-        self._owner = np.zeros(0, np.int64)  # vector -> number of its passage
-        self._faiss = _new_faiss(manifest.kind, embedder.dimension)
+        self._clear()
 
     @classmethod
     def create(
@@ -192,7 +188,7 @@ class VectorIndex:
                 self.save()
             of_batch = [p for d in batch for p in passages[d]]
             texts = [w for p in of_batch for w in windows[p.id]]
-            report = partial(_report, progress, done, total) if progress else None
+            report = (lambda n, _, done=done: progress(done + n, total)) if progress else None
             vectors = self.embedder.encode(texts, report)
             self.delete(*(d for d in batch if d in self))
             self._append(of_batch, [len(windows[p.id]) for p in of_batch], vectors)
@@ -224,11 +220,9 @@ class VectorIndex:
         windows = np.bincount(self._owner, minlength=len(keep))[keep]
         vectors = self._vectors()[keep[self._owner]]
         passages = [p for p in self._passages if p.doc_id not in gone]
-        self._passages, self._owner = [], np.zeros(0, np.int64)
-        self._faiss = _new_faiss(self._made_with.kind, self.embedder.dimension)
+        self._clear()
         self._append(passages, windows.tolist(), vectors)
-        for doc_id in gone:
-            del self._digests[doc_id]
+        self._digests = {d: digest for d, digest in self._digests.items() if d not in gone}
         return len(gone)
 
     def save(self) -> None:
@@ -236,10 +230,10 @@ class VectorIndex:
 
         Raises VectorIndexError when the path cannot be written, or another process has changed the index.
         """
-        windows = Counter(self._owner.tolist())
+        windows = np.bincount(self._owner, minlength=len(self._passages)).tolist()
         lines = [
-            {**asdict(p), "windows": windows[n], "content": self._digests[p.doc_id]}
-            for n, p in enumerate(self._passages)
+            {**asdict(p), "windows": n, "content": self._digests[p.doc_id]}
+            for p, n in zip(self._passages, windows, strict=True)
         ]
         files = {
             PASSAGES: "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(),
@@ -260,17 +254,21 @@ class VectorIndex:
 
     def _new(self, documents: Iterable[Document]) -> dict[str, Document]:
         """The documents with new content, by id."""
-        new: dict[str, Document] = {}
-        seen: dict[str, str] = {}
+        given: dict[str, Document] = {}
         for document in documents:
-            doc_id, digest = document_id(document), content_digest(document)
-            if seen.setdefault(doc_id, digest) != digest:
+            doc_id = document_id(document)
+            if content_digest(given.setdefault(doc_id, document)) != content_digest(document):
                 raise CorpusError(
                     f"two different documents have the id {doc_id!r}: give each its own", setting="id"
                 )
-            if self._digests.get(doc_id) != digest:
-                new[doc_id] = document
-        return new
+        return {
+            d: document for d, document in given.items() if self._digests.get(d) != content_digest(document)
+        }
+
+    def _clear(self) -> None:
+        self._passages: list[Passage] = []
+        self._owner = np.zeros(0, np.int64)  # vector -> number of its passage
+        self._faiss = _new_faiss(self._made_with.kind, self.embedder.dimension)
 
     def _append(self, passages: list[Passage], windows: list[int], vectors: np.ndarray) -> None:
         """`vectors` [sum of windows, dimension]: the passages' vectors in their order."""
@@ -319,8 +317,3 @@ def _new_faiss(kind: Literal["flat", "hnsw"], dimension: int) -> Any:
     index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = HNSW_BUILD
     return index
-
-
-def _report(progress: Progress, before: int, total: int, done: int, _: int) -> None:
-    """Progress of a batch as progress of all."""
-    progress(before + done, total)

@@ -46,7 +46,7 @@ class Manifest:
     vectors: int = 0
     files: dict[str, str] = field(default_factory=dict)  # name -> "<bytes> <xxh3>"
     # Number format of the embedder, several joined by "+". Not checked: questions embedded in fp32 find passages
-    # embedded in bf16. Absent from older manifests.
+    # embedded in bf16.
     embedder_dtype: str = "float32"
 
     @property
@@ -56,15 +56,15 @@ class Manifest:
 
     def check(self, folder: Path, embedder: tuple[str, str], reader: tuple[str, str]) -> None:
         """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
-        for role, built, given in (
-            ("embedder", (self.embedder, self.embedder_fingerprint), embedder),
-            ("reader", (self.reader, self.reader_fingerprint), reader),
+        for part, name, digest, (given_name, given) in (
+            ("embedder", self.embedder, self.embedder_fingerprint, embedder),
+            ("model", self.reader, self.reader_fingerprint, reader),
         ):
-            if built[1] != given[1]:
+            if digest != given:
                 raise IndexMismatch(
-                    f"index {folder} was built with {role} {built[0]!r} ({built[1][:8]}), not with {given[0]!r} "
-                    f"({given[1][:8]}): open it with the {role} it was built with, or {REBUILD}",
-                    setting=role,
+                    f"index {folder} was built with {part} {name!r} ({digest[:8]}), not with {given_name!r} "
+                    f"({given[:8]}): open it with the {part} it was built with, or {REBUILD}",
+                    setting=part,
                     path=folder,
                 )
 
@@ -74,27 +74,22 @@ def read(folder: Path) -> tuple[Manifest, dict[str, bytes], str]:
 
     Raises IndexMissing, IndexMismatch (written by a newer version) or IndexDamaged.
     """
-    while True:
-        manifest, digest = read_manifest(folder)
-        try:
-            files = {name: _content(folder, name, seal) for name, seal in manifest.files.items()}
-        except IndexDamaged:
-            if manifest_digest(folder) == digest:  # else another process has just replaced the index
-                raise
-        else:
-            return manifest, files, digest
+    manifest, digest = read_manifest(folder)
+    try:
+        return manifest, {name: _content(folder, name, seal) for name, seal in manifest.files.items()}, digest
+    except IndexDamaged:
+        if manifest_digest(folder) == digest:
+            raise
+    return read(folder)  # another process has just replaced the index
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
     """The manifest without the other files, and its digest. Raises as `read`."""
     path = folder / MANIFEST
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+    raw = _read(path)
+    if raw is None:
         message = f"there is no index at {folder}: build one with `blendserve index build`"
-        raise IndexMissing(message, path=folder) from None
-    except OSError as error:
-        raise _unreadable(folder, error) from None
+        raise IndexMissing(message, path=folder)
     try:
         values = json.loads(raw)
         if values["format"] > FORMAT:
@@ -104,9 +99,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
                 setting="format",
                 path=folder,
             )
-        names = [f.name for f in fields(Manifest)]
-        known = {name: values[name] for name in names if name in values or name != "embedder_dtype"}
-        return Manifest(**known), _digest(raw)
+        values.setdefault("embedder_dtype", "float32")
+        return Manifest(**{field.name: values[field.name] for field in fields(Manifest)}), _digest(raw)
     except (ValueError, TypeError, KeyError):
         raise IndexDamaged(f"index {folder}: {MANIFEST} cannot be parsed: {REBUILD}", path=path) from None
 
@@ -181,13 +175,8 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _content(folder: Path, name: str, seal: str) -> bytes:
     for path in (_path(folder, name, seal), folder / name, folder / f"{name}.new"):  # the last two: format 1
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise _unreadable(path, error) from None
-        if _seal(content) == seal:
+        content = _read(path)
+        if content is not None and _seal(content) == seal:
             return content
     raise IndexDamaged(
         f"index {folder}: {name} is missing or does not match its manifest: put the file back, or {REBUILD}",
@@ -195,32 +184,37 @@ def _content(folder: Path, name: str, seal: str) -> bytes:
     )
 
 
-def _unreadable(path: Path, error: OSError) -> VectorIndexError:
-    return VectorIndexError(f"{path} cannot be read ({error.strerror}): check its permissions")
+def _read(path: Path) -> bytes | None:
+    """None for a missing file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise VectorIndexError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file in one step, synced."""
     new = path.with_name(".new")
     try:
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        new.write_bytes(content)
+        _sync(new)
         os.replace(new, path)
     except OSError:
         new.unlink(missing_ok=True)  # a full disk needs the room
         raise
 
 
-def _sync(folder: Path) -> None:
-    """Make renames durable, on systems whose directories can be synced."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _sync(path: Path) -> None:
+    """Make a file's content durable, or a folder's renames; not all systems can sync a folder."""
+    if path.is_dir() and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _seal(content: bytes) -> str:

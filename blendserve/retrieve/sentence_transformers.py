@@ -18,9 +18,9 @@ BATCH_SIZE = 32  # texts
 class SentenceTransformersEncoder:
     """A SentenceTransformer as an Encoder."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises ValueError for a slow tokenizer, and whatever the library raises."""
-        self._model: Any = SentenceTransformer(str(folder), device=device, local_files_only=True)
+        self._model: Any = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
         self.yield_point: Callable[[], None] = lambda: None
         tokenizer = self._model.tokenizer
         if not getattr(tokenizer, "is_fast", False):

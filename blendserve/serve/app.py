@@ -22,12 +22,7 @@ from blendserve.serve import documents, openai, ops, rag
 from blendserve.serve.auth import ServerState
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware
-from blendserve.serve.responses import (
-    CLIENT_CLOSED_REQUEST,
-    ClientDisconnected,
-    error_body,
-    error_response,
-)
+from blendserve.serve.responses import ClientDisconnected, error_body, error_response
 
 PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {
@@ -63,19 +58,13 @@ async def page_file(request: Request, name: str) -> Response:
     return response
 
 
-INGRESS_ROUTERS = (openai.router, rag.router, ops.router)
-"""Routes of any EngineClient. Documents and cache are missing, as each replica has a store of its own."""
-LOCAL_ROUTERS = (*INGRESS_ROUTERS, documents.router, page)
+def create_engine_app(client: EngineClient) -> FastAPI:
+    """The application of an engine, which it starts and closes.
 
-
-def create_local_app(client: LocalEngineClient) -> FastAPI:
-    """The application of an engine in this process, which it starts and closes."""
-    return create_engine_app(client, LOCAL_ROUTERS)
-
-
-def create_engine_app(client: EngineClient, routers: Sequence[APIRouter] = INGRESS_ROUTERS) -> FastAPI:
-    """The application of an engine, which it starts and closes."""
-    app = create_app(ServerState(client), routers)
+    A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
+    """
+    local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
+    app = create_app(ServerState(client), (openai.router, rag.router, ops.router, *local))
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
@@ -101,10 +90,10 @@ def create_app(state: ServerState[Any], routers: Sequence[APIRouter]) -> FastAPI
     app.state.server = state
     for router in routers:
         app.include_router(router)
-    app.add_exception_handler(BlendserveError, _blendserve_error)
+    app.add_exception_handler(BlendserveError, _error)
+    app.add_exception_handler(ClientDisconnected, _error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnected, _client_disconnected)
     app.add_middleware(RequestBodyMiddleware, state=state)
     app.add_middleware(AccessLogMiddleware, state=state)
     return app
@@ -120,12 +109,8 @@ def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _blendserve_error(_: Request, error: Exception) -> Response:
+async def _error(_: Request, error: Exception) -> Response:
     return error_response(error)
-
-
-async def _client_disconnected(_: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:

@@ -29,22 +29,21 @@ class ServerState(Generic[AnyBackend]):
         self.limits = Limits(self.http.max_concurrent, self.http.max_per_minute)
         self.notices = Notices()
 
+    def identify(self, connection: HTTPConnection) -> Tenant:
+        """The tenant of a connection: by API key; by address without keys. Raises NotAuthenticated."""
+        if not self.keys.are_needed:
+            address = connection.client.host if connection.client else ""
+            return Tenant(address, self.backend.namespace, admin=True)
+        scheme, key = get_authorization_scheme_param(connection.headers.get("Authorization"))
+        if scheme.lower() != "bearer" or not key:
+            raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
+        return self.keys.tenant(key)
+
 
 def server_state(connection: HTTPConnection) -> ServerState[Any]:
     """The state of the server that a connection belongs to."""
     state: ServerState[Any] = connection.app.state.server
     return state
-
-
-def identify(connection: HTTPConnection, state: ServerState[Any]) -> Tenant:
-    """The tenant of a connection: by API key, or by address on a server without keys. Raises NotAuthenticated."""
-    if not state.keys.are_needed:
-        address = connection.client.host if connection.client else ""
-        return Tenant(address, state.backend.namespace, admin=True)
-    scheme, key = get_authorization_scheme_param(connection.headers.get("Authorization"))
-    if scheme.lower() != "bearer" or not key:
-        raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
-    return state.keys.tenant(key)
 
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has keys")
@@ -61,12 +60,11 @@ async def authenticate(
     known = connection.state
     if not hasattr(known, "authenticated"):
         state = server_state(connection)
-        tenant = identify(connection, state)
-        known.authenticated = tenant
-        known.tenant = tenant.name if state.keys.are_needed else ""  # for the log
-        state.limits.take_request(tenant)
-    authenticated: Tenant = known.authenticated
-    return authenticated
+        known.authenticated = state.identify(connection)
+        known.tenant = known.authenticated.name if state.keys.are_needed else ""  # for the log
+        state.limits.take_request(known.authenticated)
+    tenant: Tenant = known.authenticated
+    return tenant
 
 
 TenantDep = Annotated[Tenant, Depends(authenticate)]

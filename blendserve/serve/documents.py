@@ -55,6 +55,17 @@ class ListQuery:
         """The body of a response. name: of the collection. data: entries of this page."""
         return {"collection": name, "total": total, "offset": self.offset, "data": data}
 
+    def matching(
+        self, client: LocalEngineClient, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]
+    ) -> Iterator[Passage]:
+        """The passages with the text in one of their fields. Questions run in between."""
+        text = self.search.strip().casefold()
+        for n, passage in enumerate(index.passages):
+            if n % PASSAGES_PER_YIELD == 0:
+                client.collections.executor.give_way()
+            if not text or any(text in field.casefold() for field in fields(passage)):
+                yield passage
+
 
 ListDep = Annotated[ListQuery, Depends()]
 
@@ -78,15 +89,12 @@ async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantD
             added.extend(new)
             replaced.extend(old)
 
-        def save() -> None:
-            _documents(state, index).commit(replaced)
-
         try:
             for document in body.documents:
                 await collections.run(tenant, put, document.document(), background=True)
                 job.documents += 1
         finally:
-            await collections.run(tenant, save, background=True)
+            await collections.run(tenant, lambda: _documents(state, index).commit(replaced), background=True)
         await _precompute(state.backend, tenant, added, job)
 
     return _start_job(
@@ -113,7 +121,7 @@ async def list_documents(state: StateDep, tenant: LimitedTenantDep, query: ListD
     name, index = collections.find(tenant, query.collection)
 
     def look_up() -> Counter[tuple[str, str]]:
-        found = _matching(state.backend, index, query.search, lambda p: (p.doc_id, p.title))
+        found = query.matching(state.backend, index, lambda p: (p.doc_id, p.title))
         return Counter((passage.doc_id, passage.title) for passage in found)
 
     found = await collections.run(tenant, look_up, background=True)
@@ -217,45 +225,39 @@ async def list_chunks(state: StateDep, tenant: LimitedTenantDep, query: ListDep)
     blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
 
     def look_up() -> tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]:
-        found = list(_matching(client, index, query.search, lambda p: (p.id, passage_text(p))))
+        found = list(query.matching(client, index, lambda p: (p.id, passage_text(p))))
         page = [(passage, prompts.chunk(passage).ids) for passage in query.page(found)]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 
     total, page = await client.collections.run(tenant, look_up, background=True)
     keys = [key for *_, key in page]
     infos = await run_on(client.storage, tenant, client.engine.store.describe, keys)
-    locate = partial(client.engine.fetcher.locate, remote=True)
-    tiers = await run_on(client.storage, tenant, locate, keys)
+    tiers = await run_on(client.storage, tenant, partial(client.engine.fetcher.locate, remote=True), keys)
     data = []
     for passage, ids, key in page:
         info = infos.get(key)
-        entry = {
-            "id": passage.id,
-            "doc_id": passage.doc_id,
-            "title": passage.title,
+        names = {"id": passage.id, "doc_id": passage.doc_id, "title": passage.title}
+        about = {
             "text": passage.text[:EXCERPT],
             "tokens": len(ids),
             "stored": key in tiers,
-            "pinned": info is not None and info.pinned,
-            "bytes": info.n_bytes if info else 0,
-            "raw_bytes": info.raw_bytes if info else 0,
             "tier": tiers.get(key),
         }
-        data.append(entry)
+        sizes = {"bytes": info.n_bytes if info else 0, "raw_bytes": info.raw_bytes if info else 0}
+        data.append({**names, **about, **sizes, "pinned": info is not None and info.pinned})
     return query.answer(name, total, data)
 
 
 @router.get("/cache/stats")
 async def stats(state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
-    client = state.backend
-    read = client.engine.fetcher.stats
-    of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"}
-    own: dict[str, Any] = (await run_on(client.storage, tenant, read, tenant.namespace)).to_dict()
-    own = {name: value for name, value in own.items() if name not in of_all_tenants}
+    storage, read = state.backend.storage, state.backend.engine.fetcher.stats
+    own: dict[str, Any] = (await run_on(storage, tenant, read, tenant.namespace)).to_dict()
+    for of_all_tenants in ("path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"):
+        own.pop(of_all_tenants, None)
     if tenant.admin:
-        whole = (await run_on(client.storage, tenant, read)).to_dict()
-        own["store"] = {name: value for name, value in whole.items() if name != "path"}
+        own["store"] = (await run_on(storage, tenant, read)).to_dict()
+        own["store"].pop("path", None)
     return own
 
 
@@ -274,8 +276,8 @@ def _start_job(
 def _documents(state: State, index: VectorIndex) -> Documents:
     """The documents of a collection, whose KV may be in every key's namespace."""
     client = state.backend
-    namespaces = client.batch.namespaces | state.keys.namespaces()
     others = [other for other in client.collections.indexes.values() if other is not index]
+    namespaces = client.batch.namespaces | state.keys.namespaces()
     writers = [client.batch.blender(namespace).writer for namespace in namespaces]
     return Documents(index, client.engine.prompts, writers, others)
 
@@ -300,19 +302,14 @@ async def _precompute(
 def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[TokenIds]:
     """Raises InputError for a passage that no request could hold."""
     limit, prompts = client.model.max_tokens, client.engine.prompts
-    for passage in passages:  # by a lower bound, before anything is tokenised
-        if prompts.at_least((passage.title, passage.text), limit):
-            raise _too_long(passage, limit)
-    chunks = prompts.chunk_ids(passages)
-    for passage, ids in zip(passages, chunks, strict=True):
-        if len(ids) > limit:
-            raise _too_long(passage, limit)
+    # A lower bound of the length, before anything is tokenised
+    too_long = [p for p in passages if prompts.at_least((p.title, p.text), limit)]
+    chunks = [] if too_long else prompts.chunk_ids(passages)
+    too_long += [p for p, ids in zip(passages, chunks, strict=False) if len(ids) > limit]
+    if too_long:
+        start = repr(passage_text(too_long[0])[:40])
+        raise InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
     return chunks
-
-
-def _too_long(passage: Passage, limit: int) -> InputError:
-    start = repr(passage_text(passage)[:40])
-    return InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
 
 
 def _selected(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> list[Passage]:
@@ -321,15 +318,11 @@ def _selected(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> 
         if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
             raise InputError("send either passages, or a collection with documents or ids")
         return [passage.passage() for passage in body.passages]
-    _, index = client.collections.find(tenant, body.collection)
-    selected = index.passages
-    if body.documents is not None:
-        documents = set(body.documents)
-        selected = [p for p in selected if p.doc_id in documents]
-    if body.ids is not None:
-        ids = set(body.ids)
-        selected = [p for p in selected if p.id in ids]
-    return selected
+    passages = client.collections.find(tenant, body.collection)[1].passages
+    documents, ids = (None if names is None else set(names) for names in (body.documents, body.ids))
+    return [
+        p for p in passages if (documents is None or p.doc_id in documents) and (ids is None or p.id in ids)
+    ]
 
 
 async def _keys(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
@@ -355,18 +348,3 @@ async def _for_keys(
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[at : at + size] for at in range(0, len(items), size))
-
-
-def _matching(
-    client: LocalEngineClient,
-    index: VectorIndex,
-    search: str,
-    fields: Callable[[Passage], tuple[str, ...]],
-) -> Iterator[Passage]:
-    """The passages with the text in one of their fields. Questions run in between."""
-    text = search.strip().casefold()
-    for n, passage in enumerate(index.passages):
-        if n % PASSAGES_PER_YIELD == 0:
-            client.collections.executor.give_way()
-        if not text or any(text in field.casefold() for field in fields(passage)):
-            yield passage

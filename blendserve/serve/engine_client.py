@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from blendserve.config import Config, HttpConfig, ServeConfig
 from blendserve.core import Answer, Passage
@@ -19,7 +19,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
+from blendserve.engine.request import Event, Failed, Finished, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.jobs import Jobs
@@ -46,10 +46,12 @@ class QueryRequest(Request):
 class RequestHandle:
     """A queued or running request; call `cancel` when its client disconnects."""
 
-    def __init__(self, plan: Plan, events: AsyncIterator[Event], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, request: PreparedRequest, events: AsyncIterator[Event], cancel: Callable[[], None]
+    ) -> None:
         self._events, self.cancel = events, cancel
-        self.passages, self.prompt_ids = plan.passages, plan.prompt.ids
-        self.question_tokens = len(plan.prompt.suffix)
+        self.passages, self.prompt_ids = request.passages, request.prompt.ids
+        self.question_tokens = len(request.prompt.suffix)
         self.cached_tokens = 0  # of the prompt; set when the prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
@@ -65,10 +67,9 @@ class RequestHandle:
 
     async def answer(self) -> Answer:
         """The complete answer. Raises the error that the request failed with."""
-        async for event in self.events():
-            if isinstance(event, Finished):
-                return event.answer
-        raise AssertionError("events end with Finished")
+        (*_, last) = [event async for event in self.events()]
+        assert isinstance(last, Finished)
+        return last.answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,69 +138,64 @@ class TenantCollections:
         return await run_on(self.executor, tenant, call, *args, background=background)
 
 
-class Backend(Protocol):
-    """The part of a server that its routes call: an EngineClient, or a DeliveryBackend."""
+class Backend:
+    """What the routes of a server run on: an engine, replicas, or a store of collections."""
 
-    @property
-    def http(self) -> HttpConfig: ...
-
-    @property
-    def metrics(self) -> HttpMetrics: ...
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of requests without a key, and of the single key."""
+    namespace = ""  # of requests without a key, and of the single key
+    http: HttpConfig
+    metrics: HttpMetrics
+    _is_draining = False
 
     @property
     def is_alive(self) -> bool:
         """Whether the server accepts requests."""
+        return not self._is_draining
 
     def start(self) -> None:
         """Begin to accept requests."""
 
     def drain(self) -> None:
         """Refuse new requests; accepted ones are answered."""
+        self._is_draining = True
 
     def close(self) -> None:
         """End all threads. Idempotent."""
 
 
-class EngineClient(Backend, Protocol):
-    """Answers questions: what the routes need of an engine, wherever it runs."""
+class EngineClient(Backend):
+    """Answers questions, wherever the engine runs."""
 
-    @property
-    def config(self) -> Config: ...
+    http: ServeConfig
 
-    @property
-    def http(self) -> ServeConfig: ...
-
-    @property
-    def model(self) -> ServedModel: ...
-
-    @property
-    def collections(self) -> TenantCollections: ...
+    def __init__(
+        self, config: Config, http: ServeConfig, model: ServedModel, collections: TenantCollections
+    ) -> None:
+        """config: of the engine."""
+        self.config, self.http, self.model, self.collections = config, http, model, collections
+        self.namespace = config.store.namespace
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """Retrieve, build the prompt and queue. Raises RateLimited, NotFound and other BlendserveErrors."""
+        raise NotImplementedError
 
 
-class LocalEngineClient:
+class LocalEngineClient(EngineClient):
     """An engine and collections in this process. Raises ModelUnsupported for a model that fails the gate."""
+
+    metrics: Metrics
 
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
-        self.engine, self.config, self.http = engine, engine.config, http
-        self.namespace = engine.config.store.namespace
-        self.metrics, self.jobs = Metrics(), Jobs()
+        self.engine, self.metrics, self.jobs = engine, Metrics(), Jobs()
         self.batch = BatchEngine(engine, self.metrics, **http.batching)
         self.scheduler = self.batch.scheduler
         self.metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
         names = served_names(engine.reader.name, http.served_model_name)
-        self.model = ServedModel(names, engine.reader.tokenizer, self.batch.pool.n_tokens)
+        model = ServedModel(names, engine.reader.tokenizer, self.batch.pool.n_tokens)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
-        self.collections = TenantCollections(library, retrieval)
+        super().__init__(engine.config, http, model, TenantCollections(library, retrieval))
         self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
         engine.prompts.between = retrieval.give_way
@@ -215,6 +211,7 @@ class LocalEngineClient:
         self.scheduler.start()
 
     def drain(self) -> None:
+        """Refuse new requests."""
         self.scheduler.drain()
 
     def close(self) -> None:
@@ -228,19 +225,17 @@ class LocalEngineClient:
         """See EngineClient."""
         self.scheduler.refuse_if_full(tenant.name, self._preparing[tenant.name])
         emit, events = event_queue()
-        clock = Clock()
-        with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
-            sequence = await self.collections.run(tenant, self._sequence, tenant, query, emit, clock)
-            self.scheduler.submit(sequence)
-        return RequestHandle(sequence.plan, events, partial(self.scheduler.cancel, sequence))
+        clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
 
-    def _sequence(
-        self, tenant: Tenant, query: QueryRequest, emit: Callable[[Event], None], clock: Clock
-    ) -> Sequence:
-        """On the retrieval thread: checks, searches and tokenises."""
-        search = partial(self.collections.search, tenant, query.collections)
-        plan = self.engine.plan(query.seeded(), search, clock, self.model.max_tokens)
-        return self.batch.sequence(plan, emit, tenant.name, tenant.namespace)
+        def prepare() -> Sequence:
+            """On the retrieval thread: checks, searches and tokenises."""
+            request = self.engine.prepare(query.seeded(), search, clock, self.model.max_tokens)
+            return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
+
+        with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
+            sequence = await self.collections.run(tenant, prepare)
+            self.scheduler.submit(sequence)
+        return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence))
 
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:

@@ -34,22 +34,9 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, without the namespace. `given` is the old name of total_documents, for one release."""
-        values = {name: value for name, value in asdict(self).items() if name != "namespace"}
+        values = asdict(self)
+        del values["namespace"]
         return {**values, "given": self.total_documents}
-
-    async def run(self, work: Callable[[Job], Awaitable[None]]) -> None:
-        """Do the work and record how it ended."""
-        try:
-            await work(self)
-            self.state = "done"
-        except BlendserveError as error:
-            self.state, self.error = "failed", str(error)
-        except asyncio.CancelledError:
-            self.state, self.error = "failed", "the server has shut down"
-            raise
-        except Exception:
-            log.exception("a job failed")
-            self.state, self.error = "failed", "internal server error: see the server's log"
 
 
 class Jobs:
@@ -71,7 +58,7 @@ class Jobs:
         self._jobs[job.id] = job
         if len(self._jobs) > MAX_JOBS:
             del self._jobs[next(iter(self._jobs))]
-        task = asyncio.ensure_future(job.run(work))
+        task = asyncio.ensure_future(_run(job, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
@@ -91,3 +78,17 @@ class Jobs:
         """Cancel all running jobs."""
         for task in self._tasks:
             task.cancel()
+
+
+async def _run(job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
+    try:
+        await work(job)
+        job.state = "done"
+    except BlendserveError as error:
+        job.state, job.error = "failed", str(error)
+    except asyncio.CancelledError:
+        job.state, job.error = "failed", "the server has shut down"
+        raise
+    except Exception:
+        log.exception("a job failed")
+        job.state, job.error = "failed", "internal server error: see the server's log"

@@ -14,7 +14,6 @@ import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from blendserve.config import HttpConfig
 from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied
@@ -44,8 +43,8 @@ class Tenant:
             raise PermissionDenied("this API key is read-only: use a key with write access")
 
 
-Entry = tuple[str, Tenant]
-"""SHA-256 of a key, and its tenant."""
+Entries = dict[str, Tenant]
+"""SHA-256 of a key -> its tenant."""
 
 
 class KeyFile:
@@ -53,61 +52,41 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp: tuple[int, int] | None = None
-        self._entries: list[Entry] = []
 
-    def read(self) -> list[Entry]:
-        """The entries, none of a missing file. Raises ConfigError."""
+    def read(self) -> Entries:
+        """The entries; a missing file has none. Raises ConfigError."""
         try:
-            return [_entry(values) for values in json.loads(self.path.read_text())["keys"]]
-        except FileNotFoundError:
-            return []
+            keys = json.loads(self.path.read_text())["keys"] if self.path.exists() else []
+            for key in keys:
+                key["collections"] = None if key["collections"] is None else tuple(key["collections"])
+            return {str(key.pop("sha256")): Tenant(**key) for key in keys}
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"key file {self.path} cannot be read: restore it, or delete it and create new keys",
-                path=self.path,
-            ) from None
-
-    def latest(self) -> list[Entry]:
-        """The entries of a running server: the file is read again when it has changed.
-
-        If it is damaged, the old entries stay valid.
-        """
-        try:
-            stat = self.path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size)
-            if stamp != self._stamp:
-                self._entries, self._stamp = self.read(), stamp
-        except (OSError, ConfigError) as error:
-            log.error("the old API keys stay valid: %s", error)
-        return self._entries
-
-    def tenants(self) -> list[Tenant]:
-        """The tenants of all keys. Raises ConfigError for a damaged file."""
-        return [tenant for _, tenant in self.read()]
+            message = f"key file {self.path} cannot be read: restore it, or delete it and create new keys"
+            raise ConfigError(message, path=self.path) from None
 
     def create(self, tenant: Tenant) -> str:
         """Add a key -> the key itself, which is stored nowhere. Raises ConfigError if the name has one."""
         entries = self.read()
-        if any(tenant.name == known.name for _, known in entries):
-            raise ConfigError(
+        if any(tenant.name == known.name for known in entries.values()):
+            message = (
                 f"{tenant.name!r} already has a key in {self.path}: revoke it first, or choose another name"
             )
+            raise ConfigError(message)
         key = f"bsk-{secrets.token_urlsafe(32)}"
-        self._write([*entries, (_digest(key), tenant)])
+        self._write({**entries, _digest(key): tenant})
         return key
 
     def revoke(self, name: str) -> None:
         """Remove a tenant's key. Raises ConfigError if there is none."""
         entries = self.read()
-        kept = [entry for entry in entries if entry[1].name != name]
-        if len(kept) == len(entries):
+        remaining = {digest: tenant for digest, tenant in entries.items() if tenant.name != name}
+        if len(remaining) == len(entries):
             raise ConfigError(f"{self.path} has no key for {name!r}: `blendserve keys list` shows its keys")
-        self._write(kept)
+        self._write(remaining)
 
-    def _write(self, entries: list[Entry]) -> None:
+    def _write(self, entries: Entries) -> None:
         """Replace the file atomically, readable by its owner only."""
-        keys = [{"sha256": digest, **asdict(tenant)} for digest, tenant in entries]
+        keys = [{"sha256": digest, **asdict(tenant)} for digest, tenant in entries.items()]
         scratch = self.path.with_name(f".{self.path.name}.new")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -119,18 +98,18 @@ class ApiKeys:
     """All keys that a server accepts: those of a file, and a single one from its settings, which has full access."""
 
     def __init__(self, http: HttpConfig, namespace: str) -> None:
-        """namespace: of the single key. Raises ConfigError for a damaged file."""
+        """namespace: of the single key. Raises ConfigError for a damaged file, so that the start fails."""
         self._file = KeyFile(http.keys) if http.keys else None
+        self._stamp = (0, 0)  # time and size of the file when it was read
+        self._of_file = self._file.read() if self._file else {}
         key = http.api_key.get_secret_value() if http.api_key else None
-        self._fixed = [(_digest(key), Tenant("api-key", namespace, admin=True))] if key else []
-        self.are_needed = bool(self._file or self._fixed)
-        if self._file:
-            self._file.read()  # a damaged file fails the start, not the first request
+        self._single = {_digest(key): Tenant("api-key", namespace, admin=True)} if key else {}
+        self.are_needed = bool(self._file or self._single)
 
     def tenant(self, key: str) -> Tenant:
         """The tenant of a key. Raises NotAuthenticated."""
         digest, found = _digest(key), None
-        for known, tenant in self._entries():  # all of them, so that the time tells nothing
+        for known, tenant in self._entries().items():  # all of them, so that the time tells nothing
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
@@ -139,16 +118,18 @@ class ApiKeys:
 
     def namespaces(self) -> set[str]:
         """The namespaces of all keys."""
-        return {tenant.namespace for _, tenant in self._entries()}
+        return {tenant.namespace for tenant in self._entries().values()}
 
-    def _entries(self) -> list[Entry]:
-        return [*self._fixed, *(self._file.latest() if self._file else ())]
-
-
-def _entry(values: dict[str, Any]) -> Entry:
-    digest = str(values.pop("sha256"))
-    collections = values.pop("collections")
-    return digest, Tenant(**values, collections=None if collections is None else tuple(collections))
+    def _entries(self) -> Entries:
+        """All entries. The file is read again when it has changed; if it is damaged, its old keys stay valid."""
+        try:
+            if self._file:
+                stat = self._file.path.stat()
+                if (stamp := (stat.st_mtime_ns, stat.st_size)) != self._stamp:
+                    self._of_file, self._stamp = self._file.read(), stamp
+        except (OSError, ConfigError) as error:
+            log.error("the old API keys stay valid: %s", error)
+        return {**self._single, **self._of_file}
 
 
 def _digest(key: str) -> str:

@@ -27,7 +27,7 @@ class TokenBucket:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._used: dict[str, tuple[float, float]] = {}  # tenant -> used tokens, and when that was so
+        self._used: dict[str, tuple[float, float]] = {}  # tenant -> used tokens, and the time of this count
 
     def use(self, tenant: str, n: float, per_s: float) -> None:
         """Use `n` tokens of a bucket that is refilled by `per_s` a second."""
@@ -70,23 +70,14 @@ class Limits:
         return self._body_bytes.wait_s(tenant.name, BURST_BYTES, BYTES_PER_S)
 
     @contextmanager
-    def upload_slot(self, tenant: Tenant) -> Iterator[None]:
-        """Count a body that is being read. Raises RateLimited if the tenant already has too many requests."""
-        self._require_slot(tenant, self._running[tenant.name] + self._uploading[tenant.name])
-        with counted(self._uploading, tenant.name):
-            yield
-
-    @contextmanager
-    def concurrency_slot(self, tenant: Tenant) -> Iterator[None]:
-        """Count a running request. Raises RateLimited if the tenant already has too many."""
-        self._require_slot(tenant, self._running[tenant.name])
-        with counted(self._running, tenant.name):
-            yield
-
-    def _require_slot(self, tenant: Tenant, n: int) -> None:
+    def concurrency_slot(self, tenant: Tenant, upload: bool = False) -> Iterator[None]:
+        """Count a running request, or the upload of its body. Raises RateLimited if the tenant has too many."""
         limit = tenant.max_concurrent or self._max_concurrent
-        if n >= limit:
+        n_uploads = self._uploading[tenant.name] if upload else 0
+        if self._running[tenant.name] + n_uploads >= limit:
             raise RateLimited(f"limit of {limit} concurrent requests", 1)
+        with counted(self._uploading if upload else self._running, tenant.name):
+            yield
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,24 +18,24 @@ from blendserve.store import KVStore
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
-# name, help, label
-COUNTERS: tuple[tuple[str, str, str], ...] = (
-    ("prompt_tokens", "Prompt tokens, by how their KV was obtained", "kind"),
-    ("generated_tokens", "Generated tokens", ""),
-    ("chunks", "Chunks of prompts, by the result of their look-up", "found"),
-    ("chunks_hit_by_tier", "Chunks found, by the tier they were read from", "tier"),
-    ("chunks_unusable", "Stored chunks that could not be used, by reason", "why"),
-    ("near_chunks", "Chunks searched for among near-duplicates, by result", "found"),
-    ("near_requests", "Requests that reused KV of near-duplicates", ""),
-    ("near_tokens", "Tokens of chunks with a near-duplicate, by how their KV was obtained", "kind"),
-    ("loaded_bytes", "Stored KV loaded into prompts", ""),
-    ("load_seconds", "Time to load it", ""),
+# name, help, labels
+COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("prompt_tokens", "Prompt tokens, by how their KV was obtained", ("kind",)),
+    ("generated_tokens", "Generated tokens", ()),
+    ("chunks", "Chunks of prompts, by the result of their look-up", ("found",)),
+    ("chunks_hit_by_tier", "Chunks found, by the tier they were read from", ("tier",)),
+    ("chunks_unusable", "Stored chunks that could not be used, by reason", ("why",)),
+    ("near_chunks", "Chunks searched for among near-duplicates, by result", ("found",)),
+    ("near_requests", "Requests that reused KV of near-duplicates", ()),
+    ("near_tokens", "Tokens of chunks with a near-duplicate, by how their KV was obtained", ("kind",)),
+    ("loaded_bytes", "Stored KV loaded into prompts", ()),
+    ("load_seconds", "Time to load it", ()),
 )
-HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
-    ("ttft_seconds", "Time from a request's arrival to its first token", "method", SECONDS),
-    ("inter_token_seconds", "Time between two tokens of an answer", "method", SECONDS),
-    ("queue_seconds", "Time from the prompt to the start of its prefill", "method", SECONDS),
-    ("batch_size", "Requests in a decoding step", "", BATCH_SIZES),
+HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
+    ("ttft_seconds", "Time from a request's arrival to its first token", ("method",), SECONDS),
+    ("inter_token_seconds", "Time between two tokens of an answer", ("method",), SECONDS),
+    ("queue_seconds", "Time from the prompt to the start of its prefill", ("method",), SECONDS),
+    ("batch_size", "Requests in a decoding step", (), BATCH_SIZES),
 )
 # kind, name, help, attribute of StoreStats
 STORE_METRICS: tuple[tuple[Callable[[str, str, float], Metric], str, str, str], ...] = (
@@ -83,12 +83,10 @@ class Metrics(HttpMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counters = {name: self.counter(name, help, *_labels(label)) for name, help, label in COUNTERS}
+        self._counters = {name: self.counter(name, help, *labels) for name, help, labels in COUNTERS}
         self._histograms = {
-            name: Histogram(
-                f"blendserve_{name}", help, _labels(label), buckets=buckets, registry=self.registry
-            )
-            for name, help, label, buckets in HISTOGRAMS
+            name: Histogram(f"blendserve_{name}", help, labels, buckets=buckets, registry=self.registry)
+            for name, help, labels, buckets in HISTOGRAMS
         }
 
     def watch(self, load: Callable[[], tuple[int, int]], slots: int, store: KVStore | KVFetcher) -> None:
@@ -105,27 +103,26 @@ class Metrics(HttpMetrics):
         self._histograms["queue_seconds"].labels(method).observe(seconds)
 
     def prefilled(self, report: BlendReport, loading: float) -> None:
-        tokens = {
-            "exact": report.tokens_exact,
-            "reused": report.tokens_reused,
-            "recomputed": report.tokens_recomputed,
-            "missing": report.tokens_computed,
-            "suffix": report.tokens_suffix,
-        }
-        chunks = {"hit": report.chunks_hit, "miss": report.chunks_missing, "corrupt": report.chunks_corrupt}
         near = [chunk for chunk in report.near if chunk.donors]
-        near_tokens = {
-            "stored": sum(c.tokens_stored for c in near),
-            "fresh": sum(c.tokens_fresh for c in near),
+        stored, fresh = (
+            sum(getattr(chunk, f"tokens_{kind}") for chunk in near) for kind in ("stored", "fresh")
+        )
+        tokens = {
+            kind: getattr(report, f"tokens_{kind}") for kind in ("exact", "reused", "recomputed", "suffix")
         }
-        for name, values in (
-            ("prompt_tokens", tokens),
-            ("chunks", chunks),
-            ("chunks_hit_by_tier", report.tiers),
-            ("chunks_unusable", Counts(chunk.kind for chunk in report.unusable)),
-            ("near_chunks", Counts("donor" if chunk.donors else "none" for chunk in report.near)),
-            ("near_tokens", near_tokens if near else {}),
-        ):
+        counts: dict[str, Mapping[str, int]] = {
+            "prompt_tokens": {**tokens, "missing": report.tokens_computed},
+            "chunks": {
+                "hit": report.chunks_hit,
+                "miss": report.chunks_missing,
+                "corrupt": report.chunks_corrupt,
+            },
+            "chunks_hit_by_tier": report.tiers,
+            "chunks_unusable": Counts(chunk.kind for chunk in report.unusable),
+            "near_chunks": Counts("donor" if chunk.donors else "none" for chunk in report.near),
+            "near_tokens": {"stored": stored, "fresh": fresh} if near else {},
+        }
+        for name, values in counts.items():
             for label, n in values.items():
                 self._counters[name].labels(label).inc(n)
         self._counters["near_requests"].inc(bool(near))
@@ -170,7 +167,3 @@ class StoreCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not read the store."""
         return ()
-
-
-def _labels(label: str) -> tuple[str, ...]:
-    return (label,) if label else ()

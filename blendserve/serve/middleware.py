@@ -1,4 +1,4 @@
-"""Middleware of every server: request bodies within limits, security headers, and a log line for each request.
+"""Middleware of every server: request bodies within limits, and a log line for each request.
 
 Bodies are read completely before a route runs. The API key is checked first: a request above its tenant's rate or
 concurrency is refused before its body is read. While its body arrives, a request occupies its connection and its bytes,
@@ -17,12 +17,12 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError
 from blendserve.serve.auth import ServerState, authenticate
-from blendserve.serve.responses import CLIENT_CLOSED_REQUEST, ClientDisconnected, error_response
+from blendserve.serve.keys import Tenant
+from blendserve.serve.responses import ClientDisconnected, error_response
 from blendserve.timing import Clock
 
 MAX_JSON_DEPTH = 32  # the API's own bodies need six levels
@@ -42,45 +42,47 @@ class RequestBodyMiddleware:
         self._max_bytes, self._timeout_s = state.http.max_body_kb * 1024, state.http.body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _has_body(scope):
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
             return await self._app(scope, receive, send)
         try:
-            body = await self._body(scope, receive)
-        except BlendserveError as error:
+            body = await self._body(scope, receive, headers.get("content-length", "0"))
+        except (BlendserveError, ClientDisconnected) as error:
             return await error_response(error)(scope, receive, send)
-        except ClientDisconnected:
-            return await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
-        return await self._app(scope, _replay(body, receive), send)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return await self._app(scope, replay, send)
+
+    async def _body(self, scope: Scope, receive: Receive, length: str) -> bytes:
         """The whole body. Raises InputError, ServeError, ClientDisconnected."""
-        length = Headers(scope=scope).get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 15 or int(length) > self._max_bytes:
             raise self._too_large()
         tenant = await authenticate(HTTPConnection(scope))
-        body = bytearray()
-
-        async def read() -> None:
-            has_more = True
-            while has_more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                part = message.get("body", b"")
-                if len(body) + len(part) > self._max_bytes:
-                    raise self._too_large()
-                body.extend(part)
-                if wait_s := self._limits.throttle(tenant, len(part)):
-                    await asyncio.sleep(wait_s)
-                has_more = message.get("more_body", False)
-
-        with self._limits.upload_slot(tenant):
+        with self._limits.concurrency_slot(tenant, upload=True):
             try:
-                await asyncio.wait_for(read(), self._timeout_s)
+                body = await asyncio.wait_for(self._read(tenant, receive), self._timeout_s)
             except asyncio.TimeoutError:
                 message = f"the body did not arrive within {self._timeout_s:g} s: send it faster"
                 raise BodyTooSlow(message) from None
-        check_json_complexity(bytes(body))
+        check_json_complexity(body)
+        return body
+
+    async def _read(self, tenant: Tenant, receive: Receive) -> bytes:
+        body, has_more = bytearray(), True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            part = message.get("body", b"")
+            if len(body) + len(part) > self._max_bytes:
+                raise self._too_large()
+            body.extend(part)
+            if wait_s := self._limits.throttle(tenant, len(part)):
+                await asyncio.sleep(wait_s)
+            has_more = message.get("more_body", False)
         return bytes(body)
 
     def _too_large(self) -> BodyTooLarge:
@@ -113,21 +115,6 @@ def check_json_complexity(body: bytes) -> None:
             raise InputError(message)
 
 
-def _has_body(scope: Scope) -> bool:
-    headers = Headers(scope=scope)
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, then the messages after it."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
-
-
 class AccessLogMiddleware:
     """One log line and one count per request, with the id that the response carries; without texts and keys."""
 
@@ -154,30 +141,23 @@ class AccessLogMiddleware:
             if not status:
                 await response(scope, receive, send_with_id)
         finally:
-            self._write(scope, status, clock.elapsed())
-
-    def _write(self, scope: Scope, status: int, elapsed_s: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
-        self._metrics.answered(route, status)
-        state = scope.get("state", {})
-        line = {
-            "route": f"{scope['method']} {route}",
-            "status": status,
-            "ms": round(elapsed_s * 1e3, 1),
-            "tenant": state.get("tenant", ""),
-        }
-        access_log.info(line | ({"text": state["text"]} if "text" in state else {}))
+            route, state = getattr(scope.get("route"), "path", "other"), scope.get("state", {})
+            self._metrics.answered(route, status)
+            line = {
+                "route": f"{scope['method']} {route}",
+                "status": status,
+                "ms": round(clock.elapsed() * 1e3, 1),
+            }
+            text = {"text": state["text"]} if "text" in state else {}
+            access_log.info({**line, "tenant": state.get("tenant", ""), **text})
 
 
 class JsonFormatter(logging.Formatter):
     """A log record as one line of JSON: the fields of a dictionary, or a message; a bug has its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        created = datetime.fromtimestamp(record.created, timezone.utc)
-        line: dict[str, Any] = {
-            "time": created.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-        }
+        created = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": created, "level": record.levelname.lower()}
         if id := request_id.get():
             line["request"] = id
         line |= record.msg if isinstance(record.msg, dict) else {"message": record.getMessage()}

@@ -2,8 +2,7 @@
 
 A response carries them in `x_blendserve`; the log has each once per server process. Ignored fields include the
 sampling parameters of other servers (top_k, min_p, repetition_penalty, guided_json, chat_template_kwargs), because
-their clients send them to every server, and `tools`, which a model may always leave unused. LABELS and NEUTRAL list
-fields that cannot change an answer: they are not named.
+their clients send them to every server, and `tools`, which a model may always leave unused.
 """
 
 from __future__ import annotations
@@ -15,16 +14,13 @@ from typing import Any
 
 from blendserve.serve.schemas import Body
 
-LABELS = frozenset(
-    [
-        *("user", "name", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction", "include_obfuscation"),
-    ]
-)
+# Unknown fields that cannot change an answer are not named: labels, and neutral values.
+LABELS = {"user", "name", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
+LABELS |= {"prompt_cache_key", "prompt_cache_retention", "prediction", "include_obfuscation"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 MAX_NAMES = 20  # ignored fields that a response names
 MAX_CHARS = 64  # of a name
-MAX_LOGGED = 256  # names that a process logs, so that no client can fill the log
+MAX_LOGGED = 256  # notices that a process logs, so that no client can fill the log
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +30,15 @@ class Notices:
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
-        self._hinted = False
 
     def ignored(self, body: Body) -> dict[str, Any]:
         """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES."""
-        names, total = list[str](), 0
-        for total, name in enumerate(unknown_fields(body), 1):
-            if total <= MAX_NAMES:
-                names.append(name)
-                self._log(re.sub(r"\.\d+\.", ".*.", name))
-        return {"ignored": names, **({"ignored_total": total} if total > MAX_NAMES else {})} if total else {}
+        names = list(unknown_fields(body))
+        for name in names[:MAX_NAMES]:
+            pattern = re.sub(r"\.\d+\.", ".*.", name)
+            self._warn(pattern, f"request field {pattern!r} is not supported and was ignored")
+        total = {"ignored_total": len(names)} if len(names) > MAX_NAMES else {}
+        return {"ignored": names[:MAX_NAMES], **total} if names else {}
 
     def as_extras(self, body: Body) -> dict[str, Any]:
         """The same as an `x_blendserve` of its own, for responses that have none."""
@@ -58,32 +53,24 @@ class Notices:
             f"The message has {n_tokens} tokens and was used as the retrieval query. "
             "Send passages in `documents`, or set prompt.separator."
         )
-        if not self._hinted:
-            self._hinted = True
-            log.warning(hint)
+        self._warn("", hint)
         return {"hint": hint}
 
-    def _log(self, name: str) -> None:
-        if name not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(name)
-            log.warning("request field %r is not supported and was ignored", name)
-
-
-def has_effect(name: str, value: Any) -> bool:
-    """Whether an unknown field asks for something: null and empty values do not."""
-    return not (value is None or value in ({}, []) or name in LABELS or value in NEUTRAL.get(name, ()))
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(kind)
+            log.warning("%s", message)
 
 
 def unknown_fields(body: Body, path: str = "") -> Iterator[str]:
-    """The paths of a body's unknown fields, such as `messages.0.foo`, each cut to MAX_CHARS characters."""
+    """The paths of unknown fields that ask for something, such as `messages.0.foo`, each cut to MAX_CHARS characters."""
     for name, value in (body.model_extra or {}).items():
-        if has_effect(name, value):
+        is_empty = value is None or value in ({}, [])
+        if not (is_empty or name in LABELS or value in NEUTRAL.get(name, ())):
             yield f"{path}{name[:MAX_CHARS]}"[:MAX_CHARS]
     for name in type(body).model_fields:
         value = getattr(body, name)
-        if isinstance(value, Body):
-            yield from unknown_fields(value, f"{path}{name}.")
-        elif isinstance(value, list):
-            for i, item in enumerate(value):
-                if isinstance(item, Body):
-                    yield from unknown_fields(item, f"{path}{name}.{i}.")
+        inner = {f"{i}.": item for i, item in enumerate(value)} if isinstance(value, list) else {"": value}
+        for index, item in inner.items():
+            if isinstance(item, Body):
+                yield from unknown_fields(item, f"{path}{name}.{index}")

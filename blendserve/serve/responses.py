@@ -13,20 +13,8 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from blendserve import errors
 from blendserve.core import Answer
-from blendserve.errors import (
-    BlendserveError,
-    BodyTooLarge,
-    BodyTooSlow,
-    ClusterUnavailable,
-    NotAuthenticated,
-    NotFound,
-    PermissionDenied,
-    RateLimited,
-    ShuttingDown,
-    StoreError,
-    VectorIndexError,
-)
 from blendserve.serve.auth import ServerState
 from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
 from blendserve.serve.keys import Tenant
@@ -37,17 +25,17 @@ StreamEvent = dict[str, Any] | str
 
 # error -> status, OpenAI's type and code; the first match counts
 ERRORS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
-    (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
-    (PermissionDenied, 403, "permission_error", None),
-    (NotFound, 404, "not_found_error", "not_found"),
-    (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
-    (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
-    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (ShuttingDown, 503, "server_error", "shutting_down"),
-    (StoreError, 503, "server_error", "store_unavailable"),
-    (ClusterUnavailable, 503, "server_error", "replicas_unavailable"),
-    (VectorIndexError, 503, "server_error", "index_unavailable"),
-    (BlendserveError, 400, "invalid_request_error", None),
+    (errors.NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
+    (errors.PermissionDenied, 403, "permission_error", None),
+    (errors.NotFound, 404, "not_found_error", "not_found"),
+    (errors.BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (errors.BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.ShuttingDown, 503, "server_error", "shutting_down"),
+    (errors.StoreError, 503, "server_error", "store_unavailable"),
+    (errors.ClusterUnavailable, 503, "server_error", "replicas_unavailable"),
+    (errors.VectorIndexError, 503, "server_error", "index_unavailable"),
+    (errors.BlendserveError, 400, "invalid_request_error", None),
 )
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
 PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
@@ -107,10 +95,12 @@ def error_details(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body("internal server error: see the server's log", "server_error")
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> Response:
     """The response to a request that failed before its first token."""
+    if isinstance(error, ClientDisconnected):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     status, body = error_details(error)
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, RateLimited) else {}
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.RateLimited) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:
@@ -160,7 +150,12 @@ async def _sse_lines(events: AsyncIterator[StreamEvent], ping_s: float) -> Async
 
 async def until_disconnect(request: Request, job: Coroutine[Any, Any, T]) -> T:
     """Await `job`. Raises ClientDisconnected if the client disconnects first."""
-    task, watch = asyncio.ensure_future(job), asyncio.ensure_future(_disconnect(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(job), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -169,8 +164,3 @@ async def until_disconnect(request: Request, job: Coroutine[Any, Any, T]) -> T:
     finally:
         for unfinished in (task, watch):
             unfinished.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
-from blendserve.config import BlendConfig, CorrectionName, DecodeConfig, Method, PolicyName, Ratio
+from blendserve.config import CorrectionName, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
-from blendserve.engine.prompt import Turn
+from blendserve.engine.prompt import ChatMessage
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
 
@@ -32,11 +32,11 @@ def _reject_lone_surrogates(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
+Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
 Label = Annotated[Text, Field(max_length=512)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=1, le=MAX_ITEMS)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
-Stops = Annotated[list[Stop], Field(max_length=4)]
+Zero = Literal[0, 0.0]  # type: ignore[valid-type]
 
 
 class Body(BaseModel):
@@ -60,8 +60,8 @@ Passages = Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)]
 class BlendOptions(Body):
     """Options that OpenAI's API does not have. None = the server's setting."""
 
-    top_k: Count | None = None
-    collections: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
+    top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
+    collections: Names | None = None
     passages: Passages | None = None
     method: Method | None = None
     policy: PolicyName | None = None
@@ -78,40 +78,33 @@ class Question(Body):
     documents: Passages | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    stop: Stop | Stops | None = None
-    seed: Seed | None = None
+    max_tokens: Tokens | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = False
 
-    def query(self, question: str, options: BlendOptions, turns: tuple[Turn, ...] = ()) -> QueryRequest:
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    def query(
+        self, question: str, options: BlendOptions, history: tuple[ChatMessage, ...] = ()
+    ) -> QueryRequest:
         """The request to the engine. Raises InputError if `documents` and `passages` are both given."""
         if self.documents is not None and options.passages is not None:
             raise InputError("documents and passages mean the same: send one of these fields")
         passages = options.passages if self.documents is None else self.documents
-        blend = {name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")}
-        decode = self.decode_options()
-        assert blend.keys() <= BlendConfig.model_fields.keys()
-        assert decode.keys() <= DecodeConfig.model_fields.keys()
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return QueryRequest(
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
-            turns=turns,
-            blend=blend,
-            decode=decode,
+            history=history,
+            blend={name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")},
+            decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
         )
-
-    def decode_options(self) -> dict[str, Any]:
-        """As DecodeConfig's fields."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_new_tokens": self.max_tokens,
-            "seed": self.seed,
-            "stop": stop or None,
-        }
 
 
 class StreamOptions(Body):
@@ -124,8 +117,8 @@ class OpenAIRequest(Question):
     model: Name
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
-    frequency_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
-    presence_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     x_blendserve: BlendOptions | None = None
 
@@ -153,20 +146,19 @@ def _only_text(content: Any) -> Any:
     return content
 
 
+NoToolCalls = Annotated[None, BeforeValidator(_no_tool_calls)]
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
 class Message(Body):
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool_role)]
-    tool_calls: Annotated[None, BeforeValidator(_no_tool_calls)] = None
-    function_call: Annotated[None, BeforeValidator(_no_tool_calls)] = None
-    content: Annotated[
-        Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)],
-        BeforeValidator(_only_text),
-    ]
+    tool_calls: NoToolCalls = None
+    function_call: NoToolCalls = None
+    content: Annotated[Text | TextParts, BeforeValidator(_only_text)]
 
     @property
     def content_text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class TextFormat(Body):
@@ -177,7 +169,7 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     response_format: TextFormat | None = None
@@ -186,9 +178,9 @@ class ChatRequest(OpenAIRequest):
     modalities: list[Literal["text"]] | None = None
     audio: None = None
 
-    def decode_options(self) -> dict[str, Any]:
-        options = super().decode_options()
-        return options | {"max_new_tokens": self.max_completion_tokens or options["max_new_tokens"]}
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(OpenAIRequest):
@@ -199,10 +191,6 @@ class CompletionRequest(OpenAIRequest):
     echo: Literal[False] | None = None
     logprobs: None = None
     suffix: Literal[""] | None = None
-
-    @property
-    def question(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
 class RagRequest(Question, BlendOptions):
@@ -233,5 +221,5 @@ class CacheRequest(Body):
 
     passages: Passages | None = None
     collection: Name | None = None
-    documents: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
-    ids: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
+    documents: Names | None = None
+    ids: Names | None = None

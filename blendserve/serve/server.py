@@ -23,7 +23,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
 from blendserve.kdn.pull import resolve
-from blendserve.serve.app import create_local_app
+from blendserve.serve.app import create_engine_app
 from blendserve.serve.engine_client import Backend, LocalEngineClient
 from blendserve.serve.middleware import log_json_to_stderr
 
@@ -78,7 +78,7 @@ def run(
     """Serve an open engine until told to stop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     client = LocalEngineClient(engine, library, serve)
-    HttpServer(create_local_app(client), client, announce).run()
+    HttpServer(create_engine_app(client), client, announce).run()
 
 
 class HttpServer(uvicorn.Server):

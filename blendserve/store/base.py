@@ -7,7 +7,8 @@ Callers encode and decode (view.py). A record from a snapshot may alias the stor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.config import PlaceConfig
 from blendserve.core import TokenIds
-from blendserve.errors import StoreFull
-from blendserve.store.blobs import BlobInfo, BlobStore
+from blendserve.errors import StoreError, StoreFull
+from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Coding
 from blendserve.store.codecs.base import Miss as Miss
 from blendserve.store.key import ChunkKey
@@ -37,7 +38,6 @@ class Snapshot(Protocol):
 
         Raises CorruptRecord for a damaged header, StoreVersion for another format, StoreUnavailable.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,11 @@ class ChunkInfo:
     tier: str = LOCAL  # where it would be read from
 
     @classmethod
-    def of(cls, header: Header, pinned: bool) -> ChunkInfo:
+    def of(cls, header: Header, pinned: bool, tier: str = LOCAL) -> ChunkInfo:
         shape = header.shape
-        return cls(shape.n_tokens, header.n_bytes, shape.n_bytes, pinned, header.coding, header.token_ids)
+        return cls(
+            shape.n_tokens, header.n_bytes, shape.n_bytes, pinned, header.coding, header.token_ids, tier
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,8 @@ class StoreStats:
     def to_dict(self) -> dict[str, Any]:
         """Flat: the fields of a tier, and of the remote store, begin with its name."""
         found = asdict(self)
-        parts = {tier.pop("name"): tier for tier in found.pop("tiers")} | {
-            "remote": found.pop("remote") or {}
-        }
+        parts = {tier.pop("name"): tier for tier in found.pop("tiers")}
+        parts["remote"] = found.pop("remote") or {}
         return found | {f"{part}_{name}": x for part, fields in parts.items() for name, x in fields.items()}
 
 
@@ -148,7 +149,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        """Store a chunk atomically, replacing the one under the key, and end this process's lease on it.
+        """Store a chunk atomically, replacing the one under the key, and end the lease on it.
 
         At the cap unpinned chunks are evicted. False: the admission policy prefers those, and nothing has changed. A
         pinned chunk is always admitted and never evicted; put again, it stays pinned. The caller stores the codec's
@@ -209,6 +210,44 @@ class KVStore(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _make_stats(self, totals: Totals, counts: Counter[str], namespace: str | None) -> StoreStats:
+        """Statistics from the sums over chunks and the counters of usage.py."""
+        infos, is_whole = self.blobs.list() if namespace is None else (), namespace is None
+        return StoreStats(
+            kind=self.kind,
+            path=self.location,
+            chunks=totals.chunks,
+            tokens=totals.tokens,
+            bytes=totals.n_bytes,
+            raw_bytes=totals.raw_bytes,
+            cap_bytes=self.cap_bytes,
+            pins=totals.pins,
+            hits=counts["hits"],
+            misses=counts["misses"],
+            undecodable=counts["undecodable"],
+            corrupt=counts["corrupt"],
+            evictions=counts["evictions"] if is_whole else None,
+            admissions_refused=counts["refused"] if is_whole else None,
+            tables=len(infos) if is_whole else None,
+            tables_bytes=sum(info.n_bytes for info in infos) if is_whole else None,
+        )
+
+    def _check_all(
+        self, keys: Iterable[ChunkKey], problem: Callable[[ChunkKey], str], progress: Progress | None
+    ) -> VerifyReport:
+        """problem: what is wrong with a chunk, "" for a whole one; may raise StoreError."""
+        todo, bad = sorted(keys), list[tuple[str, str]]()
+        for done, key in enumerate(todo, start=1):
+            try:
+                what = problem(key)
+            except StoreError as error:
+                what = str(error)
+            if what:
+                bad.append((key.hex(), what))
+            if progress:
+                progress(done, len(todo))
+        return VerifyReport(len(todo) - len(bad), tuple(bad), self.blobs.problems())
+
 
 class StoreKind(Protocol):
     """A store's class, as `registry.STORES` needs it."""
@@ -219,11 +258,8 @@ class StoreKind(Protocol):
     def from_config(self, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies) -> Any:
         """A classmethod: open the store -> a KVStore, or a RemoteSource (fetch/source.py) for a kind that is only read.
 
-        path: folder of its files; never None for a kind that needs a folder.
-
-        Raises StoreUnavailable, StoreVersion.
+        path: folder of its files; never None for a kind that needs one. Raises StoreUnavailable, StoreVersion.
         """
-        ...
 
 
 def read_record(store: KVStore, key: ChunkKey) -> ChunkRecord | None:
@@ -234,35 +270,6 @@ def read_record(store: KVStore, key: ChunkKey) -> ChunkRecord | None:
     with store.snapshot() as snapshot:
         record = snapshot.get(key, count=False)
         return record and record.copy()
-
-
-def make_stats(
-    store: KVStore,
-    totals: Totals,
-    counts: Mapping[str, int],
-    namespace: str | None,
-    blobs: Sequence[BlobInfo],
-) -> StoreStats:
-    """Statistics from the sums over chunks, the counters of usage.py, and the blobs."""
-    whole = namespace is None
-    return StoreStats(
-        kind=store.kind,
-        path=store.location,
-        chunks=totals.chunks,
-        tokens=totals.tokens,
-        bytes=totals.n_bytes,
-        raw_bytes=totals.raw_bytes,
-        cap_bytes=store.cap_bytes,
-        pins=totals.pins,
-        hits=counts.get("hits", 0),
-        misses=counts.get("misses", 0),
-        undecodable=counts.get("undecodable", 0),
-        corrupt=counts.get("corrupt", 0),
-        evictions=counts.get("evictions", 0) if whole else None,
-        admissions_refused=counts.get("refused", 0) if whole else None,
-        tables=len(blobs) if whole else None,
-        tables_bytes=sum(info.n_bytes for info in blobs) if whole else None,
-    )
 
 
 def store_full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:

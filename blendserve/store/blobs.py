@@ -69,24 +69,19 @@ class BlobStore(ABC):
 
     def problems(self) -> tuple[tuple[str, str], ...]:
         """(hash in hex, what is wrong) of each damaged blob."""
-        infos = {info.hash: info for info in self.list()}
-        found = ((hash.hex(), self._problem(hash, infos.get(hash))) for hash in sorted(self.hashes()))
-        return tuple((hash, problem) for hash, problem in found if problem)
-
-    def _problem(self, hash: bytes, info: BlobInfo | None) -> str:
-        if info is None:
-            return "their description is missing or damaged"
-        try:
-            raw = self.get(hash)
-        except CorruptBlob as error:
-            return str(error)
-        if raw is None:
-            return "they are missing"
-        return (
-            ""
-            if info.n_bytes == len(raw)
-            else f"they have {len(raw)} bytes, their description says {info.n_bytes}"
-        )
+        n_bytes = {info.hash: info.n_bytes for info in self.list()}
+        found = []
+        for hash in sorted(self.hashes()):
+            try:
+                raw = self.get(hash)
+            except CorruptBlob as error:
+                found.append((hash.hex(), str(error)))
+                continue
+            if raw is None:
+                found.append((hash.hex(), "they are missing"))
+            elif len(raw) != n_bytes.get(hash):
+                found.append((hash.hex(), "their description is missing or damaged"))
+        return tuple(found)
 
     def current(self, kind: str, owner: str) -> bytes | None:
         """The hash of the newest blob of this kind and owner; None if there is none."""

@@ -3,7 +3,7 @@
     run   in the caller's thread: connect if need be, ask, answer     -> breaker closed | open
     ask   run on a worker; the caller waits at most the deadline      -> result | StoreUnavailable
 
-Timeouts of sockets are for a single read, and name resolution has none. So a caller who gives a call up cuts the client's
+Timeouts of sockets are for a single read, and name resolution has none. So a caller that gives up cuts the client's
 connections, which frees the worker. The number of workers limits the calls in progress.
 
     closed --failure--> open, for a pause --pause over--> half open: one call is let through
@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError
 from contextlib import contextmanager
@@ -29,11 +28,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable, unraised
 from blendserve.store.clock import Clock
-from blendserve.store.key import ChunkKey
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORKERS = 4
-FAILED_S, MAX_FAILED = 10.0, 4096
 
 HINT = "beside its url in the settings"
 
@@ -59,7 +56,10 @@ def read_file(path: Path, setting: str) -> str:
 
 
 class Breaker:
-    """The circuit breaker of one server. Each `enter` that returns is followed by `success`, `failure` or `abandon`."""
+    """The circuit breaker of one server. Each `enter` that returns is followed by `success`, `failure` or `abandon`.
+
+    reading: the call reads chunks.
+    """
 
     def __init__(
         self,
@@ -70,55 +70,45 @@ class Breaker:
     ) -> None:
         """server: its name in messages."""
         self._server, self._now = server, now
-        self._first, self._longest = first_pause_s, longest_pause_s
-        self._pause = 0.0  # 0 = closed
-        self._until = 0.0
-        self._trying = self._by_reading = False
+        self._first_s, self._longest_s = first_pause_s, longest_pause_s
+        self._pause_s = self._until = 0.0  # a pause of 0: closed
+        self._is_trying = self._by_reading = False
         self._why = ""
         self._lock = threading.Lock()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are refused now."""
-        return bool(self._pause) and self._now() < self._until
 
     def enter(self) -> None:
         """Ask before a call. Raises StoreLeftAlone while it is open."""
         with self._lock:
-            if not self._pause:
-                return
-            if self._trying or self._now() < self._until:
-                raise StoreLeftAlone(self._message())
-            self._trying = True
+            if self._pause_s:
+                if self._is_trying or self._now() < self._until:
+                    raise self._error()
+                self._is_trying = True
 
     def success(self, reading: bool = False) -> None:
-        """The server answered, whatever it said. reading: with chunks."""
+        """The server answered, whatever it said."""
         with self._lock:
-            if self._by_reading and not reading:
-                self._trying = False
-                return
-            if self._pause:
+            self._is_trying = False
+            if self._pause_s and (reading or not self._by_reading):
                 log.warning("%s answers again", self._server)
-            self._pause, self._trying, self._by_reading = 0.0, False, False
+                self._pause_s = self._until = 0.0
+                self._by_reading = False
 
     def failure(self, why: str, reading: bool = False) -> StoreLeftAlone:
-        """The server did not answer, or answered that it cannot -> the error to raise. reading: chunks."""
+        """The server did not answer, or answered that it cannot -> the error to raise."""
         with self._lock:
-            self._why = why
-            self._by_reading |= reading
-            if not self._pause:
+            if not self._pause_s:
                 log.warning("%s %s; its chunks count as missing until it answers", self._server, why)
-            is_new = self._trying or not self._pause or self._now() >= self._until
-            if is_new:  # calls that had begun before it opened do not count again
-                self._pause = min(2 * self._pause or self._first, self._longest)
-                self._until = self._now() + self._pause
-            self._trying = False
-            return StoreLeftAlone(self._message())
+            if self._is_trying or self._now() >= self._until:  # else the call had begun before it opened
+                self._pause_s = min(2 * self._pause_s or self._first_s, self._longest_s)
+                self._until = self._now() + self._pause_s
+            self._why, self._is_trying = why, False
+            self._by_reading |= reading
+            return self._error()
 
     def abandon(self) -> None:
         """The call was not made after all."""
         with self._lock:
-            self._trying = False
+            self._is_trying = False
 
     @contextmanager
     def call(self, reading: bool = False) -> Iterator[None]:
@@ -134,9 +124,9 @@ class Breaker:
             raise
         self.success(reading)
 
-    def _message(self) -> str:
-        wait = max(0.0, self._until - self._now())
-        return f"{self._server} {self._why}; it is asked again in {wait:.1f} s"
+    def _error(self) -> StoreLeftAlone:
+        wait_s = max(0.0, self._until - self._now())
+        return StoreLeftAlone(f"{self._server} {self._why}; it is asked again in {wait_s:.1f} s")
 
 
 class Peer(Protocol):
@@ -148,30 +138,25 @@ class Peer(Protocol):
 
     def connect(self) -> Client:
         """Raises what its library does: see `explain`."""
-        ...
 
     def disconnect(self, client: Client) -> None:
         """Cut every connection, also those in use: a thread that waits for one gets an error."""
-        ...
 
     def explain(self, error: Exception) -> StoreError | str:
         """Our error for one of its library's; a text that follows its name if the error opens the breaker."""
-        ...
 
     def timeout_reason(self) -> str:
         """Why an answer that did not come opens the breaker; the text follows its name."""
-        ...
 
     def is_stale(self, error: Exception) -> bool:
-        """Whether a kept connection may have ended with a server that was restarted."""
-        ...
+        """Whether an open connection may have ended with a server that was restarted."""
 
 
 class BoundedClient:
-    """Calls to one server or cluster. Thread-safe."""
+    """Calls to one server or cluster. Thread-safe. Connects at the first call. reading: a call reads chunks."""
 
     def __init__(self, peer: Peer, workers: int = WORKERS, clock: Clock = time) -> None:
-        """Connects at the first call. workers: of `ask`. clock: of the breaker's pauses."""
+        """workers: of `ask`. clock: of the breaker's pauses."""
         self.peer, self.workers = peer, workers
         self._breaker = Breaker(peer.server, now=clock.monotonic)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="blendserve-network")
@@ -184,29 +169,26 @@ class BoundedClient:
         closed = StoreUnavailable(f"the connection to {self.peer.where} is closed: open the store again")
         try:
             future = self._pool.submit(self.run, job, reading)
-        except RuntimeError:
-            raise closed from None
-        try:
             error = future.exception(max(0.0, self.peer.deadline_s if seconds is None else seconds))
         except TimeoutError:
             future.cancel()  # if no worker was free, it has not begun
             raise self.interrupt(reading=reading) from None
-        except CancelledError:
+        except (CancelledError, RuntimeError):
             raise closed from None
         if error is not None:
             raise unraised(error) if isinstance(error, StoreError) else error
         return future.result()
 
     def run(self, job: Callable[[Client], T], reading: bool = False) -> T:
-        """What the job returns, in this thread. reading: of chunks. Raises StoreUnavailable, StoreFull."""
+        """What the job returns, in this thread. Raises StoreUnavailable, StoreFull."""
         self._breaker.enter()
         interrupts = self._interrupts
         try:
-            result = self._tried(job)
+            result = self._call(job)
         except Exception as error:
             ours = self.peer.explain(error)
             if self._interrupts != interrupts:
-                raise StoreUnavailable(ours if isinstance(ours, str) else str(ours)) from error
+                raise StoreUnavailable(str(ours)) from error
             if isinstance(ours, str):
                 self._drop_client()
                 raise self._breaker.failure(ours, reading) from error
@@ -219,7 +201,7 @@ class BoundedClient:
     def interrupt(self, late: bool = True, reading: bool = False) -> StoreUnavailable:
         """Make every call fail at once, from any thread -> the error of an answer that did not come.
 
-        late: the answer did not come in time, which opens the breaker; else it is no longer wanted.
+        late: the answer did not come in time, which opens the breaker; else it is no longer needed.
         """
         self._interrupts += 1
         self._drop_client()
@@ -234,15 +216,15 @@ class BoundedClient:
         self._interrupts += 1
         self._drop_client()
 
-    def _tried(self, job: Callable[[Client], T]) -> T:
-        """A kept connection may have ended with a server that was restarted: then the call is made twice."""
-        started, kept, interrupts = time.monotonic(), self._client, self._interrupts
+    def _call(self, job: Callable[[Client], T]) -> T:
+        """Twice where an open connection had ended with a server that was restarted."""
+        started, was_open, interrupts = time.monotonic(), self._client is not None, self._interrupts
         try:
             return job(self._connected())
         except Exception as error:
             is_quick = time.monotonic() - started <= self.peer.deadline_s / 2
             is_cut = self._interrupts != interrupts
-            if kept is None or not is_quick or is_cut or not self.peer.is_stale(error):
+            if not was_open or not is_quick or is_cut or not self.peer.is_stale(error):
                 raise
         self._drop_client()
         return job(self._connected())
@@ -261,41 +243,6 @@ class BoundedClient:
                 self.peer.disconnect(client)
             except Exception as error:
                 log.debug("a connection did not end cleanly: %s", error)
-
-
-class NegativeCache:
-    """Chunks whose reading failed, for some seconds each; the newest are kept. Thread-safe.
-
-    Absent chunks do not belong here: they cost nothing, and another engine may store them at any moment.
-    """
-
-    def __init__(
-        self, seconds: float = FAILED_S, most: int = MAX_FAILED, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._seconds, self._most, self._now = seconds, most, now
-        self._until: OrderedDict[ChunkKey, tuple[float, str]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, key: ChunkKey, why: str) -> None:
-        with self._lock:
-            self._until[key] = self._now() + self._seconds, why
-            self._until.move_to_end(key)
-            while len(self._until) > self._most:
-                self._until.popitem(last=False)
-
-    def why(self, key: ChunkKey) -> str:
-        """Why the chunk is not read now; "" if it may be."""
-        with self._lock:
-            until, why = self._until.get(key, (0.0, ""))
-            if why and until <= self._now():
-                del self._until[key]
-                return ""
-            return why
-
-    def forget(self, key: ChunkKey) -> None:
-        """It was stored again."""
-        with self._lock:
-            self._until.pop(key, None)
 
 
 class Deadline:
@@ -321,8 +268,7 @@ class Deadline:
     def waiting(self) -> Iterator[None]:
         """This thread waits, inside."""
         with self._lock:
-            if not self._waiting:
-                self._since = self._now()
+            self._since = self._since if self._waiting else self._now()
             self._waiting += 1
         try:
             yield

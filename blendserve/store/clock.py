@@ -10,8 +10,6 @@ class Clock(Protocol):
 
     def time_ns(self) -> int:
         """Nanoseconds since 1970: recency and leases, which processes compare."""
-        ...
 
     def monotonic(self) -> float:
         """Seconds since any moment: pauses within one process."""
-        ...

@@ -14,8 +14,6 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
@@ -31,38 +29,36 @@ ENTRY, ORDER, TOTALS, COUNTS = b"u", b"o", b"n", b"c"
 _ENTRY, _TOTALS = struct.Struct("<QQQIB"), struct.Struct("<5Q")
 _COUNTS = struct.Struct(f"<{len(COUNTERS)}q")
 _TIME, _SUM = struct.Struct(">Q"), struct.Struct("<Q")
-_NO_USES: Mapping[ChunkKey, int] = MappingProxyType({})
 
 
 class Txn(Protocol):
     """A transaction over an ordered map of bytes."""
 
-    def get(self, name: bytes) -> Buffer | None: ...
+    def get(self, name: bytes) -> Buffer | None:
+        """None for an absent name."""
 
-    def put(self, name: bytes, value: Buffer) -> object: ...
+    def put(self, name: bytes, value: Buffer) -> object:
+        """Write a value in place of the one before."""
 
     def delete(self, name: bytes) -> bool:
         """False for an absent name."""
-        ...
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Buffer]]:
         """The names with this prefix, in order. The map must not change during a scan."""
-        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """The accounting of one chunk."""
 
     used: int  # nanoseconds since 1970
     n_bytes: int  # as stored
     raw_bytes: int
     n_tokens: int
-    pinned: bool
+    pinned: int
 
     @classmethod
     def of(cls, record: ChunkRecord, used: int, pinned: bool) -> Entry:
-        return cls(used, record.n_bytes, record.raw_bytes, record.n_tokens, pinned)
+        return cls(used, record.n_bytes, record.raw_bytes, record.n_tokens, int(pinned))
 
 
 class Totals(NamedTuple):
@@ -78,7 +74,7 @@ class Totals(NamedTuple):
         """With one entry more, or with sign -1 one less."""
         if entry is None:
             return self
-        parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, int(entry.pinned)
+        parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned
         return Totals(*(max(0, total + sign * part) for total, part in zip(self, parts, strict=True)))
 
 
@@ -100,9 +96,8 @@ class Ledger:
             self._totals[tag] = Totals(*written) if written else self._count(tag)
         return self._totals[tag]
 
-    def oldest(self, spare: ChunkKey = b"", used: Mapping[ChunkKey, int] = _NO_USES) -> Iterator[Candidate]:
-        """Unpinned chunks except `spare`, least recently used first. used: uses not written yet, later than all that
-        are."""
+    def oldest(self, spare: ChunkKey, used: Mapping[ChunkKey, int]) -> Iterator[Candidate]:
+        """Unpinned chunks except `spare`, least recently used first. used: uses later than all written ones."""
         for name, _ in self.txn.scan(ORDER):
             key = name[1 + _TIME.size :]
             if key != spare and key not in used:
@@ -117,29 +112,28 @@ class Ledger:
         """Write a chunk's entry in place of the one before."""
         self._replace(key, self.entry(key), entry)
 
-    def remove(self, key: ChunkKey, traces: bool = False) -> None:
-        """Remove a chunk's entry. traces: records of the chunk were found, so a missing entry is damage."""
-        entry = self.entry(key)
-        if entry:
+    def remove(self, key: ChunkKey, has_records: bool = False) -> None:
+        """Remove a chunk's entry. has_records: the chunk has records, so a missing entry is damage."""
+        if entry := self.entry(key):
             self._replace(key, entry, None)
-        elif self.txn.delete(ENTRY + key) or traces:
+        elif self.txn.delete(ENTRY + key) or has_records:
             for name in [name for name, _ in self.txn.scan(ORDER) if name.endswith(key)]:
                 self.txn.delete(name)
             for tag in (b"", key[:TAG_BYTES]):
                 self._totals[tag] = self._count(tag)
 
-    def update(self, key: ChunkKey, *, used: int = 0, pinned: bool | None = None) -> bool:
+    def update(self, key: ChunkKey, used: int = 0, pinned: bool | None = None) -> bool:
         """Note a use or a pin; False when the chunk has no entry. A later use that is written stays."""
         entry = self.entry(key)
         if entry is not None:
-            pinned = entry.pinned if pinned is None else pinned
-            self._replace(key, entry, replace(entry, used=max(used, entry.used), pinned=pinned))
+            pins = entry.pinned if pinned is None else int(pinned)
+            self._replace(key, entry, entry._replace(used=max(used, entry.used), pinned=pins))
         return entry is not None
 
     def write(self, notes: Notes) -> None:
         """Write the uses and counts that were noted."""
         for key, used in notes.used.items():
-            self.update(key, used=used)
+            self.update(key, used)
         for tag in {tag for tag, _ in notes.counts}:
             total = self.counts(tag)
             total.update({name: notes.counts[tag, name] for name in COUNTERS})
@@ -157,10 +151,10 @@ class Ledger:
         entry = self.entry(record.key)
         if entry is None:
             return "its entry in the ledger is missing or damaged"
-        stored = Entry.of(record, entry.used, entry.pinned)
+        stored = Entry.of(record, entry.used, bool(entry.pinned))
         if entry != stored:
             return f"the ledger has {entry}, the chunk {stored}"
-        if (self.txn.get(_order_name(record.key, entry)) is None) != entry.pinned:
+        if (self.txn.get(_order_name(record.key, entry)) is None) != bool(entry.pinned):
             return "its place in the order of eviction is wrong"
         return ""
 
@@ -176,7 +170,7 @@ class Ledger:
         return totals
 
     def _replace(self, key: ChunkKey, before: Entry | None, after: Entry | None) -> None:
-        if before is None or after is None or replace(before, used=after.used) != after:
+        if before is None or after is None or before[1:] != after[1:]:
             for tag in (b"", key[:TAG_BYTES]):
                 self._totals[tag] = self.totals(tag).add(before, -1).add(after)
         if before:
@@ -184,8 +178,7 @@ class Ledger:
         if after is None:
             self.txn.delete(ENTRY + key)
         else:
-            body = _ENTRY.pack(after.used, after.n_bytes, after.raw_bytes, after.n_tokens, after.pinned)
-            self.txn.put(ENTRY + key, seal(key, body))
+            self.txn.put(ENTRY + key, seal(key, _ENTRY.pack(*after)))
             if not after.pinned:
                 self.txn.put(_order_name(key, after), b"")
 
@@ -197,11 +190,8 @@ def seal(name: bytes, body: bytes) -> bytes:
 
 def unseal(name: bytes, raw: Buffer | None) -> bytes | None:
     """The body that `seal` sealed; None for a missing or damaged record."""
-    if raw is None:
-        return None
-    raw = bytes(raw)
-    body = raw[: -_SUM.size]
-    return body if raw == seal(name, body) else None
+    body = bytes(raw or b"")[: -_SUM.size]
+    return body if raw is not None and bytes(raw) == seal(name, body) else None
 
 
 def unpack_sealed(layout: struct.Struct, name: bytes, raw: Buffer | None) -> tuple[Any, ...]:
@@ -216,7 +206,4 @@ def _order_name(key: ChunkKey, entry: Entry) -> bytes:
 
 def _decode_entry(key: ChunkKey, raw: Buffer | None) -> Entry | None:
     fields = unpack_sealed(_ENTRY, key, raw)
-    if not fields:
-        return None
-    used, n_bytes, raw_bytes, n_tokens, pinned = fields
-    return Entry(used, n_bytes, raw_bytes, n_tokens, bool(pinned))
+    return Entry(*fields) if fields else None

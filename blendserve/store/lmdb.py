@@ -84,15 +84,14 @@ class LMDBStore(TxnStore):
 
     @contextmanager
     def _begin_read(self) -> Iterator[_LMDBTxn]:
-        self._refuse_closed()
+        self._refuse(self._closed, "is closed: open it again")
         with self._env.reading() as txn:
             yield _LMDBTxn(txn, self.path)
 
     @contextmanager
     def _begin_write(self, wait_s: float | None) -> Iterator[_LMDBTxn]:
-        self._refuse_closed()
-        if self.read_only:
-            raise StoreUnavailable(f"the KV store {self.path} is open for reading only")
+        self._refuse(self._closed, "is closed: open it again")
+        self._refuse(self.read_only, "is open for reading only")
         with self._env.writing(self._wait_s if wait_s is None else min(wait_s, self._wait_s)) as txn:
             yield _LMDBTxn(txn, self.path)
 
@@ -106,7 +105,7 @@ class LMDBStore(TxnStore):
     def _evict_ahead(self, n_bytes: int) -> None:
         """Evict that much. LMDB reuses the pages that a transaction freed only in the second one after it."""
         with self._write() as ledger:
-            victims = self._eviction.victims(ledger.oldest(), n_bytes)
+            victims = self._eviction.victims(ledger.oldest(b"", {}), n_bytes)
             if victims is None:
                 stored = ledger.totals().n_bytes
                 raise store_full(f"the file of the KV store {self.path}", stored, n_bytes, self.cap_bytes)
@@ -114,9 +113,9 @@ class LMDBStore(TxnStore):
         with self._write() as ledger:
             ledger.txn.put(FORMAT_KEY, format_record(FORMAT))  # a transaction that writes nothing is none
 
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise StoreUnavailable(f"the KV store {self.path} is closed: open it again")
+    def _refuse(self, is_refused: bool, why: str) -> None:
+        if is_refused:
+            raise StoreUnavailable(f"the KV store {self.path} {why}", path=self.path)
 
 
 class _LMDBTxn:
@@ -129,7 +128,7 @@ class _LMDBTxn:
     def get(self, name: bytes) -> memoryview | None:
         try:
             return self._txn.get(name)
-        except (lmdb.Error, OSError) as error:
+        except lmdb.Error as error:
             raise explained(error, self._path) from error
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:

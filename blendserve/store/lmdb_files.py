@@ -55,19 +55,17 @@ class Environment:
     """The open files of one store. Threads may share it."""
 
     def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
-        self.path = path
-        self._data = str(path / "data.mdb")
+        self.path, self._data = path, path / "data.mdb"
         self._pid, self._users = os.getpid(), 0
         self._one_writer = threading.Lock()
         self._writer_file = filelock.FileLock(path / "writer.lock", thread_local=False, poll_interval=0.01)
         with explaining(path):
-            self._lmdb = open_lmdb(path, map_size, read_only)
+            self._lmdb = _open_lmdb(path, map_size, read_only)
             try:
                 self.read_only = bool(self._lmdb.flags()["readonly"])
-                self._page_bytes = int(self._lmdb.stat()["psize"])
                 self._identity = _identity(self._data)
                 self._refuse_truncated()
-                check_format(self._lmdb, path, self.read_only)
+                _check_format(self._lmdb, path, self.read_only)
                 if not self.read_only:
                     self._lmdb.reader_check()  # the slot of a killed reader keeps freed pages from being reused
             except BaseException:
@@ -81,31 +79,29 @@ class Environment:
         Raises StoreUnavailable, StoreVersion.
         """
         with _lock:
-            env = next((env for env in _open if env.is_at(path)), None)
+            env = next((env for env in _open if _identity(path / "data.mdb") == env._identity), None)
             if env is None:
                 env = cls(path, map_size, read_only)
                 _open.append(env)
             elif env.read_only and not read_only:
-                raise StoreUnavailable(
-                    f"the KV store {path} is open for reading only in this process: close that first"
+                raise _unavailable(
+                    path,
+                    "is open for reading only in this process: close that store before you open it for writing",
                 )
             env.retain()
             return env
 
-    def is_at(self, path: Path) -> bool:
-        """Whether the files at `path` are the ones open here."""
-        return _identity(path / "data.mdb") == self._identity
-
     def retain(self) -> None:
         """Count one more user. Raises StoreUnavailable when closed, or inherited by a fork."""
         if os.getpid() != self._pid:  # closing what it inherited would end its parent's snapshots
-            raise StoreUnavailable(
-                f"the KV store {self.path} was open when this process was forked, and cannot be used here: "
-                "open it after the fork only, or start processes by spawn"
+            raise _unavailable(
+                self.path,
+                "was open when this process was forked, and cannot be used here: open it after the fork only, or start "
+                "processes by spawn",
             )
         with _lock:
             if self not in _open:
-                raise StoreUnavailable(f"the KV store {self.path} is closed: open it again")
+                raise _unavailable(self.path, "is closed: open it again")
             self._users += 1
 
     def release(self) -> None:
@@ -123,7 +119,11 @@ class Environment:
         try:
             with explaining(self.path):
                 self._refuse_truncated()
-                txn = self._begin_read()
+                try:
+                    txn = self._lmdb.begin(buffers=True)
+                except lmdb.ReadersFullError:
+                    self._lmdb.reader_check()  # killed readers leave their slots
+                    txn = self._lmdb.begin(buffers=True)
             try:
                 yield txn
             finally:
@@ -143,39 +143,29 @@ class Environment:
                 self._lmdb.reader_check()
                 with self._lmdb.begin(write=True, buffers=True) as txn:
                     yield txn
-                self._extend()
+                # LMDB does not write a page at the end that the same transaction allocated and freed again: extend the
+                # file, or it looks like one that was cut short.
+                size, needed = self._sizes()
+                if size < needed:
+                    os.truncate(self._data, needed)
         finally:
             self.release()
-
-    def _begin_read(self) -> LMDBTransaction:
-        try:
-            return self._lmdb.begin(buffers=True)
-        except lmdb.ReadersFullError:
-            self._lmdb.reader_check()  # killed readers leave their slots
-            return self._lmdb.begin(buffers=True)
 
     @contextmanager
     def _alone(self, wait_s: float) -> Iterator[None]:
         """Be the only writer of all threads and processes; LMDB's own lock has no timeout."""
-        busy = StoreUnavailable(
-            f"another writer has held the KV store {self.path} for {wait_s:g} s: wait for it or stop it",
-            path=self.path,
+        busy = _unavailable(
+            self.path, f"has had another writer for {wait_s:g} s: wait for that process, or stop it"
         )
         if not self._one_writer.acquire(timeout=wait_s):
             raise busy
         try:
             if _identity(self._data) != self._identity:
-                raise StoreUnavailable(
-                    f"the KV store {self.path} was removed or replaced: open it again", path=self.path
-                )
-            try:
-                self._writer_file.acquire(timeout=wait_s)
-            except filelock.Timeout:
-                raise busy from None
-            try:
+                raise _unavailable(self.path, "was removed or replaced: open it again")
+            with self._writer_file.acquire(timeout=wait_s):
                 yield
-            finally:
-                self._writer_file.release()
+        except filelock.Timeout:
+            raise busy from None
         finally:
             self._one_writer.release()
 
@@ -183,34 +173,20 @@ class Environment:
         """Raise StoreUnavailable for a file that was cut short: reading past its end would kill the process."""
         size, needed = self._sizes()
         if size < needed:
-            raise StoreUnavailable(
-                f"{self._data} was cut short, {size} bytes of {needed} are left: delete it and precompute again",
-                path=self.path,
+            raise _unavailable(
+                self.path,
+                f"was cut short, {size} bytes of {needed} are left: delete its data.mdb and precompute again",
             )
 
-    def _extend(self) -> None:
-        """Make the file as long as LMDB counts it.
-
-        LMDB does not write a page that the same transaction allocated and freed again. At the end of the file that looks
-        like a file that was cut short.
-        """
-        size, needed = self._sizes()
-        if size < needed:
-            os.truncate(self._data, needed)
-
     def _sizes(self) -> tuple[int, int]:
-        """Bytes of the file, and up to its last page; twice the latter for a file that was removed or replaced: the map
+        """Bytes of the file, and up to its last page. Of a file that was removed or replaced, twice the latter: the map
         still has its content."""
-        needed = (int(self._lmdb.info()["last_pgno"]) + 1) * self._page_bytes
-        try:
-            status = os.stat(self._data)  # after `needed`: another process extends the file before it commits
-        except FileNotFoundError:
-            return needed, needed
-        is_same = (status.st_dev, status.st_ino) == self._identity
-        return status.st_size if is_same else needed, needed
+        needed = (int(self._lmdb.info()["last_pgno"]) + 1) * int(self._lmdb.stat()["psize"])
+        size = os.stat(self._data).st_size if _identity(self._data) == self._identity else needed
+        return size, needed  # in this order: another process extends the file before it commits
 
 
-def _identity(data: Path | str) -> tuple[int, int] | None:
+def _identity(data: Path) -> tuple[int, int] | None:
     try:
         status = os.stat(data)
     except OSError:
@@ -218,28 +194,34 @@ def _identity(data: Path | str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+def _unavailable(path: Path, what: str) -> StoreUnavailable:
+    return StoreUnavailable(f"the KV store {path} {what}", path=path)
+
+
+_REASONS: dict[type[Exception], str] = {
+    lmdb.InvalidError: "has a data.mdb that is no LMDB file of a known version: move it, or set store.location",
+    lmdb.VersionMismatchError: "has a data.mdb of another LMDB version: move it, or set store.location",
+    lmdb.CorruptedError: "has a damaged file: move its data.mdb away, and precompute again",
+    lmdb.PageNotFoundError: "has a damaged file: move its data.mdb away, and precompute again",
+    lmdb.MapResizedError: "was enlarged by another process: open it again",
+    lmdb.ReadersFullError: f"has {MAX_READERS} open readers already: close some",
+}
+
+
 def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
     """The store's error for one of LMDB or of the system."""
-    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
         what = f"the file of the KV store {path} has no space left: raise store.cap_gb and open it again"
         return MapFull(what, setting="store.cap_gb", path=path)
-    if code in _DISK_FULL:
+    if _code(error) in _DISK_FULL:
         what = f"the KV store {path} could not be written in full ({error}): free some disk space"
         return StoreFull(what, path=path)
-    if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError):
-        what = (
-            f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.location"
-        )
-    elif isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError):
-        what = f"the file of the KV store {path} is damaged ({error}): move its data.mdb away, and precompute again"
-    elif isinstance(error, lmdb.MapResizedError):
-        what = f"the KV store {path} was enlarged by another process: open it again"
-    elif isinstance(error, lmdb.ReadersFullError):
-        what = f"the KV store {path} has {MAX_READERS} open readers already: close some"
-    else:
-        what = f"the KV store {path} cannot be used: {error}. Check that store.location is a writable folder"
-    return StoreUnavailable(what, path=path)
+    usual = f"cannot be used: {error}. Check that store.location is a writable folder"
+    return _unavailable(path, _REASONS.get(type(error), usual))
+
+
+def _code(error: lmdb.Error | OSError) -> int | None:
+    return error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
 
 
 @contextmanager
@@ -251,16 +233,27 @@ def explaining(path: Path) -> Iterator[None]:
         raise explained(error, path) from error
 
 
-def open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
-    """Open or create the files, with the largest map ever asked for; it is never resized while open."""
+def _open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
+    """Open or create the files, with the largest map ever asked for; it is never resized while open.
+
+    Opening for reading changes nothing. Where the lock file may not be written it takes no lock: then no writer
+    elsewhere knows of this reader, so its snapshot may change underneath it (and fail checksums).
+    """
+    exists = (path / "data.mdb").exists()
     if read_only:
-        if not (path / "data.mdb").exists():
-            raise _no_store(path)
-        return _open_for_reading(path)
+        if not exists:
+            raise _unavailable(path, "does not exist: precompute one, or set store.location")
+        readable = partial(lmdb.open, str(path), map_size=0, readonly=True, create=False)
+        try:
+            return readable(max_readers=MAX_READERS)
+        except (lmdb.Error, OSError) as error:
+            if _code(error) not in _NOT_PERMITTED:
+                raise
+            return readable(lock=False)
     path.mkdir(parents=True, exist_ok=True)
     # Without metasync a power cut may undo the last chunk, never damage the others; a kill undoes nothing.
     writable = partial(lmdb.open, str(path), max_readers=MAX_READERS, metasync=False)
-    if (path / "data.mdb").exists():
+    if exists:
         env = writable(map_size=0)  # as large as the file says
         if env.info()["map_size"] >= map_size:
             return env
@@ -268,41 +261,17 @@ def open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
     return writable(map_size=map_size)
 
 
-def _open_for_reading(path: Path) -> lmdb.Environment:
-    """Open without changing anything; without locks where the lock file may not be written.
-
-    Then no writer elsewhere knows of this reader, so its snapshot may change underneath it (and fail checksums).
-    """
-    readable = partial(lmdb.open, str(path), map_size=0, readonly=True, create=False)
-    try:
-        return readable(max_readers=MAX_READERS)
-    except (lmdb.Error, OSError) as error:
-        code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-        if code not in _NOT_PERMITTED:
-            raise
-        return readable(lock=False)
-
-
-def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
+def _check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
     """Write the format into a new store, or an older one's; refuse others, damaged ones and other programs' files."""
     empty = env.stat()["entries"] == 0
-    if empty and not read_only:
-        _write_format(env)
     with env.begin() as txn:
-        record = txn.get(FORMAT_KEY)
+        record = format_record(FORMAT) if empty and not read_only else txn.get(FORMAT_KEY)
     if record is None:
-        raise (
-            _no_store(path)
-            if empty
-            else StoreUnavailable(
-                f"{path} is an LMDB file of another program: set store.location to another folder", path=path
-            )
-        )
+        what = "is empty: precompute it" if empty else "is an LMDB file of another program"
+        raise _unavailable(path, f"{what}, or set store.location to another folder")
     version = int.from_bytes(record[len(_MAGIC) :][:2], "little")
     if record != format_record(version):
-        raise StoreUnavailable(
-            f"the KV store {path} has a damaged format record: delete it, precompute again", path=path
-        )
+        raise _unavailable(path, "has a damaged format record: delete it, precompute again")
     if not OLDEST_FORMAT <= version <= FORMAT:
         newer = "upgrade blendserve, or set store.location to another folder"
         remedy = newer if version > FORMAT else "delete it, and run `blendserve precompute`"
@@ -310,19 +279,9 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
             f"the KV store {path} has format {version}, this blendserve reads {OLDEST_FORMAT} to {FORMAT}: {remedy}",
             path=path,
         )
-    if version < FORMAT and not read_only:  # an older blendserve would not keep the totals
-        _write_format(env)
-
-
-def _no_store(path: Path) -> StoreUnavailable:
-    return StoreUnavailable(
-        f"there is no KV store at {path}: precompute one, or set store.location", path=path
-    )
-
-
-def _write_format(env: lmdb.Environment) -> None:
-    with env.begin(write=True) as txn:
-        txn.put(FORMAT_KEY, format_record(FORMAT))
+    if (empty or version < FORMAT) and not read_only:  # an older blendserve would not keep the totals
+        with env.begin(write=True) as txn:
+            txn.put(FORMAT_KEY, format_record(FORMAT))
 
 
 def format_record(version: int) -> bytes:

@@ -57,8 +57,7 @@ class MemoryStore(TxnStore):
             yield _DictTxn(data)
         finally:
             with self._lock:
-                if data is self._data:
-                    self._readers -= 1
+                self._readers -= data is self._data
 
     @contextmanager
     def _begin_write(self, wait_s: float | None) -> Iterator[_DictTxn]:
@@ -86,18 +85,15 @@ class _DictTxn:
         self._data[name] = bytes(value)
 
     def delete(self, name: bytes) -> bool:
-        before = self._data.pop(name, None)
-        self._before.append((name, before))
-        return before is not None
+        self._before.append((name, self._data.pop(name, None)))
+        return self._before[-1][1] is not None
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        for name in self._data.irange(prefix, prefix + PAST_NAMES):
-            yield name, self._data[name]
+        return ((name, self._data[name]) for name in self._data.irange(prefix, prefix + PAST_NAMES))
 
     def undo(self) -> None:
         """Undo all writes."""
         for name, value in reversed(self._before):
-            if value is None:
-                self._data.pop(name, None)
-            else:
+            self._data.pop(name, None)
+            if value is not None:
                 self._data[name] = value

@@ -31,7 +31,6 @@ class Eviction(Protocol):
 
     def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
         """Chunks of at least `needed` bytes together; None, which is StoreFull, if the candidates have fewer."""
-        ...
 
 
 class LRU:
@@ -59,11 +58,9 @@ class Admission(Protocol):
 
     def record_access(self, key: ChunkKey) -> None:
         """Count a look-up, hit or miss."""
-        ...
 
     def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Candidate], n_chunks: int) -> bool:
         """Whether to store the chunk in place of the victims. n_chunks: in the store now."""
-        ...
 
 
 class Always:
@@ -109,10 +106,9 @@ class TinyLFU:
             at = self._slots(key)
             if self._door[at].all():
                 counts = self._counts[self._rows, at]
-                raised = np.where(counts == counts.min(), np.minimum(counts + 1, self.TOP), counts)
-                self._counts[self._rows, at] = raised
-            else:
-                self._door[at] = True
+                is_lowest = (counts == counts.min()) & (counts < self.TOP)
+                self._counts[self._rows, at] = counts + is_lowest
+            self._door[at] = True
 
     def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Candidate], n_chunks: int) -> bool:
         with self._lock:
@@ -127,8 +123,7 @@ class TinyLFU:
             return int(self._counts[self._rows, at].min()) + int(self._door[at].all())
 
     def _slots(self, key: ChunkKey) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-        digest = xxhash.xxh3_128_digest(key, self._seed)
-        return np.frombuffer(digest, dtype=np.uint32) % self.WIDTH
+        return np.frombuffer(xxhash.xxh3_128_digest(key, self._seed), dtype=np.uint32) % self.WIDTH
 
 
 class Policies(NamedTuple):

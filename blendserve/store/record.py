@@ -205,13 +205,14 @@ def validate_kv(kv: ChunkKV) -> None:
             f"and {values.dtype} {tuple(values.shape)}"
         )
     if keys.dtype not in CODE_OF:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODE_OF)
-        raise StoreError(f"a chunk's KV is stored as {names}, not {keys.dtype}: convert it first")
+        raise StoreError(
+            f"a chunk's KV is stored as {', '.join(map(str, CODE_OF))}, not {keys.dtype}: convert it first"
+        )
     if keys.dim() != 4 or 0 in (keys.shape[0], keys.shape[1], keys.shape[3]):
         raise StoreError(f"a chunk's KV is [L, K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
     if len(kv.ids) not in (0, kv.n_tokens):
         raise StoreError(
-            f"a chunk of {kv.n_tokens} tokens has the ids of all of them or of none, not of {len(kv.ids)}"
+            f"a chunk of {kv.n_tokens} tokens has {len(kv.ids)} token ids: give all of them or none"
         )
 
 

@@ -115,9 +115,8 @@ class NearIndex:
         for table in self._tables:
             slots = table & _SLOT
             tables.append((table - slots + new[slots])[is_stored[slots]])
-        self._keys = [
-            key for key in self._keys if key is not None
-        ]  # a new list: `find` may be reading the old one
+        # a new list: `find` may be reading the old one
+        self._keys = [key for key in self._keys if key is not None]
         self._slots = {key: slot for slot, key in enumerate(self._keys) if key is not None}
         self._tables = tuple(tables)
 

@@ -21,15 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
-from blendserve.store.base import (
-    ChunkInfo,
-    KVStore,
-    Progress,
-    StoreStats,
-    VerifyReport,
-    make_stats,
-    store_full,
-)
+from blendserve.store.base import ChunkInfo, KVStore, Progress, StoreStats, VerifyReport, store_full
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, tables_hash
@@ -41,7 +33,6 @@ from blendserve.store.usage import Notes, UsageLog
 
 HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
 LEASE_WAIT_S = 1.0  # for other writers: computing a chunk twice is better than later
-NOTE_EVERY_S = 60.0
 
 _LAYER, _LEASE = struct.Struct(">H"), struct.Struct("<Q16s")
 
@@ -56,23 +47,19 @@ class TxnSnapshot:
 
     def __init__(self, txn: Txn, usage: UsageLog, trusted: bool) -> None:
         self.txn, self._usage, self._trusted = txn, usage, trusted
-        self._using = threading.Lock()
-        self._ended = False
+        self._using, self._ended = threading.Lock(), False
 
     def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
-        raw = self.raw(HEADER + key)
-        if raw is None:
-            if count:
-                self._usage.miss(key)
-            return None
-        report = partial(self._usage.report, key) if count else ignore
+        raw, report = self.raw(HEADER + key), partial(self._usage.count, key) if count else ignore
         try:
-            header = decode_header(key, raw)
+            header = None if raw is None else decode_header(key, raw)
         except CorruptRecord:
             report("corrupt")
             raise
         if count:
-            self._usage.hit(key)
+            self._usage.look_up(key, header is not None)
+        if header is None:
+            return None
         return ChunkRecord(key, header, lambda l: self.raw(segment_name(key, l)), report, self._trusted)
 
     def raw(self, name: bytes) -> Buffer | None:
@@ -94,9 +81,8 @@ class TxnStore(KVStore):
     def __init__(
         self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: Clock = time
     ) -> None:
-        self.cap_bytes = cap_bytes
+        self.cap_bytes, self._clock = cap_bytes, clock
         self._eviction, self._admission = eviction or Refuse(), admission or Always()
-        self._clock, self._noted = clock, clock.monotonic()
         self._usage = UsageLog(self._admission, clock)
         self._owner = secrets.token_bytes(16)  # of leases
         self.blobs = _Blobs(self)
@@ -119,7 +105,7 @@ class TxnStore(KVStore):
                 yield snapshot
             finally:
                 snapshot.end()
-        if self._clock.monotonic() - self._noted > NOTE_EVERY_S:
+        if self._usage.is_due():
             self._write_notes(wait_s=0.0)
 
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
@@ -148,7 +134,7 @@ class TxnStore(KVStore):
             for key in keys:
                 with suppress(CorruptRecord, StoreVersion):
                     if (raw := txn.get(HEADER + key)) is not None and (entry := ledger.entry(key)):
-                        found[key] = ChunkInfo.of(decode_header(key, raw), entry.pinned)
+                        found[key] = ChunkInfo.of(decode_header(key, raw), bool(entry.pinned))
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
@@ -201,23 +187,16 @@ class TxnStore(KVStore):
         tag = namespace_tag(namespace)
         with self._begin_read() as txn:
             ledger = Ledger(txn)
-            totals, counts, infos = ledger.totals(tag), ledger.counts(tag), list_blobs(txn)
-        return make_stats(self, totals, counts + self._usage.counts(tag), namespace, infos)
+            totals, counts = ledger.totals(tag), ledger.counts(tag)
+        counts.update(self._usage.counts(tag))
+        return self._make_stats(totals, counts, namespace)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        bad: list[tuple[str, str]] = []
         with self.snapshot() as snapshot:
             txn = snapshot.txn
-            keys = sorted(
-                {name[1:] for prefix in (HEADER, ENTRY) for name, _ in txn.scan(prefix)}
-                | {name[1 : -_LAYER.size] for name, _ in txn.scan(LAYER)}
-            )
-            for done, key in enumerate(keys, start=1):
-                if problem := _problem(snapshot, Ledger(txn), key):
-                    bad.append((key.hex(), problem))
-                if progress:
-                    progress(done, len(keys))
-        return VerifyReport(len(keys) - len(bad), tuple(bad), self.blobs.problems())
+            names = {name[1:] for prefix in (HEADER, ENTRY) for name, _ in txn.scan(prefix)}
+            names |= {name[1 : -_LAYER.size] for name, _ in txn.scan(LAYER)}
+            return self._check_all(names, partial(_problem, snapshot, Ledger(txn)), progress)
 
     # Inside
 
@@ -259,7 +238,7 @@ class TxnStore(KVStore):
 
     def _evict(self, ledger: Ledger, victims: Sequence[Candidate]) -> None:
         for victim in victims:
-            _drop(ledger, victim.key, traces=True)
+            _drop(ledger, victim.key, is_known=True)
         ledger.write(Notes(counts=Counter((victim.key[:TAG_BYTES], "evictions") for victim in victims)))
 
     @contextmanager
@@ -278,10 +257,9 @@ class TxnStore(KVStore):
 
     def _write_notes(self, wait_s: float) -> None:
         """Write the noted uses. If that fails, they are kept."""
-        self._noted = self._clock.monotonic()
         if self.read_only:
-            self._usage.restore(Notes(counts=self._usage.drain().counts))  # writers have uses of their own
-        elif self._usage:
+            self._usage.drop_uses()
+        elif self._usage.has_notes:
             with suppress(StoreError), self._write(wait_s):
                 pass
 
@@ -321,31 +299,27 @@ class _Blobs(BlobStore):
 
 
 def list_blobs(txn: Txn) -> list[BlobInfo]:
-    """The descriptions that are whole."""
+    """The undamaged descriptions."""
     bodies = ((name[1:], unseal(name[1:], raw)) for name, raw in txn.scan(ABOUT))
     return [BlobInfo.from_bytes(hash, body) for hash, body in bodies if body is not None]
 
 
 def _problem(snapshot: TxnSnapshot, ledger: Ledger, key: ChunkKey) -> str:
-    """What is wrong with a chunk, "" for a whole one. Needs no codec."""
-    try:
-        record = snapshot.get(key, count=False)
-        if record is None:
-            return "it has records, but no header"
-        for l in range(record.n_layers):
-            record.segment(l)
-    except StoreError as error:
-        return str(error)
+    """What is wrong with a chunk, "" for a whole one. Needs no codec. Raises StoreError for damage."""
+    record = snapshot.get(key, count=False)
+    if record is None:
+        return "it has records, but no header"
+    record.segments()
     if snapshot.raw(segment_name(key, record.n_layers)) is not None:
         return f"it has more layers than the {record.n_layers} of its header"
     return ledger.problem(record)
 
 
-def _drop(ledger: Ledger, key: ChunkKey, traces: bool = False) -> bool:
-    """Delete all records of a chunk, damaged or not -> whether it had a header. traces: the ledger named it."""
+def _drop(ledger: Ledger, key: ChunkKey, is_known: bool = False) -> bool:
+    """Delete all records of a chunk, damaged or not -> whether it had a header. is_known: the ledger named it."""
     had_header = ledger.txn.delete(HEADER + key)
     layers = [name for name, _ in ledger.txn.scan(LAYER + key)]
     for name in layers:
         ledger.txn.delete(name)
-    ledger.remove(key, traces or had_header or bool(layers))
+    ledger.remove(key, is_known or had_header or bool(layers))
     return had_header

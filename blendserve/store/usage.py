@@ -20,6 +20,7 @@ from blendserve.store.policies import Admission
 
 log = logging.getLogger(__name__)
 
+NOTE_EVERY_S = 60.0  # the notes of a store that only reads
 # Their order in a counters record.
 COUNTERS = ("hits", "misses", "corrupt", "evictions", "refused", "undecodable")
 
@@ -33,65 +34,65 @@ class Notes:
 
 
 class UsageLog:
-    """Notes of one store's uses. Safe to share between threads."""
+    """Notes of one store's uses. Threads may share it."""
 
     def __init__(self, admission: Admission, clock: Clock = time) -> None:
-        self._admission, self._time = admission, clock
+        self._admission, self._clock = admission, clock
         self._notes = Notes()
         self._logged: set[str] = set()
-        self._last = 0
+        self._last, self._written = 0, clock.monotonic()
         self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to write."""
-        return bool(self._notes.used or self._notes.counts)
 
     def now(self) -> int:
         """Nanoseconds since 1970, later than at every call before."""
         with self._lock:
             return self._tick()
 
-    def hit(self, key: ChunkKey) -> None:
+    def is_due(self) -> bool:
+        """Whether the last call that returned True, or the opening, is a minute ago: write the notes now."""
+        is_due = self._clock.monotonic() - self._written > NOTE_EVERY_S
+        if is_due:
+            self._written = self._clock.monotonic()
+        return is_due
+
+    def look_up(self, key: ChunkKey, found: bool) -> None:
+        """Note a hit or a miss."""
         self._admission.record_access(key)
         with self._lock:
-            self._notes.used[key] = self._tick()
-            self._notes.counts[key[:TAG_BYTES], "hits"] += 1
+            if found:
+                self._notes.used[key] = self._tick()
+            self._notes.counts[key[:TAG_BYTES], "hits" if found else "misses"] += 1
 
-    def miss(self, key: ChunkKey) -> None:
-        self._admission.record_access(key)
-        self.count(key, "misses")
-
-    def undecodable(self, key: ChunkKey, why: str) -> None:
-        """Turn a chunk's hit into a miss, as it cannot be decoded here. `why` is logged once."""
+    def count(self, key: ChunkKey, counter: str, why: str = "") -> None:
+        """Add 1 to a counter. "undecodable" turns the chunk's hit into a miss; `why` is logged once."""
         with self._lock:
-            tag = key[:TAG_BYTES]
-            self._notes.counts.update({(tag, "hits"): -1, (tag, "misses"): 1, (tag, "undecodable"): 1})
-            new = why not in self._logged
+            tag, is_new = key[:TAG_BYTES], bool(why) and why not in self._logged
+            self._notes.counts[tag, counter] += 1
+            if counter == "undecodable":
+                self._notes.counts.update({(tag, "hits"): -1, (tag, "misses"): 1})
             self._logged.add(why)
-        if new:
+        if is_new:
             log.warning("stored chunks count as missing: %s", why)
-
-    def report(self, key: ChunkKey, event: str, why: str = "") -> None:
-        """ChunkRecord.report of a chunk that counted as a hit."""
-        if event == "undecodable":
-            self.undecodable(key, why)
-        else:
-            self.count(key, event)
-
-    def count(self, key: ChunkKey, counter: str) -> None:
-        with self._lock:
-            self._notes.counts[key[:TAG_BYTES], counter] += 1
 
     def used(self) -> dict[ChunkKey, int]:
         """Last uses that are not written yet."""
         with self._lock:
             return dict(self._notes.used)
 
+    @property
+    def has_notes(self) -> bool:
+        return bool(self._notes.used or self._notes.counts)
+
     def drain(self) -> Notes:
         """Remove the notes, for the caller to write; `restore` them if that fails."""
         with self._lock:
             notes, self._notes = self._notes, Notes()
             return notes
+
+    def drop_uses(self) -> None:
+        """A store that is open for reading writes none; it keeps its counts for `stats`."""
+        with self._lock:
+            self._notes.used = {}
 
     def restore(self, notes: Notes) -> None:
         """Undo `drain`."""
@@ -108,5 +109,5 @@ class UsageLog:
         return total
 
     def _tick(self) -> int:
-        self._last = max(self._last + 1, self._time.time_ns())
+        self._last = max(self._last + 1, self._clock.time_ns())
         return self._last

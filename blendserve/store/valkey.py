@@ -30,7 +30,6 @@ from blendserve.store.base import (
     Snapshot,
     StoreStats,
     VerifyReport,
-    make_stats,
     store_full,
 )
 from blendserve.store.bounded import BoundedClient
@@ -38,9 +37,9 @@ from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import Totals
-from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
+from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
-from blendserve.store.usage import Notes, UsageLog
+from blendserve.store.usage import NOTE_EVERY_S, UsageLog
 from blendserve.store.valkey_client import Client, ValkeyPeer
 from blendserve.store.valkey_layout import (
     HEADER,
@@ -48,6 +47,7 @@ from blendserve.store.valkey_layout import (
     Accounts,
     Entry,
     Reserved,
+    Room,
     ServerBlobs,
     all_chunks,
     by_namespace,
@@ -63,10 +63,9 @@ from blendserve.store.valkey_layout import (
 )
 
 T = TypeVar("T")
-NOTE_EVERY_S = 60.0
-TRIES = 8  # to enter a chunk while other processes fill the quota
 SCAN_S = 600.0  # deadline for the names of all chunks
 GRACE_S = 60.0  # a younger entry may be of a chunk that is still being written
+NO_QUOTA = 1 << 62
 
 
 class ValkeyStore(KVStore):
@@ -93,10 +92,9 @@ class ValkeyStore(KVStore):
         self._clock, self._usage = clock, UsageLog(self._admission, clock)
         self.client = BoundedClient(ValkeyPeer(config), clock=clock)
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
-        self._noted, self._counted = clock.monotonic(), float("-inf")
-        self._closed = False
-        self._accounts = Accounts(self._ask, self._usage, cap_bytes)
-        self.blobs: ServerBlobs = ServerBlobs(self._ask, self._check, self._usage)
+        self._reconciled, self._closed = float("-inf"), False
+        self._accounts = Accounts(self._ask)
+        self.blobs: ServerBlobs = ServerBlobs(self._ask, self._change, self._usage.now)
 
     @classmethod
     def from_config(
@@ -128,15 +126,14 @@ class ValkeyStore(KVStore):
         for key, fields in zip(keys, hashes, strict=True):
             try:
                 if fields:
-                    found[key] = replace(checked(key, fields), report=partial(self._usage.report, key))
+                    found[key] = replace(checked(key, fields), report=partial(self._usage.count, key))
                 if count:
-                    (self._usage.hit if fields else self._usage.miss)(key)
+                    self._usage.look_up(key, bool(fields))
             except (CorruptRecord, StoreVersion) as error:
                 found[key] = unraised(error)
                 if count and isinstance(error, CorruptRecord):
                     self._usage.count(key, "corrupt")
-        if count and self._clock.monotonic() - self._noted > NOTE_EVERY_S:
-            self._noted = self._clock.monotonic()
+        if count and self._usage.is_due():
             threading.Thread(target=self._write_notes, daemon=True).start()  # no request waits for it
         return found
 
@@ -156,7 +153,7 @@ class ValkeyStore(KVStore):
         for key, raw, pinned in zip(asked, replies[::2], replies[1::2], strict=True):
             with suppress(CorruptRecord, StoreVersion):
                 if isinstance(raw, bytes):
-                    found[key] = replace(ChunkInfo.of(decode_header(key, raw), bool(pinned)), tier=REMOTE)
+                    found[key] = ChunkInfo.of(decode_header(key, raw), bool(pinned), REMOTE)
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
@@ -201,9 +198,8 @@ class ValkeyStore(KVStore):
         return len(present)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        has_room = self._accounts.room(key, n_bytes).others + n_bytes <= self.cap_bytes
         try:
-            return has_room or self._victims(key, n_bytes, pin=False) is not None
+            return self._is_worth_room(key, n_bytes)
         except StoreFull:
             return False
 
@@ -226,19 +222,21 @@ class ValkeyStore(KVStore):
             held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
         with suppress(StoreError):  # they expire
-            self._each(held, self._end_lease)
+            self._each(
+                held, lambda p, key: p.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
+            )
 
     # The whole
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """From the entries. Once a minute, those whose chunks the server has evicted are removed before."""
-        if self._clock.monotonic() - self._counted >= NOTE_EVERY_S:
+        if self._clock.monotonic() - self._reconciled >= NOTE_EVERY_S:
             self._remove_lost()
         totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
         for tag in self._accounts.tags(namespace):
             totals = Totals(*map(sum, zip(totals, self._accounts.totals(tag), strict=True)))
             counts.update(self._accounts.counts(tag))
-        return make_stats(self, totals, counts, namespace, self.blobs.list())
+        return self._make_stats(totals, counts, namespace)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Every chunk on the server is checked, entered or not; its entry is made what it should be.
@@ -246,18 +244,11 @@ class ValkeyStore(KVStore):
         Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
         """
         self._remove_lost()
-        entries = {
-            key: entry
-            for tag in self._accounts.tags(None)
-            for key, entry in self._accounts.entries(tag).items()
-        }
-        keys, bad = sorted(entries.keys() | self._ask(all_chunks, SCAN_S)), list[tuple[str, str]]()
-        for done, key in enumerate(keys, start=1):
-            if problem := self._problem(key, entries.get(key)):
-                bad.append((key.hex(), problem))
-            if progress:
-                progress(done, len(keys))
-        return VerifyReport(len(keys) - len(bad), tuple(bad), self.blobs.problems())
+        entries: dict[ChunkKey, Entry] = {}
+        for tag in self._accounts.tags(None):
+            entries |= self._accounts.entries(tag)
+        keys = entries.keys() | self._ask(all_chunks, SCAN_S)
+        return self._check_all(keys, lambda key: self._problem(key, entries.get(key)), progress)
 
     # Inside
 
@@ -273,36 +264,47 @@ class ValkeyStore(KVStore):
         self._check()
         return self.client.ask(job, seconds, reading)
 
+    def _change(self, job: Callable[[Client], T]) -> T:
+        self._check(writing=True)
+        return self._ask(job)
+
     def _each(self, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]) -> list[Any]:
         return self._ask(partial(run_each, keys=keys, command=command)) if keys else []
 
     def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reserved | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
-        victims: Sequence[Candidate] = ()
-        for _ in range(TRIES):
-            if reserved := self._accounts.enter(key, entry, pin, victims):
-                self._each([victim.key for victim in victims], lambda p, k: p.unlink(chunk_name(k)))
-                return reserved
-            chosen = self._victims(key, entry.n_bytes, pin)
-            if chosen is None:
+        reserve = partial(self._accounts.reserve, key, entry, pin, self._usage.now() // 1000, self.cap_bytes)
+        found = reserve()
+        if isinstance(found, Room):
+            if not self._is_worth_room(key, entry.n_bytes, pin):
                 return None
-            victims = chosen
-        raise StoreUnavailable(f"the quota on {self.config.server} is contended: other engines fill it, too")
+            found = reserve(evict=True)
+        if isinstance(found, Room):  # another engine has pinned the victims
+            raise self._full(found, entry.n_bytes)
+        self._each(found.evicted, lambda pipeline, victim: pipeline.unlink(chunk_name(victim)))
+        return found
 
-    def _victims(self, key: ChunkKey, n_bytes: int, pin: bool) -> Sequence[Candidate] | None:
-        """The chunks to evict; None if the new one is not worth them. Raises StoreFull."""
-        self._write_notes()  # uses in this process count
-        room = self._accounts.room(key, n_bytes)
-        victims = self._eviction.victims(room.oldest, room.others + n_bytes - self.cap_bytes)
+    def _is_worth_room(self, key: ChunkKey, n_bytes: int, pin: bool = False) -> bool:
+        """Whether a chunk may be stored in place of its victims. Raises StoreFull."""
+        room = self._accounts.room(key, n_bytes, self.cap_bytes)
+        if room.victims:
+            self._write_notes()  # uses in this process count
+            room = self._accounts.room(key, n_bytes, self.cap_bytes)
+        victims = self._eviction.victims(room.victims, room.others + n_bytes - self.cap_bytes)
         if victims is None:
-            raise store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
-        if pin or room.is_known or self._admission.admits(key, n_bytes, victims, room.n_chunks):
-            return victims
+            raise self._full(room, n_bytes)
+        if not victims or pin or room.is_known:
+            return True
+        if self._admission.admits(key, n_bytes, victims, room.n_chunks):
+            return True
         self._usage.count(key, "refused")
-        return None
+        return False
+
+    def _full(self, room: Room, n_bytes: int) -> StoreFull:
+        return store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
 
     def _write(self, client: Client, record: ChunkRecord, reserved: Reserved) -> None:
-        """In place of the chunk before; this process's lease on it ends."""
+        """In place of the chunk before; the lease on it ends."""
         name, key = chunk_name(record.key), record.key
         fields: dict[bytes, Buffer] = {HEADER: record.header_bytes()}
         fields |= {segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())}
@@ -311,18 +313,14 @@ class ValkeyStore(KVStore):
         (persist if reserved.pinned else expire)(pipeline, key)
         if surplus := [segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
             pipeline.hdel(name, *surplus)
-        if key in self._leased:
-            self._end_lease(pipeline, key)
+        pipeline.unlink(lease_name(key))
         pipeline.execute()
         with self._lock:
             self._leased.discard(key)
 
-    def _end_lease(self, pipeline: Client, key: ChunkKey) -> None:
-        pipeline.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
-
     def _remove_lost(self) -> None:
         """Remove the entries whose chunks the server has evicted, or that no process ever wrote."""
-        self._counted = self._clock.monotonic()
+        self._reconciled = self._clock.monotonic()
         if self.read_only:
             return
         settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
@@ -331,34 +329,28 @@ class ValkeyStore(KVStore):
                 self._accounts.remove(set(some) - self.contains(some), settled)
 
     def _write_notes(self) -> None:
-        """Write what was noted of uses. If that fails, the notes are kept."""
-        if not self._usage:
-            return
-        notes = self._usage.drain()
+        """Write the noted uses. If that fails, they are kept."""
         if self.read_only:
-            self._usage.restore(Notes(counts=notes.counts))  # writers have uses of their own
-            return
-
-        try:
-            free = self._accounts.touch("use", {key: used // 1000 for key, used in notes.used.items()})
-            self._accounts.count(notes.counts)
-            self._each(free, expire)
-        except StoreError:
-            self._usage.restore(notes)
+            self._usage.drop_uses()
+        elif self._usage.has_notes:
+            notes = self._usage.drain()
+            try:
+                free = self._accounts.touch("use", {key: used // 1000 for key, used in notes.used.items()})
+                self._accounts.count(notes.counts)
+                self._each(free, expire)
+            except StoreError:
+                self._usage.restore(notes)
 
     def _problem(self, key: ChunkKey, entry: Entry | None) -> str:
         """What is wrong with a chunk, "" for a whole one. Needs no codec. Corrects a wrong entry."""
         fields = self._ask(partial(read_fields, keys=[key]))[0]
-        try:
-            record = checked(key, fields)
-        except StoreError as error:
-            return str(error)
+        record = checked(key, fields)
         if len(fields) > record.n_layers + 1:
             return f"it has more layers than the {record.n_layers} of its header"
-        is_right = entry == Entry.of(record)
-        if not is_right and not self.read_only:
-            self._accounts.enter(key, Entry.of(record), pin=False, quota=1 << 62)
-        return "" if is_right or entry is None or not self.read_only else "its entry is of another size"
+        stored = Entry.of(record)
+        if entry != stored and not self.read_only:
+            self._accounts.reserve(key, stored, False, self._usage.now() // 1000, NO_QUOTA)
+        return "its entry is of another size" if self.read_only and entry not in (None, stored) else ""
 
 
 class _Records:

@@ -68,10 +68,8 @@ class ValkeyPeer:
     def timeout_reason(self) -> str:
         """Why an answer that did not come opens the breaker; the text follows the server's name."""
         tls = "; it was asked over TLS: if it speaks none, its url begins with valkey://"
-        return (
-            f"does not answer within {self.deadline_s:g} s: check it, or raise deadline_s {HINT}"
-            f"{tls if self._config.tls else ''}"
-        )
+        why = f"does not answer within {self.deadline_s:g} s: check it, or raise deadline_s {HINT}"
+        return why + tls * self._config.tls
 
     def explain(self, error: Exception) -> StoreError | str:
         """Our error for one of valkey-py's; a text that follows the server's name if the error opens the breaker."""
@@ -97,9 +95,7 @@ class ValkeyPeer:
         if isinstance(error, lib.exceptions.ClusterError | lib.exceptions.ValkeyClusterException):
             return f"is a cluster that does not serve now ({text})"
         if isinstance(error, lib.ConnectionError | OSError):
-            return (
-                f"cannot be reached ({text.rstrip('.')}): start it, or correct its location in the settings"
-            )
+            return f"cannot be reached ({text}): start it, or correct its location in the settings"
         if isinstance(error, lib.ResponseError):
             return StoreUnavailable(f"{self.server} refuses: {text}")
         return f"sends what is no answer ({type(error).__name__}: {text})"
@@ -109,16 +105,12 @@ class ValkeyPeer:
         config, password = self._config, os.environ.get(PASSWORD)
         if config.secret_file:
             password = read_file(config.secret_file, "secret_file").strip()
-        options = {
-            "username": config.username or None,
-            "password": password or None,
-            "socket_timeout": config.deadline_s,
-        }
-        if config.tls and config.ca_file:
-            read_file(config.ca_file, "ca_file")
-        return options | (
-            {"ssl": True, "ssl_ca_certs": config.ca_file and str(config.ca_file)} if config.tls else {}
-        )
+        options: dict[str, Any] = {"username": config.username or None, "password": password or None}
+        if config.tls:
+            options |= {"ssl": True, "ssl_ca_certs": config.ca_file and str(config.ca_file)}
+            if config.ca_file:
+                read_file(config.ca_file, "ca_file")  # valkey-py does not say which file it cannot read
+        return options | {"socket_timeout": config.deadline_s}
 
     def _is_cluster(self, client: Client) -> bool:
         """Raises PeerUnusable for another server or version."""

@@ -11,8 +11,8 @@
     blendserve:tables            hash     hash of a blob -> its description (blobs.py)
     blendserve:tables:HASH       string   the blob
 
-KEY, TAG and HASH are in hex. In a cluster the part in braces chooses the slot: a namespace's accounting lies together, so
-that one script changes it, and chunks spread.
+KEY, TAG and HASH are in hex. In a cluster the part in braces chooses the slot: the accounting of a namespace is in one
+slot, so that one script changes it, and chunks spread.
 """
 
 from __future__ import annotations
@@ -29,20 +29,12 @@ from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import Totals
 from blendserve.store.policies import Candidate
 from blendserve.store.record import ChunkRecord, check_segment, decode_header
-from blendserve.store.usage import UsageLog
 from blendserve.store.valkey_client import Client
 
 PREFIX = b"blendserve:"
 CHUNK, NAMESPACES, BLOBS = PREFIX + b"chunk:", PREFIX + b"namespaces", PREFIX + b"tables"
 HEADER = b"h"
-ACCOUNTS = (
-    "entries",
-    "used",
-    "pins",
-    "bytes",
-    "counts",
-)  # of a namespace; the KEYS of all scripts but RELEASE
-
+ACCOUNTS = "entries", "used", "pins", "bytes", "counts"  # KEYS of all scripts but RELEASE
 BATCH = 1000  # keys in one command
 EXPIRES_S = 30 * 86_400  # of an unpinned chunk, after its last use: volatile-lru evicts only keys that expire
 
@@ -54,8 +46,7 @@ local function size(key)
     local entry = redis.call('HGET', entries, key)
     return entry and tonumber(string.match(entry, '^%d+')) or 0
 end
-local function others(key) return tonumber(redis.call('GET', bytes) or '0') - size(key) end
-local function evictable(key, spare) return key ~= spare and redis.call('SISMEMBER', pins, key) == 0 end
+local function is_pinned(key) return redis.call('SISMEMBER', pins, key) == 1 end
 local function remove(key)
     redis.call('DECRBY', bytes, size(key))  -- -0 is no integer to Redis
     redis.call('HDEL', entries, key)
@@ -63,43 +54,31 @@ local function remove(key)
     redis.call('SREM', pins, key)
 end
 """
-# key, n_bytes, quota -> bytes of the other chunks, number of chunks, whether the key is known, then key, bytes, ... of
-# the least recently used chunks that make room
-ROOM = (
-    _START
-    + """
-local key, total = ARGV[1], others(ARGV[1])
-local told = {total, redis.call('HLEN', entries), redis.call('HEXISTS', entries, key)}
-local lacking, at = total + tonumber(ARGV[2]) - tonumber(ARGV[3]), 0
-while lacking > 0 do
-    local page = redis.call('ZRANGE', used, at, at + 63)
-    if #page == 0 then break end
-    for _, old in ipairs(page) do
-        if evictable(old, key) then
-            told[#told + 1], told[#told + 2] = old, size(old)
-            lacking = lacking - size(old)
-        end
-    end
-    at = at + 64
-end
-return told
-"""
-)
-# key, n_bytes, quota, entry, now, pin, victims ... -> layers before (-1: none), whether it is pinned; nothing where the
-# chunk exceeds the quota. Enters the chunk in place of the victims.
+# key, n_bytes, quota, entry, now, pin, evict. Victims are the least recently used unpinned chunks that make room.
+# Enters the chunk in their place -> 1, layers of the chunk that it replaces (-1: none), whether it is pinned, victims.
+# If there are too few, or some and evict is 0, or the entry is empty, nothing changes -> 0, bytes of the other chunks,
+# number of chunks, whether the key has an entry, bytes of the victims, victims.
 RESERVE = (
     _START
     + """
 local key, n = ARGV[1], tonumber(ARGV[2])
 local before = redis.call('HGET', entries, key)
-local lacking, victims = others(key) + n - tonumber(ARGV[3]), {}
-for i = 7, #ARGV do
-    if evictable(ARGV[i], key) then
-        victims[#victims + 1] = ARGV[i]
-        lacking = lacking - size(ARGV[i])
+local others = tonumber(redis.call('GET', bytes) or '0') - size(key)
+local lacking, at, victims, sizes = others + n - tonumber(ARGV[3]), 0, {}, {}
+while lacking > 0 do
+    local page = redis.call('ZRANGE', used, at, at + 63)
+    if #page == 0 then break end
+    for _, old in ipairs(page) do
+        if lacking > 0 and old ~= key and not is_pinned(old) then
+            victims[#victims + 1], sizes[#sizes + 1] = old, size(old)
+            lacking = lacking - size(old)
+        end
     end
+    at = at + 64
 end
-if lacking > 0 then return {} end
+if lacking > 0 or (#victims > 0 and ARGV[7] == '0') or ARGV[4] == '' then
+    return {0, others, redis.call('HLEN', entries), before and 1 or 0, sizes, victims}
+end
 for _, victim in ipairs(victims) do
     remove(victim)
     redis.call('HINCRBY', counts, 'evictions', 1)
@@ -108,7 +87,7 @@ if ARGV[6] == '1' then redis.call('SADD', pins, key) end
 redis.call('INCRBY', bytes, n - size(key))
 redis.call('HSET', entries, key, ARGV[4])
 redis.call('ZADD', used, ARGV[5], key)
-return {before and tonumber(string.match(before, '%d+$')) or -1, redis.call('SISMEMBER', pins, key)}
+return {1, before and tonumber(string.match(before, '%d+$')) or -1, is_pinned(key) and 1 or 0, victims}
 """
 )
 # "use", "pin" or "unpin", then key, when, ... -> the unpinned ones, which may expire
@@ -124,7 +103,7 @@ for i = 2, #ARGV, 2 do
         elseif tonumber(ARGV[i + 1]) > tonumber(redis.call('ZSCORE', used, key) or '0') then
             redis.call('ZADD', used, ARGV[i + 1], key)  -- another process may have written a later use
         end
-        if evictable(key) then free[#free + 1] = key end
+        if not is_pinned(key) then free[#free + 1] = key end
     end
 end
 return free
@@ -157,20 +136,21 @@ class Entry(NamedTuple):
         return cls(record.n_bytes, record.raw_bytes, record.n_tokens, record.n_layers)
 
 
-class Room(NamedTuple):
-    """What a chunk that is to be stored finds in its namespace."""
-
-    others: int  # bytes of all other chunks
-    n_chunks: int
-    is_known: bool  # whether it replaces a chunk
-    oldest: list[Candidate]  # unpinned chunks that make room, least recently used first
-
-
 class Reserved(NamedTuple):
-    """A chunk that was entered."""
+    """A chunk was entered."""
 
     layers_before: int  # of the chunk that it replaces; -1 for a new one
     pinned: int
+    evicted: list[ChunkKey]  # their entries are removed
+
+
+class Room(NamedTuple):
+    """A chunk was not entered."""
+
+    others: int  # bytes of all other chunks of the namespace
+    n_chunks: int
+    is_known: int  # whether it would replace a chunk
+    victims: list[Candidate]
 
 
 def chunk_name(key: ChunkKey) -> bytes:
@@ -203,22 +183,8 @@ def by_namespace(keys: Iterable[ChunkKey]) -> Iterator[tuple[bytes, list[ChunkKe
             yield tag, some[at : at + BATCH]
 
 
-def read_fields(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
-    """The hash of each chunk, {} for an absent one; one round trip.
-
-    Raises what valkey-py does; TypeError for a reply that was damaged into one of another type.
-    """
-    pipeline = client.pipeline(transaction=False)
-    for key in keys:
-        pipeline.hgetall(chunk_name(key))
-    found: list[Fields] = pipeline.execute()
-    if not all(isinstance(part, bytes) for fields in found for pair in fields.items() for part in pair):
-        raise TypeError("a hash holds values that are not bytes")
-    return found
-
-
 def run_each(
-    client: Client, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]
+    client: Client, keys: Iterable[ChunkKey], command: Callable[[Client, ChunkKey], object]
 ) -> list[Any]:
     """The replies to a command for each key, in one round trip."""
     pipeline = client.pipeline(transaction=False)
@@ -226,6 +192,17 @@ def run_each(
         command(pipeline, key)
     replies: list[Any] = pipeline.execute()
     return replies
+
+
+def read_fields(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
+    """The hash of each chunk, {} for an absent one; one round trip.
+
+    Raises what valkey-py does; TypeError for a reply that was damaged into one of another type.
+    """
+    found: list[Fields] = run_each(client, keys, lambda pipeline, key: pipeline.hgetall(chunk_name(key)))
+    if not all(isinstance(part, bytes) for fields in found for pair in fields.items() for part in pair):
+        raise TypeError("a hash holds values that are not bytes")
+    return found
 
 
 def checked(key: ChunkKey, fields: Fields) -> ChunkRecord:
@@ -239,8 +216,8 @@ def checked(key: ChunkKey, fields: Fields) -> ChunkRecord:
 
 
 def all_chunks(client: Client) -> set[ChunkKey]:
-    """The keys of all chunks on the server, entered or not."""
-    names = (name.removeprefix(CHUNK) for name in client.scan_iter(match=CHUNK + b"*", count=1000))
+    """The keys of all chunks on the server, with or without entries."""
+    names = (name.removeprefix(CHUNK) for name in client.scan_iter(match=CHUNK + b"*", count=BATCH))
     return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
 
 
@@ -257,13 +234,16 @@ def expire(pipeline: Client, key: ChunkKey) -> None:
 class Accounts:
     """The accounting of all namespaces. Methods raise StoreUnavailable; writing ones also StoreFull."""
 
-    def __init__(self, ask: Callable[..., Any], usage: UsageLog, quota: int) -> None:
-        """ask: ValkeyStore's. quota: bytes of a namespace."""
-        self._ask, self._usage, self._quota = ask, usage, quota
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        """ask: runs a job with the client (ValkeyStore)."""
+        self._ask = ask
 
     def _script(self, script: str, tag: bytes, *args: Any) -> list[Any]:
         names = [namespace_name(tag, what) for what in ACCOUNTS]
         return list(self._ask(lambda client: client.eval(script, len(names), *names, *args)))
+
+    def _members(self, command: str, tag: bytes, what: str) -> Any:
+        return self._ask(lambda client: getattr(client, command)(namespace_name(tag, what)))
 
     def tags(self, namespace: str | None) -> list[bytes]:
         """The tag of a namespace, or of all that ever stored anything."""
@@ -272,30 +252,23 @@ class Accounts:
         return sorted(self._ask(lambda client: client.smembers(NAMESPACES)))
 
     def entries(self, tag: bytes) -> dict[ChunkKey, Entry]:
-        found = self._ask(lambda client: client.hgetall(namespace_name(tag, "entries")))
+        found = self._members("hgetall", tag, "entries")
         return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
 
-    def enter(
-        self,
-        key: ChunkKey,
-        entry: Entry,
-        pin: bool,
-        victims: Iterable[Candidate] = (),
-        quota: int | None = None,
-    ) -> Reserved | None:
-        """Enter a chunk in place of the victims; None if it exceeds the quota, by default the cap."""
-        tag, text = key[:TAG_BYTES], b" ".join(b"%d" % part for part in entry)
-        quota = self._quota if quota is None else quota
-        self._ask(lambda client: client.sadd(NAMESPACES, tag))
-        args = key, entry.n_bytes, quota, text, self._usage.now() // 1000, int(pin)
-        reserved = self._script(RESERVE, tag, *args, *(victim.key for victim in victims))
-        return Reserved(*map(int, reserved)) if reserved else None
+    def reserve(
+        self, key: ChunkKey, entry: Entry, pin: bool, now: int, quota: int, evict: bool = False
+    ) -> Reserved | Room:
+        """Enter a chunk if it fits, and if `evict` in place of others. now: microseconds."""
+        self._ask(lambda client: client.sadd(NAMESPACES, key[:TAG_BYTES]))
+        text = b"%d %d %d %d" % entry
+        is_entered, *reply = self._script(
+            RESERVE, key[:TAG_BYTES], key, entry.n_bytes, quota, text, now, int(pin), int(evict)
+        )
+        return Reserved(*reply) if is_entered else _room(reply)
 
-    def room(self, key: ChunkKey, n_bytes: int) -> Room:
-        found = self._script(ROOM, key[:TAG_BYTES], key, n_bytes, self._quota)
-        oldest = [Candidate(k, n) for k, n in zip(found[3::2], found[4::2], strict=True)]
-        others, n_chunks, is_known = map(int, found[:3])
-        return Room(others, n_chunks, bool(is_known), oldest)
+    def room(self, key: ChunkKey, n_bytes: int, quota: int) -> Room:
+        """What a chunk would find; changes nothing."""
+        return _room(self._script(RESERVE, key[:TAG_BYTES], key, n_bytes, quota, b"", 0, 0, 0)[1:])
 
     def touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
         """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""
@@ -311,14 +284,13 @@ class Accounts:
 
     def totals(self, tag: bytes) -> Totals:
         """Sums over a namespace's entries."""
-        pins = set(self._ask(lambda client: client.smembers(namespace_name(tag, "pins"))))
+        pins = set(self._members("smembers", tag, "pins"))
         parts = ((1, e.n_tokens, e.n_bytes, e.raw_bytes, key in pins) for key, e in self.entries(tag).items())
         return Totals(*map(sum, zip(Totals(), *parts, strict=True)))
 
     def counts(self, tag: bytes) -> dict[str, int]:
         """A namespace's counters."""
-        found = self._ask(lambda client: client.hgetall(namespace_name(tag, "counts")))
-        return {name.decode(): int(n) for name, n in found.items()}
+        return {name.decode(): int(n) for name, n in self._members("hgetall", tag, "counts").items()}
 
     def count(self, counts: Mapping[tuple[bytes, str], int]) -> None:
         """Add to counters, by (tag, counter)."""
@@ -334,12 +306,17 @@ class Accounts:
         self._ask(job)
 
 
+def _room(reply: list[Any]) -> Room:
+    others, n_chunks, is_known, sizes, victims = reply
+    return Room(others, n_chunks, is_known, list(map(Candidate, victims, sizes)))
+
+
 class ServerBlobs(BlobStore):
     """The blobs on a server."""
 
-    def __init__(self, ask: Callable[..., Any], check: Callable[..., None], usage: UsageLog) -> None:
-        """ask, check: ValkeyStore's."""
-        self._ask, self._check, self._usage = ask, check, usage
+    def __init__(self, ask: Callable[..., Any], write: Callable[..., Any], now: Callable[[], int]) -> None:
+        """ask, write: run a job with the client; write refuses one on a read-only store (ValkeyStore)."""
+        self._ask, self._write, self._now = ask, write, now
 
     def list(self) -> Sequence[BlobInfo]:
         found: dict[bytes, bytes] = self._ask(lambda client: client.hgetall(BLOBS))
@@ -357,22 +334,13 @@ class ServerBlobs(BlobStore):
         return None if raw is None else check_blob(hash, raw)
 
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        self._check(writing=True)
         hash = tables_hash(raw)
+        info = BlobInfo(hash, kind, owner, len(raw), self._now() if current else 0)
         check_room(self.list(), hash, len(raw))
-        info = BlobInfo(hash, kind, owner, len(raw), self._usage.now() if current else 0)
-
-        def job(client: Client) -> None:
-            client.set(blob_name(hash), raw)
-            client.hset(BLOBS, hash, info.to_bytes())
-
-        self._ask(job)
+        self._write(
+            lambda client: (client.set(blob_name(hash), raw), client.hset(BLOBS, hash, info.to_bytes()))
+        )
         return hash
 
     def delete(self, hash: bytes) -> bool:
-        self._check(writing=True)
-
-        def job(client: Client) -> bool:
-            return bool(client.unlink(blob_name(hash)) + client.hdel(BLOBS, hash))
-
-        return bool(self._ask(job))
+        return bool(self._write(lambda client: client.unlink(blob_name(hash)) + client.hdel(BLOBS, hash)))

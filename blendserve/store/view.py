@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +24,7 @@ class ChunkView:
     raw_bytes: int  # of keys and values over all layers, as `layer` returns them
     version: Hashable  # equal only for views of the same bytes
     read: Callable[[int], Pair]
+    in_memory: bool = False  # decoded already: `layer` costs nothing
 
     def layer(self, l: int) -> Pair:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
@@ -44,9 +45,8 @@ class TensorView(ChunkView):
 
     def __init__(self, kv: ChunkKV) -> None:
         n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes
-        super().__init__(
-            n_layers, kv.n_tokens, n_bytes, n_bytes, object(), lambda l: (kv.keys[l], kv.values[l])
-        )
+        read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
+        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True)
 
 
 class RecordView(ChunkView):
@@ -62,12 +62,11 @@ class RecordView(ChunkView):
 
 
 class _RecordDecoder:
-    """Decodes the layers of a record, in order if its codec needs that."""
+    """Decodes the layers of a record, in order if its codec needs that. Apart from the view: no reference cycle."""
 
     def __init__(self, record: ChunkRecord, codec: Codec) -> None:
         self._record, self._codec = record, codec
-        self._decoder = codec.decoder(record.shape)
-        self._next = 0  # layers are decoded up to here
+        self._decoder, self._next = codec.decoder(record.shape), 0  # layers are decoded up to here
         self._decoding = threading.Lock()
         self._ahead: dict[int, Pair] = {}  # decoded layers that `layer` has not returned yet
 
@@ -92,15 +91,14 @@ class _RecordDecoder:
         if l < self._next:
             self._restart()
         try:
-            for below in range(self._next, l):
-                self._decode(below)
-                self._next = below + 1
-            pair = self._decode(l)
+            while True:
+                pair = self._decode(self._next)
+                self._next += 1
+                if self._next > l:
+                    return pair
         except BaseException:
             self._restart()  # a decoder that failed half-way cannot go on
             raise
-        self._next = l + 1
-        return pair
 
     def _decode(self, l: int) -> Pair:
         segment = self._record.segment(l)
@@ -124,11 +122,7 @@ def open_view(record: ChunkRecord, tables: Tables) -> RecordView | Miss:
 
 
 def decode(record: ChunkRecord, tables: Tables = lambda hash: None) -> ChunkKV:
-    """All layers. Raises CorruptRecord, Undecodable."""
-    return replace(whole(RecordView(record, tables)), ids=record.token_ids)
-
-
-def whole(view: ChunkView) -> ChunkKV:
-    """A copy of all layers. Raises CorruptRecord."""
+    """A copy of all layers. Raises CorruptRecord, Undecodable."""
+    view = RecordView(record, tables)
     keys, values = zip(*(view.layer(l) for l in range(view.n_layers)), strict=True)
-    return ChunkKV(torch.stack(keys), torch.stack(values))
+    return ChunkKV(torch.stack(keys), torch.stack(values), ids=record.token_ids)

@@ -107,28 +107,36 @@ def test_one_row_is_selected_or_an_error() -> None:
             select(result, column, where)
 
 
-def groups(log: SampleLog, names: str, ran: list[str]) -> Iterator[Group]:
+def groups(names: str, ran: list[str]) -> Iterator[Group]:
+    """The point of a name is measured by each run of it; "!" is a kill."""
+
+    def run(name: str) -> dict[str, float]:
+        ran.append(name)
+        if name == "!":
+            raise KeyboardInterrupt
+        return {"ttft_s": 1.0}
+
     for name in names:
-        if not log.done({"point": name}):
-            ran.append(name)
-            yield Group(
-                {"point": name}, [Case({"case": "x"}, lambda: {"ttft_s": 1.0})], lambda: {"fact": len(ran)}
-            )
+        yield Group({"point": name}, [Case({"case": "x"}, partial(run, name))], lambda: {"fact": len(ran)})
 
 
-def test_a_killed_run_goes_on_after_its_last_whole_group(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_after_its_last_whole_group(tmp_path: Path) -> None:
     file, ran = tmp_path / "new" / "toy.jsonl", list[str]()
     log = SampleLog(HEADER, file)
     log.note(model="M")
-    measure(groups(log, "ab", ran), 2, log)
-    with file.open("a") as out:
-        out.write('{"group": {"point": "c"}, "sam')  # the kill
+    with pytest.raises(KeyboardInterrupt):
+        measure(groups("ab!", ran), 1, log)
+    assert not file.exists()
+    with file.with_name("toy.jsonl.part").open("a") as out:
+        out.write('{"group": {"point": "c"}, "sam')
     again = SampleLog(HEADER, file)
-    measure(groups(again, "abcd", ran), 2, again)
-    assert ran == list("abcd")
-    assert again.result == read_result(file)
+    assert not again.is_complete
+    measure(groups("abcd", ran), 1, again)
+    assert "".join(ran) == "aabb!ccdd"  # with warm-up rounds
+    assert again.result == read_result(file) == SampleLog(HEADER, file).result
+    assert SampleLog(HEADER, file).is_complete
     assert again.result["environment"]["model"] == "M"
-    assert [group["facts"] for group in again.groups] == [{"fact": n} for n in (1, 2, 3, 4)]
+    assert [group["facts"] for group in again.groups] == [{"fact": n} for n in (2, 4, 7, 9)]
     with pytest.raises(InputError):
         SampleLog({**HEADER, "config": {"repeats": 4}}, file)
     file.write_text("{}\nnonsense\n")

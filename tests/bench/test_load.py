@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.cpu_contention import BusyProcesses, one_core
 from benchmarks.startup import run_process
-from benchmarks.support.proxy import GBIT, LinkConditions, Proxy, ProxyProcess, changing, constant, network
+from benchmarks.support.proxy import GBIT, LinkConditions, Proxy, ProxyProcess, changing, network, rate_at
 from benchmarks.support.worker import ROOT, WorkerProcess
 from blendserve.errors import InputError
 from tests.support.waiting import eventually
@@ -58,7 +58,7 @@ def test_busy_processes_compute_and_end() -> None:
         busy.set(2)
         started = children() - before
         assert len(started) == 2
-        assert all(os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0) for pid in started)
+        assert all(os.getsid(pid) == os.getsid(0) for pid in started)
         eventually(lambda: all(int(stat(pid)[11]) for pid in started))  # ticks of CPU time
         busy.processes[0].kill()
         busy.processes[0].wait()
@@ -68,7 +68,6 @@ def test_busy_processes_compute_and_end() -> None:
     assert children() == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's death is Linux's")
 def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
     command, pipe = [sys.executable, "-c", HANGS], subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -179,6 +178,6 @@ def test_a_rate_is_that_of_all_connections_together() -> None:
 
 
 def test_a_trace_is_its_steps_and_follows_from_the_seed() -> None:
-    assert [changing(0)["down"].rate(at) / GBIT for at in (0.0, 0.049, 0.051, 1e9)] == [3, 3, 0.1, 0.1]
-    assert constant(0.5).rate(7.0) == 0.5 * GBIT
+    down = changing(0)["down"]
+    assert [rate_at(down, at) / GBIT for at in (0.0, 0.049, 0.051, 1e9)] == [3, 3, 0.1, 0.1]
     assert changing(1) == changing(1) != changing(2)

@@ -60,7 +60,7 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     known: dict[str, Result] = {}
 
     def result(name: str) -> Result:
-        if name == "benchmarks.network" and binary() is None:
+        if name in ("benchmarks.network", "benchmarks.sharing") and binary() is None:
             pytest.skip("there is no valkey-server here")
         if name == "benchmarks.embedding":
             pytest.importorskip("sentence_transformers")
@@ -154,7 +154,6 @@ def test_stores_count_bytes_and_codecs_every_byte(run: Run) -> None:
     raw, int8 = (metrics(codec, of="size", codec=word) for word in ("raw", "int8"))
     assert raw["compression"] < 1 < int8["compression"]
     assert raw["bytes_per_token"] > codec["environment"]["kv_bytes_per_token"]
-    assert int8["with_tables_1000"] == int8["bytes_per_token"]
 
 
 def test_near_counts_what_an_edit_costs(run: Run) -> None:
@@ -169,7 +168,6 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
 
 def test_results_are_right_where_they_are_known(run: Run) -> None:
     assert run("decode")["groups"][0]["facts"]["tokens_agreeing"] == 6  # fp32: the same to rounding
-    assert metrics(run("decode"), steps="random KV", engine="graph")["logit_difference"] < 1e-5
     for kind in ("sampled", "quotes"):
         (group,) = (g for g in run("decode")["groups"] if g["group"].get("answer") == kind)
         assert group["facts"]["tokens_equal"] == group["facts"]["tokens"] > 0
@@ -200,19 +198,18 @@ def test_one_shared_cache_hits_more_often(run: Run) -> None:
 
 
 def test_figures_of_users_add_up() -> None:
-    requests = [{"ttft": ttft, "hits": hits, "chunks": 4} for ttft, hits in ((1.0, 0), (3.0, 2), (2.0, 4))]
-    one = {"requests": requests[:2], "computed": [7, 8], "bytes": {"all": 10}}
-    other = {"requests": requests[2:], "computed": [8, 9, 8], "bytes": {"all": 12}}
-    found = sharing.summarize_nodes([one, other])
+    config = sharing.SharingConfig(users=2, questions=2, passages=2, pool=2)
+    requests = [{"ttft": ttft, "hits": hits, "chunks": 2} for ttft, hits in ((1.0, 0), (3.0, 1), (2.0, 2))]
+    found = sharing.summarize(config, requests)
     assert (found["hit_rate"], found["ttft_mean_s"], found["ttft_p50_s"]) == (0.5, 2.0, 2.0)
-    assert (found["bytes_stored"], found["chunks_computed"], found["chunks_recomputed"]) == (12, 5, 2)
+    assert (found["chunks_computed"], found["chunks_recomputed"]) == (3, 1)
 
 
 def test_auto_misses_where_it_and_its_choice_are_slower() -> None:
-    rounds = {"full": [2.0, 2.0], "prefix": [1.0, 1.0], "blend": [3.0, 3.0], "auto": [2.0, 2.0]}
-    both = {"excess": 1.0, "slip": 1.0, "miss": 1.0}
-    assert auto.verdict(rounds, "full") == {"best": "prefix", "chosen": "full", **both}
-    assert auto.verdict(rounds, "prefix")["miss"] == 0.0
+    seconds = {"full": [9.0, 2.0], "prefix": [9.0, 1.0], "blend": [1.0, 3.0], "auto": [9.0, 2.0]}
+    both = {"excess": 1.0, "slip": 1.0, "miss": 1.0}  # without the warm-up
+    assert auto.verdict(seconds, ["prefix", "full"]) == {"best": "prefix", "chosen": "full", **both}
+    assert auto.verdict(seconds, ["prefix"])["miss"] == 0.0
 
 
 def test_serving_resumes_and_counts_what_is_refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from blendserve.blend.layout import Layout
 from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, changed
-from blendserve.core import Prompt
 from blendserve.fetch.link import MEAN_WEIGHT, TokenRate
 from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_adapter
@@ -63,7 +62,7 @@ def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -
     """On a clock by which one stretch of prefills, wherever it lies, takes three times as long as the model says."""
     calls, now, n_prefills, slow_from = 9, 0.0, 0, 0  # calls: of each round
 
-    def timed(adapter: Any, prompt: Prompt, found: Layout, blend: BlendConfig) -> Any:
+    def timed(adapter: Any, found: Layout, blend: BlendConfig) -> Any:
         nonlocal now, n_prefills
         yield
         is_slow = slow_from <= n_prefills < slow_from + calls
@@ -104,7 +103,7 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
 
     def compute(ratio: float) -> float:
         rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
-        return MODEL.seconds(replace(count_work(LONG, rows_alone, LAYERS), loaded=0.0))
+        return MODEL.seconds(Work(*count_work(LONG, rows_alone, LAYERS)[:-1], loaded=0.0))
 
     ratio, loading = overlapped_ratio(MODEL, LONG, config, token_s), OVERLAP_TARGET * token_s * LONG.n_loaded
     highest = (LONG.n_reusable - 1) / LONG.n_found

@@ -11,8 +11,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
-from blendserve.fetch.layers import LayerReader
-from blendserve.fetch.pinned_ring import HostKv
+from blendserve.fetch.layers import HOST_AHEAD, LayerReader
 from blendserve.kernels import team
 from blendserve.store.view import TensorView
 from tests.support.waiting import eventually, is_blocked
@@ -26,6 +25,7 @@ class Watched(TensorView):
     def __init__(self, damaged: int | None = None, slow: int | None = None, coded: bool = False) -> None:
         kv = ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2))
         super().__init__(kv)
+        self.in_memory = False
         self.chunk, self.n_bytes = TensorView(kv), self.raw_bytes // (2 if coded else 1)
         self.damaged, self.slow = damaged, slow
         self.reads: list[int] = []
@@ -60,7 +60,7 @@ def test_every_layer_is_read_once_ahead_by_threads_of_one_core(coded: bool) -> N
             for view, pair in zip(views, reader.take(l), strict=True):
                 assert all(map(torch.equal, pair, view.chunk.layer(l)))
             eventually(lambda: reader.is_ahead)
-            assert len(views[0].reads) == min(l + 1 + HostKv.ahead, LAYERS)
+            assert len(views[0].reads) == min(l + 1 + HOST_AHEAD, LAYERS)
     assert [view.reads for view in views] == [list(range(LAYERS))] * 2
     assert [view.teams for view in views] == [{1}, {1}]
     names = views[0].threads | views[1].threads

@@ -36,14 +36,14 @@ for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0),
     shape = (2, adapter.n_layers, adapter.n_kv_heads, len(prompt.chunks[1]), adapter.head_dim)
     view = TensorView(ChunkKV(*torch.zeros(shape, dtype=dtype)))
     empty = lay_out(short)
-    run(blend_prefill(adapter, short, empty, BlendConfig()))  # allocates what stays
+    run(blend_prefill(adapter, empty, BlendConfig()))  # allocates what stays
     if blocks:
         rows.MAX_BLOCK = rows.SCORE_BUDGET = blocks
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = peak()
-    for chunks in ((None, None), (None, view)):  # full prefill, and half of it blended
-        layout = lay_out(prompt, None, chunks, first_is_exact=True)
-        run(blend_prefill(adapter, prompt, layout, BlendConfig(correction="ridge")))
+    for chunks in ({}, {1: view}):  # full prefill, and half of it blended
+        layout = lay_out(prompt, None, chunks)
+        run(blend_prefill(adapter, layout, BlendConfig(correction="ridge")))
     print(peak() - before)
 """
 LIMIT = 130_000_000  # bytes; one score matrix of 8,192 rows and keys in fp32 has 268 million

@@ -15,7 +15,7 @@ from blendserve.config import BlendConfig, StoreConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher
-from blendserve.fetch.copies import Copies, open_caches
+from blendserve.fetch.copies import open_copies
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.manifest import Collection
 from blendserve.fetch.plan import Candidate, LinkState, Plan
@@ -24,7 +24,6 @@ from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE
 from blendserve.store.bounded import Deadline
-from blendserve.store.policies import Always
 from tests.support import peers
 from tests.support.engines import toy_reader as reader
 from tests.support.peers import LAYERS, PATIENT_S, Service, Steps, blender, check, delivered, last_two
@@ -48,7 +47,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> set[ChunkKey]:
 
     def noted(self: IncomingChunk, segment: Any) -> None:
         add(self, segment)
-        found.update([self.key] * self.whole)
+        found.update([self.key] * self.is_whole)
 
     monkeypatch.setattr(IncomingChunk, "add", noted)
     return found
@@ -139,7 +138,7 @@ def test_a_cache_keeps_no_more_than_what_came(service: Service, prompt: Prompt, 
             part[0] ^= 1
 
     with delivered(service, before, clock=clock) as (inner, _):
-        copies = Copies(open_caches(StoreConfig(memory_bytes=2**28), Always(), reader().adapter.device))
+        copies = open_copies(StoreConfig(memory_bytes=2**28), reader().adapter.device)
         of = blender(inner, steps, fetcher=KVFetcher(inner, copies=copies))
         assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
         again.set()

@@ -21,8 +21,8 @@ from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels.rows import Rows
 from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
 from blendserve.store import MemoryStore, read_record
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Decoder, Pair
-from blendserve.store.codecs.raw import Raw, RawDecoder
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
+from blendserve.store.codecs.raw import Raw
 from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_reader
 
 REGISTRIES = {"policy": POLICIES, "correction": CORRECTIONS, "codec": CODECS, "store": STORES}
@@ -66,13 +66,8 @@ class Negated(Codec):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         return Raw().encode(ChunkKV(-kv.keys, -kv.values))
 
-    def decoder(self, shape: ChunkShape) -> Decoder:
-        return NegatedDecoder(shape)
-
-
-class NegatedDecoder(RawDecoder):
-    def layer(self, l: int, segment: Buffer) -> Pair:
-        keys, values = super().layer(l, segment)
+    def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
+        keys, values = Raw().decode(shape, l, segment)
         return -keys, -values
 
 

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,10 +17,10 @@ from tests.support.waiting import ManualClock, eventually
 
 
 def test_tenants_take_turns() -> None:
-    waiting: FairQueue[Any] = FairQueue()
+    waiting: FairQueue[str] = FairQueue()
     for tenant in "aaaaabbc":
-        waiting.put(SimpleNamespace(tenant=tenant))
-    assert "".join(item.tenant for item in iter(waiting.pop, None)) == "abcabaaa"
+        waiting.put(tenant, tenant)
+    assert "".join(iter(waiting.pop, None)) == "abcabaaa"
 
 
 @given(st.floats(0.01, 1.0), st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=50), st.floats(1e-3, 1.0))

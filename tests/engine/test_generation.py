@@ -23,7 +23,7 @@ PROMPT, NEW = some_prompt([9, 14]), 24
 
 def tokens(end: set[int], **options: Any) -> list[int]:
     adapter, config = tiny_adapter("llama"), DecodeConfig(max_new_tokens=NEW, **options)
-    done = run(blend_prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(policy="all"), NEW))
+    done = run(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(policy="all"), NEW))
     return list(generate(adapter, done.cache, len(PROMPT), done.logits, config, end))
 
 

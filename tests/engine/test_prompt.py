@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Passage
-from blendserve.engine.prompt import PromptBuilder, Turn, literal_tokenizer
+from blendserve.engine.prompt import ChatMessage, PromptBuilder, literal_tokenizer
 from blendserve.engine.request import MAX_PARTS, Request
 from blendserve.errors import ConfigError, InputError, ModelUnsupported
 from tests.support.tokenizers import bundled_tokenizer
@@ -51,8 +51,10 @@ def test_passages_questions_and_turns_cannot_smuggle_in_control_tokens(text: str
     tokenizer = bundled_tokenizer()
     special = set(tokenizer.all_special_ids)
     prompts = PromptBuilder(tokenizer, PromptConfig())
-    honest = prompts.build("Why?", [Passage("a", "b")], [Turn("user", "Hi"), Turn("assistant", "Ho")])
-    turns = [Turn("user", text + control), Turn("assistant", control + text)]
+    honest = prompts.build(
+        "Why?", [Passage("a", "b")], [ChatMessage("user", "Hi"), ChatMessage("assistant", "Ho")]
+    )
+    turns = [ChatMessage("user", text + control), ChatMessage("assistant", control + text)]
     attack = prompts.build(text + control, [Passage(text + control, control)], turns)
     assert not special & set(attack.chunks[0].ids)
     for part, expected in ((attack.prefix, honest.prefix), (attack.suffix, honest.suffix)):
@@ -67,7 +69,9 @@ def test_turns_stand_between_the_system_text_or_its_own_and_the_question() -> No
     prompts = PromptBuilder(tokenizer, PromptConfig())
 
     def text(*turns: tuple[str, str]) -> str:
-        decoded: str = tokenizer.decode(prompts.build(QUESTION, (), [Turn(*turn) for turn in turns]).ids)
+        decoded: str = tokenizer.decode(
+            prompts.build(QUESTION, (), [ChatMessage(*turn) for turn in turns]).ids
+        )
         return decoded
 
     talk = text(("user", "Hello"), ("assistant", "Good day"))
@@ -124,12 +128,12 @@ def test_a_template_without_a_system_role_gets_it_from_the_user(
     text = tokenizer.decode(prompts.build(QUESTION, PASSAGES[1:]).ids)
     assert text.startswith(f"<user>{system}")
     assert text.endswith(f"The sky is blue.\n\nQuestion: {QUESTION}</user><model>")
-    turns = [Turn("user", "Hi"), Turn("assistant", "Ho")]
+    turns = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Ho")]
     text = tokenizer.decode(prompts.build(QUESTION, (), turns).ids)
     assert text.replace("\n", "").startswith(f"<user>{system}Hi</user><user>Ho</user>")
     if template == REFUSES_SYSTEM:  # turns that do not alternate, too
         with pytest.raises(InputError):
-            prompts.build(QUESTION, (), [Turn("user", "Hi")])
+            prompts.build(QUESTION, (), [ChatMessage("user", "Hi")])
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[0].content[:20] }}"])

@@ -86,7 +86,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
         self.slots, self.queue = CachePool(tiny_reader().adapter, slots, SLOT_TOKENS), queue
         self.store, throttle = tiny_store(), BackgroundThrottle(background_share, self.clock)
-        self.fetcher = KVFetcher(self.store, held_bytes=SHARED_BYTES)
+        self.fetcher = KVFetcher(self.store)
+        self.fetcher.copies.shared.cap_bytes = SHARED_BYTES
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(
@@ -116,7 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, question: Question = ANY, tenant: str = "a", cost: float = 8.0, cancel_at: int | None = None
     ) -> Any:
         """Submit a request, which may rightly be refused."""
-        sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
+        sent, plan = (
+            Sent(tenant, question, cost, cancel_at, self.turn),
+            question.prepared(Clock(now=self.clock)),
+        )
         blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
         hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
         prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)
@@ -303,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.in_flight == bool(in_flight)
         for tenant in TENANTS:
             assert self.scheduler.has_other_tenants(tenant) == bool(in_flight - {tenant})
-        assert self.fetcher.held.n_bytes <= (SHARED_BYTES if in_flight else 0)
+        assert self.fetcher.copies.shared.n_bytes <= (SHARED_BYTES if in_flight else 0)
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -351,9 +355,9 @@ def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_f
     machine = opened(slots=3)
     requests: list[Any] = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(4)]
     machine.step_until(lambda: [sent.state for sent in requests] == [*["runs"] * 3, "waits"])
-    assert machine.fetcher.held.n_bytes > 0
+    assert machine.fetcher.copies.shared.n_bytes > 0
     machine.cancel(requests[3])
-    assert machine.fetcher.held.n_bytes == 0
+    assert machine.fetcher.copies.shared.n_bytes == 0
 
 
 def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:

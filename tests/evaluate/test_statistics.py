@@ -19,12 +19,11 @@ from blendserve.blend import prefill as module
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import run as run_steps
-from blendserve.errors import InputError
 from blendserve.evaluate import stats
-from blendserve.evaluate.fidelity import agreement, forced, kl, nll
+from blendserve.evaluate.fidelity import forced, kl, nll
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
-from blendserve.evaluate.metrics import exact_match, f1, longbench_rouge_l, normalise, rouge_l
+from blendserve.evaluate.metrics import agreement, exact_match, f1, longbench_rouge_l, normalise, rouge_l
 from blendserve.evaluate.summary import KL_FLOOR, Predictions, opponents, tail
 from blendserve.evaluate.tasks import TASKS
 from blendserve.models.runner import append
@@ -37,9 +36,7 @@ ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
 def prefilled(name: str, **options: Any) -> PassResult:
     adapter = tiny_adapter(name)
-    return run_steps(
-        blend_prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER))
-    )
+    return run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER)))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -117,8 +114,8 @@ def test_the_interval_is_that_of_the_normal_approximation() -> None:
         assert found
         half = 1.96 * deviation / math.sqrt(400)
         expected = pytest.approx((mean, mean - half, mean + half), rel=0.03)
-        assert (found.mean, found.low, found.high) == expected
-        assert found.n == 400
+        assert (found["mean"], found["low"], found["high"]) == expected
+        assert found["n"] == 400
     assert stats.mean(values) == stats.mean(values)
 
 
@@ -134,22 +131,19 @@ def test_ratios_by_hand() -> None:
     ):
         found = ratio(values, of)
         assert found
-        assert (found.mean, found.low, found.high) == pytest.approx(wanted)
+        assert (found["mean"], found["low"], found["high"]) == pytest.approx(wanted)
     assert stats.ratio_of_means([1.0], [0.0]) is None
-    for values, of in (([], []), ([1.0], [1.0, 2.0])):
-        with pytest.raises(InputError):
-            stats.ratio_of_means(values, of)
 
 
 def test_a_question_with_fewer_prompts_weighs_less() -> None:
     """Two questions, of three prompts and of one: both may be drawn twice, and together they make a quarter."""
     found = stats.mean([0.0, 1.0, 0.0, 0.0], ["a", "b", "a", "a"])
-    assert (found.mean, found.low, found.high, found.n) == (0.25, 0.0, 1.0, 2)
+    assert (found["mean"], found["low"], found["high"], found["n"]) == (0.25, 0.0, 1.0, 2)
     one = stats.mean([0.0, 3.0], ["a", "a"])
-    assert (one.mean, one.low, one.high, one.n) == (1.5, 1.5, 1.5, 1)
+    assert (one["mean"], one["low"], one["high"], one["n"]) == (1.5, 1.5, 1.5, 1)
     median = stats.ratio_of_medians([4.0, 2.0, 4.0, 9.0], [2.0, 2.0, 2.0, 2.0], ["a", "b", "a", "a"])
     assert median  # of the questions' own medians: 4 and 2 over 2
-    assert (median.mean, median.low, median.high) == (1.5, 1.0, 2.0)
+    assert (median["mean"], median["low"], median["high"]) == (1.5, 1.0, 2.0)
 
 
 def predictions(**kls: list[float]) -> Predictions:

@@ -11,7 +11,7 @@ import torch
 from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch import KVFetcher, open_storage, open_store
-from blendserve.fetch.copies import Copies, CopyCache, open_caches
+from blendserve.fetch.copies import Copies, CopyCache, open_copies
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.layers import LayerReader
 from blendserve.store import LMDBStore, MemoryStore
@@ -129,14 +129,14 @@ def load(fetcher: KVFetcher, stream: LateCopyStream, *numbers: int) -> None:
 
 def test_a_chunk_is_copied_once_to_a_late_device_or_into_pinned_memory(disk: LMDBStore) -> None:
     stream, config = LateCopyStream(), StoreConfig(device_bytes=2 * UNIT, memory_bytes=1 << 20)
-    fetcher = KVFetcher(disk, copies=Copies(open_caches(config, Always(), CUDA, stream)))
+    fetcher = KVFetcher(disk, copies=open_copies(config, CUDA, stream))
     for _ in range(3):
         load(fetcher, stream, 0, 1)
     assert len(stream.copies) == 2 * LAYERS  # keys and values together
     assert [(t.name, t.chunks, t.hits) for t in fetcher.stats().tiers] == [("device", 2, 4), ("host", 0, 0)]
     stream = LateCopyStream()
     config = StoreConfig(memory_bytes=1 << 20)
-    fetcher = KVFetcher(disk, copies=Copies(open_caches(config, Always(), CUDA, stream)))
+    fetcher = KVFetcher(disk, copies=open_copies(config, CUDA, stream))
     for _ in range(2):
         load(fetcher, stream, 3)
     assert len(stream.buffers) == LAYERS  # no copy went through the ring
@@ -170,5 +170,5 @@ def test_caches_that_cannot_be_are_refused(tmp_path: Path) -> None:
         open_storage(config, tmp_path, torch.device("cpu"))
     assert error.value.setting == "store.device_bytes"
     with pytest.raises(ConfigError) as error:  # more than is free
-        open_caches(StoreConfig(device_bytes=2_000_000_000), Always(), CUDA, LateCopyStream())
+        open_copies(StoreConfig(device_bytes=2_000_000_000), CUDA, LateCopyStream())
     assert error.value.setting == "store.device_bytes"

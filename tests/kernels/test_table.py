@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from blendserve.kernels import selfcheck, switches
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.cases import NAN, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda.available import flash_attn
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
-from blendserve.kernels.rotary import Rotary
+from blendserve.kernels.rotary import INTERLEAVED
 from tests.support.kernels import (
     DTYPES,
     TABLE,
@@ -77,7 +77,9 @@ def ready(request: pytest.FixtureRequest) -> None:
         return
     if way.device == "cuda" and (not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         pytest.skip("no GPU here, or Triton interprets")
-    if way.name.startswith("triton"):
+    if way.device == "cuda" and way.name == "flash_attn" and flash_attn() is None:
+        pytest.skip("flash-attn is not installed")
+    if way.is_triton:
         pytest.importorskip("triton")
     if way.level is not None and not (status := selfcheck.cpu_status(way.level)).active:
         try:
@@ -178,19 +180,18 @@ def dims_apart(*at: int) -> Callable[..., Args]:
 
 def formless(*args: Any) -> Args:
     """A reader's module of no form that kernels know."""
-    own = (Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
-    return tuple(Rotary(x.own, None) if isinstance(x, Rotary) else x for x in own)
+    return tuple(Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
 
 
 REFUSED: dict[str, list[Options | Callable[..., Args]]] = {
     "attend": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2), lambda q, *rest: (q.clone().requires_grad_(), *rest)],
     "attend_with_scores": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2)],
-    "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), formless],
-    "place": [{"width": 16}, formless],
+    "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), {"form": INTERLEAVED}],
+    "place": [{"width": 16}, {"form": INTERLEAVED}],
     "linear": [lambda x, *rest: (x[None], *rest), dims_apart(1)],
-    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), formless],
+    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), {"form": INTERLEAVED}],
     "add_norm": [{"dim": 7}, formless],
-    "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, Activation(F.silu, False))],
+    "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, F.gelu)],
 }  # fmt: skip
 
 
@@ -236,7 +237,7 @@ WRONG: dict[str, Callable[..., Args]] = {
     "add_rms_norm": lambda x, add, norm: (x, add, replace(norm, weight=norm.weight.roll(1))),
     "silu_and_mul": lambda gate, up, activation: (gate, up.roll(1, 1), activation),
 }
-# Compared with the layer loop by models/native.py and native_layers.py; the codec checks its own.
+# Compared with the layer loop by models/native.py and runner.py; the codec checks its own.
 CHECKED_ELSEWHERE = {"layer_qkv", "layer_out", "decode_step", "rans_encode", "rans_decode", "dequantize"}
 
 

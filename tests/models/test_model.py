@@ -220,5 +220,5 @@ def test_every_family_has_a_tiny_model_and_refused_names_are_real_and_no_family(
 
 def test_the_page_of_families_is_printed_from_the_table() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "families_table.py"))["page"]()
-    told = "run scripts/families_table.py > docs/reference/models.md"
+    told = "run scripts/families_table.py"
     assert (ROOT / "docs" / "reference" / "models.md").read_text() == page, told

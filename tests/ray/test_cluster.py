@@ -21,7 +21,7 @@ import torch
 from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ClusterUnavailable
-from blendserve.ray.cluster import WorkerResources, can_fit_worker, check_address
+from blendserve.ray.cluster import WorkerResources, check_address
 from blendserve.ray.ingress import RayEngineClient
 from blendserve.ray.precompute import precompute
 from blendserve.ray.replicas import ReplicaCount, Replicas
@@ -71,11 +71,6 @@ def test_a_cluster_of_our_own_is_reached_from_this_machine_alone(share: WorkerRe
     import ray
 
     assert share == WorkerResources(max(1, share.cpus), 0)
-    assert [can_fit_worker(asked) for asked in (share, WorkerResources(99, 0), WorkerResources(1, 99))] == [
-        True,
-        False,
-        False,
-    ]
     assert all(ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes())
 
 

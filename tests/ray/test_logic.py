@@ -19,11 +19,10 @@ from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
 from blendserve.ray.cache_reports import EXPIRY_S, CacheReports
-from blendserve.ray.cluster import WorkerResources, cpus_each, worker_config
+from blendserve.ray.cluster import cpus_each, worker_config
 from blendserve.ray.precompute import PROBE, Computed, PrecomputeActor, precompute_index
 from blendserve.ray.replica import RoutedRequest
 from blendserve.ray.replicas import ReplicaCount, answer_from
-from blendserve.store import ChunkKey
 from tests.support.engines import toy_engine
 
 STARTED: Any = PrefillDone(0, None, None)  # type: ignore[arg-type]
@@ -59,21 +58,17 @@ def test_numbers_of_replicas() -> None:
 
 def test_a_report_expires_unless_the_replica_repeats_it() -> None:
     reports, chunks = CacheReports(), frozenset({b"a", b"b"})
-    assert reports.cached_chunks("new", {}, 0.0) == frozenset()
-    for number, seconds, expected in (
-        (1, 0.0, chunks),
-        (1, EXPIRY_S, chunks),
-        (1, EXPIRY_S + 0.1, frozenset()),
-    ):
-        assert (
-            reports.cached_chunks("one", {"version": number, "cached_chunks": chunks}, 100.0 + seconds)
-            == expected
-        )
-    assert reports.cached_chunks("one", {"version": 2, "cached_chunks": chunks}, 100.2 + EXPIRY_S) == chunks
-    reports.keep({"another"})
-    assert (
-        reports.cached_chunks("one", {"version": 2, "cached_chunks": chunks}, 300.0) == chunks
-    )  # a new replica of that name
+
+    def cached(now: float, **report: Any) -> frozenset[bytes]:
+        return reports.cached_chunks({"one": report}, now)["one"]
+
+    first: dict[str, Any] = {"version": 1, "cached_chunks": chunks}
+    assert cached(0.0) == frozenset()
+    assert [cached(100.0 + s, **first) for s in (0.0, EXPIRY_S)] == [chunks, chunks]
+    assert cached(100.1 + EXPIRY_S, **first) == frozenset()
+    assert cached(100.2 + EXPIRY_S, **{**first, "version": 2}) == chunks
+    assert reports.cached_chunks({"another": {}}, 300.0) == {"another": frozenset()}
+    assert cached(300.0, **{**first, "version": 2}) == chunks  # a new replica of that name
 
 
 ENDED = ["RayActorError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError"]  # of Ray's exceptions
@@ -170,85 +165,83 @@ class Died(RayError):
 
 
 class Ray:
-    """A cluster that runs a call when it is waited for; `deaths`: which calls end their actor's process."""
+    """A cluster that runs a call when it is waited for; `deaths`: calls that end their actor's process."""
 
     exceptions = SimpleNamespace(RayError=RayError, RayActorError=Died)
 
-    def __init__(self, deaths: Sequence[int] = (), error: Exception | None = None, stalls: int = 0) -> None:
-        self.deaths, self.error, self.stalls = set(deaths), error, stalls
-        self.calls: list[tuple[str, Any]] = []
-        self.killed = 0
+    def __init__(self, deaths: Sequence[int] = (), error: Exception | None = None, rooms: int = 99) -> None:
+        self.deaths, self.error, self.rooms = set(deaths), error, rooms  # rooms: for actors, ever
+        self.calls: list[
+            tuple[int, list[Any] | None]
+        ] = []  # number of the actor, and the batch; None: its start
+        self.alive: set[int] = set()
+        self.n_actors = 0
 
-    def remote(self, kind: type) -> Any:
-        def method(name: str) -> Any:
-            return SimpleNamespace(remote=lambda *args: self.called(name, args))
+    def new_actor(self) -> Any:
+        self.n_actors += 1
+        call = lambda batch=None, actor=self.n_actors: self.called(actor, batch)  # noqa: E731
+        return SimpleNamespace(
+            **{name: SimpleNamespace(remote=call) for name in ("ready", "compute")}, number=self.n_actors
+        )
 
-        actor = lambda *_: SimpleNamespace(ready=method("ready"), compute=method("compute"))  # noqa: E731
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=actor))
-
-    def called(self, name: str, args: Any) -> int:
-        self.calls.append((name, args))
+    def called(self, actor: int, batch: list[Any] | None) -> int:
+        self.alive.add(actor)
+        self.calls.append((actor, batch))
         return len(self.calls) - 1
 
-    def wait(self, calls: list[int], timeout: float) -> tuple[list[int], list[int]]:
-        if self.stalls:
-            self.stalls -= 1
-            return [], calls
-        return calls[:1], calls[1:]
+    def wait(self, calls: list[int], timeout: float | None) -> tuple[list[int], list[int]]:
+        ended = [call for call in calls if self.calls[call][0] <= self.rooms]
+        assert ended or timeout is not None
+        return sorted(ended)[:1], []
 
     def get(self, call: int) -> Any:
-        if call in self.deaths:
+        actor, batch = self.calls[call]
+        if call in self.deaths or actor not in self.alive:
+            self.alive.discard(actor)
             raise Died
-        if self.error:
+        if self.error and batch:
             raise RayError("the task failed") from self.error
-        name, args = self.calls[call]
-        return Computed(len(args[0]), 1, 1, 1) if name == "compute" else None
+        return batch and Computed(len(batch), 1, 1, 1)
 
     def kill(self, actor: Any) -> None:
-        self.killed += 1
+        self.alive.discard(actor.number)
 
 
-def mapped(ray: Ray, monkeypatch: pytest.MonkeyPatch, batches: int, room: bool = True) -> int:
-    """Chunks computed by two actors of batches of one chunk."""
+def mapped(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks computed by two actors of nine batches of one chunk."""
     monkeypatch.setattr(precompute, "import_ray", lambda: ray)
-    monkeypatch.setattr(precompute, "can_fit_worker", lambda resources: room)
-    monkeypatch.setattr(precompute, "POLL_S", 0.0)
-    actors = precompute.Actors(toy_engine, ChunkKey(b""), 2, WorkerResources(1, 0))
-    try:
-        return sum(computed.chunks for computed in actors.map([[(i,)] for i in range(batches)]))
-    finally:
-        assert ray.killed == 2
+    return sum(
+        done.chunks for done in precompute.compute_batches(ray.new_actor, 2, [[(i,)] for i in range(9)])
+    )
 
 
 def test_batches_of_a_dead_actor_are_left_and_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mapped(Ray(), monkeypatch, 9) == 9
-    assert mapped(Ray(deaths=[0]), monkeypatch, 9) == 8
-    assert (
-        mapped(Ray(deaths=[0, 1, 2, 3]), monkeypatch, 9) == 5
-    )  # all that were given out; then actors restart
-    assert mapped(Ray(deaths=[0, 4]), monkeypatch, 9) == 8  # a restart that fails is tried again
+    assert mapped(Ray(), monkeypatch) == 9
+    assert mapped(Ray(deaths=[0]), monkeypatch) == 9  # at its start
+    first = 2  # call: after two starts
+    assert mapped(Ray(deaths=[first]), monkeypatch) == 7  # with both of its batches
+    assert mapped(Ray(deaths=[first, first + 2]), monkeypatch) == 5  # both actors
+    assert mapped(Ray(deaths=[first], rooms=2), monkeypatch) == 7  # the other one goes on alone
 
 
 def test_an_error_of_a_worker_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError):
-        mapped(Ray(error=StoreError()), monkeypatch, 3)
+        mapped(Ray(error=StoreError()), monkeypatch)
 
 
-def test_a_cluster_without_a_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mapped(Ray(stalls=20), monkeypatch, 3, room=True) == 3
-    assert mapped(Ray(stalls=20), monkeypatch, 3, room=False) == 3  # a machine returns in time
-    monkeypatch.setattr(precompute, "PATIENCE_S", 0.0)
-    with pytest.raises(ClusterUnavailable):
-        mapped(Ray(stalls=10**6), monkeypatch, 3, room=False)
+def test_a_cluster_without_room_for_a_worker_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for deaths, rooms in (([], 0), ([2, 4], 2)):
+        with pytest.raises(ClusterUnavailable):
+            mapped(Ray(deaths, rooms=rooms), monkeypatch)
 
 
 def test_workers_refuse_a_store_that_they_cannot_share_and_another_model(tmp_path: Path) -> None:
     with toy_engine() as alone:
         with pytest.raises(ConfigError):
             precompute_index(alone, tmp_path, 2)
-        PrecomputeActor(lambda: alone, alone.blender.key(PROBE)).ready()
+        PrecomputeActor(lambda: alone, alone.blender.key(PROBE)).compute([])
         with pytest.raises(ConfigError):
-            PrecomputeActor(lambda: alone, alone.blender.key((*PROBE, 1))).ready()
+            PrecomputeActor(lambda: alone, alone.blender.key((*PROBE, 1))).compute([])
 
 
 def test_a_worker_finds_the_indexs_store_from_any_folder(tmp_path: Path) -> None:

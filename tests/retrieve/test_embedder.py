@@ -11,16 +11,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.retrieve import Embedder, bert
-from blendserve.retrieve.bert import Bert, BertFolder, is_plain_bert
+from blendserve.retrieve.bert import BertFolder
 from blendserve.retrieve.embedder import BUNDLED, MAX_QUESTION_WINDOWS, fingerprint_of
-from tests.retrieve.conftest import embed, windows_of
+from tests.retrieve.conftest import embed, exact_bert, windows_of
 from tests.support.files import copied_model
 
 WORDS = ["antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
@@ -155,8 +154,8 @@ def test_vectors_are_the_library_s(
     """Also with a torch that has no packed layers."""
     if not packed:
         monkeypatch.setattr(bert, "packed_linear", Mock(side_effect=NotImplementedError))
-        assert Bert(BertFolder(folder)).dtype == "float32"
-    encoder = Bert(BertFolder(folder), torch.float32)
+        assert Embedder.load().dtype == "float32"
+    encoder = exact_bert(folder)
     expected = library.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     np.testing.assert_allclose(embed(Embedder(encoder, "", ""), TEXTS), expected, atol=1e-5)
     assert encoder.max_tokens == library.max_seq_length
@@ -176,9 +175,7 @@ def test_cls_pooling_and_a_folder_as_the_library_saves_it_today(copy: Path, libr
     theirs.save(str(copy / "saved"))
     expected = theirs.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     for folder in (copy, copy / "saved"):
-        assert is_plain_bert(folder)
-        encoder = Bert(BertFolder(folder), torch.float32)
-        np.testing.assert_allclose(embed(Embedder(encoder, "", ""), TEXTS), expected, atol=1e-5)
+        np.testing.assert_allclose(embed(Embedder(exact_bert(folder), "", ""), TEXTS), expected, atol=1e-5)
 
 
 def test_half_precision_is_alike_and_does_not_depend_on_the_batch(embedder: Embedder) -> None:
@@ -212,9 +209,9 @@ UNKNOWN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_is_not_known_is_the_library_s(copy: Path, change: Callable[[Path], object]) -> None:
-    assert is_plain_bert(copy)
+    assert BertFolder.read(copy)
     change(copy)
-    assert not is_plain_bert(copy)
+    assert BertFolder.read(copy) is None
 
 
 def test_the_library_serves_what_we_do_not(

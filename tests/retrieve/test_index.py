@@ -211,7 +211,7 @@ def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
     assert read_manifest(saved)[0] == reopen(saved).manifest
     assert len(reopen(saved, reader="renamed")) == 2  # the fingerprint decides
     for role, other in (
-        ("reader", {"reader_fingerprint": "zyx"}),
+        ("model", {"reader_fingerprint": "zyx"}),
         ("embedder", {"embedder": toy_embedder("other", "0123456789")}),
     ):
         with pytest.raises(IndexMismatch) as error:

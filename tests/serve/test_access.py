@@ -120,7 +120,7 @@ def test_the_key_file_holds_no_key_and_is_its_owners_alone(tmp_path: Path) -> No
         file.create(Tenant("ann"))
     file.path.write_text((whole := file.path.read_text())[:-9])
     assert running.tenant(key) == ann  # a damaged file leaves the keys in force
-    for damaged in (file.tenants, lambda: ApiKeys(ServeConfig(keys=file.path), "")):
+    for damaged in (file.read, lambda: ApiKeys(ServeConfig(keys=file.path), "")):
         with pytest.raises(ConfigError) as error:
             damaged()
         assert error.value.path == str(file.path)

@@ -111,7 +111,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
     answers = together(server, client, 6, passages=OWN, max_tokens=2)
     assert len(reads) == len(OWN) * server.engine.reader.adapter.n_layers
     assert all(a["report"]["chunks_hit"] == len(OWN) for a in answers)
-    eventually(lambda: server.backend.batch.fetcher.held.n_bytes == 0)
+    eventually(lambda: server.backend.batch.fetcher.copies.shared.n_bytes == 0)
 
 
 def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import nullcontext
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,9 +35,8 @@ from blendserve.simulate.config import (
     SimulateConfig,
 )
 from blendserve.simulate.metrics import summary
-from blendserve.simulate.network import StoreLink
 from blendserve.simulate.routing import ChunkDirectory, Loads, make_router, name_of
-from blendserve.simulate.service_time import ServiceTime
+from blendserve.simulate.service_time import ServiceTime, StoreLink
 from blendserve.store.view import TensorView
 from tests.bench.conftest import write_shape
 from tests.endurance import validate_simulator as validation
@@ -289,9 +287,9 @@ def test_work_is_counted_as_the_engine_counts_it(
         n: TensorView(ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2))) for n in (prefix, size)
     }
     prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
-    views = [stored[size] if there else None for there in found]
-    layout = lay_out(prompt, stored[prefix], views, first_is_exact=True)
-    wanted = list(astuple(count_work(layout, make_policy(BlendConfig(ratio=ratio)), 1)))
+    views = {i: stored[size] for i, there in enumerate(found) if there}
+    layout = lay_out(prompt, stored[prefix], views)
+    wanted = list(count_work(layout, make_policy(BlendConfig(ratio=ratio)), 1))
     requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
     times = ServiceTime(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
     assert torch.allclose(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
-from blendserve.store.bounded import BoundedClient, Breaker, Deadline, NegativeCache
+from blendserve.store.bounded import BoundedClient, Breaker, Deadline
 from tests.support.waiting import ManualClock, eventually
 
 
@@ -51,6 +51,10 @@ def test_pauses_double_up_to_the_longest_and_a_success_ends_them(
     breaker.failure("is away again")
     clock.advance(1.01)  # the pauses begin anew
     assert not refused(breaker)
+    breaker.failure("is away")
+    breaker.success()  # of a call that had begun before
+    breaker.failure("is away")
+    assert refused(breaker)
 
 
 def test_a_small_answer_does_not_close_what_slow_chunks_opened(breaker: Breaker, clock: ManualClock) -> None:
@@ -129,17 +133,6 @@ def test_a_call_that_does_not_end_is_given_up_at_the_deadline() -> None:
     client.close()
     with pytest.raises(StoreUnavailable):
         client.ask(server.job)
-
-
-def test_failed_chunks_are_skipped_for_a_while_and_the_newest_are_kept(clock: ManualClock) -> None:
-    failed = NegativeCache(seconds=5.0, most=2, now=clock)
-    for key in (b"a", b"b", b"c"):
-        failed.add(key, "damaged")
-    assert [failed.why(key) for key in (b"a", b"b", b"c")] == ["", "damaged", "damaged"]
-    failed.forget(b"b")
-    assert not failed.why(b"b")
-    clock.advance(5.01)
-    assert not failed.why(b"c")
 
 
 def test_threads_that_wait_concurrently_count_once(clock: ManualClock) -> None:

@@ -53,9 +53,9 @@ def lay(
     computer = ChunkComputer(adapter, prompt.prefix)
     kvs = computer.compute([chunk.ids for chunk in prompt.chunks])
     marks = found if found is not None else [True] * len(kvs)
-    views = [TensorView(kv) if mark else None for kv, mark in zip(kvs, marks, strict=True)]
+    views = {i: TensorView(kv) for i, (kv, mark) in enumerate(zip(kvs, marks, strict=True)) if mark}
     front = TensorView(computer.context_kv) if prefix else None
-    return lay_out(prompt, front, views, first_is_exact=True)
+    return lay_out(prompt, front, views)
 
 
 def tiny_blender(
@@ -80,7 +80,7 @@ def missing(*chunks: TokenIds) -> list[MissingChunk]:
 
 
 def blend(adapter: DecoderModel, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
-    return run(blend_prefill(adapter, prompt, layout or lay(adapter, prompt), BlendConfig(**options)))
+    return run(blend_prefill(adapter, layout or lay(adapter, prompt), BlendConfig(**options)))
 
 
 @torch.inference_mode()

@@ -27,7 +27,7 @@ from blendserve.store.codecs.base import (
     tables_hash,
 )
 from blendserve.store.codecs.predict.codec import Predict
-from blendserve.store.codecs.raw import Raw, RawDecoder
+from blendserve.store.codecs.raw import Raw
 
 
 class Toy(Codec):
@@ -79,7 +79,7 @@ class ToyDecoder:
     """Remembers the layer below, and which one is due."""
 
     def __init__(self, shape: ChunkShape, table: bytes) -> None:
-        self._raw, self._back = RawDecoder(shape), bytes(table.index(byte) for byte in range(256))
+        self._raw, self._back = Raw().decoder(shape), bytes(table.index(byte) for byte in range(256))
         self._below, self._due = b"", 0
 
     def layer(self, l: int, segment: Buffer) -> Pair:

@@ -27,7 +27,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.encoder import Window
-from blendserve.serve.app import create_local_app
+from blendserve.serve.app import create_engine_app
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.server import run
@@ -165,7 +165,7 @@ class Server(Client):
         self.engine = toy_engine(**changes)
         self.backend = LocalEngineClient(self.engine, library(folder, self.engine), serve)
         port = 0 if serve.port == ServeConfig().port else serve.port
-        self.listener = Listener(create_local_app(self.backend), port)
+        self.listener = Listener(create_engine_app(self.backend), port)
         super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))
         self._tenants, self._numbers = list[Tenant](), count()
 
@@ -200,7 +200,7 @@ class Server(Client):
         running = any(job.state == "running" for job in jobs)
         return (
             self.backend.scheduler.load == (0, 0)
-            and self.backend.batch.fetcher.held.n_bytes == 0
+            and self.backend.batch.fetcher.copies.shared.n_bytes == 0
             and not running
         )
 

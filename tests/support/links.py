@@ -13,6 +13,7 @@ from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.fetch.source import ANY, StoreSource
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss
 from blendserve.store.blobs import BlobStore
+from blendserve.store.record import Header
 from tests.support.waiting import ManualClock
 
 SAMPLED = 0.01  # the share of a chunk in a probe
@@ -36,9 +37,9 @@ class FarSource(StoreSource):
         self.clock.advance(self.latency_s + self.token_s * n_tokens)
         return found  # type: ignore[return-value]
 
-    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> tuple[LinkSample | None, Header | None]:
         self.probed.append(n_bytes)
-        found = super().read(self.some_keys(keys))
+        found = super().read(keys)
         records = (r for r in found.values() if isinstance(r, ChunkRecord))
         record = next(records, None)
         seconds = self.latency_s + SAMPLED * self.token_s * (record.n_tokens if record else 0)
@@ -46,9 +47,9 @@ class FarSource(StoreSource):
         if self.down:
             raise StoreUnavailable("the network is down")
         if record is None:
-            return None
-        self.learn(record.n_bytes, record.n_tokens)
-        return LinkSample(self.latency_s, seconds, max(1, round(SAMPLED * record.n_bytes)))
+            return None, None
+        sample = LinkSample(self.latency_s, seconds, max(1, round(SAMPLED * record.n_bytes)))
+        return sample, record.header
 
 
 Fault = str  # "damage", "stall", "slow" or "cut"
@@ -96,7 +97,7 @@ class ScriptedSource:
                     chunk.add(record.segment(l))
                 if any(chunk.level != level for chunk, level in zip(batch, levels, strict=True)):
                     return
-        self.came |= {chunk.key: level for chunk, level in zip(batch, levels, strict=True) if chunk.whole}
+        self.came |= {chunk.key: level for chunk, level in zip(batch, levels, strict=True) if chunk.is_whole}
 
     def _fails(self, chunk: IncomingChunk, l: int, interrupts: int) -> bool:
         with self._lock:
@@ -107,7 +108,7 @@ class ScriptedSource:
             self.clock.advance(1.0)
         elif fault == "stall":
             pause = threading.Event()
-            while self._interrupts == interrupts and not chunk.done:
+            while self._interrupts == interrupts and not chunk.is_done:
                 self.clock.advance(0.05)
                 pause.wait(0.001)
         return fault in {"damage", "stall", "cut"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import Layout
+from blendserve.blend.layout import Layout, State
 from blendserve.blend.policies.base import Policy
 
 
@@ -43,6 +43,6 @@ class ChunkHeadPolicy(Policy):
 
     def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
         ranks = torch.zeros(layout.n_tokens, dtype=torch.long)
-        for span in layout.reusable_spans:
+        for span in layout.spans(State.REUSED):
             ranks[span.start : span.stop] = -torch.arange(len(span))
         return ranks

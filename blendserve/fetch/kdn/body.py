@@ -50,7 +50,7 @@ class Body:
                 return
             except CUT:
                 for chunk in self._batch:
-                    chunk.on_layer(chunk)
+                    chunk.replan()
                 if self._is_stale():
                     return
                 if again and self._at <= before:

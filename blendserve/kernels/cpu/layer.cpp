@@ -1,5 +1,5 @@
 // The two halves of a decoder layer around attention, for any number of rows: the other kernels, one after another. So the bits
-// are those of the layer-by-layer loop. models/native_layers.py binds a model's weights.
+// are those of the layer-by-layer loop. models/native.py binds a model's weights.
 
 #include "common.h"
 

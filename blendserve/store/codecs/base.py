@@ -39,7 +39,7 @@ SLOW: Final = "slow link"  # computing the chunk is faster than transferring it
 
 NAME_BYTES, TABLES_BYTES = 8, 16
 NO_TABLES = bytes(TABLES_BYTES)
-READY = 8  # codecs with parsed tables in memory: several levels and models
+MAX_READY = 8  # codecs with parsed tables in memory: several levels and models
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,6 @@ class Decoder(Protocol):
         Called for l = 0, 1, 2, ... without a gap and by one thread at a time; in any order and by several threads if the
         codec is `random_access`. Raises ValueError for bytes that are no such segment.
         """
-        ...
 
 
 class Codec(ABC):
@@ -157,9 +156,9 @@ class Codec(ABC):
     ) -> bytes:
         """Tables for the model that computed the samples, which are read once and in order.
 
-        samples: computed while they are read, so the codec stores what it needs of them; a sample's KV does not change
-        afterwards. adapter: that model, for codecs that learn more from it; their tables are worse without it. progress:
-        of the work after reading. Raises InputError for too few samples.
+        samples: computed while they are read, so the codec stores what it needs of them. adapter: that model, for codecs
+        that learn more from it; their tables are worse without it. progress: of the work after reading. Raises InputError
+        for too few samples.
         """
         raise NotImplementedError(f"{cls.__name__} needs no tables")
 
@@ -176,12 +175,30 @@ class Codec(ABC):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         """The segments of all layers, [L]. Raises StoreError when the tables are for KV of another shape."""
 
-    @abstractmethod
     def decoder(self, shape: ChunkShape) -> Decoder:
-        """A decoder of one chunk of this shape. Allocates nothing of that size.
+        """A decoder of one chunk of this shape; by default `decode` for each layer. Allocates nothing of that size.
 
         Raises Undecodable when the tables are for KV of another shape.
         """
+        return LayerDecoder(self, shape)
+
+    def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
+        """Layer l of a chunk with tokens, as `Decoder.layer`; of a codec with `random_access`."""
+        raise NotImplementedError(f"{type(self).__name__} decodes layers in order")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDecoder:
+    """Decodes each layer alone."""
+
+    codec: Codec
+    shape: ChunkShape
+
+    def layer(self, l: int, segment: Buffer) -> Pair:
+        if self.shape.layer_bytes:
+            return self.codec.decode(self.shape, l, segment)
+        keys, values = torch.empty(2, self.shape.n_kv_heads, 0, self.shape.head_dim, dtype=self.shape.dtype)
+        return keys, values
 
 
 def known_codec(name: str) -> type[Codec] | None:
@@ -207,28 +224,21 @@ def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
 
     Tables of one hash are the same in every store, so ready ones are not read again.
     """
-    made = known_codec(coding.codec)
+    made, hash = known_codec(coding.codec), coding.tables.hex()
     if made is None:
-        raise Undecodable(
-            f"this blendserve has no codec {coding.codec!r}: upgrade it, or install the codec's package",
-            "codec",
-        )
+        why = f"this blendserve has no codec {coding.codec!r}: upgrade it, or install the codec's package"
+        raise Undecodable(why, "codec")
     with _readying:
-        if (ready := _ready.get((made, coding))) is not None:
-            _ready.move_to_end((made, coding))
-            return ready
         try:
-            codec = _ready[made, coding] = made.for_reading(coding, tables)
+            codec = _ready.pop((made, coding), None) or made.for_reading(coding, tables)
         except CorruptBlob as error:
             raise Undecodable(str(error)) from error
         except StoreUnavailable as error:
-            why = f"the tables {coding.tables.hex()} cannot be read: {error}"
-            raise Undecodable(why, UNREACHABLE) from error
+            raise Undecodable(f"the tables {hash} cannot be read: {error}", UNREACHABLE) from error
         except ValueError as error:
-            raise Undecodable(
-                f"the tables {coding.tables.hex()} are not of codec {coding.codec!r}: {error}"
-            ) from error
-        if len(_ready) > READY:
+            raise Undecodable(f"the tables {hash} are not of codec {coding.codec!r}: {error}") from error
+        _ready[made, coding] = codec
+        if len(_ready) > MAX_READY:
             _ready.popitem(last=False)
         return codec
 

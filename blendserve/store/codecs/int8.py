@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,8 +39,8 @@ class Int8(Codec):
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         if coding != cls.coding:
             raise ValueError("it names a level or tables, which this codec does not have")
-        if any(length != segment_bytes(shape) for length in lengths):
-            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {segment_bytes(shape)}")
+        if any(length != _segment_bytes(shape) for length in lengths):
+            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {_segment_bytes(shape)}")
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes * 33 // 64  # of 16 bits and 64 values a head
@@ -49,41 +48,22 @@ class Int8(Codec):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         return [_segment(kv.keys[l], kv.values[l]) for l in range(len(kv.keys))]
 
-    def decoder(self, shape: ChunkShape) -> Int8Decoder:
-        return Int8Decoder(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Decoder:
-    """Decodes the layers of one shape."""
-
-    shape: ChunkShape
-
-    def layer(self, l: int, segment: Buffer) -> Pair:
-        shape = self.shape
+    def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         size = (2, shape.n_kv_heads, shape.n_tokens, shape.head_dim)
-        if not shape.layer_bytes:
-            keys, values = torch.empty(size, dtype=shape.dtype)
-            return keys, values
+        # scales and centres are exact in bf16, but need not be in fp16
+        working = shape.dtype if shape.dtype == torch.bfloat16 else torch.float32
         integers = torch.frombuffer(segment, dtype=torch.int8, count=math.prod(size)).view(size)
         rest = aligned(segment, torch.bfloat16, integers.numel())
         scales = rest[: math.prod(size[:3])].view(*size[:3], 1)
         centres = rest[scales.numel() :].view(2, shape.n_kv_heads, 1, shape.head_dim)
-        keys, values = torch.addcmul(*(x.to(_working(shape.dtype)) for x in (centres, integers, scales))).to(
-            shape.dtype
-        )
+        keys, values = torch.addcmul(*(x.to(working) for x in (centres, integers, scales))).to(shape.dtype)
         return keys, values
 
 
-def segment_bytes(shape: ChunkShape) -> int:
+def _segment_bytes(shape: ChunkShape) -> int:
     """Of one layer; 0 for a chunk without tokens."""
     n_tokens, head_dim = shape.n_tokens, shape.head_dim
     return 2 * shape.n_kv_heads * (n_tokens * (head_dim + 2) + 2 * head_dim) if n_tokens else 0
-
-
-def _working(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: scales and centres are exact in bf16, but need not be in fp16."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def _segment(keys: Tensor, values: Tensor) -> bytes:
@@ -95,8 +75,5 @@ def _segment(keys: Tensor, values: Tensor) -> bytes:
     scales = (both.abs().amax(dim=-1, keepdim=True) / MOST).to(torch.bfloat16)  # [2, K, C, 1]
     shares = both / scales.float().clamp(min=torch.finfo(torch.float32).tiny)
     integers = shares.nan_to_num(0.0).round().clamp(-MOST, MOST).to(torch.int8)
-    return b"".join(_bytes(part) for part in (integers, scales, centres))
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    parts = (part.contiguous().view(-1).view(torch.uint8).numpy() for part in (integers, scales, centres))
+    return b"".join(part.tobytes() for part in parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -40,22 +39,9 @@ class Raw(Codec):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         return [_layer_bytes(kv, l) for l in range(len(kv.keys))]
 
-    def decoder(self, shape: ChunkShape) -> RawDecoder:
-        return RawDecoder(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class RawDecoder:
-    """Views over the segments themselves."""
-
-    shape: ChunkShape
-
-    def layer(self, l: int, segment: Buffer) -> Pair:
-        dtype, shape = self.shape.dtype, (2, self.shape.n_kv_heads, self.shape.n_tokens, self.shape.head_dim)
-        if not self.shape.layer_bytes:
-            keys, values = torch.empty(shape, dtype=dtype)
-            return keys, values
-        keys, values = aligned(segment, dtype).view(shape)
+    def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
+        """Views over the segment."""
+        keys, values = aligned(segment, shape.dtype).view(2, shape.n_kv_heads, shape.n_tokens, shape.head_dim)
         return keys, values
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.fetch.copy_stream import CudaCopyStream, HostCopy
-from blendserve.fetch.pinned_ring import PinnedRing
+from blendserve.fetch.copy_stream import CopyStream, HostCopy
+from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
+from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 
 CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already
@@ -90,30 +91,28 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     graphs.capture_stream.cache_clear()
 
 
-def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
-    cuda: Notes, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_is_sent_on_the_stream_of_copies_and_waited_for_by_the_computing_stream_alone(
+    cuda: Notes,
 ) -> None:
-    monkeypatch.setattr(CudaCopyStream, "holds", lambda stream, tensor: False)
-    ring, kv = PinnedRing(CudaCopyStream(CPU), slots=1), chunk(5)
+    kv = chunk(5)
 
-    def read() -> list[tuple[Tensor, Tensor]]:
-        assert cuda.streams[-1] == "own"
-        return [(kv.keys[0], kv.values[0])]
+    class View(TensorView):
+        def layer(self, l: int) -> tuple[Tensor, Tensor]:
+            cuda.append(f"read on {cuda.streams[-1]}")
+            return super().layer(l)
 
-    sent = ring.send(read)
-    assert cuda == ["event on own"]
-    ((keys, values),) = ring.wait_on_stream(sent)
-    assert cuda[1:] == ["computing waits for the event of own", "kept for computing"]
+    with closing(LayerReader([View(kv)], 1, CopyStream(CPU))) as reader:
+        ((keys, values),) = reader.take(0)
+    assert cuda[:2] == ["read on own", "event on own"]
+    assert cuda[2:4] == ["computing waits for the event of own", "kept for computing"]
     assert torch.equal(keys, kv.keys[0])
     assert torch.equal(values, kv.values[0])
-    ring.send(read)
-    assert cuda[3:] == ["thread waits for the event of own", "event on own"]
     assert cuda.streams == ["computing"]
 
 
 def test_a_chunk_comes_home_behind_what_computed_it(cuda: Notes) -> None:
     kv = chunk(5)
-    home = HostCopy(kv, CudaCopyStream(CPU))
+    home = HostCopy(kv, CopyStream(CPU))
     one = ["own waits for computing", "kept for own"]
     assert cuda == [*one, *one, "event on own"]
     here = home.arrived()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from threading import Lock
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ from blendserve.store.codecs.base import (
     tables_hash,
 )
 from blendserve.store.codecs.predict.fit import fit
-from blendserve.store.codecs.predict.rans import LayerMap, contexts_of, to_codes
-from blendserve.store.codecs.predict.rans_native import dequantize_layer, rans_decode_layer, rans_encode
+from blendserve.store.codecs.predict.rans import contexts_of, to_codes
+from blendserve.store.codecs.predict.rans_native import decode, dequantize, encode, native_library
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
 
 EXPECTED = 6, 8, 9, 10, 10  # compression by level; it is higher for text like that of the tables
@@ -52,11 +52,9 @@ class Predict(Codec):
     needs_tables = True
 
     def __init__(self, level: int, tables: Tables, hash: bytes) -> None:
-        self.coding = Coding("predict", level, hash)
-        self.tables = tables
-        self._layers: dict[int, LayerMap] = {}
-        self._inverses: dict[int, Tensor] = {}
-        self._lock = Lock()
+        self.coding, self.tables = Coding("predict", level, hash), tables
+        self.layer = cache(partial(tables.layer, level=level))  # LayerMap of l > 0
+        self._inverse = cache(tables.inverse)
 
     @classmethod
     def with_tables(cls, level: int, tables: bytes = b"") -> Predict:
@@ -73,32 +71,17 @@ class Predict(Codec):
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        width = 2 * shape.n_kv_heads * shape.head_dim
-        raw = shape.n_tokens * width * shape.dtype.itemsize
-        most = shape.n_tokens * (width + 8) + _COUNTS.size + raw
-        if not 2 * shape.n_tokens + _COUNTS.size <= lengths[0] <= most:
-            raise ValueError(f"it says {lengths[0]} bytes of layer 0 for {shape.n_tokens} tokens")
+        n_tokens, width = shape.n_tokens, 2 * shape.n_kv_heads * shape.head_dim
+        raw = n_tokens * width * shape.dtype.itemsize
+        most = n_tokens * (width + 8) + _COUNTS.size + raw
+        if not 2 * n_tokens + _COUNTS.size <= lengths[0] <= most:
+            raise ValueError(f"it says {lengths[0]} bytes of layer 0 for {n_tokens} tokens")
         for length in lengths[1:]:
-            if (length > 0) != (shape.n_tokens > 0) or length > 64 + 3 * shape.n_tokens * width + raw:
-                raise ValueError(
-                    f"it says {length} bytes a layer for {shape.n_tokens} tokens of {width} numbers"
-                )
+            if (length > 0) != (n_tokens > 0) or length > 64 + 3 * n_tokens * width + raw:
+                raise ValueError(f"it says {length} bytes a layer for {n_tokens} tokens of {width} numbers")
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // EXPECTED[self.coding.level - 1]
-
-    def layer(self, l: int) -> LayerMap:
-        """Layer l of the tables at this level; made once."""
-        with self._lock:
-            if l not in self._layers:
-                self._layers[l] = self.tables.layer(l, self.coding.level)
-            return self._layers[l]
-
-    def means(self, l: int) -> np.ndarray:
-        """[N]: the expected size of layer l's symbols before the first one."""
-        n = len(self.layer(l).residual)
-        found: np.ndarray = self.tables.means[self.coding.level - 1, l - 1, :n].numpy()
-        return found
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.tables.fits(ChunkShape.of(kv)):
@@ -117,6 +100,45 @@ class Predict(Codec):
             segments.append(segment + as_is[l])
         return segments
 
+    def decoder(self, shape: ChunkShape) -> PredictDecoder:
+        if not self.tables.fits(shape):
+            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
+        return PredictDecoder(self, shape)
+
+    def means(self, l: int) -> np.ndarray:
+        """[N]: the expected size of layer l's symbols before the first one."""
+        n = len(self.layer(l).residual)
+        found: np.ndarray = self.tables.means[self.coding.level - 1, l - 1, :n].numpy()
+        return found
+
+    def codes(self, l: int, numbers: Tensor) -> Tensor:
+        """Numbers of layer l [n, W] -> codes of int8."""
+        return to_codes(numbers, self.tables.code_scale[l], self.tables.code_zero[l])
+
+    def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor, int]:
+        """Codes of layer 0 [C, W], the exceptions' tokens, and where the coded part ends. Raises ValueError."""
+        tables, width = self.tables, self.tables.width
+        new, n_far = _COUNTS.unpack_from(segment) if len(segment) >= _COUNTS.size else (0, 0)
+        kind = _index_type(len(tables.ids) + new)
+        rows_at = _COUNTS.size + n_tokens * kind.itemsize
+        far_at = rows_at + new * width
+        if len(segment) < far_at + 4 * n_far:
+            raise ValueError(
+                f"{len(segment)} bytes are not {n_tokens} tokens, {new} rows and {n_far} exceptions"
+            )
+        at = torch.from_numpy(np.frombuffer(segment, kind, n_tokens, _COUNTS.size).astype(np.int64))
+        rows = torch.from_numpy(np.frombuffer(segment, np.int8, new * width, rows_at).copy())
+        far = torch.from_numpy(np.frombuffer(segment, "<u4", n_far, far_at).astype(np.int64))
+        if n_far and int(far.max()) >= n_tokens:
+            raise ValueError("an exception is no token of the chunk")
+        if n_tokens and int(at.max()) >= len(tables.ids) + new:
+            raise ValueError("a token has a row that is not there")
+        known = at < len(tables.ids)
+        codes = torch.empty(n_tokens, width, dtype=torch.int8)
+        codes[known] = tables.rows[at[known]]
+        codes[~known] = rows.view(new, width)[at[~known] - len(tables.ids)]
+        return codes, far, far_at + 4 * n_far
+
     def _exceptions(self, numbers: Tensor) -> Tensor:
         """[L, C, W] -> tokens that are far outside in any layer, ascending.
 
@@ -127,21 +149,10 @@ class Predict(Codec):
         is_far = reach[0].gt(FAR_FIRST) | reach[1:].gt(FAR).any(dim=0)
         return is_far.nonzero().flatten()
 
-    def codes(self, l: int, numbers: Tensor) -> Tensor:
-        """Numbers of layer l [n, W] -> codes of int8."""
-        return to_codes(numbers, self.tables.code_scale[l], self.tables.code_zero[l])
-
-    def decoder(self, shape: ChunkShape) -> PredictDecoder:
-        if not self.tables.fits(shape):
-            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
-        return PredictDecoder(self, shape)
-
     def _encode_first(self, numbers: Tensor, ids: Sequence[int], far: Tensor) -> tuple[bytes, Tensor]:
         """[C, W] -> the segment, and the codes [C, W] that the decoder gets from it."""
-        tables = self.tables
-        codes = self.codes(0, numbers)
-        known = len(tables.ids)
-        at = np.full(len(codes), -1)
+        tables, codes = self.tables, self.codes(0, numbers)
+        known, at = len(tables.ids), np.full(len(codes), -1)
         if known and len(ids) == len(codes):
             given = torch.tensor(ids)
             place = torch.searchsorted(tables.ids, given).clamp(max=known - 1)
@@ -156,111 +167,66 @@ class Predict(Codec):
         segment = _COUNTS.pack(len(new), len(far)) + indices + b"".join(new) + exceptions
         return segment, self.first_codes(segment, len(codes))[0]
 
-    def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Codes of layer 0 [C, W], and the exceptions' tokens. Raises ValueError."""
-        tables, width = self.tables, self.tables.width
-        if len(segment) < _COUNTS.size:
-            raise ValueError(f"{len(segment)} bytes hold no layer 0")
-        new, n_far = _COUNTS.unpack_from(segment)
-        kind = _index_type(len(tables.ids) + new)
-        rows_at = _COUNTS.size + n_tokens * kind.itemsize
-        if len(segment) != rows_at + new * width + 4 * n_far:
-            raise ValueError(
-                f"{len(segment)} bytes are not {n_tokens} tokens, {new} rows and {n_far} exceptions"
-            )
-        at = torch.from_numpy(np.frombuffer(segment, kind, n_tokens, _COUNTS.size).astype(np.int64))
-        rows = np.frombuffer(segment, np.int8, new * width, rows_at)
-        far = torch.from_numpy(np.frombuffer(segment, "<u4", n_far, rows_at + new * width).astype(np.int64))
-        if n_far and int(far.max()) >= n_tokens:
-            raise ValueError("an exception is no token of the chunk")
-        if n_tokens and int(at.max()) >= len(tables.ids) + new:
-            raise ValueError("a token has a row that is not there")
-        known = at < len(tables.ids)
-        codes = torch.empty(n_tokens, width, dtype=torch.int8)
-        codes[known] = tables.rows[at[known]]
-        codes[~known] = torch.from_numpy(rows.copy()).view(new, width)[at[~known] - len(tables.ids)]
-        return codes, far
-
     def _encode_layer(
         self, l: int, numbers: Tensor, below: Tensor, symbols: np.ndarray | None, far: Tensor
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
-        layer, dim = self.layer(l), self.tables.head_dim
-        predicted, _ = dequantize_layer(below, None, layer, dim, torch.float32)
+        layer, dim, library = self.layer(l), self.tables.head_dim, native_library()
+        predicted, _ = dequantize(library, below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
         found = quantised(along, float(self.tables.steps[self.coding.level - 1]), self.means(l))
         found[far.numpy()] = 0
-        _, codes = dequantize_layer(below, torch.from_numpy(found), layer, dim, torch.float32)
-        segment = (
-            rans_encode(found, contexts_of(symbols, len(found)), self.means(l), self.tables.model)
-            if len(found)
-            else b""
-        )
-        return segment, codes, found
-
-    def _inverse(self, l: int) -> Tensor:
-        """[W, W]: numbers -> axes."""
-        with self._lock:
-            if l not in self._inverses:
-                axes = self.tables.axes[l - 1].double() * self.tables.axes_scale[l - 1].double()
-                self._inverses[l] = torch.linalg.inv(axes).float()
-            return self._inverses[l]
+        _, codes = dequantize(library, below, torch.from_numpy(found), layer, dim, torch.float32)
+        if not len(found):
+            return b"", codes, found
+        contexts = contexts_of(symbols, len(found))
+        return encode(library, found, contexts, self.means(l), self.tables.model), codes, found
 
 
 class PredictDecoder:
-    """Decodes layers in order; keeps the codes of the layer below."""
+    """Decodes layers in order; keeps the symbols and codes of the layer below."""
 
     def __init__(self, codec: Predict, shape: ChunkShape) -> None:
         self._codec, self._shape, self._due = codec, shape, 0
-        self._below = torch.empty(0)
-        self._far = torch.empty(0, dtype=torch.int64)
         self._symbols: np.ndarray | None = None
+        self._codes, self._far = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     def layer(self, l: int, segment: Buffer) -> Pair:
         if l != self._due:
             raise ValueError(f"layer {l} is decoded before layer {self._due}")
         self._due += 1
-        segment = memoryview(segment)
+        segment, shape, width = memoryview(segment), self._shape, self._codec.tables.width
         if l == 0:
-            if len(segment) < _COUNTS.size:
-                raise ValueError(f"{len(segment)} bytes hold no layer 0")
-            _, n_far = _COUNTS.unpack_from(segment)
+            self._codes, self._far, end = self._codec.first_codes(segment, shape.n_tokens)
         else:
-            n_far = len(self._far)
-        coded, far = self._split(segment, n_far)
-        heads = self._first(coded) if l == 0 else self._further(l, coded)
+            end = len(segment) - len(self._far) * width * shape.dtype.itemsize
+        n_far, as_is = len(self._far), segment[max(0, end) :]
+        if len(as_is) != n_far * width * shape.dtype.itemsize:
+            raise ValueError(f"{len(segment)} bytes do not end with the numbers of {n_far} exceptions")
+        heads = self._first() if l == 0 else self._further(l, segment[:end])
         if n_far:
-            heads[:, self._far] = far.view(n_far, len(heads), -1).transpose(0, 1)
-            self._below[self._far] = self._codec.codes(l, far.float())
-        return heads[: self._shape.n_kv_heads], heads[self._shape.n_kv_heads :]
+            numbers = torch.frombuffer(bytearray(as_is), dtype=shape.dtype).view(n_far, width)
+            heads[:, self._far] = numbers.view(n_far, len(heads), -1).transpose(0, 1)
+            self._codes[self._far] = self._codec.codes(l, numbers.float())
+        return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
 
-    def _split(self, segment: memoryview, n_far: int) -> tuple[memoryview, Tensor]:
-        """The coded part, and the exceptions' numbers [n, W]."""
-        shape = self._shape
-        width = self._codec.tables.width
-        size = n_far * width * shape.dtype.itemsize
-        if size > len(segment):
-            raise ValueError(f"{len(segment)} bytes hold no {n_far} exceptions")
-        end = len(segment) - size
-        numbers = torch.frombuffer(bytearray(segment[end:]), dtype=shape.dtype) if size else torch.empty(0)
-        return segment[:end], numbers.view(n_far, width)
-
-    def _first(self, segment: memoryview) -> Tensor:
+    def _first(self) -> Tensor:
+        """Heads [2 K, C, D] of layer 0."""
         shape, tables = self._shape, self._codec.tables
-        self._below, self._far = self._codec.first_codes(segment, shape.n_tokens)
-        numbers = (self._below.float() - tables.code_zero[0]) / tables.code_scale[0]
+        numbers = (self._codes.float() - tables.code_zero[0]) / tables.code_scale[0]
         by_head = numbers.view(shape.n_tokens, 2 * shape.n_kv_heads, shape.head_dim).transpose(0, 1)
         return by_head.to(shape.dtype).contiguous()
 
     def _further(self, l: int, segment: memoryview) -> Tensor:
-        shape, codec = self._shape, self._codec
-        layer = codec.layer(l)
-        if not shape.n_tokens:
-            return dequantize_layer(self._below, None, layer, shape.head_dim, shape.dtype)[0]
-        below, model = (self._symbols, self._below), codec.tables.model
-        heads, self._symbols, self._below = rans_decode_layer(
-            segment, below, codec.means(l), model, layer, shape.head_dim, shape.dtype
+        """Heads [2 K, C, D] of layer l > 0."""
+        shape, codec, library, symbols = self._shape, self._codec, native_library(), None
+        if shape.n_tokens:
+            means, model = codec.means(l), codec.tables.model
+            self._symbols = decode(library, segment, self._symbols, shape.n_tokens, means, model)
+            symbols = torch.from_numpy(self._symbols)
+        heads, self._codes = dequantize(
+            library, self._codes, symbols, codec.layer(l), shape.head_dim, shape.dtype
         )
         return heads
 

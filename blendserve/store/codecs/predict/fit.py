@@ -20,6 +20,7 @@ from torch import Tensor
 from blendserve.errors import InputError
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Progress, Sample
+from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.rans import (
     CLASSES,
     CONTEXTS,
@@ -28,11 +29,7 @@ from blendserve.store.codecs.predict.rans import (
     SIZES,
     SYMBOLS,
     LayerMap,
-    contexts_of,
-    size_of,
-    slots_of,
     to_codes,
-    update_means,
 )
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
 from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables, flat, quantised
@@ -52,17 +49,6 @@ REACH = 1.1  # range of the codes, relative to that of the samples
 
 
 @dataclass(slots=True)
-class JoinedSamples:
-    """The samples' KV, joined."""
-
-    numbers: Tensor  # [L, C, W] in bf16
-    ids: list[int]
-    lengths: list[int]
-    n_kv_heads: int
-    head_dim: int
-
-
-@dataclass(slots=True)
 class FittedLayer:
     """One layer's part of the tables, and the samples in its axes."""
 
@@ -77,36 +63,46 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
 
     Raises InputError for too few samples.
     """
-    joined = _join(samples)
-    layers, _, width = joined.numbers.shape
-    step = _counting(progress, min(WINDOWS, len(joined.ids) // WINDOW) * bool(adapter) + layers)
-    weights = _weights(joined, adapter, step)
-    ids, rows = _first_rows(joined, adapter)
-    scale, zero = _code_scale(torch.cat((rows, joined.numbers[0].float())))
-    below = to_codes(joined.numbers[0].float(), scale, zero)
-    scales, fitted = [(scale, zero)], list[FittedLayer]()
-    for l in range(1, layers):
-        fitted.append(_fit_layer(joined.numbers[l].float(), below, weights[l]))
+    parts, ids, lengths, heads, dim = list[Tensor](), list[int](), list[int](), 0, 0
+    for tokens, kv in samples:
+        parts.append(flat(kv).bfloat16())
+        ids += tokens
+        lengths.append(kv.n_tokens)
+        heads, dim = kv.keys.shape[1], kv.keys.shape[3]
+    if sum(lengths) < FEWEST:
+        raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
+    numbers = torch.cat(parts, dim=1)  # [L, C, W]
+    n_layers, _, width = numbers.shape
+    done, total = count(1), min(WINDOWS, len(ids) // WINDOW) * bool(adapter) + n_layers
+    weights = _weights(numbers, ids, adapter, lambda: progress(next(done), total))
+    row_ids, rows = _first_rows(numbers[0], ids, adapter)
+    scale, zero = _code_scale(torch.cat((rows, numbers[0].float())))
+    below, fitted = to_codes(numbers[0].float(), scale, zero), list[FittedLayer]()
+    for l in range(1, n_layers):
+        fitted.append(_fit_layer(numbers[l].float(), below, weights[l]))
         below = fitted[-1].codes
-        scales.append((fitted[-1].map.code_scale, fitted[-1].map.code_zero))
-        step()
-    means, classes, symbols = _learn_contexts(fitted, joined.lengths, width)
-    step()
-    shape = [VERSION, layers, joined.n_kv_heads, joined.head_dim]
-    maps = [layer.map for layer in fitted]
+        progress(next(done), total)
+    means, classes, symbols = _learn_contexts(fitted, lengths, width)
+    progress(next(done), total)
+
+    def stacked(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A field of all maps [L - 1, ...]; a model of one layer has none."""
+        fields = [getattr(layer.map, name) for layer in fitted]
+        return torch.stack(fields) if fields else torch.empty(0, *shape, dtype=dtype)
+
     n_axes = [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))]
     return Tables(
-        shape=torch.tensor(shape, dtype=torch.int32),
+        shape=torch.tensor([VERSION, n_layers, heads, dim], dtype=torch.int32),
         steps=torch.tensor(STEPS),
-        ids=torch.tensor(ids, dtype=torch.int32),
+        ids=torch.tensor(row_ids, dtype=torch.int32),
         rows=to_codes(rows, scale, zero),
-        code_scale=torch.stack([s for s, _ in scales]),
-        code_zero=torch.stack([z for _, z in scales]),
-        maps=_stacked([m.map for m in maps], width, width, dtype=torch.int8),
-        map_scale=_stacked([m.map_scale for m in maps], width),
-        mean=_stacked([m.mean for m in maps], width),
-        axes=_stacked([m.residual for m in maps], width, width, dtype=torch.int8),
-        axes_scale=_stacked([m.residual_scale for m in maps], width),
+        code_scale=torch.cat((scale[None], stacked("code_scale", width))),
+        code_zero=torch.cat((zero[None], stacked("code_zero", width))),
+        maps=stacked("map", width, width, dtype=torch.int8),
+        map_scale=stacked("map_scale", width),
+        mean=stacked("mean", width),
+        axes=stacked("residual", width, width, dtype=torch.int8),
+        axes_scale=stacked("residual_scale", width),
         n_axes=torch.tensor(n_axes, dtype=torch.int32),
         means=means,
         classes=classes,
@@ -114,37 +110,14 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
     )
 
 
-def _stacked(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Stacked; empty for a model of one layer."""
-    return torch.stack(parts) if parts else torch.empty(0, *shape, dtype=dtype)
-
-
-def _counting(progress: Progress, total: int) -> Callable[[], None]:
-    done = count(1)
-    return lambda: progress(next(done), total)
-
-
-def _join(samples: Iterable[Sample]) -> JoinedSamples:
-    numbers, ids, lengths, heads, dim = list[Tensor](), list[int](), list[int](), 0, 0
-    for tokens, kv in samples:
-        numbers.append(flat(kv).bfloat16())
-        ids += tokens
-        lengths.append(kv.n_tokens)
-        heads, dim = kv.keys.shape[1], kv.keys.shape[3]
-    if sum(lengths) < FEWEST:
-        raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
-    return JoinedSamples(torch.cat(numbers, dim=1), ids, lengths, heads, dim)
-
-
 def _weights(
-    joined: JoinedSamples, adapter: DecoderModel | None, step: Callable[[], None]
+    numbers: Tensor, ids: list[int], adapter: DecoderModel | None, step: Callable[[], None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """By layer: numbers -> a space in which errors weigh about equally [W, W], and back."""
-    spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in joined.numbers]
-    fisher = sensitivity(adapter, tuple(joined.ids), WINDOWS, step) if adapter else None
-    width = joined.numbers.shape[2]
+    """By layer: numbers -> a space in which errors weigh about equally [W, W], and back. numbers: [L, C, W]."""
+    spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in numbers]
+    fisher = sensitivity(adapter, tuple(ids), WINDOWS, step) if adapter else None
     if fisher is None:
-        eye = torch.eye(width)
+        eye = torch.eye(numbers.shape[2])
         return [(eye / s, eye * s) for s in spread]
     level = [
         s * float(f.diagonal(dim1=-2, dim2=-1).mean()) ** 0.5 for s, f in zip(spread, fisher, strict=True)
@@ -168,16 +141,16 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
     return blocks(*there).float(), blocks(*back).float()
 
 
-def _first_rows(joined: JoinedSamples, adapter: DecoderModel | None) -> tuple[list[int], Tensor]:
-    """Tokens in ascending order, and their layer 0 [R, W]."""
+def _first_rows(numbers: Tensor, ids: list[int], adapter: DecoderModel | None) -> tuple[list[int], Tensor]:
+    """Tokens in ascending order, and their layer 0 [R, W]. numbers: layer 0 of the samples [C, W]."""
     if adapter is None:
-        found = {token: at for at, token in enumerate(joined.ids)}
-        ids = sorted(found)
-        return ids, joined.numbers[0][[found[token] for token in ids]].float()
+        found = {token: at for at, token in enumerate(ids)}
+        known = sorted(found)
+        return known, numbers[[found[token] for token in known]].float()
     vocabulary = adapter.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    ids = sorted({*range(min(KNOWN, vocabulary)), *joined.ids})
-    both = torch.cat(first_layer(adapter, ids))  # [2 K, R, D]
-    return ids, both.transpose(0, 1).flatten(1).float().cpu()
+    known = sorted({*range(min(KNOWN, vocabulary)), *ids})
+    both = torch.cat(first_layer(adapter, known))  # [2 K, R, D]
+    return known, both.transpose(0, 1).flatten(1).float().cpu()
 
 
 def _code_scale(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,15 +213,15 @@ def _learn_contexts(
             means[level, l, : len(mean)] = torch.from_numpy(mean)
             for n, (start, stop) in enumerate(chunks):
                 values = symbols[start:stop]
-                _count(values, contexts_of(below[n], len(values)), mean, amounts, seen)
+                _count(values, rans.contexts_of(below[n], len(values)), mean, amounts, seen)
                 below[n] = values
     counts = seen.sum(axis=2)
     usual = np.exp2(-np.maximum(0, 40 - np.arange(SIZES)) / 4)  # of an unseen cell: the size itself
     amount = (amounts + 4 * usual[:, None]) / (counts + 4)
-    classes = size_of((amount * ONE).astype(np.int64)).astype(np.uint8)
+    classes = rans.size_of((amount * ONE).astype(np.int64)).astype(np.uint8)
     merged = np.zeros((CLASSES, SYMBOLS))
     np.add.at(merged, classes.ravel(), seen.reshape(-1, SYMBOLS))
-    return means, torch.from_numpy(classes), torch.from_numpy(slots_of(_smooth(merged)).astype(np.int32))
+    return means, torch.from_numpy(classes), torch.from_numpy(rans.slots_of(_smooth(merged)).astype(np.int32))
 
 
 def _symbols(along: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
@@ -271,15 +244,13 @@ def _count(
     values: np.ndarray, seen_below: np.ndarray, means: np.ndarray, amounts: np.ndarray, seen: np.ndarray
 ) -> None:
     """Count a chunk's symbols [C, N] by size and context."""
-    symbols = np.where(values > 0, 2 * values.astype(np.int16) - 1, -2 * values.astype(np.int16)).clip(
-        0, ESCAPE
-    )
-    sizes = np.empty(values.shape, np.int64)
+    wide, sizes = values.astype(np.int16), np.empty(values.shape, np.int64)
+    symbols = np.where(wide > 0, 2 * wide - 1, -2 * wide).clip(0, ESCAPE)
     for t, row in enumerate(values):
-        sizes[t] = size_of(means)
-        means = update_means(means, row)
+        sizes[t] = rans.size_of(means)
+        means = rans.update_means(means, row)
     cells = sizes * CONTEXTS + seen_below[:, None]
-    amount = np.abs(values.astype(np.int16)).ravel()
+    amount = np.abs(wide).ravel()
     amounts += np.bincount(cells.ravel(), amount, amounts.size).reshape(amounts.shape)
     seen += np.bincount((cells * SYMBOLS + symbols).ravel(), minlength=seen.size).reshape(seen.shape)
 

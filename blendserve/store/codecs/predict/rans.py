@@ -1,14 +1,14 @@
 """The three loops of coded KV in their plain form: bytes <-> symbols, and symbols -> numbers.
 
-Whoever computes them gives the same bits. Bytes become symbols by integers alone; numbers are sums of integers, and each
-step behind those rounds once, as IEEE 754 says for fp32.
+rans_native.py has them compiled, with the same bits: symbols are integers, numbers are sums of integers, and each step
+after them rounds once, as IEEE 754 says for fp32.
 
-    pack          symbols [C, N] -> bytes                 rANS (Duda, arXiv 1311.2540) with words of 16 bits
-    reconstruct   codes of the layer below, and symbols -> numbers [W / D, C, D], and their own codes
-    decode        bytes -> symbols, and reconstruct
+    encode       symbols [C, N] -> bytes                 rANS (Duda, arXiv 1311.2540) with words of 16 bits
+    decode       bytes -> symbols
+    dequantize   codes of the layer below, and symbols -> numbers [W / D, C, D], and their own codes
 
-The symbols of a chunk's layer are read token by token. Each is coded by one of 64 static distributions: which one goes by
-how large the symbols of this axis have been lately, and by how large the token was one layer below (its context).
+The symbols of a chunk's layer are coded token by token, each by one of 64 static distributions. The distribution depends
+on the recent size of the axis' symbols, and on the size of the token's symbols one layer below (its context).
 """
 
 from __future__ import annotations
@@ -35,57 +35,48 @@ _STATES = struct.Struct(f"<{STREAMS}I")
 
 @dataclass(frozen=True, eq=False)
 class RansModel:
-    """What symbols are coded with."""
+    """What symbols are coded with. Raises ValueError for what is no such model."""
 
     classes: np.ndarray  # [SIZES, CONTEXTS] of uint8 below CLASSES
     width: np.ndarray  # [CLASSES, SYMBOLS] of uint16: slots of 4,096; the escape has some in every class
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no such model."""
         if self.classes.shape != (SIZES, CONTEXTS) or self.width.shape != (CLASSES, SYMBOLS):
             raise ValueError(f"classes {self.classes.shape} and widths {self.width.shape} have other shapes")
-        sums = self.width.astype(np.int64).sum(axis=1)
-        if (
-            (self.classes >= CLASSES).any()
-            or (sums != 1 << PRECISION).any()
-            or not self.width[:, ESCAPE].all()
-        ):
+        fills = (self.width.astype(np.int64).sum(axis=1) == ONE).all() and self.width[:, ESCAPE].all()
+        if (self.classes >= CLASSES).any() or not fills:
             raise ValueError("a class is unknown, or its symbols do not fill its slots")
 
     @cached_property
     def start(self) -> np.ndarray:
-        """[CLASSES, SYMBOLS]: the first slot of each."""
+        """[CLASSES, SYMBOLS] of uint16: the first slot of each."""
         ends = self.width.astype(np.int64).cumsum(axis=1)
         return np.ascontiguousarray((ends - self.width).astype(np.uint16))
 
     @cached_property
-    def slots(self) -> np.ndarray:
-        """[CLASSES, 4096] of uint8: whose slot it is."""
-        found = np.repeat(np.tile(np.arange(SYMBOLS, dtype=np.uint8), CLASSES), self.width.ravel())
-        return found.reshape(CLASSES, ONE)
-
-    @cached_property
     def encode_table(self) -> np.ndarray:
-        """[CLASSES, SYMBOLS] of uint32: width and start, as compiled kernels read them to encode."""
+        """[CLASSES, SYMBOLS] of uint32: width 16 bits, start 16."""
         found: np.ndarray = self.width.astype(np.uint32) << 16 | self.start
         return found
 
     @cached_property
     def decode_table(self) -> np.ndarray:
-        """[CLASSES, 4096] of uint32: a slot's symbol, its width and the slot's place in it, for decoding."""
-        symbols = self.slots.astype(np.int64)
-        widths, firsts = (np.take_along_axis(x, symbols, axis=1) for x in (self.width, self.start))
-        places = np.arange(ONE) - firsts.astype(np.int64)
-        return np.ascontiguousarray((widths.astype(np.int64) << 17 | places << 5 | symbols).astype(np.uint32))
+        """[CLASSES, 4096] of uint32: the width of a slot's symbol 15 bits, the slot's place in it 12, the symbol 5."""
+        slots = np.repeat(np.tile(np.arange(SYMBOLS), CLASSES), self.width.ravel()).reshape(CLASSES, ONE)
+        widths, firsts = (
+            np.take_along_axis(x, slots, axis=1).astype(np.int64) for x in (self.width, self.start)
+        )
+        table = widths << 17 | (np.arange(ONE) - firsts) << 5 | slots
+        return np.ascontiguousarray(table.astype(np.uint32))
 
     @cached_property
     def cdf_head(self) -> np.ndarray:
-        """[COMPARED, CLASSES] of uint16: the first slots of symbols 1 to COMPARED."""
+        """[COMPARED, CLASSES] of uint16: the first slots of symbols 1 to COMPARED, for compiled kernels."""
         return np.ascontiguousarray(self.start[:, 1 : COMPARED + 1].T)
 
     @cached_property
     def model_of(self) -> np.ndarray:
-        """`classes` the other way round, [CONTEXTS, SIZES]."""
+        """`classes` transposed, [CONTEXTS, SIZES], for compiled kernels."""
         return np.ascontiguousarray(self.classes.T)
 
 
@@ -118,7 +109,7 @@ class LayerMap:
 def packed_matrix(matrix: Tensor) -> Tensor:
     """[n, W] of int8 -> [W / 16, n / 4, 16, 4] of uint8, 128 more: four inputs side by side for one multiplication.
 
-    As it is where those numbers are not whole.
+    Unchanged where n / 4 or W / 16 is not whole.
     """
     n, width = matrix.shape
     if n % 4 or width % BLOCK:
@@ -128,7 +119,7 @@ def packed_matrix(matrix: Tensor) -> Tensor:
 
 
 def size_of(means: np.ndarray) -> np.ndarray:
-    """Running means of at least 0, 12 bits behind the point -> four sizes an octave, 0 to 63."""
+    """Running means of at least 0, 12 fractional bits -> four sizes an octave, 0 to 63."""
     bits = np.maximum(means, 4).astype(np.float32).view(np.int32)
     found: np.ndarray = np.minimum((bits >> 21) - (129 << 2), SIZES - 1)
     return found
@@ -141,7 +132,7 @@ def update_means(means: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def contexts_of(symbols: np.ndarray | None, n_tokens: int) -> np.ndarray:
-    """How large each token's symbols of the layer below were, beside the chunk's mean token -> [C] of uint8."""
+    """The size of each token's symbols of the layer below, relative to the chunk's mean token -> [C] of uint8."""
     if symbols is None:
         return np.full(n_tokens, UNKNOWN, np.uint8)
     sums = np.abs(symbols).view(np.uint8).sum(axis=1, dtype=np.int64)  # of -128 as well
@@ -150,91 +141,70 @@ def contexts_of(symbols: np.ndarray | None, n_tokens: int) -> np.ndarray:
     return found
 
 
-def decode_layer_reference(
-    segment: memoryview,
-    below: tuple[np.ndarray | None, Tensor],
-    means: np.ndarray,
-    model: RansModel,
-    layer: LayerMap,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, np.ndarray, Tensor]:
-    """rans_native.rans_decode_layer."""
-    seen, codes = below
-    symbols = decode_symbols_reference(segment, contexts_of(seen, len(codes)), means, model)
-    heads, codes = dequantize_reference(codes, torch.from_numpy(symbols), layer, dim, dtype)
-    return heads, symbols, codes
-
-
-def decode_symbols_reference(
+def decode_reference(
     segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: RansModel
 ) -> np.ndarray:
     """Bytes of a layer -> symbols [C, N] of int8. Raises ValueError for bytes that are no such symbols."""
     states, escapes, words = split_segment(segment)
-    values = np.zeros((len(contexts), len(means)), np.int8)
+    values, table = np.zeros((len(contexts), len(means)), np.int8), model.decode_table
     read, escaped, state = iter(np.frombuffer(words, "<u2").tolist()), iter(escapes.tolist()), list(states)
     try:
         for t, context in enumerate(contexts.tolist()):
-            models = model.classes[size_of(means), context].tolist()
-            for j, m in enumerate(models):
+            for j, m in enumerate(model.classes[size_of(means), context].tolist()):
                 x = state[j % STREAMS]
-                slot = x & (ONE - 1)
-                symbol = int(model.slots[m, slot])
-                x = int(model.width[m, symbol]) * (x >> PRECISION) + slot - int(model.start[m, symbol])
+                entry = int(table[m, x & (ONE - 1)])
+                symbol = entry & (SYMBOLS - 1)
+                x = (entry >> 17) * (x >> PRECISION) + (entry >> 5 & (ONE - 1))
                 state[j % STREAMS] = x << 16 | next(read) if x < LOWEST else x
-                values[t, j] = next(escaped) if symbol == ESCAPE else _value_of(symbol)
+                if symbol == ESCAPE:
+                    values[t, j] = next(escaped)
+                else:
+                    values[t, j] = (symbol + 1) // 2 if symbol & 1 else -(symbol // 2)
             means = update_means(means, values[t])
     except StopIteration:
         raise ValueError("its symbols end too early") from None
     if any(x != LOWEST for x in state) or next(read, None) is not None or next(escaped, None) is not None:
-        raise ValueError("there is more behind its last symbol")
+        raise ValueError("its bytes go on after its last symbol")
     return values
 
 
 def encode_reference(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: RansModel) -> bytes:
-    """rans_native.rans_encode."""
-    coded: list[tuple[int, int, int]] = []  # stream, class, symbol
+    """Symbols [C, N] of int8 -> the bytes of a layer. contexts: [C]. means: expected sizes of the axes' symbols [N]."""
+    coded: list[tuple[int, int]] = []  # stream, entry of the table
     escapes: list[int] = []
     for t, context in enumerate(contexts.tolist()):
-        models = model.classes[size_of(means), context].tolist()
-        for j, m in enumerate(models):
+        for j, m in enumerate(model.classes[size_of(means), context].tolist()):
             value = int(values[t, j])
             symbol = 2 * value - 1 if value > 0 else -2 * value
             if symbol >= ESCAPE or not model.width[m, symbol]:
                 symbol = ESCAPE
                 escapes.append(value)
-            coded.append((j % STREAMS, m, symbol))
+            coded.append((j % STREAMS, int(model.encode_table[m, symbol])))
         means = update_means(means, values[t])
     state, words = [LOWEST] * STREAMS, list[int]()
-    for stream, m, symbol in reversed(coded):
-        width, x = int(model.width[m, symbol]), state[stream]
+    for stream, entry in reversed(coded):
+        width, x = entry >> 16, state[stream]
         if x >= width << (32 - PRECISION):
             words.append(x & 0xFFFF)
             x >>= 16
-        state[stream] = (x // width << PRECISION) | (x % width + int(model.start[m, symbol]))
+        state[stream] = (x // width << PRECISION) | (x % width + (entry & 0xFFFF))
     return join_segment(state, np.array(escapes, np.int8), np.array(words[::-1], "<u2"))
 
 
 def dequantize_reference(
     below: Tensor, symbols: Tensor | None, layer: LayerMap, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """rans_native.dequantize_layer."""
+    """Codes of the layer below [C, W], and symbols [C, N], None = all 0 -> heads [W / D, C, D] and codes [C, W]."""
     mapped = below.double() @ layer.map.double()  # exact
     numbers = mapped.float() * layer.map_scale + layer.mean
     residual = torch.zeros_like(mapped) if symbols is None else symbols.double() @ layer.residual.double()
     numbers = numbers + residual.float() * layer.residual_scale
-    codes = codes_of(numbers, layer)
     heads = numbers.view(len(numbers), numbers.shape[1] // dim, dim).transpose(0, 1)
-    return heads.to(dtype).contiguous(), codes
-
-
-def codes_of(numbers: Tensor, layer: LayerMap) -> Tensor:
-    """Numbers [C, W] in fp32 -> codes [C, W] of int8."""
-    return to_codes(numbers, layer.code_scale, layer.code_zero)
+    return heads.to(dtype).contiguous(), to_codes(numbers, layer.code_scale, layer.code_zero)
 
 
 def to_codes(numbers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Rounded to the nearest code, halves to even."""
+    """Numbers [..., W] in fp32 -> int8, rounded to the nearest code, halves to even."""
     return (numbers * scale + zero).clamp(-128.0, 127.0).round().to(torch.int8)
 
 
@@ -243,57 +213,48 @@ def split_segment(segment: memoryview) -> tuple[tuple[int, ...], np.ndarray, mem
 
     states 16 of 4 | number of escapes, 7 bits a byte, the lowest first | escapes of 1 | words of 2   little-endian
     """
-    if len(segment) <= _STATES.size:
-        raise ValueError(f"{len(segment)} bytes hold no states")
-    n, at, shift = 0, _STATES.size, 0
-    while True:
-        if at == len(segment) or shift > 28:
-            raise ValueError("its number of escapes does not end")
+    n, at, shift, more = 0, _STATES.size, 0, 128
+    while more:
+        if at >= len(segment) or shift > 28:
+            raise ValueError(f"{len(segment)} bytes hold no states and number of escapes")
         n |= (segment[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if segment[at - 1] < 128:
-            break
+        at, shift, more = at + 1, shift + 7, segment[at] & 128
     if n > len(segment) - at or (len(segment) - at - n) % 2:
         raise ValueError(f"{len(segment) - at} bytes are no {n} escapes and whole words")
     return _STATES.unpack_from(segment), np.frombuffer(segment, np.int8, n, at), segment[at + n :]
 
 
-def join_segment(states: list[int], escapes: np.ndarray, words: np.ndarray) -> bytes:
-    """What `split_segment` takes apart."""
+def join_segment(state: list[int], escapes: np.ndarray, words: np.ndarray) -> bytes:
+    """The inverse of `split_segment`."""
     n, number = len(escapes), bytearray()
     while n >= 128:
         number.append(n & 127 | 128)
         n >>= 7
     number.append(n)
-    return _STATES.pack(*states) + number + escapes.tobytes() + words.astype("<u2", copy=False).tobytes()
-
-
-def _value_of(symbol: int) -> int:
-    return (symbol + 1) // 2 if symbol & 1 else -(symbol // 2)
-
-
-def random_model(seed: int = 0) -> RansModel:
-    """Distributions of all widths that nothing was fitted on, to check and to test with."""
-    generator = np.random.default_rng(seed)
-    spread = np.exp2(np.arange(CLASSES) / 4 - 9)[:, None]
-    share = np.exp(-((np.arange(SYMBOLS) + 1) // 2) / spread)
-    share[:, ESCAPE] = 1e-3
-    return RansModel(
-        np.minimum(np.arange(SIZES)[:, None] + generator.integers(-2, 3, (1, CONTEXTS)), CLASSES - 1)
-        .clip(0)
-        .astype(np.uint8),
-        slots_of(share),
-    )
+    return _STATES.pack(*state) + number + escapes.tobytes() + words.astype("<u2", copy=False).tobytes()
 
 
 def slots_of(share: np.ndarray) -> np.ndarray:
-    """How often each symbol comes [CLASSES, SYMBOLS] -> its slots; what is too rare for one is left to the escape."""
+    """Frequencies of symbols [CLASSES, SYMBOLS] -> their slots; a symbol too rare for one is coded by the escape."""
     share = share / share.sum(axis=1, keepdims=True)
     width: np.ndarray = np.floor(share * ONE).astype(np.int64)
     width[:, ESCAPE] = np.maximum(width[:, ESCAPE], 1)
     for row in width:
         row[row.argmax()] += ONE - row.sum()
     return width.astype(np.uint16)
+
+
+# Inputs of self-checks and tests
+
+
+def random_model(seed: int = 0) -> RansModel:
+    """Distributions of all widths."""
+    spread = np.exp2(np.arange(CLASSES) / 4 - 9)[:, None]
+    share = np.exp(-((np.arange(SYMBOLS) + 1) // 2) / spread)
+    share[:, ESCAPE] = 1e-3
+    moves = np.random.default_rng(seed).integers(-2, 3, (1, CONTEXTS))
+    classes = (np.arange(SIZES)[:, None] + moves).clip(0, CLASSES - 1).astype(np.uint8)
+    return RansModel(classes, slots_of(share))
 
 
 def random_codes(n: int, width: int, seed: int = 0) -> Tensor:
@@ -305,7 +266,7 @@ def random_codes(n: int, width: int, seed: int = 0) -> Tensor:
 
 
 def random_map(width: int, n_axes: int, seed: int = 0) -> LayerMap:
-    """A layer of any numbers, to check and to test with."""
+    """A layer of W = width and N = n_axes."""
     matrix, residual = (random_codes(n, width, seed + n) for n in (width, n_axes))
     generator = torch.Generator().manual_seed(seed)
     a, b, c, d, e = (torch.rand(width, generator=generator) for _ in range(5))

@@ -29,50 +29,41 @@ WINDOW = CHUNK + BEHIND
 TINY = 1e-30  # information of a token that no token attends to
 
 
-class _First:
-    """A pass over a chunk alone that keeps its KV before RoPE."""
+class _Pass:
+    """A pass over n tokens of a text that keeps their KV before RoPE.
 
-    def __init__(self, adapter: DecoderModel, n: int, only_first: bool = False) -> None:
-        rows = Rows.on(adapter.device, torch.arange(n))
-        self.ropes, self._only_first = adapter.rope(rows.device), only_first
-        self._specs, self._plans = adapter.specs, plans_by_window(rows, adapter.group, adapter.windows)
-        self.kv: list[tuple[Tensor, Tensor]] = []
+    before: a pass over the tokens in front of them, with gradients to its KV. only_first: stop after layer 0's KV.
+    """
 
-    def rope(self, l: int) -> Rope:
-        return self.ropes[l]
-
-    def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
-        self.kv.append((fresh.k, fresh.v))
-        self._keys, self._values = keys, fresh.v
-
-    def attend(self, l: int, q: Tensor) -> Tensor | None:
-        if self._only_first:
-            return None
-        spec = self._specs[l]
-        return attend(q, self._keys, self._values, spec, self._plans[spec.window])
-
-
-class _Behind:
-    """A pass over the text after a chunk, with gradients to the chunk's KV."""
-
-    def __init__(self, adapter: DecoderModel, chunk: _First, n: int) -> None:
-        self._adapter, self._ropes_before = adapter, chunk.ropes
-        at = torch.arange(len(chunk.kv[0][0][0]), len(chunk.kv[0][0][0]) + n)
-        rows = Rows.on(adapter.device, at)
-        self._ropes, self._specs = adapter.rope(rows.device), adapter.specs
+    def __init__(
+        self, adapter: DecoderModel, n: int, before: _Pass | None = None, only_first: bool = False
+    ) -> None:
+        self._adapter, self._before, self._only_first = adapter, before, only_first
+        self.leaves = (
+            [tuple(x.detach().clone().requires_grad_() for x in kv) for kv in before.kv] if before else []
+        )
+        start: int = before.stop if before else 0
+        rows = Rows.on(adapter.device, torch.arange(start, start + n))
+        self.stop: int = start + n
+        self._ropes = adapter.rope(rows.device)
         self._plans = plans_by_window(rows, adapter.group, adapter.windows)
-        self.kv = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in chunk.kv]
+        self.kv: list[tuple[Tensor, Tensor]] = []
 
     def rope(self, l: int) -> Rope:
         return self._ropes[l]
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
-        before = self._adapter.rotate(self.kv[l][0], self._ropes_before[l])
-        self._keys = torch.cat((before, keys), dim=1)
-        self._values = torch.cat((self.kv[l][1], fresh.v), dim=1)
+        self.kv.append((fresh.k, fresh.v))
+        self._keys, self._values = keys, fresh.v
+        if self._before:
+            keys_before = self._adapter.rotate(self.leaves[l][0], self._before.rope(l))
+            self._keys = torch.cat((keys_before, keys), dim=1)
+            self._values = torch.cat((self.leaves[l][1], fresh.v), dim=1)
 
-    def attend(self, l: int, q: Tensor) -> Tensor:
-        spec = self._specs[l]
+    def attend(self, l: int, q: Tensor) -> Tensor | None:
+        if self._only_first:
+            return None
+        spec = self._adapter.specs[l]
         return attend(q, self._keys, self._values, spec, self._plans[spec.window])
 
 
@@ -90,23 +81,20 @@ def sensitivity(
     total = torch.zeros(adapter.n_layers, 2, n, n)
     generator = torch.Generator().manual_seed(0)
     for start in starts:
-        flat = _behind_the_first(gradients(adapter, ids[start : start + WINDOW], generator))
-        weighed = flat * flat.square().sum(dim=(0, 1, 3), keepdim=True).clamp(min=TINY) ** -0.25
+        pairs = gradients(adapter, ids[start : start + WINDOW], generator)
+        # of all tokens but the first, [L, 2, K, C - 1, D]
+        both = torch.stack([torch.stack(pair) for pair in pairs])[..., 1:, :].float().cpu()
+        rows = both.transpose(2, 3).flatten(3)  # [L, 2, C - 1, K * D]
+        weighed = rows * rows.square().sum(dim=(0, 1, 3), keepdim=True).clamp(min=TINY) ** -0.25
         total += weighed.transpose(-1, -2) @ weighed
         progress()
     return total / ((CHUNK - 1) * len(starts))
 
 
-def _behind_the_first(gradients: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """Gradients of all tokens but the first, [L, 2, C - 1, K * D]."""
-    both = torch.stack([torch.stack(pair) for pair in gradients])[..., 1:, :].float().cpu()
-    return both.transpose(2, 3).flatten(3)
-
-
 def first_layer(adapter: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys before RoPE and values of layer 0 [K, n, D]; they depend on the token alone."""
     with torch.inference_mode():
-        layers = _First(adapter, len(ids), only_first=True)
+        layers = _Pass(adapter, len(ids), only_first=True)
         run(run_layers(adapter, adapter.embed(torch.tensor(ids, device=adapter.device)), layers))
     return layers.kv[0]
 
@@ -115,13 +103,13 @@ def gradients(adapter: DecoderModel, ids: TokenIds, generator: torch.Generator) 
     """The gradients of one window: by layer, to keys and values [K, C, D]."""
     tokens = torch.tensor(ids, device=adapter.device)
     with torch.no_grad():
-        chunk = _First(adapter, CHUNK)
+        chunk = _Pass(adapter, CHUNK)
         run(run_layers(adapter, adapter.embed(tokens[:CHUNK]), chunk))
     with torch.enable_grad():
-        behind = _Behind(adapter, chunk, len(ids) - CHUNK)
-        hidden = run(run_layers(adapter, adapter.embed(tokens[CHUNK:]).detach(), behind))
+        text = _Pass(adapter, len(ids) - CHUNK, before=chunk)
+        hidden = run(run_layers(adapter, adapter.embed(tokens[CHUNK:]).detach(), text))
         log = adapter.logits(hidden).float().log_softmax(dim=-1)
         drawn = torch.multinomial(log.detach().exp().cpu(), 1, generator=generator).to(log.device)
-        leaves = [x for pair in behind.kv for x in pair]
+        leaves = [x for pair in text.leaves for x in pair]
         found = torch.autograd.grad(log.gather(1, drawn).sum(), leaves)
     return list(zip(found[::2], found[1::2], strict=True))

@@ -42,24 +42,15 @@ class Tables:
     symbols: Tensor  # [CLASSES, SYMBOLS] of int32: slots
 
     @property
-    def n_layers(self) -> int:
-        return int(self.shape[1])
-
-    @property
-    def n_kv_heads(self) -> int:
-        return int(self.shape[2])
-
-    @property
     def head_dim(self) -> int:
         return int(self.shape[3])
 
     @property
     def width(self) -> int:
-        return 2 * self.n_kv_heads * self.head_dim
+        return 2 * int(self.shape[2]) * int(self.shape[3])
 
     def fits(self, shape: ChunkShape) -> bool:
-        mine = self.n_layers, self.n_kv_heads, self.head_dim
-        return mine == (shape.n_layers, shape.n_kv_heads, shape.head_dim)
+        return self.shape[1:].tolist() == [shape.n_layers, shape.n_kv_heads, shape.head_dim]
 
     def to_bytes(self) -> bytes:
         raw: bytes = save({field.name: getattr(self, field.name).contiguous() for field in fields(self)})
@@ -83,8 +74,12 @@ class Tables:
         at, n = l - 1, int(self.n_axes[level - 1, l - 1])
         matrices = self.maps[at], self.axes[at, :n]
         scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * self.steps[level - 1]
-        codes = self.code_scale[l], self.code_zero[l]
-        return LayerMap(*matrices, *scales, *codes)
+        return LayerMap(*matrices, *scales, self.code_scale[l], self.code_zero[l])
+
+    def inverse(self, l: int) -> Tensor:
+        """[W, W]: numbers of layer l > 0 -> its axes."""
+        inverse: Tensor = torch.linalg.inv(self.axes[l - 1].double() * self.axes_scale[l - 1].double())
+        return inverse.float()
 
     @cached_property
     def model(self) -> RansModel:
@@ -94,23 +89,19 @@ class Tables:
         """Raise ValueError for wrong shapes, indices out of range, and NaN."""
         if self.shape.shape != (4,) or int(self.shape[0]) != VERSION or (self.shape < 1).any():
             raise ValueError(f"their version and shape are {self.shape.tolist()}")
-        layers, width, levels, n = self.n_layers, self.width, len(STEPS), len(self.ids)
-        wanted = {
-            "shape": (torch.int32, (4,)),
+        layers, width, levels, n = int(self.shape[1]), self.width, len(STEPS), len(self.ids)
+        wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "shape": (_INT32, (4,)),
             "steps": (_FP32, (levels,)),
             "ids": (_INT32, (n,)),
             "rows": (_INT8, (n, width)),
-            "code_scale": (_FP32, (layers, width)),
-            "code_zero": (_FP32, (layers, width)),
-            "maps": (_INT8, (layers - 1, width, width)),
-            "map_scale": (_FP32, (layers - 1, width)),
-            "mean": (_FP32, (layers - 1, width)),
-            "axes": (_INT8, (layers - 1, width, width)),
-            "axes_scale": (_FP32, (layers - 1, width)),
             "n_axes": (_INT32, (levels, layers - 1)),
             "means": (_INT32, (levels, layers - 1, width)),
             "classes": (torch.uint8, (SIZES, CONTEXTS)),
             "symbols": (_INT32, (CLASSES, SYMBOLS)),
+            **dict.fromkeys(("code_scale", "code_zero"), (_FP32, (layers, width))),
+            **dict.fromkeys(("maps", "axes"), (_INT8, (layers - 1, width, width))),
+            **dict.fromkeys(("map_scale", "mean", "axes_scale"), (_FP32, (layers - 1, width))),
         }
         for name, (dtype, shape) in wanted.items():
             tensor = getattr(self, name)

@@ -1,25 +1,19 @@
-"""Golden files of blending, to compare two commits on one machine, or one commit with the committed file.
+"""Blending of today, which a rewrite must not change: selections, reports, reasons, logits and fingerprints.
 
-    PYTHONPATH=OLD python scripts/golden_blend.py record FILE     every case of the checkout OLD, to the bit
-    PYTHONPATH=NEW python scripts/golden_blend.py compare FILE    names the cases that differ
-    PYTHONPATH=. python scripts/golden_blend.py sample tests/golden/blend.json   what holds on any machine
+    python -m tests.golden.blend record      writes tests/golden/blend.json anew
 
 A case is a request to a tiny model, on plain PyTorch in fp32. Weights are made of integers: equal bits on any machine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-os.environ["BLENDSERVE_NATIVE"] = "0"
 
 import numpy as np
 import torch
@@ -32,19 +26,16 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.models.loader import fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
-from blendserve.store import read_record
 from tests.support.blending import LeakyStore
 from tests.support.models import BLEND_KINDS, TINY, tiny_model
+from tests.support.switches import plain_torch
 
 Case = dict[str, Any]
+FILE = Path(__file__).with_name("blend.json")
 
 
 def ids(n: int, seed: int) -> TokenIds:
     return tuple(np.random.default_rng(seed).integers(3, 97, n).tolist())
-
-
-def digest(*parts: Any) -> str:
-    return hashlib.sha256(b"".join(map(bytes, parts))).hexdigest()
 
 
 PREFIX, PRIMER, QUESTION = (1, 5, 9, 13, 17), ids(30, 7), ids(6, 50)
@@ -97,28 +88,6 @@ def run(kind: str, name: str, changes: Case) -> Prefilled:
     return blender(kind, name).run(prompt, blend)
 
 
-def everything() -> Case:
-    found: Case = {f"fingerprint {kind}": digits for kind, digits in fingerprints().items()}
-    for kind in BLEND_KINDS:
-        maker = blender(kind, "stored")
-        record = read_record(maker.store, maker.key(A))
-        found[f"{kind}: stored bytes"] = digest(*(record.segments() if record else ()))
-        for name, (said, changes) in product(PROMPTS, options()):
-            done = run(kind, name, changes)
-            cache, parts, scores = done.result.cache, done.explanation.parts, done.explanation.scores
-            found[f"{kind}, {name}: {said}"] = {
-                "logits": digest(done.result.logits.numpy()),
-                "kv": digest(cache.keys.numpy(), cache.values.numpy()),
-                "recomputed": done.result.recomputed.tolist(),
-                "report": done.report.to_dict(),
-                "parts": [[p.kind, p.passage, p.span.start, p.span.stop, p.tier, p.reason] for p in parts],
-                "states": done.explanation.runs,
-                "scores": scores is not None and digest(scores.numpy()),
-                "absent": [chunk.ids for chunk in done.missing],
-            }
-    return dict(json.loads(json.dumps(found)))
-
-
 def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
     """A fifth of the cases, as far as they hold on any machine; logits are last."""
     for at, (name, (said, changes)) in enumerate(product(PROMPTS, options())):
@@ -136,21 +105,13 @@ def fingerprints() -> dict[str, str]:
     return {kind: fingerprint(model(kind)) for kind in TINY}
 
 
-def main(command: str, path: str) -> int:
-    torch.set_num_threads(1)
-    if command == "sample":
-        cases = {f"{kind}, {case}": values for kind in BLEND_KINDS for case, values in sample(kind)}
-        made = {"transformers": transformers.__version__, "fingerprints": fingerprints(), "cases": cases}
-        Path(path).write_text(json.dumps(made).replace('], "', '],\n"') + "\n", "utf-8")
-        return 0
-    now = everything()
-    if command == "record":
-        Path(path).write_text(json.dumps(now), "utf-8")
-    before = json.loads(Path(path).read_text("utf-8"))
-    others = [case for case in sorted(before.keys() | now.keys()) if before.get(case) != now.get(case)]
-    print("\n".join(f"differs: {case}" for case in others) or f"All {len(now)} cases are equal.")
-    return 1 if others else 0
+def record() -> None:
+    cases = {f"{kind}, {case}": values for kind in BLEND_KINDS for case, values in sample(kind)}
+    found = {"transformers": transformers.__version__, "fingerprints": fingerprints(), "cases": cases}
+    FILE.write_text(json.dumps(found).replace('], "', '],\n"') + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    assert sys.argv[1:] == ["record"], __doc__
+    with plain_torch():
+        record()

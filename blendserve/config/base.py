@@ -1,0 +1,196 @@
+"""A section of settings: frozen and checked. Values come from YAML, the environment and `--set`; errors name the setting.
+
+pydantic-settings would ignore a misspelt variable, and would read the environment whenever a section is made.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from blendserve.errors import ConfigError
+from blendserve.registry import nearest
+
+AnySection = TypeVar("AnySection", bound="Section")
+SECRET = "secret"  # the type of a validation error whose value must not be repeated
+UNION_MEMBERS = {"constrained-float", "float"}  # pydantic adds the type that it tried to a setting's path
+
+_is_nested: ContextVar[bool] = ContextVar("is_nested", default=False)  # an outer section is being made
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown names. The string below a field is its description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    prefix: ClassVar[str] = ""  # dotted name of the section that this one is a part of
+    environment: ClassVar[str] = ""  # prefix of environment variables; "" reads none
+
+    def __init__(self, **values: Any) -> None:
+        outermost = None if _is_nested.get() else _is_nested.set(True)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            if outermost is None:
+                raise  # the outer section knows the whole path
+            raise _config_error(type(self), error) from None
+        finally:
+            if outermost is not None:
+                _is_nested.reset(outermost)
+
+    @classmethod
+    def load(
+        cls: type[AnySection], path: str | Path | None = None, overrides: Sequence[str] = ()
+    ) -> AnySection:
+        """Defaults, then a YAML file, then the environment, then overrides `a.b=value`; the last one wins.
+
+        Raises ConfigError with the setting, and the file if the value comes from it.
+        """
+        variables = {
+            n: text for n, text in os.environ.items() if cls.environment and n.startswith(cls.environment)
+        }
+        names = {n: n.removeprefix(cls.environment).lower().replace("__", ".") for n in variables}
+        values: dict[str, Any] = {}
+        for where, file, found in (
+            (f"config file {path}", path, _read_yaml(Path(path), cls.model_fields) if path else {}),
+            ("environment", None, _parse({names[n]: text for n, text in variables.items()})),
+            ("--set", None, _parse(_assignments(overrides))),
+        ):
+            try:
+                cls(**_merge(values, cls.upgraded(found, values)))
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}", setting=error.setting, path=file) from None
+        return cls(**values)
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        """The values of one source under today's names. before: of the sources that it overrides."""
+        return values
+
+    @classmethod
+    def description(cls, name: str) -> str:
+        """The description of a field: of its `Field`, or the string below it."""
+        owner = next(c for c in cls.__mro__ if name in c.__annotations__)
+        below = _descriptions(owner.__module__).get(f"{owner.__name__}.{name}", "")
+        return " ".join((cls.model_fields[name].description or below).split())
+
+    def replace(self: AnySection, name: str, value: Any) -> AnySection:
+        """A copy with the setting of this dotted name replaced, and checked. Raises ConfigError."""
+        first, _, rest = name.partition(".")
+        if rest:
+            inner = getattr(self, first, None)
+            value = inner.replace(rest, value) if isinstance(inner, Section) else _nest(rest, value)
+        plain = value.model_dump() if isinstance(value, Section) else value
+        return type(self)(**{**self.model_dump(), first: plain})
+
+
+def changed(section: AnySection, **values: Any) -> AnySection:
+    """A checked copy with those of the values that are not None."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return type(section)(**{**section.model_dump(), **given}) if given else section
+
+
+@cache
+def _descriptions(module: str) -> dict[str, str]:
+    """CLASS.FIELD -> the string below it. pydantic's use_attribute_docstrings would double the time of the import."""
+    classes = [
+        n for n in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(n, ast.ClassDef)
+    ]
+    return {
+        f"{node.name}.{ast.unparse(field.target)}": str(below.value.value)
+        for node in classes
+        for field, below in pairwise(node.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+
+
+def _read_yaml(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}", path=path) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"config file {path} is not YAML: {str(error).splitlines()[0]}", path=path
+        ) from None
+    if not isinstance(values, dict):
+        message = f"config file {path} must hold sections ({', '.join(sections)}), not {values!r}"
+        raise ConfigError(message, path=path)
+    return values
+
+
+def _assignments(words: Sequence[str]) -> dict[str, str]:
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(
+                f"--set {word!r} is no assignment: write --set SECTION.NAME=VALUE, as in store.cap_gb=8"
+            )
+    return {name.strip(): value for name, _, value in (word.partition("=") for word in words)}
+
+
+def _parse(words: Mapping[str, str]) -> dict[str, Any]:
+    """Dotted names and texts -> nested values; lists, mappings and null are written as in YAML."""
+    values: dict[str, Any] = {}
+    for name, text in words.items():
+        is_yaml = text.startswith(("[", "{")) or text == "null"
+        _merge(values, _nest(name, yaml.safe_load(text) if is_yaml else text))
+    return values
+
+
+def _nest(name: str, value: Any) -> dict[str, Any]:
+    """a.b and v -> {a: {b: v}}"""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Put `more` into `values`, section by section."""
+    for name, value in more.items():
+        inner = values.get(name)
+        values[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return values
+
+
+def _config_error(root: type[Section], error: ValidationError) -> ConfigError:
+    """The first problem of a validation error: its message is one line, its `setting` the dotted name."""
+    problem = error.errors()[0]
+    path = tuple(str(part) for part in problem["loc"] if part not in UNION_MEMBERS and "[" not in str(part))
+    section = root.prefix + root.__name__.removesuffix("Config").lower()
+    before = f"{section}." if section else ""
+    setting = before + ".".join(path or ("?",))
+    reason = problem["msg"].removeprefix("Value error, ")
+    reason = reason[0].lower() + reason[1:]
+    if problem["type"] == "extra_forbidden":
+        message = (
+            f"unknown setting {setting!r}: {nearest(setting, [before + '.'.join(p) for p in _paths(root)])}"
+        )
+    elif problem["type"] == SECRET:
+        message = f"setting {setting!r} {reason}"
+    else:
+        inner = [p[-1] for p in _paths(root) if p[:-1] == path]
+        if problem["type"] == "model_type" and inner:
+            reason = f"it has settings of its own: {', '.join(inner)}"
+        message = f"setting {setting!r} cannot be {problem['input']!r}: {reason}"
+    return ConfigError(message, setting=setting)
+
+
+def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Every setting of a section and of its inner sections, as names from there."""
+    for name, field in section.model_fields.items():
+        yield (name,)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from ((name, *path) for path in _paths(kind))
