@@ -62,7 +62,7 @@ format: $(DEV)
 wheel:
 	$(PYTHON) -m venv build/venv
 	build/venv/bin/python -m pip install --quiet 'setuptools>=77' wheel
-	build/venv/bin/python -m blendserve.kernels.cpu.prebuild
+	build/venv/bin/python -m blendserve.kernels.cpu.build all
 	build/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . \
 		--config-settings=--build-option=--plat-name=$$(build/venv/bin/python -c 'import sysconfig; print(sysconfig.get_platform())')
 

@@ -121,9 +121,8 @@ def _longest_prompt(model: DecoderModel, clock: Callable[[], float]) -> int:
 
     All tries have 200 times as many rows, which take half of the time each where they are many.
     """
-    _, seconds = [timed for _ in range(2) for timed in _timed(model, 32, 0, 0, clock)][
-        -1
-    ]  # the first warms up
+    for _ in range(2):  # the first warms up
+        ((_, seconds),) = _timed(model, 32, 0, 0, clock)
     return min(model.context_limit, 2400, max(100, round(2400 * MEASURE_S / (100 * seconds + 1e-9))))
 
 

@@ -1,7 +1,7 @@
 """The operations of the forward pass, and the backends of each. This is the only place that chooses.
 
     operation             backends, in the order of preference; "plain torch" (reference.py) comes last in each
-    attend                native | torch's SDPA | Triton
+    attend                native | flash-attn | torch's SDPA | Triton
     attend_with_scores    native
     attend_at             Triton
     rotate                native
@@ -29,8 +29,9 @@ from torch import Tensor
 from blendserve.kernels import autotune, reference, sdpa, selfcheck, switches
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
+from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.cuda import place as cuda_place
-from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, plan_rows
@@ -59,6 +60,10 @@ def _native_reason(function: str, level: Level, *_: object) -> str:
     return "" if status.active else status.reason
 
 
+def _flash_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
+    return selfcheck.attention_trouble((flash.attend,), Kind.of(q, keys, spec), ONE_ROW + DENSE)
+
+
 def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
     """On a GPU, supported windows hide nothing: the check needs none."""
     on_gpu = q.device.type == "cuda"
@@ -69,7 +74,9 @@ def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, p
 
 
 def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
-    return selfcheck.triton_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
+    if not has_triton():
+        return "triton is not installed: pip install triton"
+    return selfcheck.attention_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
 
 
 def _placing_reason(
@@ -86,6 +93,7 @@ def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan
 attend = KernelOp(
     reference.attend,
     *_native("attention", bindings.attention, bindings.supports_attention),
+    Backend("flash-attn", flash.attend, flash.supports, _flash_reason),
     Backend("torch's SDPA", sdpa.attend, sdpa.supports, _sdpa_reason),
     Backend("Triton kernel", scattered.attend, scattered.supports, _triton_reason),
     rows=autotune.attention_rows,

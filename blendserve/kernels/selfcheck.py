@@ -22,7 +22,6 @@ from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import place as cuda_place
-from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import AttentionSpec, Rope
 
@@ -215,13 +214,6 @@ def attention_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[i
     calls = [{**call, "at": positions} for positions in rows]
     errors = (largest_error(form, "attend", c, kind.dtype, kind.device) for form in forms for c in calls)
     return _trouble(lambda: max(errors), BOUNDS[kind.dtype])
-
-
-def triton_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
-    """`attention_trouble` of a kernel that needs Triton."""
-    if not has_triton():
-        return "triton is not installed: pip install triton"
-    return attention_trouble(forms, kind, rows)
 
 
 @cache

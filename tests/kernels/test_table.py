@@ -25,6 +25,7 @@ from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda.available import flash_attn
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import INTERLEAVED
@@ -77,7 +78,9 @@ def ready(request: pytest.FixtureRequest) -> None:
         return
     if way.device == "cuda" and (not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         pytest.skip("no GPU here, or Triton interprets")
-    if way.name.startswith("triton"):
+    if way.device == "cuda" and way.name == "flash_attn" and flash_attn() is None:
+        pytest.skip("flash-attn is not installed")
+    if way.is_triton:
         pytest.importorskip("triton")
     if way.level is not None and not (status := selfcheck.cpu_status(way.level)).active:
         try:

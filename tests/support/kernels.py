@@ -21,7 +21,7 @@ from blendserve.kernels.cases import CASES, NAN, RIDGE, SHIFT, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of
-from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.dispatch import Backend
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import FORMS, HALVES
@@ -64,25 +64,29 @@ class Way:
 
     @property
     def is_for_gpu(self) -> bool:
+        return self.is_triton or self.name == "flash_attn"
+
+    @property
+    def is_triton(self) -> bool:
         return self.name.startswith("triton")
 
     @property
     def is_contiguous(self) -> bool:
         """Whether it serves contiguous rows alone."""
-        return self.device == "cuda" and self.name == "torch_s_sdpa"
+        return self.name == "flash_attn" or (self.device == "cuda" and self.name == "torch_s_sdpa")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         if self.level is not None:
             return (dtype_of(self.level),)
-        if self.is_for_gpu and self.device == "cpu":  # Triton's interpreter multiplies the bits of bf16
+        if self.is_triton and self.device == "cpu":  # Triton's interpreter multiplies the bits of bf16
             return (torch.float32,) if self.name != "triton" else (torch.float32, torch.float16)
         return (torch.bfloat16, torch.float16) if self.is_contiguous else DTYPES
 
     @property
     def is_slow(self) -> bool:
         """Interpreted or emulated."""
-        return self.device == "cpu" and (self.is_for_gpu or self.name == "amx_emulated")
+        return self.device == "cpu" and (self.is_triton or self.name == "amx_emulated")
 
     def args(self, dtype: torch.dtype, options: Options, fill: float = NAN) -> Args:
         options = {**options}
@@ -155,6 +159,23 @@ def threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class FlashAttn:
+    """The function of flash-attn as its documentation has it: causal is aligned at the bottom right."""
+
+    @staticmethod
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+        softcap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        assert causal
+        assert window_size[1] == (-1 if window_size[0] < 0 else 0)
+        n, end = q.shape[1], k.shape[1]
+        spec = AttentionSpec(softmax_scale, window_size[0] + 1 or None, softcap or None)
+        seen = formulas.visible_keys(range(end - n, end), spec.window)
+        heads, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
+        return formulas.attention(heads, keys, values, spec, seen)[0].view(1, *q.shape[1:]).to(q.dtype)
+
+
 @contextmanager
 def off_gpu(way: Way) -> Iterator[None]:
     """What a backend for a GPU asks of one is said by a double; nothing changes where there is one."""
@@ -162,6 +183,7 @@ def off_gpu(way: Way) -> Iterator[None]:
         yield
         return
     with (
+        patch.object(flash, "flash_attn", lambda: FlashAttn),
         patch.object(scattered, "capability", lambda _: (9, 0)),
         patch.object(scattered, "processors", lambda _: 6),
     ):
@@ -186,7 +208,7 @@ def attention_shapes(way: Way, **more: Any) -> st.SearchStrategy[Options]:
 
     def of(total: int) -> st.SearchStrategy[Options]:
         windows = st.none() | st.sampled_from([1, 2, total, total + 5]) | st.integers(1, total)
-        if way.is_contiguous:
+        if way.is_contiguous and way.name == "torch_s_sdpa":
             windows = st.sampled_from([None, total, total + 5])
         return options(
             total=total, share=st.sampled_from([0.02, 0.3, 1.0]), n_kv=st.integers(1, 3), window=windows,

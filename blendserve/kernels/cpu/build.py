@@ -1,12 +1,13 @@
 """Compile the kernels' sources into a shared object per instruction set, once per compiler, in the user's cache.
 
     python -m blendserve.kernels.cpu.build      compiles what this CPU uses; needs the standard library alone
+    python -m blendserve.kernels.cpu.build all  compiles all into the package, for a wheel; needs none of their CPUs
 
 The sources use no torch headers, so this takes a few seconds. The object links no OpenMP of its own: when it is loaded
 it binds to the one that torch brought into the process, and shares its threads.
 
-A wheel carries objects for machines without a compiler in `prebuilt/` (prebuild.py), named by a digest of their sources;
-they are used first.
+A wheel carries objects for machines without a compiler in `prebuilt/`, named by a digest of their sources; they are used
+first.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from blendserve.kernels.cpu.isa import Level, in_use, missing
+from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
 from blendserve.paths import cache_folder
 
 SOURCES = Path(__file__).parent
 PREBUILT = SOURCES / "prebuilt"
 COMPILE = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,now")  # a missing symbol is found at load, not at the first call
-WAIT_SECONDS = 60  # for another process that is compiling
+COMPILE_SECONDS = 60  # of one compiler process at most
 PARALLEL = 2  # compiler processes; a level is nine short files
 
 
@@ -52,8 +52,6 @@ def build(level: Level) -> Path:
             with _locked(target.with_suffix(".lock")):
                 if not target.exists():
                     compile_level(level, compiler, target)
-        except TimeoutError:
-            raise Unavailable(f"another process has been compiling {target} for {WAIT_SECONDS} s") from None
         except OSError as error:
             raise Unavailable(f"{target.parent} cannot be written: {error.strerror}") from None
     return target
@@ -105,25 +103,17 @@ def compile_level(level: Level, compiler: str, target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` between processes. Raises TimeoutError after WAIT_SECONDS."""
+    """Hold an exclusive lock on `path` between processes; the system releases it if its holder dies."""
     import fcntl  # start-up: Unix alone, and `missing` has refused every other system before
 
-    deadline = time.monotonic() + WAIT_SECONDS
     with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(path) from None
-                time.sleep(0.05)
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the compiler cannot be run: {error}") from None
     if done.returncode:
@@ -132,22 +122,34 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def main() -> int:
-    """Compile what this CPU uses. 0 = all of it is there, 1 = compiling failed or there is no compiler."""
+def prebuild() -> list[Path]:
+    """Compile all levels that `prebuilt/` lacks, and drop those of other sources. Raises Unavailable, OSError."""
+    PREBUILT.mkdir(exist_ok=True)
+    made = [prebuilt(level) for level in LEVELS.values()]
+    for old in set(PREBUILT.glob("*.so")) - set(made):
+        old.unlink()
+    for level, target in zip(LEVELS.values(), made, strict=True):
+        if not target.exists():
+            compile_level(level, find_compiler(), target)
+    return made
+
+
+def main(which: str = "") -> int:
+    """Compile what this CPU uses, or all. 0 = all of it is there, 1 = compiling failed or there is no compiler."""
     levels = in_use()
-    if not levels:
-        print("This CPU or system has no compiled kernels; plain PyTorch is used.")
     try:
+        if which == "all":
+            print(*prebuild(), sep="\n")
+            return 0
+        if not levels:
+            print("This CPU or system has no compiled kernels; plain PyTorch is used.")
         for level in levels:
             print(f"CPU kernels for {level.title}: {build(level)}")
-    except Unavailable as error:
-        print(
-            f"The CPU kernels were not compiled: {error}. Plain PyTorch is used, which is slower.",
-            file=sys.stderr,
-        )
+    except (Unavailable, OSError) as error:
+        print(f"The CPU kernels were not compiled: {error}. Plain PyTorch is slower.", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -89,26 +89,31 @@ void collect_deltas(const CorrectionArgs& c, int64_t head, bool key, Head& h) {
     }
 }
 
+// ROW_STEP rows of x y + first, and a strip of each: x [ROW_STEP, n], or its transpose, and y [n, strip], all of rows of f numbers;
+// first [strip] may be null.
+template <bool TRANSPOSED>
+inline void multiply(const float* x, const float* y, int64_t n, int64_t f, const float* first, float* out) {
+    F32 sum[ROW_STEP][VECTORS];
+    for (int r = 0; r < ROW_STEP; ++r)
+        for (int v = 0; v < VECTORS; ++v) sum[r][v] = first ? load(first + v * LANES) : broadcast(0.0f);
+    for (int64_t i = 0; i < n; ++i) {
+        F32 ys[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) ys[v] = load(y + i * f + v * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROW_STEP; ++r) {
+            F32 one = broadcast(TRANSPOSED ? x[i * f + r] : x[r * f + i]);
+            for (int v = 0; v < VECTORS; ++v) sum[r][v] = fma(one, ys[v], sum[r][v]);
+        }
+    }
+    for (int r = 0; r < ROW_STEP; ++r)
+        for (int v = 0; v < VECTORS; ++v) store(out + r * f + v * LANES, sum[r][v]);
+}
+
 // What the prior expects of a kv head's recomputed tokens: a strip of it, from j.
 void predict_by_prior(const CorrectionArgs& c, int64_t head, int64_t j, Head& h) {
     int64_t f = 2 * c.dim;
     const float *w = c.prior + head * f * f + j, *constant = c.prior_constant + head * f + j;
-    for (int64_t s = 0; s < c.rows; s += ROW_STEP) {
-        F32 sum[ROW_STEP][VECTORS];
-        for (int r = 0; r < ROW_STEP; ++r)
-            for (int v = 0; v < VECTORS; ++v) sum[r][v] = load(constant + v * LANES);
-        for (int64_t i = 0; i < f; ++i) {
-            F32 y[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) y[v] = load(w + i * f + v * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROW_STEP; ++r) {
-                F32 x = broadcast(h.x[(s + r) * f + i]);
-                for (int v = 0; v < VECTORS; ++v) sum[r][v] = fma(x, y[v], sum[r][v]);
-            }
-        }
-        for (int r = 0; r < ROW_STEP; ++r)
-            for (int v = 0; v < VECTORS; ++v) store(h.expected + (s + r) * f + j + v * LANES, sum[r][v]);
-    }
+    for (int64_t s = 0; s < c.rows; s += ROW_STEP) multiply<false>(h.x + s * f, w, f, f, constant, h.expected + s * f + j);
 }
 
 // expected -> of this much other text.
@@ -190,35 +195,16 @@ void centre(const CorrectionArgs& c, int64_t offset, Head& h) {
     h.square[offset / c.dim] = std::max(MIN_SQUARE, static_cast<float>(squares / static_cast<double>(c.rows * c.dim)));
 }
 
-// ROW_STEP rows of a' b, from i, and a strip of it, from j: a and b [rows, f].
-void product(const float* a, const float* b, int64_t rows, int64_t f, int64_t i, int64_t j, float* out) {
-    F32 sum[ROW_STEP][VECTORS] = {};
-    for (int64_t s = 0; s < rows; ++s) {
-        F32 y[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) y[v] = load(b + s * f + j + v * LANES);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROW_STEP; ++r) {
-            F32 x = broadcast(a[s * f + i + r]);
-            for (int v = 0; v < VECTORS; ++v) sum[r][v] = fma(x, y[v], sum[r][v]);
-        }
-    }
-    for (int r = 0; r < ROW_STEP; ++r)
-        for (int v = 0; v < VECTORS; ++v) store(out + (i + r) * f + j + v * LANES, sum[r][v]);
-}
-
-// Rows [i, i + N_TILE) of the system; of the symmetric gram, the part right of the diagonal.
+// Rows [i, i + N_TILE) of the system; of the symmetric gram, the part right of the diagonal. As keys and values are to be of
+// unit size, the penalty is in units of theirs.
 void build_system(const CorrectionArgs& c, int64_t i, Head& h) {
-    int64_t f = 2 * c.dim;
-    for (int64_t to = i + N_TILE; i < to; i += ROW_STEP)
+    int64_t f = 2 * c.dim, to = i + N_TILE;
+    for (int64_t row = i; row < to; row += ROW_STEP)
         for (int64_t j = 0; j < f; j += N_TILE) {
-            if (j + N_TILE > i) product(h.x, h.x, c.rows, f, i, j, h.gram);
-            product(h.x, h.left, c.rows, f, i, j, h.w);
+            if (j + N_TILE > row) multiply<true>(h.x + row, h.x + j, c.rows, f, nullptr, h.gram + row * f + j);
+            multiply<true>(h.x + row, h.left + j, c.rows, f, nullptr, h.w + row * f + j);
         }
-}
-
-// As keys and values are to be of unit size, the penalty is in units of theirs.
-void add_penalty(const CorrectionArgs& c, int64_t i, Head& h) {
-    for (int64_t to = i + N_TILE, f = 2 * c.dim; i < to; ++i) h.gram[i * f + i] += c.penalty * h.square[i / c.dim];
+    for (; i < to; ++i) h.gram[i * f + i] += c.penalty * h.square[i / c.dim];
 }
 
 // gram = L U in place, L of unit diagonal, from what is right of the diagonal: it is symmetric and positive definite.
@@ -391,59 +377,45 @@ void shift_block(const CorrectionArgs& c, const Head& h, int64_t head, int64_t i
 
 void blendserve_correct_kv(const CorrectionArgs& c) {
     bool has_regression = c.penalty >= 0, fits = has_regression && c.rows;
-    int64_t strips = 2 * c.dim / N_TILE, blocks = 0;
+    int64_t f = 2 * c.dim, strips = f / N_TILE, blocks = 0;
     for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.first_reused[n + 1] - c.first_reused[n], BLOCK);
     size_t numbers = divide_up(floats_per_head(c), LANES) * LANES;
     auto* memory = reinterpret_cast<float*>(heads_memory.take(sizeof(float) * numbers * c.kv_heads));
+    // Shares out `parts` items of every head among the threads of the region; returns when all are done.
+    auto each = [&](int64_t parts, auto item) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < parts * c.kv_heads; ++i) {
+            Head h = head_at(c, memory + i / parts * numbers);
+            item(h, i / parts, i % parts);
+        }
+    };
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
     {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < 2 * c.kv_heads; ++item) {
-            Head h = head_at(c, memory + item / 2 * numbers);
-            int64_t offset = item % 2 ? c.dim : 0;
-            collect_deltas(c, item / 2, item % 2 == 0, h);
-            if (has_regression && !fits) std::fill(h.centre + offset, h.centre + offset + c.dim, 0.0f);
-        }
-        if (c.prior) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < strips * c.kv_heads; ++item) {
-                Head h = head_at(c, memory + item / strips * numbers);
-                predict_by_prior(c, item / strips, item % strips * N_TILE, h);
-            }
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < 2 * c.kv_heads; ++item) {
-            Head h = head_at(c, memory + item / 2 * numbers);
-            int64_t offset = item % 2 ? c.dim : 0;
+        each(2, [&](Head& h, int64_t head, int64_t half) {
+            collect_deltas(c, head, half == 0, h);
+            if (has_regression && !fits) std::fill_n(h.centre + half * c.dim, c.dim, 0.0f);
+        });
+        if (c.prior) each(strips, [&](Head& h, int64_t head, int64_t strip) { predict_by_prior(c, head, strip * N_TILE, h); });
+        each(2, [&](Head& h, int64_t, int64_t half) {
+            int64_t offset = half * c.dim;
             if (c.prior) weight_expected(c, offset, h), fit_prior_scale(c, offset, h);
             sum_deltas(c, offset, h);
             shrink_means(c, offset, h);
             if (fits) centre(c, offset, h);
-        }
+        });
         if (fits) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < strips * c.kv_heads; ++item) {
-                Head h = head_at(c, memory + item / strips * numbers);
-                build_system(c, item % strips * N_TILE, h);
-                add_penalty(c, item % strips * N_TILE, h);
-            }
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t head = 0; head < c.kv_heads; ++head) factor(head_at(c, memory + head * numbers).gram, 2 * c.dim);
+            each(strips, [&](Head& h, int64_t, int64_t strip) { build_system(c, strip * N_TILE, h); });
+            each(1, [&](Head& h, int64_t, int64_t) { factor(h.gram, f); });
         }
-        if (has_regression) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < strips * c.kv_heads; ++item) {
-                Head h = head_at(c, memory + item / strips * numbers);
-                int64_t j = item % strips * N_TILE, f = 2 * c.dim;
+        if (has_regression)
+            each(strips, [&](Head& h, int64_t head, int64_t strip) {
+                int64_t j = strip * N_TILE;
                 if (fits)
                     substitute(h.gram, h.w + j, f);
                 else
-                    for (int64_t i = 0; i < f; ++i) std::fill(h.w + i * f + j, h.w + i * f + j + N_TILE, 0.0f);
-                build_rule(c, item / strips, j, h);
-            }
-        }
-#pragma omp for schedule(dynamic, 2)
-        for (int64_t item = 0; item < blocks * c.kv_heads; ++item)
-            shift_block(c, head_at(c, memory + item / blocks * numbers), item / blocks, item % blocks);
+                    for (int64_t i = 0; i < f; ++i) std::fill_n(h.w + i * f + j, N_TILE, 0.0f);
+                build_rule(c, head, j, h);
+            });
+        each(blocks, [&](Head& h, int64_t head, int64_t block) { shift_block(c, h, head, block); });
     }
 }

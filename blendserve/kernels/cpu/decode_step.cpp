@@ -265,12 +265,8 @@ size_t attention_bytes(const DecodeStepArgs& c) {
         size_t bytes = 0;
         for (int64_t r = 0; r < c.n_rows; ++r) {
             AttentionArgs call{};
-            call.positions = &c.rows[r].position;
-            call.rows = 1;
-            call.kv_heads = c.kv_heads;
-            call.group = c.heads / c.kv_heads;
-            call.dim = c.head_dim;
-            call.window = c.layers[l].window;
+            call.positions = &c.rows[r].position, call.rows = 1, call.window = c.layers[l].window;
+            call.kv_heads = c.kv_heads, call.group = c.heads / c.kv_heads, call.dim = c.head_dim;
             bytes += SplitKv(call).bytes();
         }
         most = std::max(most, bytes);

@@ -15,38 +15,24 @@ from torch import Tensor
 from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import Level
 
-# The fields of the structs of kernels.h: P = pointer, q = int64_t, f = float.
+# The fields of structs of kernels.h, by function where they are its arguments: P = pointer, q = int64_t, f = float.
 STRUCTS = {
-    "AttentionArgs": "7P 11q 2f q",
-    "LinearArgs": "4P 7q",
-    "NormArgs": "5P 5q 2f q",
-    "SiluArgs": "3P 6q",
+    "attention": "7P 11q 2f q",
+    "linear": "4P 7q",
+    "add_rms_norm": "5P 5q 2f q",
+    "silu_and_mul": "3P 6q",
+    "scatter_kv": "5P 10q",
+    "correct_kv": "14P 14q 8f q",
+    "rans_encode": "9P 2q",
+    "rans_decode": "9P 5q",
+    "dequantize": "12P 4q",
+    "layer_qkv": "9P 9q 2f q",
+    "layer_out": "4P 7q 3f q",
+    "decode_step": "8P 9q 3f 2q",
     "KvSegment": "2P 6q",
-    "ScatterArgs": "5P 10q",
-    "CorrectionArgs": "14P 14q 8f q",
-    "RansEncodeArgs": "9P 2q",
-    "RansDecodeArgs": "9P 5q",
-    "DequantizeArgs": "12P 4q",
     "LayerWeights": "20P 2q 2f",
-    "LayerQkvArgs": "9P 9q 2f q",
-    "LayerOutArgs": "4P 7q 3f q",
     "RopeTable": "2P q",
     "DecodeRow": "2P 4q",
-    "DecodeStepArgs": "8P 9q 3f 2q",
-}
-FUNCTIONS = {
-    "attention": "AttentionArgs",
-    "linear": "LinearArgs",
-    "add_rms_norm": "NormArgs",
-    "silu_and_mul": "SiluArgs",
-    "scatter_kv": "ScatterArgs",
-    "correct_kv": "CorrectionArgs",
-    "rans_encode": "RansEncodeArgs",
-    "rans_decode": "RansDecodeArgs",
-    "dequantize": "DequantizeArgs",
-    "layer_qkv": "LayerQkvArgs",
-    "layer_out": "LayerOutArgs",
-    "decode_step": "DecodeStepArgs",
 }
 
 
@@ -73,12 +59,12 @@ def loaded(level: Level) -> SimpleNamespace:
 def bind(library: ctypes.CDLL, names: Iterable[str]) -> SimpleNamespace:
     """These functions of a shared object."""
     return SimpleNamespace(
-        **{name: _function(library[f"blendserve_{name}"], FUNCTIONS[name]) for name in names}
+        **{name: _function(library[f"blendserve_{name}"], STRUCTS[name]) for name in names}
     )
 
 
 def _function(function: Any, arguments: str) -> Callable[..., int]:
-    fields = struct.Struct(STRUCTS[arguments])
+    fields = struct.Struct(arguments)
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return lambda *values: function(fields.pack(*values))
 

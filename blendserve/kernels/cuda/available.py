@@ -1,21 +1,31 @@
-"""Whether Triton is installed, and what the GPU can do. Importing this does not import Triton."""
+"""Which optional packages for a GPU are installed, and what the GPU can do. Importing this imports none of them."""
 
 from __future__ import annotations
 
 import importlib
 from functools import cache
+from types import ModuleType
 
 import torch
 
 
-@cache
 def has_triton() -> bool:
     """Whether Triton kernels can be compiled and run (on a GPU, or in triton's interpreter)."""
+    return _found("triton") is not None
+
+
+def flash_attn() -> ModuleType | None:
+    """The flash-attn package, version 2, None where it is not installed or does not load."""
+    module = _found("flash_attn")
+    return module if hasattr(module, "flash_attn_func") else None
+
+
+@cache
+def _found(name: str) -> ModuleType | None:
     try:
-        importlib.import_module("triton")
+        return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError, AttributeError):  # built for another torch or CUDA
-        return False
-    return True
+        return None
 
 
 @cache
