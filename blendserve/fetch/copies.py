@@ -23,8 +23,7 @@ import torch
 
 from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
-from blendserve.fetch.copy_stream import CopyStream, copy_stream_to
-from blendserve.fetch.pinned_ring import as_one, split_kv
+from blendserve.fetch.copy_stream import CopyStream, as_one, copy_stream_to, split_kv
 from blendserve.registry import ADMISSIONS
 from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
@@ -272,10 +271,7 @@ def _sent(stream: CopyStream, pair: Pair) -> Pair:
 
 
 def _pinned(stream: CopyStream, pair: Pair) -> Pair:
-    """In one piece of pinned memory."""
-    keys, values = pair
-    both = stream.buffer(2 * keys.nbytes).view(keys.dtype).view(2, *keys.shape)
-    return both[0].copy_(keys), both[1].copy_(values)
+    return split_kv([stream.pinned(part) for part in as_one(pair)])
 
 
 def _pinned_bytes(n_bytes: int) -> int:

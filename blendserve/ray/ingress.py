@@ -17,7 +17,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import make_plan
+from blendserve.engine.request import prepare_request
 from blendserve.errors import ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
@@ -71,7 +71,7 @@ class RayEngineClient(EngineClient):
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.model.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
-        plan = await self.collections.run(tenant, make_plan, *arguments)
+        plan = await self.collections.run(tenant, prepare_request, *arguments)
         seconds = clock.elapsed(), clock.seconds["retrieve"]
         owner = tenant.name, tenant.namespace
         request = RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, *owner, *seconds)

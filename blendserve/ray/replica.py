@@ -12,7 +12,7 @@ from blendserve.core import Passage, Prompt
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan
+from blendserve.engine.request import Event, Failed, Finished, PreparedRequest
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
 from blendserve.serve.engine_client import event_queue
@@ -33,11 +33,11 @@ class RoutedRequest:
     elapsed_s: float  # since the request arrived
     retrieve_s: float  # of them, spent on the search
 
-    def plan(self) -> Plan:
-        """The engine's plan, with a clock of this process."""
+    def prepared(self) -> PreparedRequest:
+        """The engine's request, with a clock of this process."""
         clock = Clock()
         clock.set_back(self.elapsed_s, retrieve=self.retrieve_s)
-        return Plan(self.prompt, self.passages, self.blend, self.decode, clock)
+        return PreparedRequest(self.prompt, self.passages, self.blend, self.decode, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class EngineReplica:
         sequence: Sequence | None = None
         try:
             sequence = await asyncio.to_thread(
-                self._batch.sequence, request.plan(), emit, request.tenant, request.namespace
+                self._batch.sequence, request.prepared(), emit, request.tenant, request.namespace
             )
             self._batch.scheduler.submit(sequence)
             async for event in events:

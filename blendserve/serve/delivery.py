@@ -27,8 +27,8 @@ from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import BodyTooSlow, InputError, NotFound, PermissionDenied, RateLimited
 from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
-from blendserve.kdn.catalogue import Catalogue, pieces_of
-from blendserve.kdn.publish import retire, set_pins
+from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.publish import set_pins, unpublish
 from blendserve.serve import ops
 from blendserve.serve.app import create_app
 from blendserve.serve.auth import ServerState, TenantDep, server_state
@@ -84,7 +84,7 @@ class DeliveryBackend(Backend):
         self.catalogue = Catalogue(store, now=clock.monotonic)
         self.executor = FairExecutor("delivery", config.queue)
         self._sent_mb = TokenBucket()
-        self._cache: OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody] = OrderedDict()
+        self._bodies = OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody]()  # least recently used first
         self._cached_bytes = 0
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class DeliveryBackend(Backend):
     def piece(self, tenant: Tenant, name: str, hash: str) -> CachedBody:
         """A part of the index, or codec tables, that belong to this collection."""
         found = self.collection(tenant, name)
-        if hash not in pieces_of(found) | {tables.hash for tables in found.tables}:
+        if hash not in found.pieces | {tables.hash for tables in found.tables}:
             raise not_found()
         return CachedBody([self.catalogue.piece(hash)], f'"{hash}"')
 
@@ -125,17 +125,20 @@ class DeliveryBackend(Backend):
         if level not in collection.levels or key not in self.catalogue.directory(collection):
             raise not_found()
         stored_key = level_key(key, level, collection.levels)
-        if cached := self._cache.get((stored_key, key)):
-            self._cache.move_to_end((stored_key, key))
-            self.metrics.chunks.labels("memory").inc()
-            return cached
-        record = read_record(self.store, stored_key)
-        self.metrics.chunks.labels("store" if record else "missing").inc()
-        if record is None:
+        body = self._bodies.pop((stored_key, key), None)
+        record = None if body else read_record(self.store, stored_key)
+        self.metrics.chunks.labels("memory" if body else "store" if record else "missing").inc()
+        if record:
+            parts = encode_body(key, record)
+            # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
+            body = CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"')
+        if body is None:
             raise not_found()
-        parts = encode_body(key, record)
-        # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
-        return self._cached((stored_key, key), CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"'))
+        self._bodies[stored_key, key] = body  # now the last one to be evicted
+        self._cached_bytes += body.n_bytes if record else 0
+        while self._cached_bytes > self.http.memory_mb * 1e6:
+            self._cached_bytes -= self._bodies.popitem(last=False)[1].n_bytes
+        return body
 
     def layers(self, tenant: Tenant, name: str, chunks: str) -> CachedBody:
         """Chunks, KEY:LEVEL each, interleaved by layer. Raises InputError for too many, NotFound, StoreErrors."""
@@ -153,15 +156,6 @@ class DeliveryBackend(Backend):
             if wait_s := self._sent_mb.wait_s(tenant.name, limit, limit / 60):
                 raise RateLimited(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
             self._sent_mb.use(tenant.name, n_bytes / 1e6, limit / 60)
-
-    def _cached(self, key: tuple[ChunkKey, ChunkKey], made: CachedBody) -> CachedBody:
-        capacity = self.http.memory_mb * 1e6
-        if made.n_bytes <= capacity:
-            self._cache[key] = made
-            self._cached_bytes += made.n_bytes
-        while self._cached_bytes > capacity:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].n_bytes
-        return made
 
 
 def not_found() -> NotFound:
@@ -227,7 +221,7 @@ async def chunk(
 async def layers(
     name: str, request: Request, state: StateDep, tenant: TenantDep, chunks: ChunksArg
 ) -> Response:
-    """Several chunks in step: length of the header and header of each, then layer by layer a segment of each."""
+    """Several chunks: length of the header and header of each, then layer by layer a segment of each."""
     return await _send(request, state, tenant, state.backend.layers, name, chunks)
 
 
@@ -244,11 +238,11 @@ async def unpin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]
 
 
 @router.delete("/collections/{name}")
-async def withdraw(
+async def unpublish_collection(
     name: str, state: StateDep, tenant: TenantDep, chunks: DeleteArg = False
 ) -> dict[str, Any]:
-    """Withdraw it. For admins."""
-    n = await _administer(state, tenant, name, retire, chunks)
+    """Unpublish it. For admins."""
+    n = await _administer(state, tenant, name, unpublish, chunks)
     return {"collection": name, "retired": True, "chunks": n}
 
 
@@ -260,7 +254,7 @@ async def _administer(
     await run_on(backend.executor, tenant, backend.collection, tenant, name)
     tenant.require_write_access()
     if not tenant.admin:
-        raise PermissionDenied("pinning and retiring collections requires an admin's key")
+        raise PermissionDenied("pinning and unpublishing collections requires an admin's key")
     return await run_on(backend.executor, tenant, call, backend.store, backend.catalogue, name, flag)
 
 
