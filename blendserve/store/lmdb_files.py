@@ -252,13 +252,10 @@ def _open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
             return readable(lock=False)
     path.mkdir(parents=True, exist_ok=True)
     # Without metasync a power cut may undo the last chunk, never damage the others; a kill undoes nothing.
-    writable = partial(lmdb.open, str(path), max_readers=MAX_READERS, metasync=False)
-    if exists:
-        env = writable(map_size=0)  # as large as the file says
-        if env.info()["map_size"] >= map_size:
-            return env
-        env.close()
-    return writable(map_size=map_size)
+    env = lmdb.open(str(path), map_size=0 if exists else map_size, max_readers=MAX_READERS, metasync=False)
+    if env.info()["map_size"] < map_size:  # 0: as large as the file says
+        env.set_mapsize(map_size)
+    return env
 
 
 def _check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:

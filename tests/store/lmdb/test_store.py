@@ -18,7 +18,6 @@ import xxhash
 
 from blendserve.errors import StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
-from blendserve.store.key import TAG_BYTES
 from blendserve.store.lmdb_files import explained
 from blendserve.store.policies import LRU
 from tests.support.forked import process
@@ -145,29 +144,6 @@ def test_a_store_of_another_format_is_refused(path: Path, version: int) -> None:
         with pytest.raises(StoreVersion) as error:
             LMDBStore(path, CAP, read_only)
         assert error.value.path == str(path)
-
-
-def test_totals_of_a_store_without_them_are_counted(path: Path) -> None:
-    """As of format 3."""
-    filled(path)
-    with LMDBStore(path, CAP) as store:
-        before = store.stats()
-    tag, mark = key_of(0)[:TAG_BYTES], struct.pack("<4sH", b"BLKV", 3)
-
-    def older(txn: lmdb.Transaction) -> None:
-        assert all([txn.delete(b"n"), txn.delete(b"n" + tag)])
-        txn.put(b"m:format", mark + xxhash.xxh3_64_digest(mark))
-
-    tamper(path, older)
-    for read_only in (True, False):
-        with LMDBStore(path, CAP, read_only) as store:
-            assert store.stats() == before
-    with LMDBStore(path, CAP) as store:
-        store.delete([key_of(0)])
-        put_kv(store, key_of(7, "tenant"), chunk(BIG), pin=True)
-        whole, tenant = store.stats(), store.stats("tenant")
-        assert (whole.chunks, whole.bytes, whole.pins) == (3, 3 * UNIT, 1)
-        assert (tenant.chunks, tenant.tokens, tenant.pins) == (1, BIG, 1)
 
 
 def hold(line: Connection, path: Path) -> None:
