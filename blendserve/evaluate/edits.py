@@ -61,9 +61,10 @@ def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None 
         return [replace(p, text=text) for p, text in zip(passages, texts, strict=True)]
     name, _, share = kind.partition("@")
     edit = _revised(float(share)) if name == REVISED else _KINDS[name]
+    texts = [p.text for p in passages]
     made = []
     for n, passage in enumerate(passages):
-        others = [p.text for p in passages if p.text != passage.text] or [p.text for p in passages]
+        others = [text for text in texts if text != passage.text] or texts
         made.append(replace(passage, text=edit(passage.text, random.Random(f"{seed}:{kind}:{n}"), others)))
     return made
 
@@ -99,25 +100,21 @@ def _negations(text: str, rng: random.Random, others: Sequence[str]) -> str:
     return f"{text[: one.start()]}{one[1]} {'' if one[2] else 'not '}{text[one.end() :]}"
 
 
-def _moved(text: str, rng: random.Random, others: Sequence[str]) -> str:
-    sentences = _SENTENCES.split(text)
-    if len(sentences) > 1:
-        a, b = rng.sample(range(len(sentences)), 2)
-        sentences.insert(b, sentences.pop(a))
-    return " ".join(sentences)
+def _sentences(kind: str) -> Edit:
+    def edit(text: str, rng: random.Random, others: Sequence[str]) -> str:
+        sentences = _SENTENCES.split(text)
+        if kind == "removed":  # since then
+            sentences.insert(
+                rng.randrange(len(sentences) + 1), rng.choice(_SENTENCES.split(rng.choice(others)))
+            )
+        elif kind == "moved" and len(sentences) > 1:
+            a, b = rng.sample(range(len(sentences)), 2)
+            sentences.insert(b, sentences.pop(a))
+        elif len(sentences) > 1:
+            sentences.pop(rng.randrange(len(sentences)))
+        return " ".join(sentences)
 
-
-def _added(text: str, rng: random.Random, others: Sequence[str]) -> str:
-    sentences = _SENTENCES.split(text)
-    if len(sentences) > 1:
-        sentences.pop(rng.randrange(len(sentences)))
-    return " ".join(sentences)
-
-
-def _removed(text: str, rng: random.Random, others: Sequence[str]) -> str:
-    sentences = _SENTENCES.split(text)
-    sentences.insert(rng.randrange(len(sentences) + 1), rng.choice(_SENTENCES.split(rng.choice(others))))
-    return " ".join(sentences)
+    return edit
 
 
 def _revised(share: float) -> Edit:
@@ -136,6 +133,6 @@ def _revised(share: float) -> Edit:
 
 _KINDS: dict[str, Edit] = {
     **{"numbers": _numbers, "names": _names, "negations": _negations},
-    **{"moved": _moved, "added": _added, "removed": _removed},
+    **{kind: _sentences(kind) for kind in ("moved", "added", "removed")},
 }
 EDITS = (*_KINDS, *(f"{REVISED}@{share:g}" for share in SHARES), WINDOW)
