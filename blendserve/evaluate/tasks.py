@@ -45,12 +45,9 @@ _TRIVIA = _prompt(
     PROMPT.system,
     "Answer the question about the last passage with a name or a few words, as in the examples. Give the answer only.",
 )
-_DIALOGUES = _prompt(
-    "You summarise texts.", "Summarise the last dialogue in a few short sentences, as in the examples."
-)
-_NEWS = _prompt(
-    "You summarise texts.", "Read the news passages, then write a summary of all of them, of one page."
-)
+_SUMMARISE = "You summarise texts."
+_DIALOGUES = _prompt(_SUMMARISE, "Summarise the last dialogue in a few short sentences, as in the examples.")
+_NEWS = _prompt(_SUMMARISE, "Read the news passages, then write a summary of all of them, of one page.")
 
 QUESTIONS = Task("questions", "F1", f1)
 CONTINUATION = Task("continuation", PERPLEXITY, f1, _prompt("You go on with texts.", "Go on with this text."))
