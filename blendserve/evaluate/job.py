@@ -18,6 +18,7 @@ from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.permutations import with_permutations
 from blendserve.evaluate.prompts import PromptSource, open_engine
+from blendserve.evaluate.report import render
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.stores import PromptStores, fit_priors
@@ -49,7 +50,7 @@ def evaluate(
 
     Raises CorpusError, ConfigError, InputError, ModelError, StoreError; finished predictions are kept.
     """
-    from blendserve.evaluate import plots, report  # matplotlib: missing now, not after hours of measuring
+    from blendserve.evaluate import plots  # matplotlib: missing now, not after hours of measuring
 
     settings = settings or settings_from()
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
@@ -91,7 +92,7 @@ def evaluate(
         drawn["codecs.svg"] = plots.codecs(metrics["methods"], title)
     for file, plot in drawn.items():
         run_dir.write(file, plot)
-    page = report.render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
+    page = render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
     run_dir.write("report.html", page.encode())
     return Outcome(run_dir.path, metrics)
 

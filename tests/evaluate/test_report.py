@@ -17,8 +17,8 @@ from blendserve.cli import main
 from blendserve.errors import InputError
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
+from blendserve.evaluate.report import tables
 from blendserve.evaluate.summary import COUNTS, Predictions, summarize
-from blendserve.evaluate.tables import tables
 from tests.support.evaluations import HOSTILE, run
 
 # mean KL and seconds to the first token on two questions
