@@ -63,16 +63,11 @@ def load(
     Where questions only name the passages they need, distractors drawn with `seed` complete their contexts
     (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
-    name, path, passages = str(source), Path(source), list[Passage]()
-    if name == "reference":
-        from blendserve.retrieve import language_reference  # start-up: the retriever
-
-        text = "\n\n".join(document.text for document in language_reference())
-        examples = continuations(text, "reference")[:limit]
-    elif path.suffix == ".txt" and path.is_file():
-        examples = continuations(_text(path), path.stem)[:limit]
+    name, passages = str(source), list[Passage]()
+    path, text = _read(name)
+    if path.suffix == ".txt":
+        examples = continuations(text, path.stem)[:limit]
     else:
-        path, text = _read(name)
         examples, passages = _parsed(path, text, Path(corpus) if corpus else None, limit)
         examples = [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples]
     (repeated, n), tasks = Counter(e.id for e in examples).most_common(1)[0], {e.task for e in examples}
@@ -103,15 +98,13 @@ def _parsed(
 ) -> tuple[list[Example], list[Passage]]:
     """Examples, and the passages of the corpus, which only the questions that name titles need."""
     records = _records(path, text)
-    first_line, first = records[0]
-    form = form_of(first)
+    form = form_of(records[0][1])
     if form is None:
-        raise CorpusError(
-            f"{path}, record {first_line}: the fields {', '.join(first) or '(none)'} are of no known format: use "
-            "`context` (2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus",
-            path=path,
-            line=first_line,
+        problem = (
+            f"{path}, record 1: the fields {', '.join(records[0][1]) or '(none)'} are of no known format: use `context` "
+            "(2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus"
         )
+        raise CorpusError(problem, path=path, line=records[0][0])
     passages = _corpus(corpus or _corpus_beside(path)) if corpus or form is OfCorpus else []
     by_title: dict[str, list[Passage]] = {}
     for passage in passages:
@@ -149,6 +142,10 @@ def _read(name: str) -> tuple[Path, str]:
     path = BUNDLED.get(name, Path(name))
     if path.is_file():
         return path, _text(path)
+    if name == "reference":
+        from blendserve.retrieve import language_reference  # start-up: the retriever
+
+        return Path("reference.txt"), "\n\n".join(document.text for document in language_reference())
     if name in LONGBENCH:
         return Path(name), _download(name)
     known = ", ".join([*BUNDLED, "reference", *LONGBENCH])
