@@ -50,7 +50,7 @@ def evaluate(
 
     Raises CorpusError, ConfigError, InputError, ModelError, StoreError; finished predictions are kept.
     """
-    from blendserve.evaluate import plots  # matplotlib: missing now, not after hours of measuring
+    import matplotlib  # noqa: F401  a missing package fails now, not after hours of measuring
 
     settings = settings or settings_from()
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
@@ -71,30 +71,41 @@ def evaluate(
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        adapter, model = engine.reader.adapter, engine.reader.name
+        adapter, name = engine.reader.adapter, engine.reader.name
+    question_of = {e.id: e.permutation_of or e.id for e in examples}
     metrics = {
-        **{"dataset": dataset.name, "setting": config.setting, "half": config.half},
-        **{"task": dataset.task.name, "metric": dataset.task.metric},
+        "dataset": dataset.name,
+        "setting": config.setting,
+        "half": config.half,
+        "task": dataset.task.name,
+        "metric": dataset.task.metric,
         "reader": {
-            **{"model": model, "dtype": str(adapter.dtype).removeprefix("torch.")},
-            **{"device": str(adapter.device), "threads": torch.get_num_threads()},
+            "model": name,
+            "dtype": str(adapter.dtype).removeprefix("torch."),
+            "device": str(adapter.device),
+            "threads": torch.get_num_threads(),
         },
-        **{"environment": where, "left_out": left_out},
-        **summarize(
-            Predictions(run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods),
-            dataset.task.metric,
-        ),
+        "environment": where,
+        "left_out": left_out,
+        **summarize(Predictions(run_dir.predictions, question_of, methods), dataset.task.metric),
     }
+    _publish(run_dir, metrics)
+    return Outcome(run_dir.path, metrics)
+
+
+def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
+    """metrics.json, plots and page."""
+    from blendserve.evaluate import plots  # start-up: matplotlib
+
     run_dir.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
-    title = run_dir.path.name
-    drawn = {"pareto.svg": plots.pareto(metrics["methods"], title, metrics["metric"])}
-    if any(method.codec for method in methods):
-        drawn["codecs.svg"] = plots.codecs(metrics["methods"], title)
+    title, methods = run_dir.path.name, metrics["methods"]
+    drawn = {"pareto.svg": plots.pareto(methods, title, metrics["metric"])}
+    if any(method["codec"] for method in methods.values()):
+        drawn["codecs.svg"] = plots.codecs(methods, title)
     for file, plot in drawn.items():
         run_dir.write(file, plot)
     page = render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
     run_dir.write("report.html", page.encode())
-    return Outcome(run_dir.path, metrics)
 
 
 def evaluate_each(
