@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate.continuations import continuations
 from blendserve.evaluate.formats import (
     CorpusPassage,
     Example,
@@ -29,8 +29,9 @@ from blendserve.evaluate.formats import (
     Record,
     errors_of,
     form_of,
+    split_words,
 )
-from blendserve.evaluate.tasks import LONGBENCH, TASKS, Task
+from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
 
 PASSAGES = 10  # of a question's closed context, as in 2WikiMultihopQA
 
@@ -52,6 +53,12 @@ class Dataset:
 BUNDLED = {
     name: Path(__file__).parent / "data" / f"{name}_questions.jsonl" for name in ("generated", "facts")
 }
+# An excerpt of a text, in words: the chunks, a lead that is computed like a question, and the continuation.
+PIECES = 6
+PIECE_WORDS = 256
+LEAD_WORDS = 24
+CONTINUATION_WORDS = 64
+
 LONGBENCH_FILE = "THUDM/LongBench", "data.zip"  # repository on the hub, and its archive
 
 
@@ -79,6 +86,24 @@ def load(
         raise CorpusError(problem, setting="dataset", path=name)
     pool = passages or {(p.title, p.text): p for e in examples for p in e.contexts}.values()
     return Dataset(name, tuple(examples), tuple(pool))
+
+
+def continuations(text: str, name: str) -> list[Example]:
+    """Consecutive excerpts of a text, each with its continuation, for perplexity. Raises CorpusError for a short text.
+
+    | piece | ... | piece | lead | continuation |
+    """
+    n_words, found = PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS, list[Example]()
+    for n, excerpt in enumerate(split_words(text, n_words), 1):
+        pieces = split_words(excerpt, PIECE_WORDS)
+        rest = re.findall(r"\s*\S+", "".join(pieces[PIECES:]))
+        if len(rest) == LEAD_WORDS + CONTINUATION_WORDS:
+            contexts = (Passage(piece, id=f"{name}-{n:03}:{m}") for m, piece in enumerate(pieces[:PIECES]))
+            lead, answer = "".join(rest[:LEAD_WORDS]), "".join(rest[LEAD_WORDS:])
+            found.append(Example(f"{name}-{n:03}", lead, (answer,), tuple(contexts), task=CONTINUATION.name))
+    if not found:
+        raise CorpusError(f"text {name} is too short: at least {n_words:,} words are needed", path=name)
+    return found
 
 
 def with_distractors(

@@ -16,8 +16,7 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import BlendserveError
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
-from blendserve.evaluate.permutations import with_permutations
-from blendserve.evaluate.prompts import PromptSource, open_engine
+from blendserve.evaluate.prompts import PromptSource, open_engine, with_permutations
 from blendserve.evaluate.report import render
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner

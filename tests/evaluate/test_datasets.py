@@ -24,7 +24,7 @@ from blendserve.cli.options import split_list
 from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, CorpusError
-from blendserve.evaluate import continuations as module
+from blendserve.evaluate import datasets as module
 from blendserve.evaluate import edits, tasks
 from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import BUNDLED, load, with_distractors
@@ -32,8 +32,7 @@ from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_e
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.job import with_task_prompt
 from blendserve.evaluate.methods import parse_methods
-from blendserve.evaluate.permutations import permuted, with_permutations
-from blendserve.evaluate.prompts import PromptSource
+from blendserve.evaluate.prompts import PromptSource, permuted, with_permutations
 from blendserve.retrieve import Embedder, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine

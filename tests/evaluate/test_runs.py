@@ -18,7 +18,7 @@ from blendserve.core import Document
 from blendserve.engine.codec_fit import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
-from blendserve.evaluate import continuations, fidelity
+from blendserve.evaluate import datasets, fidelity
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
@@ -266,7 +266,7 @@ def test_a_run_compares_every_edit_with_exact_hits() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Excerpts that the tiny reader has room for: 75 words."""
     for name, value in {"PIECES": 3, "PIECE_WORDS": 20, "LEAD_WORDS": 6, "CONTINUATION_WORDS": 9}.items():
-        monkeypatch.setattr(continuations, name, value)
+        monkeypatch.setattr(datasets, name, value)
 
 
 def text_of(n: int) -> str:
