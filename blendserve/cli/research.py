@@ -51,20 +51,20 @@ def evaluate(
     commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
     resumes with the same command.
     """
-    from blendserve.evaluate import job, tables  # torch and all the rest: seconds
+    from blendserve.evaluate import job, report  # torch and all the rest: seconds
 
     datasets = split_list(plan.dataset)
     try:
         if len(datasets) > 1:
             several = job.evaluate_each(datasets, plan, settings, runs)
             found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
-            console.emit(found, json, lambda: tables.show_all(found))
+            console.emit(found, json, lambda: report.show_all(found))
         else:
             done = job.evaluate(plan, settings, name, runs)
             console.emit(
                 {"folder": str(done.folder), **done.metrics},
                 json,
-                lambda: tables.show(done.metrics, done.folder / "report.html"),
+                lambda: report.show(done.metrics, done.folder / "report.html"),
             )
     except KeyboardInterrupt:
         log.info("stopped: predictions are saved; run the same command to resume")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate.continuations import continuations
 from blendserve.evaluate.formats import (
     CorpusPassage,
     Example,
@@ -29,8 +29,9 @@ from blendserve.evaluate.formats import (
     Record,
     errors_of,
     form_of,
+    split_words,
 )
-from blendserve.evaluate.tasks import LONGBENCH, TASKS, Task
+from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
 
 PASSAGES = 10  # of a question's closed context, as in 2WikiMultihopQA
 
@@ -52,6 +53,12 @@ class Dataset:
 BUNDLED = {
     name: Path(__file__).parent / "data" / f"{name}_questions.jsonl" for name in ("generated", "facts")
 }
+# An excerpt of a text, in words: the chunks, a lead that is computed like a question, and the continuation.
+PIECES = 6
+PIECE_WORDS = 256
+LEAD_WORDS = 24
+CONTINUATION_WORDS = 64
+
 LONGBENCH_FILE = "THUDM/LongBench", "data.zip"  # repository on the hub, and its archive
 
 
@@ -63,16 +70,11 @@ def load(
     Where questions only name the passages they need, distractors drawn with `seed` complete their contexts
     (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
-    name, path, passages = str(source), Path(source), list[Passage]()
-    if name == "reference":
-        from blendserve.retrieve import language_reference  # start-up: the retriever
-
-        text = "\n\n".join(document.text for document in language_reference())
-        examples = continuations(text, "reference")[:limit]
-    elif path.suffix == ".txt" and path.is_file():
-        examples = continuations(_text(path), path.stem)[:limit]
+    name, passages = str(source), list[Passage]()
+    path, text = _read(name)
+    if path.suffix == ".txt":
+        examples = continuations(text, path.stem)[:limit]
     else:
-        path, text = _read(name)
         examples, passages = _parsed(path, text, Path(corpus) if corpus else None, limit)
         examples = [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples]
     (repeated, n), tasks = Counter(e.id for e in examples).most_common(1)[0], {e.task for e in examples}
@@ -84,6 +86,24 @@ def load(
         raise CorpusError(problem, setting="dataset", path=name)
     pool = passages or {(p.title, p.text): p for e in examples for p in e.contexts}.values()
     return Dataset(name, tuple(examples), tuple(pool))
+
+
+def continuations(text: str, name: str) -> list[Example]:
+    """Consecutive excerpts of a text, each with its continuation, for perplexity. Raises CorpusError for a short text.
+
+    | piece | ... | piece | lead | continuation |
+    """
+    n_words, found = PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS, list[Example]()
+    for n, excerpt in enumerate(split_words(text, n_words), 1):
+        pieces = split_words(excerpt, PIECE_WORDS)
+        rest = re.findall(r"\s*\S+", "".join(pieces[PIECES:]))
+        if len(rest) == LEAD_WORDS + CONTINUATION_WORDS:
+            contexts = (Passage(piece, id=f"{name}-{n:03}:{m}") for m, piece in enumerate(pieces[:PIECES]))
+            lead, answer = "".join(rest[:LEAD_WORDS]), "".join(rest[LEAD_WORDS:])
+            found.append(Example(f"{name}-{n:03}", lead, (answer,), tuple(contexts), task=CONTINUATION.name))
+    if not found:
+        raise CorpusError(f"text {name} is too short: at least {n_words:,} words are needed", path=name)
+    return found
 
 
 def with_distractors(
@@ -103,15 +123,13 @@ def _parsed(
 ) -> tuple[list[Example], list[Passage]]:
     """Examples, and the passages of the corpus, which only the questions that name titles need."""
     records = _records(path, text)
-    first_line, first = records[0]
-    form = form_of(first)
+    form = form_of(records[0][1])
     if form is None:
-        raise CorpusError(
-            f"{path}, record {first_line}: the fields {', '.join(first) or '(none)'} are of no known format: use "
-            "`context` (2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus",
-            path=path,
-            line=first_line,
+        problem = (
+            f"{path}, record 1: the fields {', '.join(records[0][1]) or '(none)'} are of no known format: use `context` "
+            "(2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus"
         )
+        raise CorpusError(problem, path=path, line=records[0][0])
     passages = _corpus(corpus or _corpus_beside(path)) if corpus or form is OfCorpus else []
     by_title: dict[str, list[Passage]] = {}
     for passage in passages:
@@ -149,6 +167,10 @@ def _read(name: str) -> tuple[Path, str]:
     path = BUNDLED.get(name, Path(name))
     if path.is_file():
         return path, _text(path)
+    if name == "reference":
+        from blendserve.retrieve import language_reference  # start-up: the retriever
+
+        return Path("reference.txt"), "\n\n".join(document.text for document in language_reference())
     if name in LONGBENCH:
         return Path(name), _download(name)
     known = ", ".join([*BUNDLED, "reference", *LONGBENCH])

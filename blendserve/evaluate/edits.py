@@ -1,12 +1,13 @@
-"""What a store holds of a prompt's passages when they have been edited since: earlier revisions, made by a seed.
+"""Edits of passages: the store holds earlier revisions, made by a seed, and the prompt has the current passages.
 
-numbers names negations    one of them was another one in each passage
-moved added removed        a sentence stood elsewhere, was not there yet, was still there
-revised@0.05               this share of the passage's words, in stretches of 3 to 10, was other words
-window                     the same text was cut into other chunks
-answer                     what the question asks for was something else (data set facts): the rest is as it is
+numbers names negations    the earlier revision of each passage has another one
+moved                      a sentence is in another place
+added removed              a sentence is missing, or there is one more: the edit has added or removed it
+revised@0.05               this share of the words, in runs of 3 to 10, is different
+window                     the same text is cut into other chunks
+answer                     only the value that the question asks for is different (data set facts)
 
-The prompt is the data set's own, so that golds hold and every kind of edit is answered by the same full prefill.
+Golds are those of the current passages, and full prefill answers every kind of edit alike.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blendserve.errors import ConfigError
 
-if TYPE_CHECKING:  # it takes torch, and help and settings come from here
+if TYPE_CHECKING:  # imports torch; --help imports this module
     from blendserve.core import Passage, TokenIds
 
 WINDOW, ANSWER, REVISED = "window", "answer", "revised"
@@ -31,11 +32,11 @@ _VERB = re.compile(r"\b(is|was|are|were|has|had) (not )?")
 _REVISED = re.compile(rf"{REVISED}@(0?\.\d+|1)")
 
 Edit = Callable[[str, random.Random, Sequence[str]], str]
-"""a passage's text, rng and the other passages' texts -> what the passage said before"""
+"""a passage's text, rng and the other passages' texts -> the earlier text"""
 
 
 class Fact(NamedTuple):
-    """What one passage says now, and what it said before."""
+    """A value in one passage, and its earlier value."""
 
     title: str
     now: str
@@ -48,22 +49,23 @@ def is_edit(word: str) -> bool:
 
 
 def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None = None) -> list[Passage]:
-    """The passages as they were; as they are where there is nothing to change, and for `window`.
+    """The earlier revision of passages; unchanged where a text has nothing to change, and for `window`.
 
-    fact: what `answer` is about. Raises ConfigError where that is not known.
+    fact: the value that `answer` changes. Raises ConfigError without it.
     """
     if kind == WINDOW:
         return list(passages)
     if kind == ANSWER:
         if fact is None:
-            raise ConfigError("edit 'answer' needs to know what the answer was: take data set facts")
+            raise ConfigError("edit 'answer' needs a counterfactual answer: use data set facts")
         texts = [p.text.replace(fact.now, fact.before) if p.title == fact.title else p.text for p in passages]
         return [replace(p, text=text) for p, text in zip(passages, texts, strict=True)]
     name, _, share = kind.partition("@")
     edit = _revised(float(share)) if name == REVISED else _KINDS[name]
+    texts = [p.text for p in passages]
     made = []
     for n, passage in enumerate(passages):
-        others = [p.text for p in passages if p.text != passage.text] or [p.text for p in passages]
+        others = [text for text in texts if text != passage.text] or texts
         made.append(replace(passage, text=edit(passage.text, random.Random(f"{seed}:{kind}:{n}"), others)))
     return made
 
@@ -99,25 +101,21 @@ def _negations(text: str, rng: random.Random, others: Sequence[str]) -> str:
     return f"{text[: one.start()]}{one[1]} {'' if one[2] else 'not '}{text[one.end() :]}"
 
 
-def _moved(text: str, rng: random.Random, others: Sequence[str]) -> str:
-    sentences = _SENTENCES.split(text)
-    if len(sentences) > 1:
-        a, b = rng.sample(range(len(sentences)), 2)
-        sentences.insert(b, sentences.pop(a))
-    return " ".join(sentences)
+def _sentences(kind: str) -> Edit:
+    def edit(text: str, rng: random.Random, others: Sequence[str]) -> str:
+        sentences = _SENTENCES.split(text)
+        if kind == "removed":  # since then
+            sentences.insert(
+                rng.randrange(len(sentences) + 1), rng.choice(_SENTENCES.split(rng.choice(others)))
+            )
+        elif kind == "moved" and len(sentences) > 1:
+            a, b = rng.sample(range(len(sentences)), 2)
+            sentences.insert(b, sentences.pop(a))
+        elif len(sentences) > 1:
+            sentences.pop(rng.randrange(len(sentences)))
+        return " ".join(sentences)
 
-
-def _added(text: str, rng: random.Random, others: Sequence[str]) -> str:
-    sentences = _SENTENCES.split(text)
-    if len(sentences) > 1:
-        sentences.pop(rng.randrange(len(sentences)))
-    return " ".join(sentences)
-
-
-def _removed(text: str, rng: random.Random, others: Sequence[str]) -> str:
-    sentences = _SENTENCES.split(text)
-    sentences.insert(rng.randrange(len(sentences) + 1), rng.choice(_SENTENCES.split(rng.choice(others))))
-    return " ".join(sentences)
+    return edit
 
 
 def _revised(share: float) -> Edit:
@@ -136,6 +134,6 @@ def _revised(share: float) -> Edit:
 
 _KINDS: dict[str, Edit] = {
     **{"numbers": _numbers, "names": _names, "negations": _negations},
-    **{"moved": _moved, "added": _added, "removed": _removed},
+    **{kind: _sentences(kind) for kind in ("moved", "added", "removed")},
 }
 EDITS = (*_KINDS, *(f"{REVISED}@{share:g}" for share in SHARES), WINDOW)

@@ -51,7 +51,7 @@ class Example:
     type: str = ""  # of question, where the data has types
     task: str = QUESTIONS.name  # tasks.py
     supporting: tuple[str, ...] = ()  # titles of the passages that the answer needs, if known
-    permutation: int = 0  # which permutation of its passages; 0: the question itself (permutations.py)
+    permutation: int = 0  # which permutation of its passages; 0: the question itself (prompts.py)
     permutation_of: str = ""  # id of the question, for a permutation
     counterfactual: str = ""  # the answer before an edit; the prompt does not have it
 
@@ -203,15 +203,14 @@ def errors_of(record: Record, path: Path, line: int) -> Iterator[None]:
     """Raise a CorpusError with file, line and field. line: of a file of lines, else the number in its array, from 1."""
     try:
         yield
-    except (ValidationError, WrongField) as error:
-        field, problem = error.args if isinstance(error, WrongField) else _first(error)
-        found = "missing" if field not in record else f"{record[field]!r:.60}"
-        message = f"{path}, record {line}: field `{field}` is {found}: {problem}"
-        raise CorpusError(message, setting=field, path=path, line=line) from None
-
-
-def _first(error: ValidationError) -> tuple[str, str]:
-    return str(error.errors()[0]["loc"][0]), error.errors()[0]["msg"]
+        return
+    except ValidationError as error:
+        field, problem = str(error.errors()[0]["loc"][0]), error.errors()[0]["msg"]
+    except WrongField as error:
+        field, problem = error.args
+    found = "missing" if field not in record else f"{record[field]!r:.60}"
+    message = f"{path}, record {line}: field `{field}` is {found}: {problem}"
+    raise CorpusError(message, setting=field, path=path, line=line)
 
 
 def split_words(text: str, words: int) -> list[str]:

@@ -14,15 +14,15 @@ from blendserve import console
 from blendserve.config import Config, changed
 from blendserve.engine.engine import Engine
 from blendserve.errors import BlendserveError
-from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
+from blendserve.evaluate.config import DECODE, PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
-from blendserve.evaluate.permutations import with_permutations
-from blendserve.evaluate.prompts import PromptSource, open_engine
+from blendserve.evaluate.prompts import PromptSource, open_engine, with_permutations
+from blendserve.evaluate.report import render
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.stores import PromptStores, fit_priors
 from blendserve.evaluate.summary import Predictions, summarize
-from blendserve.evaluate.tasks import PERPLEXITY, Task
+from blendserve.evaluate.tasks import Task
 from blendserve.provenance import environment
 
 log = logging.getLogger(__name__)
@@ -49,13 +49,13 @@ def evaluate(
 
     Raises CorpusError, ConfigError, InputError, ModelError, StoreError; finished predictions are kept.
     """
-    from blendserve.evaluate import plots, report  # matplotlib: missing now, not after hours of measuring
+    import matplotlib  # noqa: F401  a missing package fails now, not after hours of measuring
 
     settings = settings or settings_from()
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
     dataset = load(config.dataset, corpus=config.corpus, limit=config.limit, seed=config.seed)
-    settings = _settled(with_task_prompt(settings, dataset.task), runs)
+    settings = _settled(with_task(settings, dataset.task), runs)
     retrieved = min(config.top_k, len(dataset.corpus)) if config.setting == "open" else None
     examples = with_permutations(dataset.examples[config.subset], config.shuffles, retrieved)
     where = environment()
@@ -70,61 +70,65 @@ def evaluate(
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        adapter, model = engine.reader.adapter, engine.reader.name
+        adapter, name = engine.reader.adapter, engine.reader.name
+    question_of = {e.id: e.permutation_of or e.id for e in examples}
     metrics = {
-        **{"dataset": dataset.name, "setting": config.setting, "half": config.half},
-        **{"task": dataset.task.name, "metric": dataset.task.metric},
+        "dataset": dataset.name,
+        "setting": config.setting,
+        "half": config.half,
+        "task": dataset.task.name,
+        "metric": dataset.task.metric,
         "reader": {
-            **{"model": model, "dtype": str(adapter.dtype).removeprefix("torch.")},
-            **{"device": str(adapter.device), "threads": torch.get_num_threads()},
+            "model": name,
+            "dtype": str(adapter.dtype).removeprefix("torch."),
+            "device": str(adapter.device),
+            "threads": torch.get_num_threads(),
         },
-        **{"environment": where, "left_out": left_out},
-        **summarize(
-            Predictions(run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods),
-            dataset.task.metric,
-        ),
+        "environment": where,
+        "left_out": left_out,
+        **summarize(Predictions(run_dir.predictions, question_of, methods), dataset.task.metric),
     }
+    _publish(run_dir, metrics)
+    return Outcome(run_dir.path, metrics)
+
+
+def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
+    """metrics.json, plots and page."""
+    from blendserve.evaluate import plots  # start-up: matplotlib
+
     run_dir.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
-    title = run_dir.path.name
-    drawn = {"pareto.svg": plots.pareto(metrics["methods"], title, metrics["metric"])}
-    if any(method.codec for method in methods):
-        drawn["codecs.svg"] = plots.codecs(metrics["methods"], title)
+    title, methods = run_dir.path.name, metrics["methods"]
+    drawn = {"pareto.svg": plots.pareto(methods, title, metrics["metric"])}
+    if any(method["codec"] for method in methods.values()):
+        drawn["codecs.svg"] = plots.codecs(methods, title)
     for file, plot in drawn.items():
         run_dir.write(file, plot)
-    page = report.render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
+    page = render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
     run_dir.write("report.html", page.encode())
-    return Outcome(run_dir.path, metrics)
 
 
 def evaluate_each(
     datasets: Sequence[str], config: EvaluateConfig, settings: Config, runs: Path = RUNS
 ) -> dict[str, Outcome | str]:
-    """An evaluation for each data set, with answers as long as its task needs -> its outcome, or why it failed."""
+    """An evaluation for each data set -> its outcome, or why it failed."""
     found: dict[str, Outcome | str] = {}
     for dataset in datasets:
         log.info("%s:", dataset)
         try:
-            own = changed(config, dataset=dataset)
-            task = load(dataset, corpus=own.corpus, limit=1, seed=own.seed).task
-            decode = changed(settings.decode, max_new_tokens=task.answer_tokens)
-            found[dataset] = evaluate(own, settings.model_copy(update={"decode": decode}), None, runs)
+            found[dataset] = evaluate(changed(config, dataset=dataset), settings, None, runs)
         except BlendserveError as error:
             found[dataset] = str(error)
     return found
 
 
-def with_task_prompt(settings: Config, task: Task) -> Config:
-    """Use the task's own prompt, unless the user has set another."""
-    if settings.decode.max_new_tokens < task.answer_tokens and task.metric != PERPLEXITY:
-        log.info(
-            f"answers of {task.name} may need {task.answer_tokens} tokens: these end after "
-            f"{settings.decode.max_new_tokens} (--max-new-tokens)"
-        )
-    prompt = settings.prompt
-    if (prompt.system, prompt.instruction) != (PROMPT.system, PROMPT.instruction):
-        return settings
-    words = changed(prompt, system=task.prompt.system, instruction=task.prompt.instruction)
-    return settings.model_copy(update={"prompt": words})
+def with_task(settings: Config, task: Task) -> Config:
+    """The task's own prompt and length of answers, where the user has not set others."""
+    prompt, decode = settings.prompt, settings.decode
+    if (prompt.system, prompt.instruction) == (PROMPT.system, PROMPT.instruction):
+        prompt = changed(prompt, system=task.prompt.system, instruction=task.prompt.instruction)
+    if decode.max_new_tokens == DECODE.max_new_tokens:
+        decode = changed(decode, max_new_tokens=task.answer_tokens)
+    return settings.model_copy(update={"prompt": prompt, "decode": decode})
 
 
 def _settled(settings: Config, runs: Path) -> Config:

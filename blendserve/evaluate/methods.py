@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from blendserve.config import BlendConfig, KVContext, Method, changed
 from blendserve.errors import ConfigError
 from blendserve.evaluate import edits
-from blendserve.registry import CODECS, CORRECTIONS, POLICIES, codec_word, nearest, parse_codec
-from blendserve.registry import FULL_REUSE as REUSE_SETTINGS
+from blendserve.registry import CODECS, CORRECTIONS, FULL_REUSE, POLICIES, codec_word, nearest, parse_codec
 
 if TYPE_CHECKING:  # imports torch; --help imports this module
     from blendserve.blend.policies.base import Policy
@@ -28,6 +27,7 @@ Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
 
 FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
 DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().min_ratio:g}"
+NO_CORRECTION = FULL_REUSE["correction"]
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
 _PATTERN = re.compile(  # name, layers, correction, ratio, suffixes
@@ -62,7 +62,7 @@ class MethodSpec:
             _policy(blend.policy).has_check_layers and blend.check_layers != BlendConfig().check_layers
         )
         layers = f"[{','.join(map(str, blend.check_layers))}]" if has_layers else ""
-        correction = f"+{blend.correction}" if blend.correction != REUSE_SETTINGS["correction"] else ""
+        correction = f"+{blend.correction}" if blend.correction != NO_CORRECTION else ""
         return f"{blend.policy}{layers}{correction}{suffixes}"
 
     @property
@@ -78,14 +78,14 @@ class MethodSpec:
     @property
     def unedited(self) -> str | None:
         """The same method over the passages themselves; None without an edit."""
-        return replace(self, blend=changed(self.blend, near=False), edit=None).name if self.edit else None
+        return replace(self, edit=None).name if self.edit else None
 
     @property
     def uncorrected(self) -> str | None:
         """The same method without a correction; None where it has none."""
-        if self.kind != "blend" or self.blend.correction == REUSE_SETTINGS["correction"]:
+        if self.kind != "blend" or self.blend.correction == NO_CORRECTION:
             return None
-        return replace(self, blend=changed(self.blend, correction=REUSE_SETTINGS["correction"])).name
+        return replace(self, blend=changed(self.blend, correction=NO_CORRECTION)).name
 
     def __str__(self) -> str:
         return self.name
@@ -122,7 +122,7 @@ def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
         blend = BlendConfig(method=method, near=edit is not None)
         return [MethodSpec(cast(Kind, name), blend, kv_context, codec, edit)]
     policy = _policy(name) if name in POLICIES.names else None
-    values: dict[str, Any] = {"correction": correction or REUSE_SETTINGS["correction"]}
+    values: dict[str, Any] = {"correction": correction or NO_CORRECTION}
     if layers:
         if policy is None or not policy.has_check_layers:
             having = " and ".join(one for one in POLICIES.names if _policy(one).has_check_layers)
@@ -133,13 +133,11 @@ def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
     if policy is not None and not policy.has_ratio:
         chosen = chosen[:1]
+    values |= {"method": "blend", "policy": name, "near": edit is not None}
     try:
-        blends = [
-            BlendConfig(method="blend", policy=name, ratio=r, near=edit is not None, **values) for r in chosen
-        ]
+        return [MethodSpec("blend", BlendConfig(**values, ratio=r), kv_context, codec, edit) for r in chosen]
     except ConfigError as error:
         raise ConfigError(f"method {word!r}: {error}") from None
-    return [MethodSpec("blend", blend, kv_context, codec, edit) for blend in blends]
 
 
 def _suffixes(word: str, text: str) -> tuple[KVContext | None, str | None, str | None]:

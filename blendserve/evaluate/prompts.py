@@ -4,12 +4,18 @@ closed   the passages of the data set
 edited   the same; the store holds their previous revisions (stores.py)
 open     passages that the engine's retriever finds in the corpus
 
+The n-th permutation of question ID has the id ID~n, and the question's passages in another order. It depends on the
+seed, the question and n alone, so that more of them can be added later; no two permutations have the same order.
+
 A chunk is a passage, or with a window N tokens of all passages joined, as in CacheBlend's experiments.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,12 +25,11 @@ from blendserve import console
 from blendserve.config import Config, changed
 from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.errors import CorpusError, IndexMismatch, IndexMissing
 from blendserve.evaluate import edits
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.permutations import permuted
 from blendserve.timing import Clock
 
 log = logging.getLogger(__name__)
@@ -95,6 +100,39 @@ class PromptSource:
         other = {"both": "both", "first": "second", "second": "first"}[self._config.half]
         examples = dataset.examples[changed(self._config, half=other).subset]
         return [chunk.ids for e in examples for chunk in self.build(e, self.passages(e)).chunks]
+
+
+def with_permutations(
+    examples: Sequence[Example], permutations: int, passages: int | None = None
+) -> list[Example]:
+    """Each question and its permutations; fewer where its passages have no more orders.
+
+    passages: number of retrieved passages, if these replace the question's own. Raises CorpusError where a question has
+    the id of a permutation.
+    """
+    made = list[Example]()
+    for example in examples:
+        orders = math.factorial(min(20, len(example.contexts) if passages is None else passages))
+        numbers = range(1, min(permutations + 1, orders))
+        made.append(example)
+        made += (
+            replace(example, id=f"{example.id}~{n}", permutation=n, permutation_of=example.id)
+            for n in numbers
+        )
+    if taken := {e.id for e in examples} & {e.id for e in made if e.permutation}:
+        problem = f"the data has the ids of permutations ({', '.join(taken)}): rename them, or lower evaluate.shuffles"
+        raise CorpusError(problem, setting="evaluate.shuffles")
+    return made
+
+
+def permuted(passages: Sequence[Passage], example: Example, seed: int) -> tuple[Passage, ...]:
+    """The passages in this permutation's order; as they are for the question itself."""
+    rng, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(passages)))
+    seen = {tuple(order): None}
+    while len(seen) <= example.permutation:  # until the n-th order that is another one than all before
+        rng.shuffle(order)
+        seen.setdefault(tuple(order))
+    return tuple(passages[n] for n in list(seen)[example.permutation])
 
 
 def open_engine(config: EvaluateConfig, dataset: Dataset, settings: Config, work: Path) -> Engine:

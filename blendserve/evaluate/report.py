@@ -1,32 +1,221 @@
-"""metrics.json and predictions -> report.html: one page with tables, plots and every prompt's tokens."""
+"""metrics.json as tables on the terminal, and with the predictions as one page: tables, plots, every prompt's tokens."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from blendserve import console
+from blendserve.evaluate.methods import FULL, TRANSFORMERS
+from blendserve.evaluate.tasks import PERPLEXITY
 
-from blendserve.evaluate.methods import FULL
-from blendserve.evaluate.tables import facts, tables
-
-Record = Mapping[str, Any]
+Metrics = Mapping[str, Any]
+Columns = dict[str, tuple[str, str]]  # title -> dotted path in a method's metrics, and format
 
 TEMPLATE = Path(__file__).with_name("report.html")
+SCALES = {"ms": (1e3, ".0f"), "MB": (1e-6, ".1f")}  # formats with a unit
+
+
+class Table(NamedTuple):
+    """The first column names methods."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def show(metrics: Metrics, report: Path) -> None:
+    """Print the main figures of every method, and the tables of single prompts and of edits."""
+    columns = {
+        "KL / reuse's": ("mean_kl_share", ".3f"),
+        "agree": ("agreement.mean", ".2f"),
+        "same": ("identical.mean", ".2f"),
+        metrics["metric"]: ("score.mean", ".3f"),
+        "TTFT ms": ("seconds.ttft.median", "ms"),
+        "times faster": ("times_faster.mean", ".1f"),
+        "recomputed": ("share_recomputed", ".0%"),
+    }
+    overview = _table(_size(metrics), "", metrics["methods"], columns | _kv_smaller(metrics["methods"]))
+    for table in (overview, _tails(metrics), *_edits(metrics["methods"])):
+        if table.rows:
+            title = f"{table.title}. {table.note}" if table.note else table.title
+            console.table(title, table.columns, table.rows)
+    console.out.print(f"More in {report}", markup=False)
+
+
+def show_all(runs: Mapping[str, Metrics | str]) -> None:
+    """Print one table: data set -> its metrics, or why there are none."""
+    finished = [metrics for metrics in runs.values() if not isinstance(metrics, str)]
+    methods = list(finished[0]["methods"]) if finished else []
+    rows = []
+    for name, metrics in runs.items():
+        if isinstance(metrics, str):
+            cells = [metrics, *[""] * (len(methods) + 2)]
+        else:
+            cells = [metrics["metric"], str(metrics["questions"]), str(len(metrics["left_out"]))]
+            cells += [_score_and_kl(metrics["methods"][method]) for method in methods]
+        rows.append([Path(name).name, *cells])
+    columns = ("data", "metric", "questions", "left out", *methods)
+    console.table("Score (mean KL / full reuse's)", columns, rows)
+
+
+def facts(metrics: Metrics) -> list[str]:
+    """What was measured, and where."""
+    where, model, recall = metrics["environment"], metrics["reader"], metrics["recall"]
+    return [
+        f"{_size(metrics)} of {Path(metrics['dataset']).name}, {metrics['setting']}",
+        *([f"recall of needed titles {cell(recall, '.2f')}"] if recall else []),
+        f"{model['model']} in {model['dtype']} on {model['device']}",
+        f"{where['machine']}, {model['threads']} threads",
+        f"torch {where['torch']}, transformers {where['transformers']}",
+        f"blendserve {where['blendserve']} {where['commit']}".strip(),
+    ]
+
+
+def tables(metrics: Metrics) -> list[Table]:
+    """All tables of the page; those without a row are left out."""
+    found = (_quality(metrics), _tails(metrics), _time(metrics["methods"]), *_edits(metrics["methods"]))
+    return [table for table in found if table.rows]
+
+
+def _quality(metrics: Metrics) -> Table:
+    metric, methods = metrics["metric"], metrics["methods"]
+    columns = {
+        "mean KL / reuse's": ("mean_kl_share", ".3f"),
+        "first-token KL / reuse's": ("first_kl_share", ".3f"),
+        "mean KL, nats": ("mean_kl", ".4f"),
+        "agreement F1": ("agreement", ".3f"),
+        "identical answers": ("identical", ".3f"),
+        metric: ("score", ".3f"),
+    }
+    if metric == PERPLEXITY:
+        columns[f"{metric} / full's"] = ("score_against_full", ".4f")
+    else:
+        columns[f"{metric} - full's"] = ("score_against_full", "+.3f")
+        columns |= {"F1": ("f1", ".3f"), "exact match": ("em", ".3f"), "Rouge-L": ("rouge_l", ".3f")}
+    note = (
+        "Fidelity to full prefill, then scores against the golds, with 95% bootstrap intervals over questions. "
+        "Differences are paired."
+    )
+    return _table("Quality", note, methods, columns | _kv_smaller(methods))
+
+
+def _tails(metrics: Metrics) -> Table:
+    """Regressions on single prompts: a row per comparison."""
+    note = (
+        f"Mean KL of a prompt / another method's on it; KLs below {metrics['kl_floor']:g} nats count as that."
+    )
+    if (rounding := metrics["kl_rounding"]) is not None:
+        note += f" Rounding alone makes up to {rounding:.2g} (95% of prompts)."
+    forms = {"worse": ".3f", "p95": ".2f", "worst": ".2f"}
+    rows = [
+        [name, tail["against"], *(cell(tail[part], form) for part, form in forms.items()), tail["prompt"]]
+        for name, method in metrics["methods"].items()
+        for tail in method["tails"]
+    ]
+    columns = ("method", "against", "fraction made worse", "ratio, p95", "worst", "on prompt")
+    return Table("Single prompts", note, columns, rows)
+
+
+def _time(methods: Metrics) -> Table:
+    columns = {
+        "TTFT ms": ("seconds.ttft.median", "ms"),
+        "TTFT p95": ("seconds.ttft.p95", "ms"),
+        "times faster than full": ("times_faster", ".2f"),
+        **{s: (f"seconds.{s}.median", "ms") for s in ("prefill", "load", "select", "correct", "decode")},
+        "tokens recomputed": ("tokens_recomputed", ".0f"),
+        "computed": ("tokens_computed", ".0f"),
+        "exact": ("tokens_exact", ".0f"),
+        "MB loaded": ("bytes_loaded", "MB"),
+        "cost": ("cost", ".3f"),
+    }
+    note = (
+        "Medians over the questions; TTFT runs from the passages' text to the first token. Cost: row-layers run through "
+        "the model, selection included, as a share of full prefill's."
+    )
+    return _table("Time and work", note, methods, columns)
+
+
+def _edits(methods: Metrics) -> tuple[Table, Table]:
+    """The cost of edits, and stale answers; without rows where there are none."""
+    edited = {
+        "mean KL / reuse's": ("mean_kl_share", ".3f"),
+        "/ exact hits'": ("edited.mean_kl_times", ".2f"),
+        "TTFT / exact hits'": ("edited.ttft_times", ".2f"),
+        "times faster than full": ("times_faster", ".2f"),
+        "fresh tokens": ("tokens_computed", ".0f"),
+    }
+    answers = {
+        "stale answers": ("facts.says_rival", "d"),
+        "current answers": ("facts.says_gold", "d"),
+        "questions": ("facts.questions", "d"),
+        "stale answers to all questions": ("facts.says_rival_of_all", "d"),
+    }
+    hits = "The store holds earlier revisions. Exact hits: the same method over the passages themselves."
+    known = "Questions to which full prefill gives the current answer."
+    return (
+        _table("Edited passages", hits, {n: m for n, m in methods.items() if "edited" in m}, edited),
+        _table("Edited facts", known, {n: m for n, m in methods.items() if "facts" in m}, answers),
+    )
+
+
+def _kv_smaller(methods: Metrics) -> Columns:
+    """Every byte of the chunks' records against uncoded KV, without shared tables; no column without codecs."""
+    return {"KV smaller": ("kv_smaller", ".2f")} if any(m["codec"] for m in methods.values()) else {}
+
+
+def _table(title: str, note: str, methods: Metrics, columns: Columns) -> Table:
+    rows = [
+        [name, *(cell(_at(m, path), form) for path, form in columns.values())] for name, m in methods.items()
+    ]
+    return Table(title, note, ("method", *columns), rows)
+
+
+def _at(found: Any, path: str) -> Any:
+    """The value at a dotted path; None where a part is None. Full prefill has no difference to itself."""
+    if path == "score_against_full" and found["kind"] == FULL:
+        return None
+    for part in path.split("."):
+        found = found and found[part]
+    return found
+
+
+def cell(value: Any, form: str) -> str:
+    """A number, or a mean with its interval; empty for None."""
+    if value is None:
+        return ""
+    scale, form = SCALES.get(form, (1, form))
+    if not isinstance(value, Mapping):
+        return format(value * scale, form)
+    mean, low, high = (format(value[part] * scale, form) for part in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def _score_and_kl(m: Metrics) -> str:
+    share = None if m["kind"] in (FULL, TRANSFORMERS) else m["mean_kl_share"]
+    return f"{m['score']['mean']:.3f}" + (f" ({share['mean']:.2f})" if share else "")
+
+
+def _size(metrics: Metrics) -> str:
+    questions, prompts = metrics["questions"], metrics["prompts"]
+    return f"{questions} questions" + (f" in {prompts} prompts" if prompts > questions else "")
 
 
 def render(
     name: str,
-    metrics: Record,
-    prompts: Mapping[str, Record],
-    predictions: Mapping[tuple[str, str], Record],
+    metrics: Metrics,
+    prompts: Mapping[str, Metrics],
+    predictions: Mapping[tuple[str, str], Metrics],
     plots: Mapping[str, bytes],
 ) -> str:
     """The page. prompts: by question id; predictions: by (id, method); plots: SVG by file name."""
+    from jinja2 import Environment, StrictUndefined  # start-up
+    from markupsafe import Markup
+
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     data = json.dumps(_viewer(metrics["methods"], prompts, predictions), ensure_ascii=False)
@@ -41,10 +230,10 @@ def render(
 
 
 def _viewer(
-    methods: Mapping[str, Record],
-    prompts: Mapping[str, Record],
-    predictions: Mapping[tuple[str, str], Record],
-) -> Record:
+    methods: Mapping[str, Metrics],
+    prompts: Mapping[str, Metrics],
+    predictions: Mapping[tuple[str, str], Metrics],
+) -> Metrics:
     """Data of the page's script: every prompt that all methods answered."""
     ids = [i for i in prompts if all((i, m) in predictions for m in methods)]
     shown = [{**prompts[i], "titled": len(prompts[i]["titles"]) == len(prompts[i]["parts"]) - 2} for i in ids]
@@ -56,7 +245,7 @@ def _viewer(
     }
 
 
-def _line(record: Record, method: Record) -> Record:
+def _line(record: Metrics, method: Metrics) -> Metrics:
     return {
         **{name: record[name] for name in ("answer", "f1", "agreement", "mean_kl", "recomputed")},
         "blends": method["kind"] in ("reuse", "blend"),

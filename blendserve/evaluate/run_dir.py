@@ -36,7 +36,7 @@ class RunDir:
         self.path, file = path, path / "config.yaml"
         values = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
         if file.exists():
-            before = _load_yaml(file)
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
             self._check_same(_flat(before), _flat(values))
             environment = before.get("environment", {})  # that the run began in
         try:
@@ -101,16 +101,6 @@ def read_lines(file: Path) -> list[Record]:
         except ValueError:
             raise InputError(f"{file}, line {n}: not JSON; delete that line", path=file, line=n) from None
     return found
-
-
-def _load_yaml(path: Path) -> Record:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"cannot read {path} ({error}): delete the folder, or give another --name") from None
-    if not isinstance(values, dict) or not {"run", "settings"} <= set(values):
-        raise InputError(f"{path} is not of an evaluation: give this run another --name")
-    return values
 
 
 def _flat(values: Record, prefix: str = "") -> Record:

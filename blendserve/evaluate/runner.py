@@ -15,15 +15,8 @@ from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
 from blendserve.errors import ConfigError, PromptTooLong
-from blendserve.evaluate.fidelity import (
-    Draw,
-    Generation,
-    answer,
-    kl,
-    nll,
-    reference_tokens,
-    transformers_answer,
-)
+from blendserve.evaluate import fidelity
+from blendserve.evaluate.fidelity import Draw, Generation, kl, nll
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
 from blendserve.evaluate.metrics import agreement, exact_match, f1, rouge_l
@@ -97,7 +90,7 @@ class Runner:
                     self._stores.blender(method).run(prompt, method.blend)
                 self._is_warm = True
             full, _ = self._generate(self._full, draw, continuation or None)
-            reference = continuation or reference_tokens(self._reader, full.tokens, full.ended)
+            reference = continuation or fidelity.reference_tokens(self._reader, full.tokens, full.ended)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
                 record = self._record(example, method, done, full)
@@ -113,13 +106,15 @@ class Runner:
         blender, sizes = self._stores.blender(method), Sizes()
         if method.kind == TRANSFORMERS:
             assert reference is not None
-            return transformers_answer(self._reader, draw, self._decode, reference), sizes
+            return fidelity.transformers_answer(self._reader, draw, self._decode, reference), sizes
         if method.kind == EXACT:
             prompt, kv, sizes = self._stores.exact_context(method, draw())
-            return answer(self._reader, blender, method, lambda: prompt, self._decode, reference, kv), sizes
+            return fidelity.answer(
+                self._reader, blender, method, lambda: prompt, self._decode, reference, kv
+            ), sizes
         if method.codec:
             sizes = self._stores.sizes(method, draw())
-        return answer(self._reader, blender, method, draw, self._decode, reference), sizes
+        return fidelity.answer(self._reader, blender, method, draw, self._decode, reference), sizes
 
     def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
         text, kls, golds = self._text(done), kl(full.logits, done.logits), example.answers

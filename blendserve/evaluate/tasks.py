@@ -1,6 +1,6 @@
 """The prompt, answer length and metric of each kind of data set.
 
-LongBench's tasks (Bai et al., 2024, arXiv 2308.14508) are scored as its own script does (metrics.py). Where answers
+LongBench's tasks (Bai et al., 2024, arXiv 2308.14508) are scored by its F1 or by Rouge-L (metrics.py). Where answers
 continue a list of examples (few-shot tasks), only the first line counts.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blendserve.config import PromptConfig
 from blendserve.evaluate.config import DECODE, PROMPT
-from blendserve.evaluate.metrics import f1, longbench_f1, longbench_rouge_l
+from blendserve.evaluate.metrics import f1, longbench_f1, rouge_l
 
 Score = Callable[[str, Sequence[str]], float]  # answer, golds -> 0 to 1
 
@@ -45,23 +45,20 @@ _TRIVIA = _prompt(
     PROMPT.system,
     "Answer the question about the last passage with a name or a few words, as in the examples. Give the answer only.",
 )
-_DIALOGUES = _prompt(
-    "You summarise texts.", "Summarise the last dialogue in a few short sentences, as in the examples."
-)
-_NEWS = _prompt(
-    "You summarise texts.", "Read the news passages, then write a summary of all of them, of one page."
-)
+_SUMMARISE = "You summarise texts."
+_DIALOGUES = _prompt(_SUMMARISE, "Summarise the last dialogue in a few short sentences, as in the examples.")
+_NEWS = _prompt(_SUMMARISE, "Read the news passages, then write a summary of all of them, of one page.")
 
 QUESTIONS = Task("questions", "F1", f1)
 CONTINUATION = Task("continuation", PERPLEXITY, f1, _prompt("You go on with texts.", "Go on with this text."))
 
-_F1, _ROUGE_L = "LongBench's F1", "LongBench's Rouge-L"
+_F1, _ROUGE_L = "LongBench's F1", "Rouge-L"
 _LONGBENCH = (
     *(Task(name, _F1, longbench_f1) for name in ("2wikimqa", "hotpotqa", "musique")),
     Task("narrativeqa", _F1, longbench_f1, _STORY, 128),
     Task("triviaqa", _F1, _first_line(longbench_f1), _TRIVIA),
-    Task("samsum", _ROUGE_L, _first_line(longbench_rouge_l), _DIALOGUES, 128),
-    Task("multi_news", _ROUGE_L, longbench_rouge_l, _NEWS, 512),
+    Task("samsum", _ROUGE_L, _first_line(rouge_l), _DIALOGUES, 128),
+    Task("multi_news", _ROUGE_L, rouge_l, _NEWS, 512),
 )
 LONGBENCH = {task.name: task for task in _LONGBENCH}
 TASKS = {task.name: task for task in (QUESTIONS, CONTINUATION, *_LONGBENCH)}

@@ -28,13 +28,12 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
             f"the corpus has {config.corpus.chunks}"
         )
     grid, cells = list(product(config.nodes, config.routing)), list[Metrics]()
+
+    def step(done: int, _: int) -> None:
+        update(len(cells) * number + done, len(grid) * number)
+
     for nodes, routing in grid:
-        before = len(cells) * number
-        result = Cluster(config, nodes, routing).run(
-            workload.requests(config, nodes),
-            number,
-            lambda done, _, before=before: update(before + done, len(grid) * number),  # type: ignore[misc]
-        )
+        result = Cluster(config, nodes, routing).run(workload.requests(config, nodes), number, step)
         cells.append({"nodes": nodes, "routing": routing, **summary(config, result, nodes)})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

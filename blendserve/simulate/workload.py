@@ -99,7 +99,8 @@ class _Popularity:
             if tries >= MAX_TRIES:
                 drawn = rng.integers(0, self._corpus.chunks, len(row))
             chunks[row, column] = drawn
-            to_draw = _repeated(chunks)
+            same = chunks[:, :, None] == chunks[:, None, :]
+            to_draw = np.tril(same, -1).any(axis=2)  # which repeat an earlier chunk of their request
         return chunks
 
     def _chunk(self, topics: Ints, within: Ints, at: Ints, rng: np.random.Generator) -> Ints:
@@ -109,17 +110,6 @@ class _Popularity:
             topics = _mixed(topics + turn * self._n_topics) % self._n_topics
         chunks = topics * self._per_topic + within
         return np.where(chunks < n_chunks, chunks, rng.integers(0, n_chunks, len(chunks)))
-
-
-def _repeated(chunks: Ints) -> NDArray[np.bool_]:
-    """Which entries of a row [B, n] repeat an earlier one of it."""
-    order = np.argsort(chunks, axis=1, kind="stable")
-    ordered = np.take_along_axis(chunks, order, axis=1)
-    same = np.zeros_like(chunks, dtype=bool)
-    same[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    repeated = np.zeros_like(same)
-    np.put_along_axis(repeated, order, same, axis=1)
-    return repeated
 
 
 def _mixed(numbers: Ints) -> Ints:

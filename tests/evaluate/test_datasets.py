@@ -24,16 +24,15 @@ from blendserve.cli.options import split_list
 from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, CorpusError
-from blendserve.evaluate import continuations as module
+from blendserve.evaluate import datasets as module
 from blendserve.evaluate import edits, tasks
 from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import BUNDLED, load, with_distractors
 from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.job import with_task_prompt
+from blendserve.evaluate.job import with_task
 from blendserve.evaluate.methods import parse_methods
-from blendserve.evaluate.permutations import permuted, with_permutations
-from blendserve.evaluate.prompts import PromptSource
+from blendserve.evaluate.prompts import PromptSource, permuted, with_permutations
 from blendserve.retrieve import Embedder, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
@@ -343,8 +342,11 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
 
 
 def test_a_task_asks_in_its_own_words_unless_the_user_has_others() -> None:
-    ours = with_task_prompt(settings_from(), tasks.LONGBENCH["samsum"])
+    ours = with_task(settings_from(), tasks.LONGBENCH["samsum"])
     assert ours.prompt.instruction == tasks.LONGBENCH["samsum"].prompt.instruction
+    assert ours.decode.max_new_tokens == 128
+    short = changed(settings_from(), decode={"max_new_tokens": 5})
+    assert with_task(short, tasks.LONGBENCH["samsum"]).decode == short.decode
     theirs = changed(settings_from(), prompt={"instruction": "Read."})
-    assert with_task_prompt(theirs, tasks.LONGBENCH["triviaqa"]) == theirs
-    assert with_task_prompt(settings_from(), tasks.QUESTIONS) == settings_from()
+    assert with_task(theirs, tasks.LONGBENCH["triviaqa"]) == theirs
+    assert with_task(settings_from(), tasks.QUESTIONS) == settings_from()

@@ -17,8 +17,8 @@ from blendserve.cli import main
 from blendserve.errors import InputError
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
+from blendserve.evaluate.report import tables
 from blendserve.evaluate.summary import COUNTS, Predictions, summarize
-from blendserve.evaluate.tables import tables
 from tests.support.evaluations import HOSTILE, run
 
 # mean KL and seconds to the first token on two questions
@@ -106,8 +106,6 @@ def test_the_page_stands_alone_and_shows_the_prompts(
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "blendserve.evaluate.plots", raising=False)
-    monkeypatch.delattr("blendserve.evaluate.plots", raising=False)
     with pytest.raises(ModuleNotFoundError):
         run(tmp_path, tmp_path / "none.json", draws=True)
     assert not list(tmp_path.iterdir())

@@ -18,15 +18,14 @@ from blendserve.core import Document
 from blendserve.engine.codec_fit import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
-from blendserve.evaluate import continuations
-from blendserve.evaluate import runner as runner_module
+from blendserve.evaluate import datasets, fidelity
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
 from blendserve.evaluate.job import Outcome, evaluate_each
 from blendserve.evaluate.prompts import PromptSource, open_engine
+from blendserve.evaluate.report import show_all
 from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
-from blendserve.evaluate.tables import show_all
 from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.policies import LRU
@@ -117,7 +116,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_metrics(
     for name in ("metrics.json", "report.html"):
         (folder / name).unlink()
     if share == 1:
-        monkeypatch.setattr(runner_module, "answer", lambda *_: pytest.fail("measured again"))
+        monkeypatch.setattr(fidelity, "answer", lambda *_: pytest.fail("measured again"))
     again = predictions(run(tmp_path, done.folder.parents[1] / "tiny.json"))
     assert untimed(json.loads((folder / "metrics.json").read_text())) == untimed(done.metrics)
     assert kept.items() <= {(p["id"], p["method"]): p for p in again}.items()
@@ -267,7 +266,7 @@ def test_a_run_compares_every_edit_with_exact_hits() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Excerpts that the tiny reader has room for: 75 words."""
     for name, value in {"PIECES": 3, "PIECE_WORDS": 20, "LEAD_WORDS": 6, "CONTINUATION_WORDS": 9}.items():
-        monkeypatch.setattr(continuations, name, value)
+        monkeypatch.setattr(datasets, name, value)
 
 
 def text_of(n: int) -> str:

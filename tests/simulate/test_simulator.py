@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -367,16 +366,3 @@ def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPat
         error = one["error_unshared"]["ttft"]["mean"]
         assert error == pytest.approx(mean["unshared"] / mean["measured"] - 1)
         assert mean["unshared"] < mean["simulated"] < mean["measured"]
-
-
-def test_a_node_that_fails_ends_the_run_and_its_threads() -> None:
-    class Broken(FakeNode):
-        def call(self, order: list[Any]) -> dict[str, Any]:
-            raise ZeroDivisionError
-
-    config = validation.simulated(ValidationConfig(nodes=1, pool=20, requests=40), CONSTANTS, FakeNode.about)
-    nodes: list[Any] = [Broken()]
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError):
-        validation.serve(nodes, config, "round_robin", *next(workload.requests(config, 1)))
-    assert threading.active_count() == before
