@@ -37,17 +37,14 @@ from blendserve.evaluate.fidelity import kl
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
-from blendserve.fetch.kdn.manifest import Entry
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.plan import Candidate, LinkState, Plan
 from blendserve.fetch.transfer import Compute, TransferOptions
-from blendserve.kdn.catalogue import Catalogue
-from blendserve.kdn.publish import LevelCoder, describe
+from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import DELIVERED, DELIVERED_CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
-from blendserve.store.key import namespace_tag
 
 COLLECTION = "bench"
 MIN_SAVED_S = 1e-6  # per token
@@ -235,13 +232,9 @@ def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, st
     levels, blender = config.levels, _blender(reader, workload, store)
     blender.writer.precompute(workload.chunks)
     tables = CodecTables(reader, workload.prompts, config.fit_tokens)
-    coder = LevelCoder(store, levels, {level: tables.codec(level) for level in levels[1:]})
+    codecs = {level: tables.codec(level) for level in levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
-    directory = {key: Entry(n, tuple(coder.sizes(key))) for key, n in tokens.items()}
-    about = (reader.name, reader.fingerprint)
-    Catalogue(store).write(
-        describe(store, COLLECTION, about, namespace_tag(""), levels, directory, coder.tables, {})
-    )
+    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), levels, codecs, tokens)
 
 
 TABLE = table(

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -26,11 +27,9 @@ class Clock:
         self._now = now
         self._start = now()
 
-    def set_back(self, seconds: float, **stages: float) -> None:
-        """Add seconds that passed in another process before, and the seconds of its stages."""
-        self._start -= seconds
-        for name, spent in stages.items():
-            self._seconds[name] += spent
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process goes on from the time of pickling, as a clock of the host."""
+        return _resumed, (self.elapsed(), dict(self.seconds))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -67,3 +66,10 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _resumed(elapsed_s: float, seconds: dict[str, float]) -> Clock:
+    clock = Clock()
+    clock._start -= elapsed_s
+    clock._seconds.update(seconds)
+    return clock

@@ -112,8 +112,7 @@ def test_a_fresh_process_settles_before_torch_and_follows_a_quota(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("asked", "theirs", "expected"),
-    [(None, {}, 1), (3, {}, 3), (None, {COUNT: "2"}, 2)],
+    ("asked", "theirs", "expected"), [(None, {}, 1), (3, {}, 3), (None, {COUNT: "2"}, 2)]
 )
 def test_a_reader_sets_the_count_for_threads_to_come(
     asked: int | None, theirs: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from blendserve.blend.layout import Segment
 from blendserve.fetch.copy_stream import copy_stream_to
-from blendserve.fetch.layers import LayerReader
-from blendserve.fetch.pinned_ring import Layer
+from blendserve.fetch.layers import Layer, LayerReader
 from blendserve.kernels.ops import place
 from blendserve.kernels.types import Ropes
 from blendserve.models.kv_cache import KVCache

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from blendserve import console
 from blendserve.bench.harness import render
 from blendserve.bench.runner import BENCHES, BenchConfig, load_bench, run_bench
-from blendserve.cli.options import Options, make_app, split_list, with_options
+from blendserve.cli.options import Options, make_app, option, split_list, with_options
 from blendserve.provenance import describe
 
 OutOpt = Annotated[
@@ -70,17 +70,10 @@ def _command(name: str, help: str, package: str) -> Any:
 def _suite(
     file: Annotated[Path, typer.Argument(help="YAML file of runs and claims.")],
     out: Annotated[Path, typer.Option(help="Folder for results; runs that have one are not repeated.")],
-    minutes: Annotated[
-        float, typer.Option(help="Time after which no further run starts, in minutes.")
-    ] = 120.0,
-    only: Annotated[str, typer.Option(help="Runs to do, separated by commas; all if not set.")] = "",
-    set_: Annotated[
-        list[str],
-        typer.Option("--set", metavar="NAME=VALUE", help="Value of $NAME in the suite. Repeatable."),
-    ] = [],  # noqa: B006
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Run everything at its smallest, on a CPU.")
-    ] = False,
+    minutes: float = option(120.0, "Time after which no further run starts, in minutes."),
+    only: str = option("", "Runs to do, separated by commas; all if not set."),
+    set_: list[str] = option([], "Value of $NAME in the suite. Repeatable.", "--set", metavar="NAME=VALUE"),
+    dry_run: bool = option(False, "Run everything at its smallest, on a CPU.", "--dry-run"),
 ) -> None:
     """Run a list of benches in order, and check what they claim.
 

@@ -229,7 +229,6 @@ def _shard(text: str) -> tuple[int, int]:
     *("model.name", "retrieve.top_k", "blend.method", "blend.policy", "blend.ratio", "blend.correction"),
     *("blend.near", "decode.max_new_tokens", "decode.temperature", "decode.top_p", "decode.seed"),
     "decode.stop",
-    verbatim=("stop",),
 )
 def ask(
     question: Annotated[str, typer.Argument(help="Question to answer from the retrieved passages.")],

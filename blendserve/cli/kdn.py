@@ -139,7 +139,7 @@ def unpublish(
 
     Services stop delivering it within seconds, and its chunks can be evicted.
     """
-    from blendserve.kdn.publish import retire as run  # with torch: seconds
+    from blendserve.kdn.publish import unpublish as run  # with torch: seconds
 
     with _catalogue(settings) as (store, catalogue):
         n = run(store, catalogue, name, delete)
@@ -152,8 +152,7 @@ def unpublish(
 def prefetch(
     name: NameArg,
     node: Annotated[
-        list[str],
-        typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable."),
+        list[str], typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable.")
     ],
     json: JsonOpt = False,
 ) -> None:

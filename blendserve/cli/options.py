@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce, wraps
 from pathlib import Path
 from types import UnionType
@@ -33,9 +33,7 @@ IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in ind
 IndexOpt = Annotated[
     str,
     typer.Option(
-        "--index",
-        "-i",
-        help="Index: a folder, a name in indexes/, or a published collection, kdn:URL/NAME.",
+        "--index", "-i", help="Index: a folder, a name in indexes/, or a published collection, kdn:URL/NAME."
     ),
 ]
 RayOpt = Annotated[
@@ -71,6 +69,7 @@ FLAGS = {  # options that are not named after their setting's last part
     **{"model.name": "model", "store.location": "store", "retrieve.index": "kind"},
     **{"requests.chunks": "request_chunks", "requests.number": "requests"},
 }
+VERBATIM = ("decode.stop",)  # options whose texts may hold commas
 Load = Callable[[Path | None, Sequence[str]], Section]
 CONFIG = typer.Option("--config", "-c", help="YAML file with settings.")
 SET = typer.Option(
@@ -110,22 +109,16 @@ class Options:
     """The options that make one settings object."""
 
     def __init__(
-        self,
-        base: Section,
-        *paths: str,
-        load: Load | None = None,
-        names: Mapping[str, str] | None = None,
-        verbatim: Collection[str] = (),
+        self, base: Section, *paths: str, load: Load | None = None, names: Mapping[str, str] = FLAGS
     ) -> None:
         """paths: dotted fields of `base`, whose values are the defaults; none = all, its own class's first.
 
-        load: reads the file of --config and the words of --set; None = no such options. names: path -> option, beside
-        FLAGS. verbatim: options whose texts may hold commas.
+        load: reads the file of --config and the words of --set; None = no such options. names: path -> option.
         """
-        self._base, self._load, self._verbatim = base, load, verbatim
-        own, flags = type(base).__annotations__, {**FLAGS, **(names or {})}
+        self._base, self._load = base, load
+        own = type(base).__annotations__
         paths = paths or tuple(sorted(type(base).model_fields, key=lambda field: field not in own))
-        self._paths = {flags.get(path, path.rpartition(".")[2]): path for path in paths}
+        self._paths = {names.get(path, path.rpartition(".")[2]): path for path in paths}
 
     def parameters(self) -> list[inspect.Parameter]:
         """One for each option, as typer reads them."""
@@ -140,7 +133,7 @@ class Options:
         given.pop(HELP_ALL.name, None)
         for name, path in self._paths.items():
             value = given.pop(name)
-            if isinstance(value, list) and name not in self._verbatim:
+            if isinstance(value, list) and path not in VERBATIM:
                 value = [word for text in value for word in split_list(text)]
             if value not in (None, []):
                 section = section.replace(path, value)
@@ -156,7 +149,7 @@ class Options:
         if choices := choices_of(info):
             words.append(f"One of {', '.join(choices)}.")
         if kind == list[str]:
-            words.append("Repeatable." if name in self._verbatim else "Separate several by commas.")
+            words.append("Repeatable." if path in VERBATIM else "Separate several by commas.")
         if shown(value) and not is_flag:
             words.append(f"[default: {shown(value)}]")
         flags = (f"--{name.replace('_', '-')}",) if is_flag else ()
@@ -187,11 +180,9 @@ def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[
     return wrap
 
 
-def with_settings(
-    *paths: str, verbatim: Collection[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the parameter `settings` of a command by options for these settings, --config and --set."""
-    return with_options(settings=Options(Config(), *paths, load=Config.load, verbatim=verbatim))
+    return with_options(settings=Options(Config(), *paths, load=Config.load))
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:

@@ -73,10 +73,7 @@ def verify(
 @with_settings("store.location")
 def merge(
     index: IndexArg,
-    sources: Annotated[
-        list[str],
-        typer.Argument(help="Stores to copy from: folders, or URLs of servers."),
-    ],
+    sources: Annotated[list[str], typer.Argument(help="Stores to copy from: folders, or URLs of servers.")],
     settings: Config,
     json: JsonOpt = False,
 ) -> None:

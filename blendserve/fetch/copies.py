@@ -23,8 +23,7 @@ import torch
 
 from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
-from blendserve.fetch.copy_stream import CopyStream, copy_stream_to
-from blendserve.fetch.pinned_ring import as_one, split_kv
+from blendserve.fetch.copy_stream import CopyStream, as_one, copy_stream_to, split_kv
 from blendserve.registry import ADMISSIONS
 from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
@@ -178,7 +177,10 @@ class Copies:
         self._all = (*self._caches, self.shared)
 
     def view(self, key: ChunkKey, view: ChunkView) -> tuple[ChunkView, str]:
-        """A view that reads from copies and makes them; the cache's name, if one has the chunk whole."""
+        """A view that reads from copies and makes them; the cache's name, if one has the chunk whole.
+
+        Shared copies have no name: which requests wait together must not change a report.
+        """
         if not self._caches and not self.shared.cap_bytes:
             return view, ""
         self._admission.record_access(key)
@@ -187,7 +189,7 @@ class Copies:
             entry = cache.find(key, view.version) or (None if places else cache.admit(key, view))
             places += [(cache, entry)] if entry else []
             if entry and entry.is_whole:
-                return _read_through(places, key, view), cache.name
+                return _read_through(places, key, view), "" if cache is self.shared else cache.name
         return _read_through(places, key, view), ""
 
     def whole(self, key: ChunkKey) -> tuple[ChunkView, str] | None:
@@ -272,10 +274,7 @@ def _sent(stream: CopyStream, pair: Pair) -> Pair:
 
 
 def _pinned(stream: CopyStream, pair: Pair) -> Pair:
-    """In one piece of pinned memory."""
-    keys, values = pair
-    both = stream.buffer(2 * keys.nbytes).view(keys.dtype).view(2, *keys.shape)
-    return both[0].copy_(keys), both[1].copy_(values)
+    return split_kv([stream.pinned(part) for part in as_one(pair)])
 
 
 def _pinned_bytes(n_bytes: int) -> int:

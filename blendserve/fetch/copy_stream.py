@@ -36,24 +36,18 @@ class CopyStream:
         """Free bytes on the device."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
-    def buffer(self, n_bytes: int) -> Tensor:
-        """Host memory [n_bytes] uint8 that the device can read: pinned."""
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether it needs no copy."""
-        return tensor.device == self._device
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether the device can read this host tensor in place."""
-        return tensor.is_pinned()
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """In pinned memory, which the device reads without the host; itself if it is there."""
+        return tensor.pin_memory()
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Issue a copy to the device, without waiting; inside `entered`.
+        """Issue a copy to the device, without waiting; inside `entered`. A tensor on the device is returned as it is.
 
-        torch's allocator of pinned memory records the copy: it does not reuse a freed buffer before the copy's end.
+        torch's allocator of pinned memory records the copy: it reuses a freed buffer only after the copy's end.
         """
-        return tensor.to(self._device, non_blocking=True)
+        if tensor.device == self._device:
+            return tensor
+        return self.pinned(tensor).to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Issue a copy to host memory of a tensor that the current stream computes, without waiting."""
@@ -108,3 +102,21 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._kv
+
+
+def as_one(pair: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """Keys and values as one [2, K, C, D] where values follow keys in memory, as in a record: half of the copies."""
+    keys, values = pair
+    alike = keys.shape == values.shape and keys.dtype == values.dtype
+    if not (alike and keys.is_contiguous() and values.is_contiguous()):
+        return pair
+    one = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    if not one or values.storage_offset() - keys.storage_offset() != keys.numel():
+        return pair
+    return (keys.as_strided((2, *keys.shape), (keys.numel(), *keys.stride())),)
+
+
+def split_kv(unit: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of what `as_one` returned."""
+    keys, values = unit if len(unit) == 2 else unit[0].unbind()
+    return keys, values

@@ -4,8 +4,8 @@
     reader thread    read 0  | read 1        | read 2     | read 3     | ...
 
 Reading waits for a disk: the first touch of a mapped page, under the checksum, without the GIL (CacheBlend, arXiv
-2405.16444, section 5, overlaps the same two for a GPU). For a GPU the reader thread also sends each layer there
-(fetch/pinned_ring.py), while it reads the next one.
+2405.16444, section 5, overlaps the same two for a GPU). For a GPU the reader thread also copies each layer to pinned
+memory and issues its copy to the device, on a stream beside the computing one, which waits for the copy's event.
 
 Decoding coded KV takes longer than a pass of few rows, and both need the same cores. While the prefill waits for layers,
 it leaves a core to each decoding thread (kernels/team.py); where layers are in time, it uses all of them.
@@ -16,15 +16,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
-from blendserve.fetch.copy_stream import CopyStream
-from blendserve.fetch.pinned_ring import HostKv, Layer, PinnedRing, Sent
+from blendserve.fetch.copy_stream import CopyStream, Event, as_one, split_kv
 from blendserve.kernels import team
 from blendserve.store.view import ChunkView
 from blendserve.timing import Clock
+
+Layer = list[tuple[Tensor, Tensor]]  # keys before RoPE and values [K, C, D] of each chunk
+
+# One layer ahead is enough where reading and computing take the same time each layer. They vary. On a device each layer
+# ahead takes memory.
+HOST_AHEAD, DEVICE_AHEAD = 3, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A layer whose copies to the device were issued, or that stays in host memory."""
+
+    layer: Layer
+    memory: Sequence[Tensor] = ()  # on the device: one tensor of each storage that the layer lies in
+    event: Event | None = None  # after the copies
 
 
 class LayerReader:
@@ -33,7 +49,7 @@ class LayerReader:
     def __init__(self, views: Sequence[ChunkView], n_layers: int, stream: CopyStream | None = None) -> None:
         """stream: the way to the device where layers are used; None = they are used where the store has them."""
         self._views, self._n_layers = views, n_layers
-        self._way = PinnedRing(stream) if stream else HostKv()
+        self._stream, self._n_ahead = stream, DEVICE_AHEAD if stream else HOST_AHEAD
         self._n_decoding = _decoding_threads(views)
         self._decoders = None
         if self._n_decoding > 1:
@@ -63,8 +79,10 @@ class LayerReader:
         self._order(l)
         team.leave(0 if self.is_ahead else self._n_decoding)
         sent = self._result(l)
-        self._order(l + self._way.ahead)
-        return self._way.wait_on_stream(sent)
+        self._order(l + self._n_ahead)
+        if self._stream:
+            self._stream.wait_on_stream(sent.memory, sent.event)
+        return sent.layer
 
     @property
     def is_ahead(self) -> bool:
@@ -105,15 +123,25 @@ class LayerReader:
             finally:
                 del result  # an error refers to this frame, and the frame would refer to the error
 
-    def _loop(self, is_host: bool) -> None:
-        if is_host:
+    def _loop(self) -> None:
+        if not self._stream:
             team.alone()  # the prefill needs the cores
         while (l := self._orders.get()) < self._n_layers and not self._closed:
             try:
                 with self._clock.stage("read"):
-                    self._results.put((l, self._way.send(lambda l=l: self._layers(l))))  # type: ignore[misc]
+                    self._results.put((l, self._send(l)))
             except BaseException as error:  # raised where the layer is taken
                 self._results.put((l, error))
+
+    def _send(self, l: int) -> Sent:
+        """Read a layer; issue its copies. What the views do on the device is on the stream of copies, too."""
+        if not self._stream:
+            return Sent(self._layers(l))
+        with self._stream.entered():
+            sent = [[self._stream.send(part) for part in as_one(pair)] for pair in self._layers(l)]
+            memory = {part.untyped_storage().data_ptr(): part for unit in sent for part in unit}
+            event = self._stream.record_event()
+        return Sent([split_kv(unit) for unit in sent], [*memory.values()], event)
 
     def _layers(self, l: int) -> Layer:
         each = self._decoders.map if self._decoders else map

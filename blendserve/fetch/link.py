@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from blendserve.errors import BlendserveError
+from blendserve.fetch.plan import LinkState
 from blendserve.store.clock import Clock
 
 PROBE_S = 10.0  # minimum time between probes
@@ -106,6 +107,11 @@ class LinkEstimator:
             self._tick()
             seconds, n_bytes = self._busy_s - self._from_s, sum(n for _, n in self._pieces)
             return n_bytes / seconds if n_bytes and seconds > 0 else None
+
+    @property
+    def state(self) -> LinkState:
+        """What is known of the link now."""
+        return LinkState(self.rate, self.last_rate, self.round_trip_s, self.decode_s)
 
     def _tick(self) -> None:
         now = self.clock.monotonic()

@@ -4,11 +4,9 @@
     prompt's thread    compute the last chunk if the CPU is the faster one; else decode a layer; else wait
     prefill            waits for each layer of the chunks that are still in transit
 
-The prefill begins when everything that is missing is in transit: it goes from layer to layer, and so do transfers. A
-layer that does not come raises ChunkLost; `finish` then waits until nothing is in transit.
-
-All waiting of a prompt together takes no longer than the source's deadline. A link on which no byte comes for a small
-part of what computing would take counts as dead before that.
+The prefill begins when everything that is missing is in transit. A layer that does not come raises ChunkLost; `finish`
+then waits until nothing is in transit. A prompt waits no longer than the source's deadline, and gives a link up before
+that on which no byte comes for a small part of what computing would take.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, StoreError
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
 from blendserve.fetch.link import StallDetector
-from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
+from blendserve.fetch.plan import Candidate, Plan, Planner, plan
 from blendserve.fetch.source import RemoteSource
 from blendserve.store.base import Miss
 from blendserve.store.bounded import Deadline
@@ -100,7 +98,7 @@ class Transfer:
         self._queue: list[IncomingChunk] = []  # that no transfer has asked for yet, in order
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
-        self._begun_s, self._n_working = self._clock(), 0
+        self._begun_s = self._clock()
         self._may_interleave, self._may_start_early = False, self._options.early_start
         self._is_prefilling = self._is_over = self._is_lost = False
         self._stall = StallDetector(self._link)
@@ -291,26 +289,20 @@ class Transfer:
     # Transfer threads
 
     def _submit(self) -> None:
-        """Have one more thread for each chunk that waits, up to the source's."""
+        """Let transfer threads look for work: one for each chunk that waits, up to the source's number."""
         with self._changed:
-            new = max(0, min(len(self._todo()), self._source.workers - self._n_working))
-            self._n_working += new
-        for _ in range(new):
-            self._pool.submit(self._work)
+            for _ in self._todo()[: self._source.workers]:
+                self._pool.submit(self._work)
 
     def _work(self) -> None:
-        try:
-            while batch := self._next():
-                try:
-                    self._source.transfer(batch)
-                except Exception as error:  # a bug must not keep a prompt waiting
-                    log.exception("a transfer failed")
-                    for chunk in batch:
-                        chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
-                self._end(batch)
-        finally:
-            with self._changed:
-                self._n_working -= 1
+        while batch := self._next():
+            try:
+                self._source.transfer(batch)
+            except Exception as error:  # a bug must not keep a prompt waiting
+                log.exception("a transfer failed")
+                for chunk in batch:
+                    chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
+            self._end(batch)
 
     def _todo(self) -> list[IncomingChunk]:
         self._queue = [chunk for chunk in self._queue if not chunk.is_started and not chunk.is_done]
@@ -339,13 +331,9 @@ class Transfer:
             return []
 
     def _plan(self, todo: Sequence[IncomingChunk]) -> Plan:
-        asked = [(chunk.sizes, self._requests[chunk.key]) for chunk in todo]
-        candidates = [Candidate(sizes, r.n_tokens, r.saved_s, r.compute_s) for sizes, r in asked]
-        state = LinkState(
-            self._link.rate,
-            self._link.last_rate,
-            self._link.round_trip_s,
-            self._link.decode_s,
+        candidates = [self._candidate(chunk) for chunk in todo]
+        state = replace(
+            self._link.state,
             n_pending=sum(chunk.n_left for chunk in self._undecided() if chunk.is_started),
             wanted_s=self._source.wanted_s,
             spent_s=self._clock() - self._begun_s,
@@ -356,6 +344,10 @@ class Transfer:
         if first_saved_s is not None and first_saved_s <= 0 and state.rate is not None:
             return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
         return self._options.plan(candidates, state, None)
+
+    def _candidate(self, chunk: IncomingChunk) -> Candidate:
+        request = self._requests[chunk.key]
+        return Candidate(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
 
     def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
         """The first of these that one transfer brings: all of them, layer by layer, or as many as fit."""
@@ -370,10 +362,9 @@ class Transfer:
 
     def _skip(self, chunks: Sequence[IncomingChunk], found: Plan) -> None:
         saved_s = sum(self._requests[chunk.key].saved_s or 0.0 for chunk in chunks)
-        about = (
-            f"fetching was estimated to take {found.seconds * 1e3:.0f} ms, and to save {saved_s * 1e3:.0f} ms"
-        )
-        self.misses |= dict.fromkeys([chunk.key for chunk in chunks], Miss(SLOW, about))
+        ms = f"{found.seconds * 1e3:.0f} ms, and to save {saved_s * 1e3:.0f} ms"
+        why = Miss(SLOW, f"fetching was estimated to take {ms}")
+        self.misses |= dict.fromkeys([chunk.key for chunk in chunks], why)
         self._leave(chunks)
         self._changed.notify_all()
 
@@ -387,11 +378,11 @@ class Transfer:
         """Choose the level of a chunk in transit again, once."""
         if not self._options.restart or chunk.level is None or chunk.is_restarted or self._is_over:
             return
-        level, sizes = chunk.level, {**chunk.sizes, chunk.level: chunk.n_left}
-        request = self._requests[chunk.key]
-        candidate = Candidate(sizes, request.n_tokens, request.saved_s)
-        state = LinkState(self._link.rate, self._link.last_rate, 0.0, self._link.decode_s)
-        chunk.level = self._options.plan([candidate], state, level).level
+        level = chunk.level
+        candidate = replace(self._candidate(chunk), sizes={**chunk.sizes, level: chunk.n_left})
+        chunk.level = self._options.plan(
+            [candidate], replace(self._link.state, round_trip_s=0.0), level
+        ).level
         chunk.is_restarted = chunk.level != level
 
     def _end(self, batch: Sequence[IncomingChunk]) -> None:

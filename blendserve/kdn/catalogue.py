@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 
 from blendserve.errors import CorruptBlob, NotFound, StoreUnavailable
 from blendserve.fetch.kdn.manifest import Blob, Collection, Directory, read_directory
@@ -25,7 +26,7 @@ from blendserve.store.codecs.base import tables_hash
 PIECE_BYTES = 4 << 20
 ORPHANED_NS = 3600 * 10**9
 FRESH_S = 2.0  # until a publication of another process is seen
-MAX_DIRECTORIES = 8
+MAX_DIRECTORIES, MAX_DESCRIPTIONS = 8, 256  # parsed ones in memory
 
 
 class Catalogue:
@@ -34,19 +35,19 @@ class Catalogue:
     def __init__(
         self, store: KVStore, fresh_s: float = FRESH_S, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._fresh, self._now = store, fresh_s, now
-        self._seen: dict[str, tuple[bytes, Collection]] = {}  # by name, with the description's hash
-        self._looked = float("-inf")
-        self._directories: dict[Blob, Directory] = {}
+        self._store, self._fresh_s, self._now = store, fresh_s, now
+        self._collections: Mapping[str, Collection] = {}
+        self._read_at = float("-inf")
         self._lock = threading.Lock()
+        self._description = lru_cache(MAX_DESCRIPTIONS)(lambda hash: Collection.from_json(self.piece(hash)))
+        self._directory = lru_cache(MAX_DIRECTORIES)(lambda blob, n: read_directory(self.blob(blob), n))
 
     def collections(self, anew: bool = False) -> Mapping[str, Collection]:
-        """By name. Reads changes from the store at most every `fresh_s` seconds. Raises StoreError."""
+        """By name, in order. Reads changes from the store at most every `fresh_s` seconds. Raises StoreError."""
         with self._lock:
-            if anew or self._now() - self._looked >= self._fresh:
-                self._seen = self._read()
-                self._looked = self._now()
-            return {name: found for name, (_, found) in sorted(self._seen.items())}
+            if anew or self._now() - self._read_at >= self._fresh_s:
+                self._collections, self._read_at = self._read(), self._now()
+            return self._collections
 
     def collection(self, name: str) -> Collection:
         """The collection as stored now. Raises NotFound, StoreError."""
@@ -58,20 +59,20 @@ class Catalogue:
     def write(self, collection: Collection) -> None:
         """Store a description, replacing the one of that name. Its blobs are stored before. Raises StoreError."""
         new = self._store.blobs.put(DELIVERED, collection.name, collection.to_json())
-        self._drop(lambda info: info.owner == collection.name and info.hash != new)
+        self._delete(lambda info: info.owner == collection.name and info.hash != new)
 
-    def retire(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         """Delete a collection and its index, but no chunks. Raises NotFound, StoreError."""
         self.collection(name)
-        self._drop(lambda info: info.owner == name)
+        self._delete(lambda info: info.owner == name)
 
     def write_blob(self, raw: bytes) -> Blob:
         """Store bytes in pieces -> their reference. Raises StoreFull, StoreUnavailable."""
         pieces = [raw[at : at + PIECE_BYTES] for at in range(0, len(raw), PIECE_BYTES)]
         hashes = [tables_hash(piece) for piece in pieces]
-        there = {info.hash for info in self._store.blobs.list()}
+        stored = {info.hash for info in self._store.blobs.list()}
         for hash, piece in zip(hashes, pieces, strict=True):
-            if hash not in there:
+            if hash not in stored:
                 self._store.blobs.put(DELIVERED, "", piece)
         return Blob(len(raw), tuple(hash.hex() for hash in hashes))
 
@@ -91,59 +92,36 @@ class Catalogue:
 
     def directory(self, collection: Collection) -> Directory:
         """The directory of its chunks, cached. Raises StoreUnavailable."""
-        with self._lock:
-            known = self._directories.get(collection.directory)
-        if known is None:
-            try:
-                known = read_directory(self.blob(collection.directory), len(collection.levels))
-            except ValueError as error:
-                raise StoreUnavailable(f"collection {collection.name!r} cannot be read: {error}") from None
-            with self._lock:
-                while len(self._directories) >= MAX_DIRECTORIES:
-                    del self._directories[next(iter(self._directories))]
-                self._directories[collection.directory] = known
-        return known
+        try:
+            return self._directory(collection.directory, len(collection.levels))
+        except ValueError as error:
+            raise StoreUnavailable(f"collection {collection.name!r} cannot be read: {error}") from None
 
-    def _read(self) -> dict[str, tuple[bytes, Collection]]:
-        """Read the descriptions that are new."""
-        newest: dict[str, BlobInfo] = {}
-        for info in self._infos():
-            if info.owner and (info.created, info.hash) >= _age(newest.get(info.owner)):
-                newest[info.owner] = info
-        found: dict[str, tuple[bytes, Collection]] = {}
-        for name, info in newest.items():
-            known = self._seen.get(name)
-            if known is None or known[0] != info.hash:
-                try:
-                    known = info.hash, Collection.from_json(self.piece(info.hash.hex()))
-                except ValueError:
-                    continue  # of a newer blendserve
-            found[name] = known
+    def _read(self) -> dict[str, Collection]:
+        newest = {
+            info.owner: info
+            for info in sorted(self._infos(), key=lambda i: (i.created, i.hash))
+            if info.owner
+        }
+        found = {}
+        for name, info in sorted(newest.items()):
+            with suppress(ValueError):  # of a newer blendserve
+                found[name] = self._description(info.hash.hex())
         return found
 
-    def _drop(self, old: Callable[[BlobInfo], bool]) -> None:
+    def _delete(self, is_old: Callable[[BlobInfo], bool]) -> None:
         """Delete descriptions, and the pieces that no other one refers to."""
         dropped: set[str] = set()
         for info in self._infos():
-            if info.owner and old(info):
+            if info.owner and is_old(info):
                 with suppress(ValueError, StoreUnavailable):
-                    dropped |= pieces_of(Collection.from_json(self.piece(info.hash.hex())))
+                    dropped |= self._description(info.hash.hex()).pieces
                 self._store.blobs.delete(info.hash)
-        named = {hash for found in self.collections(anew=True).values() for hash in pieces_of(found)}
+        used = {hash for found in self.collections(anew=True).values() for hash in found.pieces}
         for info in self._infos():
-            orphaned = info.hash.hex() in dropped or time.time_ns() - info.created > ORPHANED_NS
-            if not info.owner and orphaned and info.hash.hex() not in named:
+            is_orphaned = info.hash.hex() in dropped or time.time_ns() - info.created > ORPHANED_NS
+            if not info.owner and is_orphaned and info.hash.hex() not in used:
                 self._store.blobs.delete(info.hash)
 
-    def _infos(self) -> Iterable[BlobInfo]:
+    def _infos(self) -> list[BlobInfo]:
         return [info for info in self._store.blobs.list() if info.kind == DELIVERED]
-
-
-def pieces_of(collection: Collection) -> set[str]:
-    """Hashes, in hex, of all its pieces."""
-    blobs = (*collection.files.values(), collection.directory)
-    return {hash for blob in blobs for hash in blob.pieces}
-
-
-def _age(info: BlobInfo | None) -> tuple[int, bytes]:
-    return (info.created, info.hash) if info else (-1, b"")

@@ -21,7 +21,7 @@ from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkRecord, KVStore, read_record
 
 MAX_TRACKS = 64  # that are kept open after their last frame
-POLL_S = 5.0  # between two looks for published or retired collections
+POLL_S = 5.0  # between two looks for published or unpublished collections
 NOT_FOUND = 404
 
 
@@ -71,7 +71,7 @@ class Publisher:
                     task.cancel()
 
     async def _announce(self, origin: Any, serving: dict[str, tuple[Any, asyncio.Task[None]]]) -> None:
-        """Announce new collections, unannounce retired ones."""
+        """Announce new collections, unannounce unpublished ones."""
         found = await asyncio.to_thread(self._catalogue.collections)
         paths = {broadcast_of(collection): name for name, collection in found.items()}
         for path in serving.keys() - paths.keys():

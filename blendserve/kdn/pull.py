@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+from contextlib import closing, suppress
 from pathlib import Path
 
 from blendserve.config import Config, KdnConfig, RemoteConfig
@@ -29,6 +30,14 @@ log = logging.getLogger(__name__)
 
 SCHEME = f"{DELIVERED}:"
 MAX_FILE_BYTES = 4 << 30  # bytes of one of its files
+ERRORS = (
+    OSError,
+    ValueError,
+    http.client.HTTPException,
+    PeerUnusable,
+    NotFoundReply,
+    InvalidReply,
+)  # of a service
 
 
 def resolve(index: str, config: Config) -> tuple[str, Config]:
@@ -67,31 +76,33 @@ def pull(
     """
     default = cache_folder() / DELIVERED / settings.where.replace(":", "_") / valid_name(settings.collection)
     folder, peer = folder or default, KdnPeer(settings)
-    client: Client | None = None
     try:
-        client = peer.connect()
-        collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
-        _check_namespace(collection, namespace)
-        if not _is_current(folder, collection.files.get(MANIFEST)):
-            log.info("Fetching the index of %r from %s", collection.name, settings.server)
-            _write(folder, {name: _file(client, name, blob) for name, blob in collection.files.items()})
-    except (
-        OSError,
-        http.client.HTTPException,
-        PeerUnusable,
-        NotFoundReply,
-        InvalidReply,
-        ValueError,
-    ) as error:
+        with closing(peer.connect()) as client:
+            _update(client, folder, namespace)
+    except ERRORS as error:
         why = peer.explain(error)
         trouble = why if isinstance(why, Exception) else StoreUnavailable(f"{settings.server} {why}")
         if manifest_digest(folder) is None or isinstance(error, NotFoundReply):
             raise trouble from None
         log.warning("%s; using the last fetched index of %r", trouble, settings.collection)
-    finally:
-        if client:
-            client.cut()
     return folder
+
+
+def _update(client: Client, folder: Path, namespace: str | None) -> None:
+    """Download the published index unless the folder has it. Raises InputError, and what the client does."""
+    collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
+    if namespace is not None and namespace_tag(namespace).hex() != collection.namespace:
+        raise InputError(
+            f"collection {collection.name!r} was published under another namespace than {namespace!r}, so none of its "
+            "chunks would be found: set store.namespace as its publisher did",
+            setting="store.namespace",
+        )
+    manifest = collection.files.get(MANIFEST)
+    with suppress(OSError):
+        if manifest and manifest.pieces == (tables_hash((folder / MANIFEST).read_bytes()).hex(),):
+            return
+    log.info("Fetching the index of %r", collection.name)
+    _write(folder, {name: _file(client, name, blob) for name, blob in collection.files.items()})
 
 
 def _file(client: Client, name: str, blob: Blob) -> bytes:
@@ -120,21 +131,3 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         read(folder)
     except IndexDamaged as error:
         raise InvalidReply(str(error)) from None
-
-
-def _is_current(folder: Path, manifest: Blob | None) -> bool:
-    """Whether the folder has the published index."""
-    try:
-        raw = (folder / MANIFEST).read_bytes()
-    except OSError:
-        return False
-    return manifest is not None and manifest.pieces == (tables_hash(raw).hex(),)
-
-
-def _check_namespace(collection: Collection, namespace: str | None) -> None:
-    if namespace is not None and namespace_tag(namespace).hex() != collection.namespace:
-        raise InputError(
-            f"collection {collection.name!r} was published under another namespace than {namespace!r}, so none of its "
-            "chunks would be found: set store.namespace as its publisher did",
-            setting="store.namespace",
-        )

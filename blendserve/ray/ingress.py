@@ -17,7 +17,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import make_plan
+from blendserve.engine.request import prepare_request
 from blendserve.errors import ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
@@ -49,16 +49,12 @@ class RayEngineClient(EngineClient):
         replicas: Replicas,
     ) -> None:
         """The replicas are their opener's to close."""
-        self.metrics, self._facts, self._prompts, self._replicas = (
-            HttpMetrics(),
-            replicas.facts(),
-            prompts,
-            replicas,
-        )
+        super().__init__(config, http, HttpMetrics())
+        self._facts, self._prompts, self._replicas = replicas.facts(), prompts, replicas
         names = engine_client.served_names(self._facts.name, http.served_model_name)
-        model = engine_client.ServedModel(names, tokenizer, self._facts.max_tokens)
+        self.model = engine_client.ServedModel(names, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
-        super().__init__(config, http, model, engine_client.TenantCollections(library, retrieval))
+        self.collections = engine_client.TenantCollections(library, retrieval)
 
     def close(self) -> None:
         """End the thread."""
@@ -71,16 +67,14 @@ class RayEngineClient(EngineClient):
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.model.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
-        plan = await self.collections.run(tenant, make_plan, *arguments)
-        seconds = clock.elapsed(), clock.seconds["retrieve"]
-        owner = tenant.name, tenant.namespace
-        request = RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, *owner, *seconds)
+        prepared = await self.collections.run(tenant, prepare_request, *arguments)
+        request = RoutedRequest(prepared, tenant.name, tenant.namespace)
         key = ChunkKeys(
             self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
         )
-        keys = frozenset(key(chunk.ids) for chunk in plan.prompt.chunks if len(chunk))
+        keys = frozenset(key(chunk.ids) for chunk in prepared.prompt.chunks if len(chunk))
         # The task that awaits the events cancels the request.
-        return RequestHandle(plan, self._replicas.answer(request, keys), lambda: None)
+        return RequestHandle(prepared, self._replicas.answer(request, keys), lambda: None)
 
 
 def serve_cluster(

@@ -7,37 +7,23 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.core import Passage, Prompt
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan
+from blendserve.engine.request import Event, Failed, Finished, PreparedRequest
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
 from blendserve.serve.engine_client import event_queue
 from blendserve.serve.metrics import Metrics
-from blendserve.timing import Clock
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A laid-out request for a replica."""
+    """A laid-out request for a replica, and its owner."""
 
-    prompt: Prompt
-    passages: tuple[Passage, ...]
-    blend: BlendConfig
-    decode: DecodeConfig
+    prepared: PreparedRequest
     tenant: str
     namespace: str
-    elapsed_s: float  # since the request arrived
-    retrieve_s: float  # of them, spent on the search
-
-    def plan(self) -> Plan:
-        """The engine's plan, with a clock of this process."""
-        clock = Clock()
-        clock.set_back(self.elapsed_s, retrieve=self.retrieve_s)
-        return Plan(self.prompt, self.passages, self.blend, self.decode, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +70,8 @@ class EngineReplica:
         emit, events = event_queue()
         sequence: Sequence | None = None
         try:
-            sequence = await asyncio.to_thread(
-                self._batch.sequence, request.plan(), emit, request.tenant, request.namespace
-            )
+            owner = request.tenant, request.namespace
+            sequence = await asyncio.to_thread(self._batch.sequence, request.prepared, emit, *owner)
             self._batch.scheduler.submit(sequence)
             async for event in events:
                 yield event

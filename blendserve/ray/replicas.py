@@ -9,7 +9,6 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from blendserve.engine.engine import Engine
@@ -17,7 +16,6 @@ from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, InputError
 from blendserve.ray.cluster import WorkerResources, import_ray, unwrap_ray_error
 from blendserve.ray.replica import EngineReplica, ModelFacts, RoutedRequest
-from blendserve.timing import Clock
 
 CHUNK_ROUTER = "blendserve.ray.router:ChunkRouter"
 ATTEMPTS = 6  # of one request; the next one follows a replica's death
@@ -120,12 +118,11 @@ async def answer_from(
     handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Raises ClusterUnavailable if
     another replica's answer differs from text that was already sent.
     """
-    clock, replay = Clock(), ReplayFilter()
+    replay = ReplayFilter()
     for attempt in range(ATTEMPTS):
         if attempt > 1:
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
-        sent = replace(request, elapsed_s=request.elapsed_s + clock.elapsed())
-        stream = handle.options(stream=True).answer.remote(sent, keys=keys)
+        stream = handle.options(stream=True).answer.remote(request, keys=keys)
         try:
             async with aclosing(_events(stream)) as events:
                 async for event in events:

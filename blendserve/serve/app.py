@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 import blendserve
 from blendserve.errors import BlendserveError, NotFound
 from blendserve.serve import documents, openai, ops, rag
-from blendserve.serve.auth import ServerState
+from blendserve.serve.auth import Backend
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware
 from blendserve.serve.responses import ClientDisconnected, error_body, error_response
@@ -64,7 +64,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
-    app = create_app(ServerState(client), (openai.router, rag.router, ops.router, *local))
+    app = create_app(client, (openai.router, rag.router, ops.router, *local))
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
@@ -77,25 +77,25 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     return app
 
 
-def create_app(state: ServerState[Any], routers: Sequence[APIRouter]) -> FastAPI:
+def create_app(backend: Backend, routers: Sequence[APIRouter]) -> FastAPI:
     """The application of a server: routes, body limits, error responses and the request log."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        state.backend.start()
+        backend.start()
         yield
-        state.backend.close()
+        backend.close()
 
     app = FastAPI(title="blendserve", version=blendserve.__version__, lifespan=lifespan)
-    app.state.server = state
+    app.state.backend = backend
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(BlendserveError, _error)
     app.add_exception_handler(ClientDisconnected, _error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(RequestBodyMiddleware, state=state)
-    app.add_middleware(AccessLogMiddleware, state=state)
+    app.add_middleware(RequestBodyMiddleware, backend=backend)
+    app.add_middleware(AccessLogMiddleware, backend=backend)
     return app
 
 

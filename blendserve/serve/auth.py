@@ -1,49 +1,62 @@
-"""What the routes of a server share, and the authentication of every route except the health checks."""
+"""The backend of a server, and the authentication of every route except the health checks."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
 
+from blendserve.config import HttpConfig
 from blendserve.errors import NotAuthenticated
-from blendserve.serve.engine_client import Backend, EngineClient
 from blendserve.serve.keys import ApiKeys, Tenant
 from blendserve.serve.limits import Limits
+from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.notices import Notices
 
-AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
+class Backend:
+    """What the routes of a server run on: an engine, replicas, or a store of collections; with its keys and limits."""
 
-class ServerState(Generic[AnyBackend]):
-    """A server's backend, API keys, limits and notices. Raises ConfigError for a damaged key file."""
+    def __init__(self, http: HttpConfig, metrics: HttpMetrics, namespace: str = "") -> None:
+        """namespace: of requests without a key, and of the single key. Raises ConfigError for a damaged key file."""
+        self.http, self.metrics, self.namespace = http, metrics, namespace
+        self.keys, self.notices = ApiKeys(http, namespace), Notices()
+        self.limits = Limits(http.max_concurrent, http.max_per_minute)
+        self._is_draining = False
 
-    def __init__(self, backend: AnyBackend) -> None:
-        self.backend = backend
-        self.http, self.metrics = backend.http, backend.metrics
-        self.keys = ApiKeys(self.http, backend.namespace)
-        self.limits = Limits(self.http.max_concurrent, self.http.max_per_minute)
-        self.notices = Notices()
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server accepts requests."""
+        return not self._is_draining
+
+    def start(self) -> None:
+        """Begin to accept requests."""
+
+    def drain(self) -> None:
+        """Refuse new requests; accepted ones are answered."""
+        self._is_draining = True
+
+    def close(self) -> None:
+        """End all threads. Idempotent."""
 
     def identify(self, connection: HTTPConnection) -> Tenant:
         """The tenant of a connection: by API key; by address without keys. Raises NotAuthenticated."""
         if not self.keys.are_needed:
             address = connection.client.host if connection.client else ""
-            return Tenant(address, self.backend.namespace, admin=True)
+            return Tenant(address, self.namespace, admin=True)
         scheme, key = get_authorization_scheme_param(connection.headers.get("Authorization"))
         if scheme.lower() != "bearer" or not key:
             raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
         return self.keys.tenant(key)
 
 
-def server_state(connection: HTTPConnection) -> ServerState[Any]:
-    """The state of the server that a connection belongs to."""
-    state: ServerState[Any] = connection.app.state.server
-    return state
+def backend_of(connection: HTTPConnection) -> Any:
+    """The backend of the server that a connection belongs to."""
+    return connection.app.state.backend
 
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has keys")
@@ -59,22 +72,21 @@ async def authenticate(
     """
     known = connection.state
     if not hasattr(known, "authenticated"):
-        state = server_state(connection)
-        known.authenticated = state.identify(connection)
-        known.tenant = known.authenticated.name if state.keys.are_needed else ""  # for the log
-        state.limits.take_request(known.authenticated)
+        backend = backend_of(connection)
+        known.authenticated = backend.identify(connection)
+        known.tenant = known.authenticated.name if backend.keys.are_needed else ""  # for the log
+        backend.limits.take_request(known.authenticated)
     tenant: Tenant = known.authenticated
     return tenant
 
 
 TenantDep = Annotated[Tenant, Depends(authenticate)]
-StateDep = Annotated[ServerState[EngineClient], Depends(server_state)]
-AnyStateDep = Annotated[ServerState[Any], Depends(server_state)]
+BackendDep = Annotated[Backend, Depends(backend_of)]
 
 
-async def limited_tenant(state: AnyStateDep, tenant: TenantDep) -> AsyncIterator[Tenant]:
+async def limited_tenant(backend: BackendDep, tenant: TenantDep) -> AsyncIterator[Tenant]:
     """The same for routes that occupy a thread: they count as concurrent requests."""
-    with state.limits.concurrency_slot(tenant):
+    with backend.limits.concurrency_slot(tenant):
         yield tenant
 
 

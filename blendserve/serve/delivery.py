@@ -27,12 +27,12 @@ from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import BodyTooSlow, InputError, NotFound, PermissionDenied, RateLimited
 from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
-from blendserve.kdn.catalogue import Catalogue, pieces_of
-from blendserve.kdn.publish import retire, set_pins
+from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.publish import set_pins, unpublish
 from blendserve.serve import ops
 from blendserve.serve.app import create_app
-from blendserve.serve.auth import ServerState, TenantDep, server_state
-from blendserve.serve.engine_client import Backend, run_on
+from blendserve.serve.auth import Backend, TenantDep, backend_of
+from blendserve.serve.engine_client import run_on
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import TokenBucket
 from blendserve.serve.metrics import HttpMetrics
@@ -80,11 +80,12 @@ class DeliveryBackend(Backend):
 
     def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
         """clock: of how long the catalogue's entries are fresh."""
-        self.store, self.http, self.metrics = store, config, DeliveryMetrics()
+        super().__init__(config, DeliveryMetrics())
+        self.store = store
         self.catalogue = Catalogue(store, now=clock.monotonic)
         self.executor = FairExecutor("delivery", config.queue)
         self._sent_mb = TokenBucket()
-        self._cache: OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody] = OrderedDict()
+        self._bodies = OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody]()  # least recently used first
         self._cached_bytes = 0
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class DeliveryBackend(Backend):
     def piece(self, tenant: Tenant, name: str, hash: str) -> CachedBody:
         """A part of the index, or codec tables, that belong to this collection."""
         found = self.collection(tenant, name)
-        if hash not in pieces_of(found) | {tables.hash for tables in found.tables}:
+        if hash not in found.pieces | {tables.hash for tables in found.tables}:
             raise not_found()
         return CachedBody([self.catalogue.piece(hash)], f'"{hash}"')
 
@@ -125,17 +126,20 @@ class DeliveryBackend(Backend):
         if level not in collection.levels or key not in self.catalogue.directory(collection):
             raise not_found()
         stored_key = level_key(key, level, collection.levels)
-        if cached := self._cache.get((stored_key, key)):
-            self._cache.move_to_end((stored_key, key))
-            self.metrics.chunks.labels("memory").inc()
-            return cached
-        record = read_record(self.store, stored_key)
-        self.metrics.chunks.labels("store" if record else "missing").inc()
-        if record is None:
+        body = self._bodies.pop((stored_key, key), None)
+        record = None if body else read_record(self.store, stored_key)
+        self.metrics.chunks.labels("memory" if body else "store" if record else "missing").inc()
+        if record:
+            parts = encode_body(key, record)
+            # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
+            body = CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"')
+        if body is None:
             raise not_found()
-        parts = encode_body(key, record)
-        # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
-        return self._cached((stored_key, key), CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"'))
+        self._bodies[stored_key, key] = body  # now the last one to be evicted
+        self._cached_bytes += body.n_bytes if record else 0
+        while self._cached_bytes > self.http.memory_mb * 1e6:
+            self._cached_bytes -= self._bodies.popitem(last=False)[1].n_bytes
+        return body
 
     def layers(self, tenant: Tenant, name: str, chunks: str) -> CachedBody:
         """Chunks, KEY:LEVEL each, interleaved by layer. Raises InputError for too many, NotFound, StoreErrors."""
@@ -154,15 +158,6 @@ class DeliveryBackend(Backend):
                 raise RateLimited(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
             self._sent_mb.use(tenant.name, n_bytes / 1e6, limit / 60)
 
-    def _cached(self, key: tuple[ChunkKey, ChunkKey], made: CachedBody) -> CachedBody:
-        capacity = self.http.memory_mb * 1e6
-        if made.n_bytes <= capacity:
-            self._cache[key] = made
-            self._cached_bytes += made.n_bytes
-        while self._cached_bytes > capacity:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].n_bytes
-        return made
-
 
 def not_found() -> NotFound:
     """One error for everything that is missing or hidden from a key."""
@@ -172,8 +167,7 @@ def not_found() -> NotFound:
 # Routes
 
 router = APIRouter(prefix="/v1/kdn", tags=["delivery"])
-State = ServerState[DeliveryBackend]
-StateDep = Annotated[State, Depends(server_state)]
+BackendDep = Annotated[DeliveryBackend, Depends(backend_of)]
 LevelArg = Annotated[
     str, Query(max_length=32, description="One of the collection's levels. [default: the first]")
 ]
@@ -189,94 +183,97 @@ def get_and_head(path: str) -> Callable[[Handler], Handler]:
 
 
 @router.get("/collections")
-async def list_collections(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def list_collections(backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """The collections that this key may read."""
-    found = await run_on(state.backend.executor, tenant, state.backend.collections, tenant)
+    found = await run_on(backend.executor, tenant, backend.collections, tenant)
     for_clients = {"files", "directory", "tables"}  # that pull a collection
     return {"data": [{k: v for k, v in asdict(c).items() if k not in for_clients} for c in found]}
 
 
 @router.get("/collections/{name}")
-async def get_collection(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def get_collection(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """A collection's description."""
-    return asdict(await run_on(state.backend.executor, tenant, state.backend.collection, tenant, name))
+    return asdict(await run_on(backend.executor, tenant, backend.collection, tenant, name))
 
 
 @get_and_head("/collections/{name}/directory")
-async def directory(name: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def directory(name: str, request: Request, backend: BackendDep, tenant: TenantDep) -> Response:
     """Its chunks: for each its key, tokens, and the bytes of its body at each level."""
-    return await _send(request, state, tenant, state.backend.directory, name)
+    return await _send(request, backend, tenant, backend.directory, name)
 
 
 @get_and_head("/collections/{name}/pieces/{hash}")
 @get_and_head("/collections/{name}/tables/{hash}")
-async def piece(name: str, hash: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def piece(name: str, hash: str, request: Request, backend: BackendDep, tenant: TenantDep) -> Response:
     """A part of its index, or a codec's tables, whose hash this is."""
-    return await _send(request, state, tenant, state.backend.piece, name, hash)
+    return await _send(request, backend, tenant, backend.piece, name, hash)
 
 
 @get_and_head("/collections/{name}/chunks/{key}")
 async def chunk(
-    name: str, key: str, request: Request, state: StateDep, tenant: TenantDep, level: LevelArg = ""
+    name: str, key: str, request: Request, backend: BackendDep, tenant: TenantDep, level: LevelArg = ""
 ) -> Response:
     """A chunk's KV: length of the header (4 bytes), header, and a segment for each layer, in order."""
-    return await _send(request, state, tenant, state.backend.chunk, name, key, level)
+    return await _send(request, backend, tenant, backend.chunk, name, key, level)
 
 
 @get_and_head("/collections/{name}/layers")
 async def layers(
-    name: str, request: Request, state: StateDep, tenant: TenantDep, chunks: ChunksArg
+    name: str, request: Request, backend: BackendDep, tenant: TenantDep, chunks: ChunksArg
 ) -> Response:
-    """Several chunks in step: length of the header and header of each, then layer by layer a segment of each."""
-    return await _send(request, state, tenant, state.backend.layers, name, chunks)
+    """Several chunks: length of the header and header of each, then layer by layer a segment of each."""
+    return await _send(request, backend, tenant, backend.layers, name, chunks)
 
 
 @router.post("/collections/{name}/pin")
-async def pin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def pin(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """Pin its chunks: they are not evicted. For admins."""
-    return {"collection": name, "pinned": await _administer(state, tenant, name, set_pins, True)}
+    return {"collection": name, "pinned": await _administer(backend, tenant, name, set_pins, True)}
 
 
 @router.post("/collections/{name}/unpin")
-async def unpin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def unpin(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """Unpin its chunks, except the ones of another pinned collection. For admins."""
-    return {"collection": name, "unpinned": await _administer(state, tenant, name, set_pins, False)}
+    return {"collection": name, "unpinned": await _administer(backend, tenant, name, set_pins, False)}
 
 
 @router.delete("/collections/{name}")
-async def withdraw(
-    name: str, state: StateDep, tenant: TenantDep, chunks: DeleteArg = False
+async def unpublish_collection(
+    name: str, backend: BackendDep, tenant: TenantDep, chunks: DeleteArg = False
 ) -> dict[str, Any]:
-    """Withdraw it. For admins."""
-    n = await _administer(state, tenant, name, retire, chunks)
+    """Unpublish it. For admins."""
+    n = await _administer(backend, tenant, name, unpublish, chunks)
     return {"collection": name, "retired": True, "chunks": n}
 
 
 async def _administer(
-    state: State, tenant: Tenant, name: str, call: Callable[[KVStore, Catalogue, str, bool], int], flag: bool
+    backend: DeliveryBackend,
+    tenant: Tenant,
+    name: str,
+    call: Callable[[KVStore, Catalogue, str, bool], int],
+    flag: bool,
 ) -> int:
     """Raises NotFound, PermissionDenied, StoreError."""
-    backend = state.backend
     await run_on(backend.executor, tenant, backend.collection, tenant, name)
     tenant.require_write_access()
     if not tenant.admin:
-        raise PermissionDenied("pinning and retiring collections requires an admin's key")
+        raise PermissionDenied("pinning and unpublishing collections requires an admin's key")
     return await run_on(backend.executor, tenant, call, backend.store, backend.catalogue, name, flag)
 
 
 async def _send(
-    request: Request, state: State, tenant: Tenant, read: Callable[..., CachedBody], *names: str
+    request: Request, backend: DeliveryBackend, tenant: Tenant, read: Callable[..., CachedBody], *names: str
 ) -> Response:
     """The body that `read` finds, or the requested range of it. It counts as a concurrent request until it is sent."""
     with ExitStack() as stack:
-        stack.enter_context(state.limits.concurrency_slot(tenant))
-        found = await run_on(state.backend.executor, tenant, read, tenant, *names)
+        stack.enter_context(backend.limits.concurrency_slot(tenant))
+        found = await run_on(backend.executor, tenant, read, tenant, *names)
         if found.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers={"ETag": found.etag})
         is_current = request.headers.get("if-range", found.etag) == found.etag
         span = parse_range(request.headers.get("range") if is_current else None, found.n_bytes)
-        response = RangeResponse(found, span, state.backend.http.send_s)
-        state.backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
+        response = RangeResponse(found, span, backend.http.send_s)
+        backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
         response.on_close = stack.pop_all().close
         return response
 
@@ -352,7 +349,7 @@ class RangeResponse(Response):
 
 def create_delivery_app(backend: DeliveryBackend) -> FastAPI:
     """The application of a delivery service, which it closes."""
-    return create_app(ServerState(backend), [router, ops.router])
+    return create_app(backend, [router, ops.router])
 
 
 def serve(settings: Config) -> None:

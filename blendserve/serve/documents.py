@@ -16,7 +16,7 @@ from blendserve.engine.documents import Documents
 from blendserve.engine.prompt import passage_text
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
-from blendserve.serve.auth import LimitedTenantDep, ServerState, TenantDep, server_state
+from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient, run_on
 from blendserve.serve.jobs import Job
 from blendserve.serve.keys import Tenant
@@ -32,8 +32,7 @@ MAX_PAGE = 200  # entries
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
 
 T = TypeVar("T")
-State = ServerState[LocalEngineClient]
-StateDep = Annotated[State, Depends(server_state)]
+ClientDep = Annotated[LocalEngineClient, Depends(backend_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,10 @@ ListDep = Annotated[ListQuery, Depends()]
 
 
 @router.post("/documents", status_code=202)
-async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """Add documents to a collection, or replace the ones with the same id. A job chunks, embeds and precomputes them."""
     tenant.require_write_access()
-    collections = state.backend.collections
+    collections = client.collections
     name, index = collections.find(tenant, body.collection)
 
     async def work(job: Job) -> None:
@@ -85,7 +84,7 @@ async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantD
         added, replaced = list[Passage](), list[Passage]()
 
         def put(document: Document) -> None:
-            _, new, old = _documents(state, index).stage([document])
+            _, new, old = _documents(client, index).stage([document])
             added.extend(new)
             replaced.extend(old)
 
@@ -94,34 +93,34 @@ async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantD
                 await collections.run(tenant, put, document.document(), background=True)
                 job.documents += 1
         finally:
-            await collections.run(tenant, lambda: _documents(state, index).commit(replaced), background=True)
-        await _precompute(state.backend, tenant, added, job)
+            await collections.run(tenant, lambda: _documents(client, index).commit(replaced), background=True)
+        await _precompute(client, tenant, added, job)
 
     return _start_job(
-        state, tenant, body, f"documents into {name}", work, total_documents=len(body.documents)
+        client, tenant, body, f"documents into {name}", work, total_documents=len(body.documents)
     )
 
 
 @router.get("/jobs")
-async def list_jobs(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def list_jobs(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The jobs of this key's namespace, newest first."""
-    return {"data": [job.to_dict() for job in state.backend.jobs.of(tenant.namespace)]}
+    return {"data": [job.to_dict() for job in client.jobs.of(tenant.namespace)]}
 
 
 @router.get("/jobs/{job_id}")
-async def get_job(job_id: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def get_job(job_id: str, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The progress of a job."""
-    return state.backend.jobs.get(tenant.namespace, job_id).to_dict()
+    return client.jobs.get(tenant.namespace, job_id).to_dict()
 
 
 @router.get("/documents")
-async def list_documents(state: StateDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
+async def list_documents(client: ClientDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
     """The documents of a collection whose id or title contains the text, with their numbers of passages."""
-    collections = state.backend.collections
+    collections = client.collections
     name, index = collections.find(tenant, query.collection)
 
     def look_up() -> Counter[tuple[str, str]]:
-        found = query.matching(state.backend, index, lambda p: (p.doc_id, p.title))
+        found = query.matching(client, index, lambda p: (p.doc_id, p.title))
         return Counter((passage.doc_id, passage.title) for passage in found)
 
     found = await collections.run(tenant, look_up, background=True)
@@ -133,17 +132,17 @@ async def list_documents(state: StateDep, tenant: LimitedTenantDep, query: ListD
 @router.delete("/documents/{doc_id:path}")
 async def delete_document(
     doc_id: str,
-    state: StateDep,
+    client: ClientDep,
     tenant: LimitedTenantDep,
     collection: Annotated[Name | None, Query()] = None,
 ) -> dict[str, Any]:
     """Delete a document with its passages, vectors and KV."""
     tenant.require_write_access()
-    collections = state.backend.collections
+    collections = client.collections
     name, index = collections.find(tenant, collection)
 
     def delete() -> tuple[int, list[Passage]]:
-        return _documents(state, index).delete(doc_id)
+        return _documents(client, index).delete(doc_id)
 
     n, passages = await collections.run(tenant, delete, background=True)
     if not n:
@@ -155,17 +154,15 @@ async def delete_document(
 
 
 @router.post("/cache/warm", status_code=202)
-async def warm(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def warm(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
-    client = state.backend
     passages = await client.collections.run(tenant, _selected, client, tenant, body)
-    return _start_job(state, tenant, body, "warm", partial(_precompute, client, tenant, passages))
+    return _start_job(client, tenant, body, "warm", partial(_precompute, client, tenant, passages))
 
 
 @router.post("/cache/fetch", status_code=202)
-async def fetch(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def fetch(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Start a job that copies the KV of chunks from the remote store into the local one."""
-    client = state.backend
     keys = await _keys(client, tenant, body)
 
     async def work(job: Job) -> None:
@@ -173,40 +170,44 @@ async def fetch(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -
         for some in _batches(keys, BATCH):
             job.computed += await run_on(client.storage, tenant, client.engine.fetcher.copy_here, some)
 
-    return _start_job(state, tenant, body, "fetch", work)
+    return _start_job(client, tenant, body, "fetch", work)
 
 
 @router.post("/cache/pin")
-async def pin(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def pin(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Pin chunks: they are not evicted."""
-    return await _for_keys(state, tenant, body, "pinned", state.backend.engine.store.pin)
+    return await _for_keys(client, tenant, body, "pinned", client.engine.store.pin)
 
 
 @router.post("/cache/unpin")
-async def unpin(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def unpin(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Unpin chunks."""
-    unpin_keys = partial(state.backend.engine.store.pin, pinned=False)
-    return await _for_keys(state, tenant, body, "unpinned", unpin_keys)
+    unpin_keys = partial(client.engine.store.pin, pinned=False)
+    return await _for_keys(client, tenant, body, "unpinned", unpin_keys)
 
 
 @router.post("/cache/lookup")
-async def lookup(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def lookup(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Whether chunks are in the store, in this key's namespace. Does not count as a use of them."""
     is_cached = list[bool]()
 
     def look_up(keys: Sequence[ChunkKey]) -> int:
-        cached = state.backend.engine.fetcher.locate(keys, remote=True)
+        cached = client.engine.fetcher.locate(keys, remote=True)
         is_cached.extend(key in cached for key in keys)
         return sum(key in cached for key in keys)
 
-    return {**await _for_keys(state, tenant, body, "found", look_up), "cached": is_cached, "there": is_cached}
+    return {
+        **await _for_keys(client, tenant, body, "found", look_up),
+        "cached": is_cached,
+        "there": is_cached,
+    }
 
 
 @router.post("/cache/delete")
-async def delete_kv(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def delete_kv(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Delete the KV of chunks from this key's namespace, pinned or not. Documents stay; KV is computed on demand."""
     tenant.require_write_access()
-    engine = state.backend.engine
+    engine = client.engine
 
     def delete(keys: Sequence[ChunkKey]) -> int:
         engine.fetcher.forget(keys)
@@ -214,13 +215,12 @@ async def delete_kv(body: CacheRequest, state: StateDep, tenant: LimitedTenantDe
         engine.fetcher.forget(keys)  # also copies that a request made in the meantime
         return deleted
 
-    return await _for_keys(state, tenant, body, "deleted", delete)
+    return await _for_keys(client, tenant, body, "deleted", delete)
 
 
 @router.get("/cache/chunks")
-async def list_chunks(state: StateDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
+async def list_chunks(client: ClientDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
     """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
-    client = state.backend
     name, index = client.collections.find(tenant, query.collection)
     blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
 
@@ -249,9 +249,9 @@ async def list_chunks(state: StateDep, tenant: LimitedTenantDep, query: ListDep)
 
 
 @router.get("/cache/stats")
-async def stats(state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def stats(client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
-    storage, read = state.backend.storage, state.backend.engine.fetcher.stats
+    storage, read = client.storage, client.engine.fetcher.stats
     own: dict[str, Any] = (await run_on(storage, tenant, read, tenant.namespace)).to_dict()
     for of_all_tenants in ("path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"):
         own.pop(of_all_tenants, None)
@@ -262,22 +262,21 @@ async def stats(state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
 
 
 def _start_job(
-    state: State,
+    client: LocalEngineClient,
     tenant: Tenant,
     body: Body,
     kind: str,
     work: Callable[[Job], Awaitable[None]],
     total_documents: int = 0,
 ) -> dict[str, Any]:
-    job = state.backend.jobs.start(tenant.namespace, kind, work, total_documents)
-    return {**job.to_dict(), **state.notices.as_extras(body)}
+    job = client.jobs.start(tenant.namespace, kind, work, total_documents)
+    return {**job.to_dict(), **client.notices.as_extras(body)}
 
 
-def _documents(state: State, index: VectorIndex) -> Documents:
+def _documents(client: LocalEngineClient, index: VectorIndex) -> Documents:
     """The documents of a collection, whose KV may be in every key's namespace."""
-    client = state.backend
     others = [other for other in client.collections.indexes.values() if other is not index]
-    namespaces = client.batch.namespaces | state.keys.namespaces()
+    namespaces = client.batch.namespaces | client.keys.namespaces()
     writers = [client.batch.blender(namespace).writer for namespace in namespaces]
     return Documents(index, client.engine.prompts, writers, others)
 
@@ -337,13 +336,17 @@ async def _keys(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -
 
 
 async def _for_keys(
-    state: State, tenant: Tenant, body: CacheRequest, name: str, call: Callable[[Sequence[ChunkKey]], int]
+    client: LocalEngineClient,
+    tenant: Tenant,
+    body: CacheRequest,
+    name: str,
+    call: Callable[[Sequence[ChunkKey]], int],
 ) -> dict[str, Any]:
     """Call the store for the chunks that a request selects -> their number and, as `name`, the sum of the calls."""
-    keys = await _keys(state.backend, tenant, body)
-    storage = state.backend.storage
+    keys = await _keys(client, tenant, body)
+    storage = client.storage
     n = sum([await run_on(storage, tenant, call, some) for some in _batches(keys, KEYS_PER_CALL)])
-    return {"chunks": len(keys), name: n, **state.notices.as_extras(body)}
+    return {"chunks": len(keys), name: n, **client.notices.as_extras(body)}
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

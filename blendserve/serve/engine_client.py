@@ -10,18 +10,21 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from blendserve.config import Config, HttpConfig, ServeConfig
+from fastapi import Depends
+
+from blendserve.config import Config, ServeConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
+from blendserve.engine.request import Event, Failed, Finished, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
+from blendserve.serve.auth import Backend, backend_of
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import counted
@@ -46,10 +49,12 @@ class QueryRequest(Request):
 class RequestHandle:
     """A queued or running request; call `cancel` when its client disconnects."""
 
-    def __init__(self, plan: Plan, events: AsyncIterator[Event], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, request: PreparedRequest, events: AsyncIterator[Event], cancel: Callable[[], None]
+    ) -> None:
         self._events, self.cancel = events, cancel
-        self.passages, self.prompt_ids = plan.passages, plan.prompt.ids
-        self.question_tokens = len(plan.prompt.suffix)
+        self.passages, self.prompt_ids = request.passages, request.prompt.ids
+        self.question_tokens = len(request.prompt.suffix)
         self.cached_tokens = 0  # of the prompt; set when the prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
@@ -136,64 +141,42 @@ class TenantCollections:
         return await run_on(self.executor, tenant, call, *args, background=background)
 
 
-class Backend:
-    """What the routes of a server run on: an engine, replicas, or a store of collections."""
-
-    namespace = ""  # of requests without a key, and of the single key
-    http: HttpConfig
-    metrics: HttpMetrics
-    _is_draining = False
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the server accepts requests."""
-        return not self._is_draining
-
-    def start(self) -> None:
-        """Begin to accept requests."""
-
-    def drain(self) -> None:
-        """Refuse new requests; accepted ones are answered."""
-        self._is_draining = True
-
-    def close(self) -> None:
-        """End all threads. Idempotent."""
-
-
 class EngineClient(Backend):
     """Answers questions, wherever the engine runs."""
 
     http: ServeConfig
+    model: ServedModel
+    collections: TenantCollections
 
-    def __init__(
-        self, config: Config, http: ServeConfig, model: ServedModel, collections: TenantCollections
-    ) -> None:
+    def __init__(self, config: Config, http: ServeConfig, metrics: HttpMetrics) -> None:
         """config: of the engine."""
-        self.config, self.http, self.model, self.collections = config, http, model, collections
-        self.namespace = config.store.namespace
+        super().__init__(http, metrics, config.store.namespace)
+        self.config = config
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """Retrieve, build the prompt and queue. Raises RateLimited, NotFound and other BlendserveErrors."""
         raise NotImplementedError
 
 
+ClientDep = Annotated[EngineClient, Depends(backend_of)]
+
+
 class LocalEngineClient(EngineClient):
     """An engine and collections in this process. Raises ModelUnsupported for a model that fails the gate."""
 
-    metrics: Metrics
-
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
-        self.engine, self.metrics, self.jobs = engine, Metrics(), Jobs()
-        self.batch = BatchEngine(engine, self.metrics, **http.batching)
+        metrics = Metrics()
+        super().__init__(engine.config, http, metrics)
+        self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, **http.batching)
         self.scheduler = self.batch.scheduler
-        self.metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
+        metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
         names = served_names(engine.reader.name, http.served_model_name)
-        model = ServedModel(names, engine.reader.tokenizer, self.batch.pool.n_tokens)
+        self.model = ServedModel(names, engine.reader.tokenizer, self.batch.pool.n_tokens)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
-        super().__init__(engine.config, http, model, TenantCollections(library, retrieval))
+        self.collections = TenantCollections(library, retrieval)
         self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
         engine.prompts.between = retrieval.give_way
@@ -227,13 +210,13 @@ class LocalEngineClient(EngineClient):
 
         def prepare() -> Sequence:
             """On the retrieval thread: checks, searches and tokenises."""
-            plan = self.engine.plan(query.seeded(), search, clock, self.model.max_tokens)
-            return self.batch.sequence(plan, emit, tenant.name, tenant.namespace)
+            request = self.engine.prepare(query.seeded(), search, clock, self.model.max_tokens)
+            return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
             sequence = await self.collections.run(tenant, prepare)
             self.scheduler.submit(sequence)
-        return RequestHandle(sequence.plan, events, partial(self.scheduler.cancel, sequence))
+        return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence))
 
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:

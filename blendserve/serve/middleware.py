@@ -20,7 +20,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError
-from blendserve.serve.auth import ServerState, authenticate
+from blendserve.serve.auth import Backend, authenticate
 from blendserve.serve.keys import Tenant
 from blendserve.serve.responses import ClientDisconnected, error_response
 from blendserve.timing import Clock
@@ -37,9 +37,9 @@ access_log = logging.getLogger("blendserve.access")
 class RequestBodyMiddleware:
     """Reads bodies; the inner application receives each as one message."""
 
-    def __init__(self, app: ASGIApp, state: ServerState[Any]) -> None:
-        self._app, self._limits = app, state.limits
-        self._max_bytes, self._timeout_s = state.http.max_body_kb * 1024, state.http.body_s
+    def __init__(self, app: ASGIApp, backend: Backend) -> None:
+        self._app, self._limits = app, backend.limits
+        self._max_bytes, self._timeout_s = backend.http.max_body_kb * 1024, backend.http.body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -118,8 +118,8 @@ def check_json_complexity(body: bytes) -> None:
 class AccessLogMiddleware:
     """One log line and one count per request, with the id that the response carries; without texts and keys."""
 
-    def __init__(self, app: ASGIApp, state: ServerState[Any]) -> None:
-        self._app, self._metrics = app, state.metrics
+    def __init__(self, app: ASGIApp, backend: Backend) -> None:
+        self._app, self._metrics = app, backend.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

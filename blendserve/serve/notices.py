@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from blendserve.serve.schemas import Body
+from pydantic import BaseModel
 
 # Unknown fields that cannot change an answer are not named: labels, and neutral values.
 LABELS = {"user", "name", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
@@ -31,7 +31,7 @@ class Notices:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def ignored(self, body: Body) -> dict[str, Any]:
+    def ignored(self, body: BaseModel) -> dict[str, Any]:
         """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES."""
         names = list(unknown_fields(body))
         for name in names[:MAX_NAMES]:
@@ -40,7 +40,7 @@ class Notices:
         total = {"ignored_total": len(names)} if len(names) > MAX_NAMES else {}
         return {"ignored": names[:MAX_NAMES], **total} if names else {}
 
-    def as_extras(self, body: Body) -> dict[str, Any]:
+    def as_extras(self, body: BaseModel) -> dict[str, Any]:
         """The same as an `x_blendserve` of its own, for responses that have none."""
         ignored = self.ignored(body)
         return {"x_blendserve": ignored} if ignored else {}
@@ -62,7 +62,7 @@ class Notices:
             log.warning("%s", message)
 
 
-def unknown_fields(body: Body, path: str = "") -> Iterator[str]:
+def unknown_fields(body: BaseModel, path: str = "") -> Iterator[str]:
     """The paths of unknown fields that ask for something, such as `messages.0.foo`, each cut to MAX_CHARS characters."""
     for name, value in (body.model_extra or {}).items():
         is_empty = value is None or value in ({}, [])
@@ -72,5 +72,5 @@ def unknown_fields(body: Body, path: str = "") -> Iterator[str]:
         value = getattr(body, name)
         inner = {f"{i}.": item for i, item in enumerate(value)} if isinstance(value, list) else {"": value}
         for index, item in inner.items():
-            if isinstance(item, Body):
+            if isinstance(item, BaseModel):
                 yield from unknown_fields(item, f"{path}{name}.{index}")

@@ -15,8 +15,8 @@ from blendserve.core import Answer
 from blendserve.engine.prompt import ChatMessage
 from blendserve.engine.request import Finished, TextDelta
 from blendserve.errors import InputError, NotFound
-from blendserve.serve.auth import ServerState, StateDep, TenantDep
-from blendserve.serve.engine_client import EngineClient, RequestHandle
+from blendserve.serve.auth import TenantDep
+from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.keys import Tenant
 from blendserve.serve.responses import StreamEvent, respond
 from blendserve.serve.schemas import BlendOptions, ChatRequest, CompletionRequest, OpenAIRequest
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/chat/completions")
-async def chat(body: ChatRequest, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def chat(body: ChatRequest, request: Request, client: ClientDep, tenant: TenantDep) -> Response:
     """Answer the last user message from passages; earlier turns stay in the prompt.
 
     The passages are `documents`, in their order, and the parts of the message before the last `prompt.separator`.
@@ -37,62 +37,63 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, tenant: Ten
     history = tuple(
         ChatMessage("system" if m.role == "developer" else m.role, m.content_text) for m in earlier
     )
-    return await _respond(request, state, tenant, body, last.content_text, history)
+    return await _respond(request, client, tenant, body, last.content_text, history)
 
 
 @router.post("/completions")
-async def complete(body: CompletionRequest, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def complete(
+    body: CompletionRequest, request: Request, client: ClientDep, tenant: TenantDep
+) -> Response:
     """Answer the prompt from passages, as the last message of a chat."""
     prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
-    return await _respond(request, state, tenant, body, prompt)
+    return await _respond(request, client, tenant, body, prompt)
 
 
 @router.get("/models")
-async def models(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def models(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The served model, and the collections that this key may use."""
-    client = state.backend
     extras = {"collections": client.collections.names(tenant), "slot_tokens": client.model.max_tokens}
     names = {"id": client.model.name, "object": "model", "created": 0, "owned_by": "blendserve"}
     return {"object": "list", "data": [{**names, "x_blendserve": extras}]}
 
 
 @router.get("/models/{model:path}")
-async def model(model: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def model(model: str, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The served model, by any of its names."""
-    _require_model(state, model)
-    (found,) = (await models(state, tenant))["data"]
+    _require_model(client, model)
+    (found,) = (await models(client, tenant))["data"]
     return dict(found)
 
 
-def _require_model(state: ServerState[EngineClient], name: str) -> None:
-    model = state.backend.model
+def _require_model(client: EngineClient, name: str) -> None:
+    model = client.model
     if name not in model.names:
         raise NotFound(f"there is no model {name!r} here: this server runs {model.name!r}")
 
 
 async def _respond(
     request: Request,
-    state: ServerState[EngineClient],
+    client: EngineClient,
     tenant: Tenant,
     body: OpenAIRequest,
     question: str,
     history: tuple[ChatMessage, ...] = (),
 ) -> Response:
-    _require_model(state, body.model)
+    _require_model(client, body.model)
     query = body.query(question, body.x_blendserve or BlendOptions(), history)
-    query = query.split(state.backend.config.prompt.separator)
-    form = OpenAIFormat(state, body, retrieves=query.passages is None)
-    return await respond(request, state, tenant, query, form, bool(body.stream))
+    query = query.split(client.config.prompt.separator)
+    form = OpenAIFormat(client, body, retrieves=query.passages is None)
+    return await respond(request, client, tenant, query, form, bool(body.stream))
 
 
 class OpenAIFormat:
     """A response in OpenAI's format, whose `x_blendserve` has the passages, report, timings and notices."""
 
-    def __init__(self, state: ServerState[EngineClient], body: OpenAIRequest, retrieves: bool) -> None:
+    def __init__(self, client: EngineClient, body: OpenAIRequest, retrieves: bool) -> None:
         """retrieves: the question is a search query."""
-        self._state, self._retrieves = state, retrieves
+        self._client, self._retrieves = client, retrieves
         self._is_chat = isinstance(body, ChatRequest)
-        self._notices = state.notices.ignored(body)
+        self._notices = client.notices.ignored(body)
         self._id, self._created = (
             f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             int(time.time()),
@@ -124,8 +125,8 @@ class OpenAIFormat:
         """The passages of the prompt, and notices about the request."""
         context = {"passages": [asdict(p) for p in handle.passages], **self._notices}
         if self._retrieves:
-            chunk_tokens = self._state.backend.config.retrieve.chunk_tokens
-            context |= self._state.notices.long_question(handle.question_tokens, chunk_tokens)
+            chunk_tokens = self._client.config.retrieve.chunk_tokens
+            context |= self._client.notices.long_question(handle.question_tokens, chunk_tokens)
         return context
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class OpenAIFormat:
         kind = kind if self._is_chat else "text_completion"
         choices = [{"index": 0, **choice, "finish_reason": finish_reason, "logprobs": None}]
         names = {"id": self._id, "object": kind, "created": self._created}
-        return {**names, "model": self._state.backend.model.name, "choices": choices}
+        return {**names, "model": self._client.model.name, "choices": choices}
 
 
 def _figures(answer: Answer) -> dict[str, Any]:

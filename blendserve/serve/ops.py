@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from blendserve.errors import PermissionDenied
-from blendserve.serve.auth import AnyStateDep, TenantDep
+from blendserve.serve.auth import BackendDep, TenantDep
 
 router = APIRouter(tags=["operations"])
 
@@ -21,18 +21,18 @@ async def health() -> dict[str, Any]:
 
 
 @router.get("/ready")
-async def ready(state: AnyStateDep) -> JSONResponse:
+async def ready(backend: BackendDep) -> JSONResponse:
     """The server accepts requests; 503 while it shuts down."""
-    alive = state.backend.is_alive
+    alive = backend.is_alive
     return JSONResponse({"status": "ready" if alive else "stopping"}, 200 if alive else 503)
 
 
 @router.get("/metrics")
-def metrics(state: AnyStateDep, tenant: TenantDep) -> Response:
+def metrics(backend: BackendDep, tenant: TenantDep) -> Response:
     """Metrics of all tenants for Prometheus. A server with keys requires an admin's.
 
     Not a coroutine: it reads the store, so FastAPI runs it on a thread.
     """
     if not tenant.admin:
         raise PermissionDenied("the metrics cover all tenants: use an admin's key")
-    return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(backend.metrics.text(), media_type=CONTENT_TYPE_LATEST)

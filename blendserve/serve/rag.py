@@ -15,8 +15,8 @@ from blendserve.config import Method
 from blendserve.core import Answer, Explanation
 from blendserve.engine.request import Finished, PrefillDone, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
-from blendserve.serve.auth import StateDep, TenantDep
-from blendserve.serve.engine_client import RequestHandle
+from blendserve.serve.auth import TenantDep
+from blendserve.serve.engine_client import ClientDep, RequestHandle
 from blendserve.serve.responses import StreamEvent, respond
 from blendserve.serve.schemas import RagRequest
 
@@ -27,20 +27,20 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
 
 @router.post("/query")
-async def query(body: RagRequest, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+async def query(body: RagRequest, request: Request, client: ClientDep, tenant: TenantDep) -> Response:
     """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
     explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
     """
-    asked = body.query(body.question, body).split(state.backend.config.prompt.separator)
-    form = RagFormat(state.backend.model.tokenizer, body.explain, state.notices.as_extras(body))
-    return await respond(request, state, tenant, asked, form, bool(body.stream))
+    asked = body.query(body.question, body).split(client.config.prompt.separator)
+    form = RagFormat(client.model.tokenizer, body.explain, client.notices.as_extras(body))
+    return await respond(request, client, tenant, asked, form, bool(body.stream))
 
 
 @router.get("/settings")
-async def settings(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The server's defaults, the values that a request may choose, and the rights of this key."""
-    client, config = state.backend, state.backend.config
+    config = client.config
     return {
         "version": blendserve.__version__,
         "model": client.model.name,
@@ -59,7 +59,7 @@ async def settings(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
         ],
         "slot_tokens": client.model.max_tokens,
         "max_body_bytes": client.http.max_body_kb * 1024,
-        "key": {"needed": state.keys.are_needed, "admin": tenant.admin, "read_only": tenant.read_only},
+        "key": {"needed": client.keys.are_needed, "admin": tenant.admin, "read_only": tenant.read_only},
     }
 
 

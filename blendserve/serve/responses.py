@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from blendserve import errors
 from blendserve.core import Answer
-from blendserve.serve.auth import ServerState
 from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
 from blendserve.serve.keys import Tenant
 
@@ -59,7 +58,7 @@ class ResponseFormat(Protocol):
 
 async def respond(
     request: Request,
-    state: ServerState[EngineClient],
+    client: EngineClient,
     tenant: Tenant,
     query: QueryRequest,
     form: ResponseFormat,
@@ -69,9 +68,8 @@ async def respond(
 
     Events begin as soon as the request is queued: its passages are sent before its prefill ends.
     """
-    client = state.backend
     with ExitStack() as stack:
-        stack.enter_context(state.limits.concurrency_slot(tenant))
+        stack.enter_context(client.limits.concurrency_slot(tenant))
         if client.http.log_text:
             request.state.text = query.question
         handle = await until_disconnect(request, client.submit(query, tenant))

@@ -24,7 +24,8 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
 from blendserve.kdn.pull import resolve
 from blendserve.serve.app import create_engine_app
-from blendserve.serve.engine_client import Backend, LocalEngineClient
+from blendserve.serve.auth import Backend
+from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.middleware import log_json_to_stderr
 
 # A prefill releases and takes the GIL hundreds of times. Each time it waits this long for a thread that parses.

@@ -11,8 +11,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
-from blendserve.fetch.layers import LayerReader
-from blendserve.fetch.pinned_ring import HostKv
+from blendserve.fetch.layers import HOST_AHEAD, LayerReader
 from blendserve.kernels import team
 from blendserve.store.view import TensorView
 from tests.support.waiting import eventually, is_blocked
@@ -61,7 +60,7 @@ def test_every_layer_is_read_once_ahead_by_threads_of_one_core(coded: bool) -> N
             for view, pair in zip(views, reader.take(l), strict=True):
                 assert all(map(torch.equal, pair, view.chunk.layer(l)))
             eventually(lambda: reader.is_ahead)
-            assert len(views[0].reads) == min(l + 1 + HostKv.ahead, LAYERS)
+            assert len(views[0].reads) == min(l + 1 + HOST_AHEAD, LAYERS)
     assert [view.reads for view in views] == [list(range(LAYERS))] * 2
     assert [view.teams for view in views] == [{1}, {1}]
     names = views[0].threads | views[1].threads

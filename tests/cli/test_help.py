@@ -77,12 +77,12 @@ def test_options_set_the_fields_they_are_named_after() -> None:
     base = Config(blend=BlendConfig(ratio=0.3))
     assert called(Options(base, "blend.ratio", "decode.stop")) == base
     fields = ("blend.ratio", "blend.check_layers", "store.location", "store.memory_bytes", "store.write_back")
-    options = Options(Config(), *fields, names={"store.location": "folder"}, load=Config.load)
-    words = "--ratio auto --check-layers 1,3 --check-layers 5 --folder here --memory-bytes 8 --no-write-back"
+    options = Options(Config(), *fields, load=Config.load)
+    words = "--ratio auto --check-layers 1,3 --check-layers 5 --store here --memory-bytes 8 --no-write-back"
     got = called(options, *words.split())
     assert (got.blend.ratio, got.blend.check_layers) == ("auto", (1, 3, 5))
     assert (got.store.path, got.store.memory_bytes, got.store.write_back) == (Path("here"), 8, False)
-    options = Options(Config(), "decode.seed", "decode.stop", verbatim=("stop",))
+    options = Options(Config(), "decode.seed", "decode.stop")
     got = called(options, "--seed", "3", "--stop", "a, b", "--stop", "c")
     assert (got.decode.seed, got.decode.stop) == (3, ("a, b", "c"))
 

@@ -21,7 +21,7 @@ from blendserve.fetch import TieredStore, open_store
 from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.kdn.catalogue import Catalogue
-from blendserve.kdn.publish import publish, retire, set_pins
+from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
 from blendserve.retrieve.manifest import read as read_index
 from blendserve.store import KVStore, LMDBStore
@@ -193,14 +193,14 @@ def test_retiring_leaves_the_chunks_of_other_collections(tmp_path: Path) -> None
     second, catalogue = publish(peers.publisher(tmp_path, store), "second"), Catalogue(store)
     raw = set(catalogue.directory(second))
     assert store.stats().pins == 2 * len(raw)  # two levels of each
-    assert retire(store, catalogue, NAME, delete=True) == len(raw)  # the other level alone
+    assert unpublish(store, catalogue, NAME, delete=True) == len(raw)  # the other level alone
     assert set(store.keys()) == raw
     with pytest.raises(NotFound):
         catalogue.collection(NAME)
     for pinned in (False, True):
         assert set_pins(store, catalogue, "second", pinned) == len(raw) == first.chunks
         assert store.stats().pins == pinned * len(raw)
-    retire(store, catalogue, "second")
+    unpublish(store, catalogue, "second")
     assert (store.stats().pins, store.stats().chunks) == (0, len(raw))
     assert [info for info in store.blobs.list() if info.kind == "kdn"] == []
 

@@ -86,7 +86,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
         self.slots, self.queue = CachePool(tiny_reader().adapter, slots, SLOT_TOKENS), queue
         self.store, throttle = tiny_store(), BackgroundThrottle(background_share, self.clock)
-        self.fetcher = KVFetcher(self.store, prefetch_bytes=SHARED_BYTES)
+        self.fetcher = KVFetcher(self.store)
+        self.fetcher.copies.shared.cap_bytes = SHARED_BYTES
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(
@@ -116,7 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, question: Question = ANY, tenant: str = "a", cost: float = 8.0, cancel_at: int | None = None
     ) -> Any:
         """Submit a request, which may rightly be refused."""
-        sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
+        sent, plan = (
+            Sent(tenant, question, cost, cancel_at, self.turn),
+            question.prepared(Clock(now=self.clock)),
+        )
         blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
         hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
         prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)

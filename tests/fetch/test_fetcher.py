@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +13,17 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, changed
 from blendserve.fetch import KVFetcher, TieredStore
-from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import COMPUTED
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.transfer import TransferOptions
-from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, MemoryStore
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.view import decode
 from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarSource, Fault, ScriptedSource
-from tests.support.stores import CAP, FaultyStore, cache, chunk, copy_of, key_of, put_kv
+from tests.support.stores import CAP, FaultyStore, chunk, key_of, put_kv
 
 PROMPT = some_prompt([9, 14, 3, 20, 7])
 KEYS = [tiny_blender().key(c.ids) for c in PROMPT.chunks]
@@ -136,20 +134,6 @@ def test_an_answer_is_that_of_the_chunks_that_the_report_names_and_every_other_o
                 assert not may_be_there or i in unusable or done.report.chunks_corrupt
         same_as_stored(done, used, blend)
         by.fetcher.close()
-
-
-def test_a_fetch_that_is_open_makes_no_copy_of_a_deleted_chunk(tmp_path: Path) -> None:
-
-    store = LMDBStore(tmp_path, CAP)
-    put_kv(store, key_of(0), chunk(10))
-    fetcher = KVFetcher(store, Copies([cache(CAP)]))
-    with fetcher.fetch([]) as fetch:
-        fetcher.forget([key_of(0)])
-        store.delete([key_of(0)])
-        fetch.extend([ChunkRequest(key_of(0), 10)])
-        copy_of(fetch.views[key_of(0)])
-    assert fetcher.resident() == frozenset()
-    store.close()
 
 
 def test_a_store_that_cannot_be_read_is_a_miss_of_every_chunk() -> None:

@@ -194,18 +194,18 @@ class FetchMachine(RuleBasedStateMachine):
         return True
 
     @precondition(lambda self: not self.far.down)
-    @rule(some=some_keys, change=st.sampled_from(["", "put", "delete"]), closed=st.booleans())
-    def prefetch(self, some: list[ChunkKey], change: str, closed: bool) -> None:
-        """Another machine may change a chunk between the prefetch and the request."""
+    @rule(some=some_keys, change=st.sampled_from(["", "put", "delete"]), closed=st.booleans(), who=handles)
+    def prefetch(self, some: list[ChunkKey], change: str, closed: bool, who: int) -> None:
+        """This machine or another one may change a chunk between the prefetch and the request."""
         self.handle(SELF)
         hold = self.fetcher.prefetch([ChunkRequest(key, TOKENS) for key in some])
         if closed:
             hold.close()
         if change == "put":
-            self.put_one(OTHER, some[0], False, "put")
+            self.put_one(who, some[0], False, "put")
         elif change == "delete":
-            self.delete_one(some[0], OTHER)
-        self.check(some, frozenset(some[:1] if change == "delete" else ()))
+            self.delete_one(some[0], who)
+        self.check(some, frozenset(some[:1] if change == "delete" and who == OTHER else ()))
         hold.close()
 
     @precondition(lambda self: not self.far.down)

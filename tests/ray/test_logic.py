@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Prompt
-from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
+from blendserve.engine.request import Event, Finished, PrefillDone, PreparedRequest, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
 from blendserve.ray.cache_reports import EXPIRY_S, CacheReports
@@ -23,6 +23,7 @@ from blendserve.ray.cluster import cpus_each, worker_config
 from blendserve.ray.precompute import PROBE, Computed, PrecomputeActor, precompute_index
 from blendserve.ray.replica import RoutedRequest
 from blendserve.ray.replicas import ReplicaCount, answer_from
+from blendserve.timing import Clock
 from tests.support.engines import toy_engine
 
 STARTED: Any = PrefillDone(0, None, None)  # type: ignore[arg-type]
@@ -108,10 +109,13 @@ def without_pauses() -> Iterator[None]:
 
 def received(*attempts: Attempt) -> tuple[str, list[type[Event]]]:
     """What the client receives: the text, and the kinds of the other events."""
-    request = RoutedRequest(Prompt((), (), ()), (), BlendConfig(), DecodeConfig(), "", "", 0.0, 0.0)
+    prepared = PreparedRequest(Prompt((), (), ()), (), BlendConfig(), DecodeConfig(), Clock())
 
     async def ask() -> list[Event]:
-        return [e async for e in answer_from(Handle(attempts), ERRORS, request, frozenset())]
+        return [
+            e
+            async for e in answer_from(Handle(attempts), ERRORS, RoutedRequest(prepared, "", ""), frozenset())
+        ]
 
     events = asyncio.run(ask())
     text = "".join(event.text for event in events if isinstance(event, TextDelta))

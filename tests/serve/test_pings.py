@@ -27,10 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_waiting_stream_pings_and_then_says_the_same(server: Server) -> None:
     whole = server.ask(passages=OWN)["text"]
     lines: list[str] = []
-    with (
-        server.busy() as release,
-        server.http.stream("POST", "/v1/chat/completions", json=ASKED) as response,
-    ):
+    with server.busy() as release, server.http.stream("POST", "/v1/chat/completions", json=ASKED) as response:
         for line in response.iter_lines():
             lines.append(line)
             if lines.count(": ping") == 2:  # no prefill before two pings

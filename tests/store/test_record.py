@@ -1,4 +1,4 @@
-"""Keys, and records: bytes to chunk and back ; any damage is reported."""
+"""Keys, and records: bytes to chunk and back; any damage is reported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from blendserve.core import ChunkKV
-from blendserve.errors import CorruptRecord, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import ChunkShape, Coding, Undecodable
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
@@ -40,6 +41,23 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
     found = record.decode_header(KEY, header)
     assert (found.shape, found.coding) == (ChunkShape(dtype, layers, heads, dim, tokens), Coding("raw"))
     assert found.n_bytes == kv.n_bytes
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "ids"),
+    [
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), ()),
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half(), ()),
+        (*[torch.zeros(1, 2, 3, 4).char()] * 2, ()),
+        (*[torch.zeros(2, 3, 4)] * 2, ()),
+        (*[torch.zeros(0, 2, 3, 4)] * 2, ()),
+        (*[torch.zeros(1, 2, 3, 0)] * 2, ()),
+        (*[torch.zeros(1, 2, 3, 4)] * 2, (1,)),
+    ],
+)
+def test_tensors_that_are_no_chunk_are_refused(keys: Tensor, values: Tensor, ids: tuple[int, ...]) -> None:
+    with pytest.raises(StoreError):
+        encode(KEY, ChunkKV(keys, values, ids=ids))
 
 
 def test_the_layout_is_the_documented_one() -> None:

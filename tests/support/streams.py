@@ -26,8 +26,7 @@ class LateMark:
 class LateCopyStream(CopyStream):
     """Tensors "on the device" are those that it sent."""
 
-    def __init__(self, pinned: bool = False) -> None:
-        self.pinned = pinned  # whether all host memory counts as such
+    def __init__(self) -> None:
         self.copies: list[tuple[Tensor, Tensor]] = []  # (there, here) that were issued
         self.ran = 0
         self.buffers: list[Tensor] = []
@@ -57,22 +56,21 @@ class LateCopyStream(CopyStream):
         finally:
             self.inside -= 1
 
-    def buffer(self, n_bytes: int) -> Tensor:
-        self.buffers.append(torch.full((n_bytes,), 255, dtype=torch.uint8))
+    def pinned(self, tensor: Tensor) -> Tensor:
+        if any(within(tensor, buffer) for buffer in self.buffers):
+            return tensor
+        self.buffers.append(tensor.clone())
         return self.buffers[-1]
-
-    def is_on_device(self, tensor: Tensor) -> bool:
-        return any(within(tensor, there) for there, _ in self.copies)
 
     def send(self, tensor: Tensor) -> Tensor:
         assert self.inside
+        if any(within(tensor, there) for there, _ in self.copies):
+            return tensor
         there = torch.full_like(tensor, 77)
-        with self._using:  # of ordinary memory the driver takes a copy before it returns
-            self.copies.append((there, tensor if self.is_pinned(tensor) else tensor.clone()))
+        here = self.pinned(tensor)
+        with self._using:
+            self.copies.append((there, here))
         return there
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return self.pinned or any(within(tensor, buffer) for buffer in self.buffers)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """The computing stream is never late here: what is brought is there already."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import quote, urlsplit
 
 from blendserve.config import KdnConfig
@@ -52,11 +54,12 @@ class Client:
 
     def __init__(self, config: KdnConfig) -> None:
         parts = urlsplit(config.url)
-        self._host, self._tls = parts.hostname or "", parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        where = parts.hostname or "", parts.port
         self._config = config
+        self._make: Callable[[], http.client.HTTPConnection] = partial(http.client.HTTPConnection, *where)
+        if parts.scheme == "https":
+            self._make = partial(http.client.HTTPSConnection, *where, context=_context(config))
         self._headers = _headers(config)
-        self._context = _context(config) if self._tls else None
         self._idle: list[http.client.HTTPConnection] = []
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
@@ -100,7 +103,7 @@ class Client:
         finally:
             self._release(connection, is_reusable)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Shut down every connection: a thread that waits for one gets an error."""
         with self._lock:
             ended, self._idle = [*self._open, *self._idle], []
@@ -111,16 +114,7 @@ class Client:
 
     def _connection(self, is_new: bool) -> http.client.HTTPConnection:
         with self._lock:
-            if self._idle and not is_new:
-                connection = self._idle.pop()
-            elif self._context:
-                connection = http.client.HTTPSConnection(
-                    self._host, self._port, timeout=self._config.deadline_s, context=self._context
-                )
-            else:
-                connection = http.client.HTTPConnection(
-                    self._host, self._port, timeout=self._config.deadline_s
-                )
+            connection = self._idle.pop() if self._idle and not is_new else self._make()
             self._open.add(connection)
         return connection
 
@@ -144,29 +138,30 @@ class KdnPeer:
         return Client(self._config)
 
     def disconnect(self, client: Client) -> None:
-        client.cut()
+        client.close()
 
     def explain(self, error: Exception) -> StoreError | str:
-        if isinstance(error, StoreError):
-            return error
-        if isinstance(error, PeerUnusable):
-            return str(error)
-        if isinstance(error, NotFoundReply):
-            return StoreUnavailable(
-                f"{self.server} has no collection {self._config.collection!r}, or not for this API key: correct "
-                f"collection {HINT}, or set the key in {KEY} or secret_file"
-            )
-        if isinstance(error, TimeoutError):
-            return self.timeout_reason()
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return (
-                f"has a certificate that no authority known here vouches for ({error.verify_message}): name the file "
-                f"with that authority's certificate in ca_file {HINT}"
-            )
-        if isinstance(error, OSError):
-            why = error.strerror or type(error).__name__
-            return f"cannot be reached ({why}): start it, or correct its location in the settings"
-        return f"sends what is no answer ({type(error).__name__}: {error})"
+        match error:
+            case StoreError():
+                return error
+            case PeerUnusable():
+                return str(error)
+            case NotFoundReply():
+                return StoreUnavailable(
+                    f"{self.server} has no collection {self._config.collection!r}, or not for this API key: correct "
+                    f"collection {HINT}, or set the key in {KEY} or secret_file"
+                )
+            case TimeoutError():
+                return self.timeout_reason()
+            case ssl.SSLCertVerificationError():
+                return (
+                    f"has a certificate that no authority known here vouches for ({error.verify_message}): name the "
+                    f"file with that authority's certificate in ca_file {HINT}"
+                )
+            case OSError():
+                why = error.strerror or type(error).__name__
+                return f"cannot be reached ({why}): start it, or correct its location in the settings"
+        return f"sends an invalid reply ({type(error).__name__}: {error})"
 
     def timeout_reason(self) -> str:
         return f"does not answer within {self.deadline_s:g} s: see whether it is well, or raise deadline_s {HINT}"
@@ -206,15 +201,11 @@ def _reply(response: http.client.HTTPResponse) -> Reply:
 
 def _range(text: str, length: int) -> tuple[int, int]:
     """Content-Range -> start of the part, and bytes of the whole. Raises InvalidReply."""
-    try:
-        unit, _, rest = text.partition(" ")
-        span, _, total = rest.partition("/")
-        first, _, last = span.partition("-")
-        if unit == "bytes" and int(first) >= 0 and int(last) - int(first) + 1 == length:
-            return int(first), int(total)
-    except ValueError:
-        pass
-    raise InvalidReply("a partial reply without a valid Content-Range")
+    match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", text)
+    first, last, total = map(int, match.groups()) if match else (0, -1, 0)
+    if not match or last - first + 1 != length:
+        raise InvalidReply("a partial reply without a valid Content-Range")
+    return first, total
 
 
 def _headers(config: KdnConfig) -> dict[str, str]:

@@ -17,7 +17,10 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 from urllib.parse import quote
+
+from pydantic import Field, TypeAdapter
 
 from blendserve.errors import InputError
 from blendserve.store.codecs.base import Buffer
@@ -63,7 +66,7 @@ class Collection:
     reader: str
     reader_fingerprint: str
     namespace: str  # its tag, in hex: the first bytes of every key
-    levels: tuple[str, ...]  # codecs, the finest first; chunks' own keys name the first
+    levels: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_LEVELS)]  # codecs, the finest first
     chunks: int
     tokens: int
     n_bytes: int  # of all levels, as stored
@@ -74,26 +77,21 @@ class Collection:
     tables: tuple[TablesInfo, ...] = ()
     format: int = FORMAT
 
+    @property
+    def pieces(self) -> set[str]:
+        """Hashes, in hex, of the pieces of its index and its directory."""
+        return {hash for blob in (*self.files.values(), self.directory) for hash in blob.pieces}
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Collection:
         """Raises ValueError for other JSON, and for other formats."""
-        try:
-            values = json.loads(raw)
-            if values["format"] != FORMAT:
-                raise ValueError(f"a collection of format {values['format']}, this blendserve reads {FORMAT}")
-            values["levels"] = tuple(values["levels"])
-            values["files"] = {str(name): _blob(blob) for name, blob in values["files"].items()}
-            values["directory"] = _blob(values["directory"])
-            values["tables"] = tuple(TablesInfo(**tables) for tables in values["tables"])
-            found = cls(**values)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no description of a collection: {error!r}") from None
-        if not 0 < len(found.levels) <= MAX_LEVELS:
-            raise ValueError(f"a collection has 1 to {MAX_LEVELS} levels, not {len(found.levels)}")
-        return found
+        values = json.loads(raw)
+        if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"a collection of format {values['format']}, this blendserve reads {FORMAT}")
+        return TypeAdapter(cls).validate_python(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +159,3 @@ def interleaved_query(chunks: Iterable[tuple[ChunkKey, str]]) -> str:
 
 def _row(levels: int) -> struct.Struct:
     return struct.Struct(f"<{KEY_BYTES}sI{levels}Q")
-
-
-def _blob(values: Mapping[str, object]) -> Blob:
-    n_bytes, pieces = values["n_bytes"], values["pieces"]
-    if not isinstance(n_bytes, int) or not isinstance(pieces, list):
-        raise ValueError("a blob has bytes and pieces")
-    return Blob(n_bytes, tuple(map(str, pieces)))

@@ -107,9 +107,7 @@ class MoqReader:
 
     def read(self, broadcast: str, chunk: IncomingChunk, link: LinkEstimator, seconds: float) -> None:
         """Read a chunk at its level; it stays as it is if it did not come whole within so much time."""
-        track, n_bytes = track_of(chunk.key, chunk.level or ""), chunk.sizes[chunk.level or ""]
-        reading = self._read(broadcast, track, chunk.key, n_bytes, link)
-        job = asyncio.run_coroutine_threadsafe(reading, self._loop)
+        job = asyncio.run_coroutine_threadsafe(self._read(broadcast, chunk, link), self._loop)
         try:
             header, segments = job.result(seconds)
         except (Exception, Late) as error:
@@ -133,35 +131,36 @@ class MoqReader:
             self._loop.close()
 
     async def _read(
-        self, broadcast: str, track: str, key: ChunkKey, n_bytes: int, link: LinkEstimator
+        self, broadcast: str, chunk: IncomingChunk, link: LinkEstimator
     ) -> tuple[Header, list[Buffer]]:
-        """Raises what the library does, CorruptRecord, StoreVersion."""
+        """A chunk at its level. Raises what the library does, CorruptRecord, StoreVersion, ValueError."""
+        key, level = chunk.key, chunk.level or ""
+        n_bytes = chunk.sizes[level]
         origin = await self._connected()
         consumer = await origin.consume().announced_broadcast(broadcast).available()
-        group, first = await self._begun(consumer, track, min(MAX_HEADER_BYTES, n_bytes))
+        group, first = await self._first_frame(consumer, track_of(key, level), min(MAX_HEADER_BYTES, n_bytes))
         link.arrived(len(first))
         header = record.decode_header(key, first)
         if header.n_bytes > n_bytes:
             raise CorruptRecord(key, f"its header says {header.n_bytes:,} bytes")
         segments: list[Buffer] = []
-        for l in range(header.shape.n_layers):
-            segment = await _frame(group, header.lengths[l])
-            link.arrived(len(segment))
-            segments.append(record.check_segment(key, header, l, segment))
+        for l, length in enumerate(header.lengths):
+            segments.append(record.check_segment(key, header, l, await _frame(group, length)))
+            link.arrived(length)
         return header, segments
 
-    async def _begun(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
+    async def _first_frame(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
         """A chunk's group, and its first frame. A track that is published on demand exists before its group."""
-        later = iter(RETRY_S)
+        pauses_s = iter(RETRY_S)
         while True:
             try:
                 group = await consumer.fetch_group(track, GROUP)
                 return group, await _frame(group, most)
             except self._moq.Error as error:
                 kind = getattr(getattr(error, "details", None), "kind", None)
-                if kind != self._moq.ProtocolKind.NOT_FOUND or (wait := next(later, None)) is None:
+                if kind != self._moq.ProtocolKind.NOT_FOUND or (pause_s := next(pauses_s, None)) is None:
                     raise
-            await asyncio.sleep(wait)
+            await asyncio.sleep(pause_s)
 
     async def _connected(self) -> Any:
         """The origin with the relay's broadcasts."""

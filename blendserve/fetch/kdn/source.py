@@ -19,12 +19,11 @@ from blendserve.config import KdnConfig, PlaceConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.body import CUT, Body
-from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply, read_full
+from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply
 from blendserve.fetch.kdn.manifest import (
     MAX_INTERLEAVED,
     Collection,
     Directory,
-    Entry,
     read_directory,
 )
 from blendserve.fetch.link import LinkEstimator, LinkSample
@@ -32,10 +31,9 @@ from blendserve.store.base import Miss
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import UNREACHABLE, Tables, Undecodable
+from blendserve.store.codecs.base import UNREACHABLE, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Policies
-from blendserve.store.record import Header
 from blendserve.store.view import RecordView
 
 AUTO = "auto"
@@ -159,10 +157,10 @@ class KdnSource:
 
     def _read_blob(self, client: Client, hash: bytes) -> bytes | None:
         """Raises CorruptBlob, and what the client does."""
-        known = next((t for t in self._look(client)[0].tables if t.hash == hash.hex()), None)
-        return (
-            check_blob(hash, client.get(client.path("tables", known.hash), known.n_bytes)) if known else None
-        )
+        sizes = {tables.hash: tables.n_bytes for tables in self._look(client)[0].tables}
+        if (name := hash.hex()) not in sizes:
+            return None
+        return check_blob(hash, client.get(client.path("tables", name), sizes[name]))
 
     def close(self) -> None:
         self._client.close()
@@ -171,66 +169,58 @@ class KdnSource:
 
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Of a typical chunk; None if the collection has none of these. The first one measures decoding as well."""
+        return self._client.ask(partial(self._probe, keys=keys, n_bytes=n_bytes))
 
-        def job(client: Client) -> LinkSample | None:
-            collection, directory = self._look(client)
-            if not directory:
-                return None
-            typical = sorted(directory, key=lambda key: directory[key].n_tokens)[len(directory) // 2]
-            sample = self._probe(client, typical, directory[typical].bodies[0], n_bytes)
-            if self.config.level == AUTO:
-                with suppress(CorruptRecord, StoreVersion, Undecodable):  # a request will tell it
-                    self._measure_decoding(client, typical, collection, directory[typical])
-            return sample if not keys or any(key in directory for key in keys) else None
+    def _probe(self, client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        """Raises what the client does."""
+        collection, directory = self._look(client)
+        if not directory:
+            return None
+        key = sorted(directory, key=lambda key: directory[key].n_tokens)[len(directory) // 2]
+        sample = self._time_link(client.path("chunks", key.hex()), client, directory[key].bodies[0], n_bytes)
+        if self.config.level == AUTO:
+            for level, body in [*zip(collection.levels, directory[key].bodies, strict=True)][1:]:
+                with suppress(CorruptRecord, StoreVersion, Undecodable):  # raised again by a request
+                    self._time_decoding(client, key, level, body)
+        return sample if not keys or any(key in directory for key in keys) else None
 
-        return self._client.ask(job)
-
-    def _probe(self, client: Client, key: ChunkKey, body: int, n_bytes: int) -> LinkSample:
-        """At least this number of bytes, and more if they come too quickly to tell a rate."""
-        path, now = client.path("chunks", key.hex()), self._clock.monotonic
-        round_trips = []
+    def _time_link(self, path: str, client: Client, body: int, n_bytes: int) -> LinkSample:
+        """At least this number of bytes of a body, and more if they come too quickly to tell a rate."""
+        now, round_trips_s = self._clock.monotonic, []
         for _ in range(ROUND_TRIPS):
             start = now()
             client.get(path, body, {"Range": "bytes=0-0"})
-            round_trips.append(now() - start)
+            round_trips_s.append(now() - start)
         while True:
-            got = bytearray(max(1, min(n_bytes, body)))
+            n_bytes = max(1, min(n_bytes, body))
             start = now()
-            with client.request(path, {"Range": f"bytes=0-{len(got) - 1}"}) as reply:
-                read_full(reply, memoryview(got))
+            got = client.get(path, n_bytes, {"Range": f"bytes=0-{n_bytes - 1}"})
             seconds = now() - start
-            if seconds - min(round_trips) >= PROBE_S or len(got) == body:
-                return LinkSample(min(round_trips), seconds, len(got))
+            if seconds - min(round_trips_s) >= PROBE_S or n_bytes == body:
+                return LinkSample(min(round_trips_s), seconds, len(got))
             n_bytes *= 2
 
-    def _measure_decoding(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry) -> None:
-        """At every level but the first, on the first layers of one chunk: a request that had to try levels would be slow.
+    def _time_decoding(self, client: Client, key: ChunkKey, level: str, n_bytes: int) -> None:
+        """Decode the first layers of a chunk at a level, unless that was measured: no request has to try levels.
 
         Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.
         """
-        for level, n_bytes in list(zip(collection.levels, entry.bodies, strict=True))[1:]:
-            if self.link.decode_s(level) or n_bytes > self.in_flight_bytes:
-                continue
-            chunk = IncomingChunk(key, {level: n_bytes}, threading.Condition())
-            chunk.on_layer = _stop
-            chunk.start(level)
-            Body(client, [chunk], LinkEstimator(), self.deadline_s).read()
-            header, segments = chunk.header, chunk.segments
-            if header is None or header.shape.n_bytes > self.in_flight_bytes:
-                continue
-            tables = partial(self._read_blob, client)
-            # twice, as the first chunk of a codec makes what each layer of its tables needs
-            seconds = min(self._decode_s(header, chunk, tables, len(segments)) for _ in range(2))
-            self.link.record_decoding(level, BUSY * seconds / torch.get_num_threads(), header.shape.n_tokens)
-
-    def _decode_s(self, header: Header, chunk: IncomingChunk, tables: Tables, layers: int) -> float:
-        """Of all layers: the shortest time of one of these layers, times all."""
-        view, elapsed_s = RecordView(chunk.record(), tables), []
-        for l in range(layers):
-            start = self._clock.monotonic()
-            view.layer(l)
-            elapsed_s.append(self._clock.monotonic() - start)
-        return min(elapsed_s[1:] or elapsed_s) * header.shape.n_layers
+        if self.link.decode_s(level) or n_bytes > self.in_flight_bytes:
+            return
+        chunk = IncomingChunk(key, {level: n_bytes}, threading.Condition(), on_layer=_stop)
+        chunk.start(level)
+        Body(client, [chunk], LinkEstimator(), self.deadline_s).read()
+        if (header := chunk.header) is None or header.shape.n_bytes > self.in_flight_bytes:
+            return
+        times_s = []
+        for _ in range(2):  # the first time, the codec makes what each layer of its tables needs
+            view = RecordView(chunk.record(), partial(self._read_blob, client))
+            for l in range(len(chunk.segments)):
+                start = self._clock.monotonic()
+                view.layer(l)
+                times_s += [self._clock.monotonic() - start] if l or len(chunk.segments) == 1 else []
+        seconds = min(times_s) * header.shape.n_layers / torch.get_num_threads()
+        self.link.record_decoding(level, BUSY * seconds, header.shape.n_tokens)
 
 
 class _Blobs(BlobStore):
@@ -254,7 +244,7 @@ class _Blobs(BlobStore):
 
     def _only_read(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self._source.name} is for reading: publish anew with `blendserve kdn publish`, or retire the collection"
+            f"{self._source.name} is for reading: publish anew with `blendserve kdn publish`, or unpublish the collection"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from blendserve.fetch.copy_stream import CopyStream, HostCopy
-from blendserve.fetch.pinned_ring import PinnedRing
+from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
+from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 
 CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already
@@ -90,24 +91,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     graphs.capture_stream.cache_clear()
 
 
-def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
-    cuda: Notes, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_is_sent_on_the_stream_of_copies_and_waited_for_by_the_computing_stream_alone(
+    cuda: Notes,
 ) -> None:
-    monkeypatch.setattr(CopyStream, "is_on_device", lambda stream, tensor: False)
-    ring, kv = PinnedRing(CopyStream(CPU), slots=1), chunk(5)
+    kv = chunk(5)
 
-    def read() -> list[tuple[Tensor, Tensor]]:
-        assert cuda.streams[-1] == "own"
-        return [(kv.keys[0], kv.values[0])]
+    class View(TensorView):
+        def layer(self, l: int) -> tuple[Tensor, Tensor]:
+            cuda.append(f"read on {cuda.streams[-1]}")
+            return super().layer(l)
 
-    sent = ring.send(read)
-    assert cuda == ["event on own"]
-    ((keys, values),) = ring.wait_on_stream(sent)
-    assert cuda[1:] == ["computing waits for the event of own", "kept for computing"]
+    with closing(LayerReader([View(kv)], 1, CopyStream(CPU))) as reader:
+        ((keys, values),) = reader.take(0)
+    assert cuda[:2] == ["read on own", "event on own"]
+    assert cuda[2:4] == ["computing waits for the event of own", "kept for computing"]
     assert torch.equal(keys, kv.keys[0])
     assert torch.equal(values, kv.values[0])
-    ring.send(read)
-    assert cuda[3:] == ["thread waits for the event of own", "event on own"]
     assert cuda.streams == ["computing"]
 
 

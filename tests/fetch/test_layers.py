@@ -1,11 +1,9 @@
-"""Layers on their way to a device that is late: each arrives as it was read, and only the loader thread ever waits."""
+"""Layers on their way to a device that is late: each arrives as it was read, and the computing thread waits for none."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
 from blendserve.fetch.layers import LayerReader
-from blendserve.fetch.pinned_ring import SLOTS, PinnedRing
 from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 from tests.support.streams import LateCopyStream, LateMark
@@ -50,22 +47,14 @@ def unstable(*lengths: int, dtype: torch.dtype = torch.float32) -> list[Unstable
     return [Unstable(chunk(n, LAYERS, dtype=dtype, seed=i)) for i, n in enumerate(lengths)]
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, LAYERS))
-def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
-    lengths: list[int], slots: int, upto: int
-) -> None:
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(lengths: list[int]) -> None:
     views, stream = unstable(*lengths), LateCopyStream()
-    ring = PinnedRing(stream, slots)
-
-    def read(l: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [view.layer(l) for view in views]
-
-    sent = [ring.send(partial(read, l)) for l in range(upto)]
-    layers = [ring.wait_on_stream(one) for one in sent]
+    with closing(LayerReader(views, LAYERS, stream)) as reader:
+        layers = [reader.take(l) for l in range(LAYERS)]
     stream.finish()
     assert all(is_layer(layer, views, l) for l, layer in enumerate(layers))
-    assert len(stream.buffers) <= min(slots, upto)
-    assert len(stream.copies) == upto  # all chunks of a layer at once
+    assert stream.waited_in == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -79,13 +68,10 @@ def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype)
             stream.run(mark.upto)
             assert is_layer(layer, views, l)
     assert [view.reads for view in views] == [list(range(LAYERS))] * 3
-    assert len(stream.waited_in) == LAYERS - SLOTS  # a slot is written again when it was fetched
-    assert threading.current_thread().name not in stream.waited_in, (
-        "the computing thread waits for the loader alone"
-    )
+    assert len(stream.copies) == 3 * LAYERS  # keys and values of a chunk together
 
 
-def test_what_is_on_the_device_is_left_there() -> None:
+def test_tensors_on_the_device_are_left_there() -> None:
     stream, kv = LateCopyStream(), chunk(6, LAYERS)
     with stream.entered():
         there = TensorView(ChunkKV(stream.send(kv.keys), stream.send(kv.values)))
@@ -93,7 +79,7 @@ def test_what_is_on_the_device_is_left_there() -> None:
     with closing(LayerReader([there, here], LAYERS, stream)) as reader:
         layers = [reader.take(l) for l in range(LAYERS)]
     stream.finish()
-    assert len(stream.copies) == 2 + LAYERS
+    assert len(stream.copies) == 2 + 2 * LAYERS  # `here` has keys and values apart
     for l, layer in enumerate(layers):
         assert layer[0][0].data_ptr() == there.layer(l)[0].data_ptr()
         assert torch.equal(layer[0][1], kv.values[l])
