@@ -87,7 +87,7 @@ def groups(config: ContentionConfig, log: SampleLog) -> Iterator[Group]:
             for request in every.about["requests"]
         ]
         facts = {"load_average": os.getloadavg()[0], "niceness": os.nice(0)}
-        yield Group({}, cases, partial(dict, facts), warm_up=False)
+        yield Group({}, cases, lambda: facts, warm_up=False)
 
 
 class BusyProcesses:

@@ -50,6 +50,8 @@ COLLECTION = "bench"
 MIN_SAVED_S = 1e-6  # per token
 RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, pipelined", "blendserve"
 CAP = 1 << 36
+ROUND_TRIP_S = 0.001
+DEADLINE_S = 10.0  # of a request to the service
 FULL = BlendConfig(method="full")
 
 
@@ -62,12 +64,8 @@ class DeliveryConfig(CodecConfig):
     traces: tuple[Literal["down", "up", "sawtooth", "mobile", "dead"], ...] = Field(
         ("down", "up", "sawtooth", "mobile", "dead"), description="Traces of changing links to replay, too."
     )
-    round_trip_ms: float = Field(1.0, ge=0, description="Round-trip time of the link, in milliseconds.")
     codecs: tuple[str, ...] = Field(
         DELIVERED_CODECS, description="Levels that the chunks are published at, written name or name@level."
-    )
-    deadline_s: float = Field(
-        10.0, gt=0, le=60, description="Deadline of the service per request, in seconds."
     )
     fit_tokens: Positive = Field(
         2_048, description="Length of the sampled text that tables are fitted on, in tokens."
@@ -161,9 +159,9 @@ class Fixture:
 
     def _delivered(self, trace: Trace, client: Client, link: LinkEstimator, last: list[Blender]) -> Metrics:
         """One request. link, last: the client's, from request to request; its blender knows the time of decoding."""
-        url, trip_s = f"http://127.0.0.1:{self._proxy.port}", self._config.round_trip_ms / 1e3
+        url, trip_s = f"http://127.0.0.1:{self._proxy.port}", ROUND_TRIP_S
         source = KdnSource(
-            KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=self._config.deadline_s),
+            KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=DEADLINE_S),
             client.workers,
             link,
         )

@@ -22,6 +22,8 @@ from blendserve.retrieve import Embedder, language_reference, split
 from blendserve.threads import limit_torch
 
 OURS, THEIRS = "blendserve", "sentence-transformers"
+EMBEDDER = RetrieveConfig().embedder
+PASSAGE_TOKENS = 120  # at most
 WARM_UP = 16  # passages
 ALL = 10**7  # characters: all of the language reference
 
@@ -29,21 +31,14 @@ ALL = 10**7  # characters: all of the language reference
 class EmbeddingConfig(BenchConfig):
     """Passages to vectors."""
 
-    embedder: str = Field(
-        RetrieveConfig().embedder,
-        description="Embedding model: a bundled name, a folder or a Hugging Face id.",
-    )
     passages: Positive = Field(200, description="Number of passages per round.")
-    passage_tokens: Positive = Field(
-        120, description="Maximum length of these passages, in tokens of the model."
-    )
 
 
 def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
     limit_torch(config.threads)
     embedders = {
-        OURS: Embedder.load(config.embedder),
-        THEIRS: Embedder.load(config.embedder, reference=True),
+        OURS: Embedder.load(EMBEDDER),
+        THEIRS: Embedder.load(EMBEDDER, reference=True),
     }
     passages = _passages(config, embedders[OURS])
     vectors: dict[str, list[np.ndarray]] = {name: [] for name in embedders}
@@ -68,14 +63,14 @@ def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
 def _passages(config: EmbeddingConfig, embedder: Embedder) -> list[Passage]:
     from pydoc_data.topics import topics  # half a megabyte
 
-    room, wanted = config.passage_tokens, config.passages * config.repeats
+    wanted = config.passages * config.repeats
     documents = language_reference(sorted(topics), ALL)
     encode = partial(embedder.encoder.tokenizer.encode, add_special_tokens=False)
-    parts = (split(d, room, lambda p: len(encode(f"{p.title}\n{p.text}").ids)) for d in documents)
+    parts = (split(d, PASSAGE_TOKENS, lambda p: len(encode(f"{p.title}\n{p.text}").ids)) for d in documents)
     passages = [passage for part in parts for passage in part]
     if len(passages) < wanted:
         raise InputError(
-            f"the language reference has {len(passages):,} passages of {room} tokens, not {wanted:,}"
+            f"the language reference has {len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
         )
     return passages[:wanted]
 

@@ -19,7 +19,7 @@ from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms,
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.near import MAX_DONORS, find_runs
-from blendserve.config import BlendConfig, Ratio, changed
+from blendserve.config import BlendConfig, changed
 from blendserve.evaluate.edits import before
 from blendserve.store import LMDBStore
 from blendserve.store.shingles import fingerprints
@@ -34,9 +34,6 @@ class NearConfig(PromptBenchConfig):
     edited: Annotated[float, Field(gt=0, le=1)] = Field(
         0.05, description="Fraction of a passage's words to edit."
     )
-    ratio: Ratio = Field(
-        BlendConfig().min_ratio, description="Fraction of the cached context tokens to recompute."
-    )
 
 
 def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
@@ -46,7 +43,7 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
     stored, unrelated = Workload(drawn.prompts, drawn.passages[:n], question), drawn.chunks[n:]
     all_edited = tuple(before(f"revised@{config.edited}", [*stored.passages], str(config.seed)))
     one_edited = (*stored.passages[: n // 2], all_edited[n // 2], *stored.passages[n // 2 + 1 :])
-    near = BlendConfig(method="blend", ratio=config.ratio, near=True)
+    near = BlendConfig(method="blend", ratio=BlendConfig().min_ratio, near=True)
     exact = changed(near, near=False)
     prompts = {
         FULL: (stored, BlendConfig(method="full")),
@@ -76,7 +73,7 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
         yield Group(
             {"edited": config.edited},
             [*cases, Case({"search": "nothing found"}, search)],
-            partial(dict, facts),
+            lambda: facts,
         )
 
 

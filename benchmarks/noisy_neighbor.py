@@ -39,6 +39,8 @@ from blendserve.retrieve import language_reference
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"
+SHARE = 0.4  # of the sequential throughput: the load of the regular clients
+CONNECTIONS = 4  # of the hostile client
 SEQUENTIAL = 5  # requests one at a time, before a window
 TIMEOUT_S = 120.0  # without an event until a request has failed
 POOL = 30  # passages whose titles are asked about
@@ -49,19 +51,12 @@ class NeighborConfig(BenchConfig):
     """A server's regular clients beside a hostile one."""
 
     clients: Positive = Field(3, description="Number of regular clients.")
-    share: float = Field(
-        0.4,
-        gt=0,
-        lt=1,
-        description="Load of the regular clients, as a fraction of the sequential throughput.",
-    )
     passages: Positive = Field(3, description="Number of passages to retrieve for a question.")
     new_tokens: Positive = Field(4, description="Length of an answer, in tokens.")
     seconds: float = Field(20.0, gt=0, description="Duration of a window, in seconds.")
     repeats: Positive = Field(
         3, description="Number of pairs of windows, without and with the hostile client."
     )
-    connections: Positive = Field(4, description="Number of concurrent requests of the hostile client.")
 
 
 def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
@@ -82,7 +77,7 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
                 def attack() -> None:
                     model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
                     task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
-                    task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": config.connections}
+                    task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": CONNECTIONS}
                     process = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
                     attackers.append(stack.enter_context(process))
 
@@ -173,7 +168,7 @@ async def window(
         if not seconds:
             raise InputError("the server answers no regular question: ask for fewer passages or tokens")
         service_s = statistics.median(seconds)
-        think_s = facts.setdefault("think_s", think_time(service_s, config.clients, config.share))
+        think_s = facts.setdefault("think_s", think_time(service_s, config.clients, SHARE))
         begin()
         began = time.perf_counter()
         asking = (

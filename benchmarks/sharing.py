@@ -32,6 +32,7 @@ from blendserve.models.loader import load_model
 from blendserve.registry import BENCHED
 
 PER_USER, SHARED = "one per user", "one shared"
+METHOD = f"{BENCHED[0]}@0.15"
 DEADLINE_S = 30.0  # of the server
 
 
@@ -44,16 +45,12 @@ class SharingConfig(BenchConfig):
     passages: Positive = Field(4, description="Number of passages in a prompt.")
     chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
     pool: Positive = Field(32, description="Number of passages that prompts are drawn from.")
-    zipf: float = Field(
-        1.0, ge=0.0, description="Zipf exponent of the passages' popularity; 0: all equally popular."
-    )
     overlap: Ratio = Field(
         0.7, description="Fraction of passages drawn by the popularity that all users share."
     )
     memory: float = Field(
         0.75, gt=0, description="Total capacity of the caches, as a fraction of the pool's KV."
     )
-    method: str = Field(f"{BENCHED[0]}@0.15", description="Method, written as for `evaluate`.")
     threads: Positive | None = Field(1, description="Number of CPU threads per process.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
@@ -79,7 +76,7 @@ def groups(config: SharingConfig, log: SampleLog) -> Iterator[Group]:
 
 def trace(config: SharingConfig) -> list[list[tuple[int, ...]]]:
     """The passages of each question of each user, by their numbers in the pool."""
-    law = [1 / rank**config.zipf for rank in range(1, config.pool + 1)]
+    law = [1 / rank for rank in range(1, config.pool + 1)]
     asked = []
     for user in range(config.users):
         draw = random.Random(f"{config.seed} {user}")
@@ -116,7 +113,7 @@ def summarize(config: SharingConfig, requests: Sequence[Mapping[str, float]]) ->
 def _start(task: dict[str, Any]) -> tuple[Any, Callable[[str], list[dict[str, float]]]]:
     """One engine process: every n-th user is its own."""
     config = SharingConfig(**task["config"])
-    (*_, method), reader = parse_methods((config.method,), ()), load_model(config.reader)
+    (*_, method), reader = parse_methods((METHOD,), ()), load_model(config.reader)
     passages = make_workload(reader, config.pool, config.chunk_tokens, None, config.seed).passages
     asked, users = trace(config), range(task["node"], config.users, config.engines)
     pool_bytes = config.pool * config.chunk_tokens * reader.adapter.kv_bytes_per_token

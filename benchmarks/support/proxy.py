@@ -26,7 +26,9 @@ from benchmarks.support.worker import WorkerProcess, serve
 
 GBIT = 1e9 / 8  # bytes a second
 BURST_S = 0.005  # of a bucket: makes up for late wake-ups
+SLEEP_S = 0.001  # a bucket sleeps no shorter: many sleeps would bound the rate
 PIECE, PACKET = 1 << 16, 1 << 12  # most and least bytes forwarded at a time
+BUFFER = 1 << 18  # bytes that are read ahead on a connection
 PIECE_S = 0.001  # time of a piece: connections share a link by packets, and a new rate holds soon
 POLL_S = 0.005  # between looks at a dead link
 SPARED = 1 << 10  # replies smaller than this are not damaged: greetings and counters
@@ -94,7 +96,7 @@ class TokenBucket:
         if bytes_per_s:
             now = time.monotonic()
             self._free_at = max(self._free_at, now - BURST_S) + n_bytes / bytes_per_s
-            if self._free_at > now:
+            if self._free_at - now > SLEEP_S:
                 await asyncio.sleep(self._free_at - now)
 
 
@@ -110,7 +112,7 @@ class Proxy:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())  # epoll sleeps whole milliseconds
-        start = asyncio.start_server(self._connect, sock=listener, ssl=tls, limit=PIECE)
+        start = asyncio.start_server(self._connect, sock=listener, ssl=tls, limit=BUFFER)
         self._server = self._loop.run_until_complete(start)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -146,7 +148,7 @@ class Proxy:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to, limit=PIECE)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to, limit=BUFFER)
         except OSError:
             writer.close()
             return
@@ -200,7 +202,7 @@ class Proxy:
 
 
 class ProxyProcess(WorkerProcess):
-    """A proxy that does not share an interpreter with what is measured, as no network does."""
+    """A proxy in its own process: it shares no interpreter with the measured code, as a network does not."""
 
     def __init__(self, to_port: int, log: Path, seed: int = 0) -> None:
         super().__init__(__name__, {"to_port": to_port, "seed": seed}, log)

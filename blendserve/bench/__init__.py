@@ -1,6 +1,6 @@
-"""Measuring speed: what is compared runs interleaved in one process, and ratios are taken round by round.
+"""Speed on this machine: compared cases run interleaved in one process, and ratios are computed round by round.
 
-    settings -> reader -> workload (a prompt of real text) -> contest (who runs it, over a store) -> figures -> tables
+    config -> model -> workload (a prompt of real text) -> groups of cases -> samples -> tables, JSON, plot
 
-docs/research/benchmarks.md tells how each figure is measured.
+docs/research/benchmarks.md describes how each figure is measured.
 """

@@ -2,8 +2,8 @@
 
     groups (a generator) -> measure -> SampleLog (a JSON line for each group) -> tables, a plot
 
-A machine that slows down for a second slows both sides of one round. So ratios are taken round by round, and their
-median is shown; a ratio of medians would move.
+A slow second of the machine slows both sides of one round. So a ratio is computed in each round, and the median of these
+is shown; a ratio of medians would move.
 """
 
 from __future__ import annotations

@@ -154,4 +154,5 @@ TABLE = table(
     count("requests", "requests"),
     count("failed", "failed"),
 )
-BENCH = Bench(ServingConfig, groups, (TABLE,), Plot(x="load", y="ttft_p95_s", series="method"))
+TINY = {"clients": 2, "passages": 2, "new_tokens": 2, "seconds": 0.5, "load_factors": (1.0,), "repeats": 1}
+BENCH = Bench(ServingConfig, groups, (TABLE,), Plot(x="load", y="ttft_p95_s", series="method"), TINY)

@@ -72,7 +72,7 @@ def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
             cases.append(Case({"operation": "get_cold"}, partial(get, warm_up=False), partial(drop, file)))
         facts = {"bytes": n_bytes, "records": n_records, "no_cold_reads": trouble or "measured"}
         labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
-        yield Group(labels, cases, partial(dict, facts))
+        yield Group(labels, cases, lambda: facts)
 
 
 def noise(config: StoreConfig) -> ChunkKV:
