@@ -63,9 +63,7 @@ class LayerReader:
         self._closed = False
         self._thread: threading.Thread | None = None
         if stream or not all(view.in_memory for view in views):
-            self._thread = threading.Thread(
-                target=self._loop, args=(stream is None,), name="blendserve-load", daemon=True
-            )
+            self._thread = threading.Thread(target=self._loop, name="blendserve-load", daemon=True)
             self._thread.start()
             self._order(0)
 

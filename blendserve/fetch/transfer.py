@@ -98,10 +98,9 @@ class Transfer:
         self._queue: list[IncomingChunk] = []  # that no transfer has asked for yet, in order
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
-        self._begun_s = self._clock()
+        self._begun_s, self._stall = self._clock(), StallDetector(self._link)
         self._may_interleave, self._may_start_early = False, self._options.early_start
         self._is_prefilling = self._is_over = self._is_lost = False
-        self._stall = StallDetector(self._link)
 
     # The prompt's thread
 
@@ -289,13 +288,13 @@ class Transfer:
     # Transfer threads
 
     def _submit(self) -> None:
-        """Let transfer threads look for work: one for each chunk that waits, up to the source's number."""
-        with self._changed:
-            for _ in self._todo()[: self._source.workers]:
-                self._pool.submit(self._work)
+        """Start transfers, up to the source's number. The link has its first chunks before the CPU computes the last."""
+        for _ in range(self._source.workers):
+            if batch := self._next():
+                self._pool.submit(self._work, batch)
 
-    def _work(self) -> None:
-        while batch := self._next():
+    def _work(self, batch: list[IncomingChunk]) -> None:
+        while batch:
             try:
                 self._source.transfer(batch)
             except Exception as error:  # a bug must not keep a prompt waiting
@@ -303,6 +302,7 @@ class Transfer:
                 for chunk in batch:
                     chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
             self._end(batch)
+            batch = self._next()
 
     def _todo(self) -> list[IncomingChunk]:
         self._queue = [chunk for chunk in self._queue if not chunk.is_started and not chunk.is_done]
