@@ -173,7 +173,7 @@ class BlendReport:
     unusable: tuple[Unusable, ...] = ()  # missing and corrupt chunks that may be in the store
     tiers: Mapping[str, int] = field(
         default_factory=dict
-    )  # of the chunks hit, how many came from where; "computed": here, while others were on their way
+    )  # of the chunks hit, how many came from where; "computed": here, while others were transferred
     near: tuple[
         NearChunk, ...
     ] = ()  # of the missing and corrupt chunks, what others have; () unless looked for
