@@ -69,22 +69,37 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
         prepare(config, folder / "made")
         model_settings(config, folder / "model.yaml")
         keys = KeyFile(folder / "keys.json")
-        regular = [
-            keys.create(Tenant(f"client {n}", collections=(INDEX,), read_only=True))
-            for n in range(config.clients)
-        ]
+        names = [f"client {n}" for n in range(config.clients)]
+        regular = [keys.create(Tenant(name, collections=(INDEX,), read_only=True)) for name in names]
         hostile = keys.create(Tenant("hostile", "hostile", collections=(UPLOADS,)))
-        facts: dict[str, Any] = {"statuses": {kind: {} for kind in KINDS}}
+        facts: dict[str, Any] = {"statuses": {kind: Counter[str]() for kind in KINDS}}
         windows = {"no": count_up(), "yes": count_up()}
 
         def run(neighbor: str) -> Metrics:
-            with server(folder) as url:
-                window = Window(config, url, regular, titles(folder / "made"), facts)
-                with hostile_client(config, url, hostile, folder, neighbor == "yes", facts) as start:
-                    return asyncio.run(window.run(next(windows[neighbor]), start))
+            with server(folder) as url, ExitStack() as stack:
+                attackers: list[WorkerProcess] = []
+
+                def attack() -> None:
+                    model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
+                    task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
+                    task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": config.connections}
+                    process = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
+                    attackers.append(stack.enter_context(process))
+
+                begin = attack if neighbor == "yes" else lambda: None
+                body, draw = titles(folder / "made"), next(windows[neighbor])
+                metrics = asyncio.run(window(config, url, regular, body, draw, facts, begin))
+                for attacker in attackers:
+                    for kind, statuses in attacker.call("end").items():
+                        facts["statuses"][kind].update(statuses)
+                return metrics
 
         cases = [Case({"hostile": name}, partial(run, name)) for name in windows]
         yield Group({"clients": config.clients}, cases, lambda: facts, warm_up=False)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def think_time(service_s: float, clients: int, share: float) -> float:
@@ -121,83 +136,52 @@ def server(folder: Path) -> Iterator[str]:
             yield child.url
 
 
-@contextmanager
-def hostile_client(
-    config: NeighborConfig, url: str, key: str, folder: Path, attacks: bool, facts: dict[str, Any]
-) -> Iterator[Callable[[], object]]:
-    """A function that starts the hostile client, or nothing. Its statuses are added to the facts at the end."""
-    with ExitStack() as stack:
-        attackers: list[WorkerProcess] = []
+async def window(
+    config: NeighborConfig,
+    url: str,
+    keys: Sequence[str],
+    body: Body,
+    draw: int,
+    facts: dict[str, Any],
+    begin: Callable[[], None],
+) -> Metrics:
+    """The regular clients of one server: warm up, then measure; `draw` decides their questions and times.
 
-        def start() -> None:
-            headers = {"Authorization": f"Bearer {key}"}
-            models = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S).raise_for_status()
-            task = {"url": url, "key": key, "model": models.json()["data"][0]["id"]}
-            limits = {"max_body": ServeConfig().max_body_kb * 1024, "connections": config.connections}
-            process = WorkerProcess("benchmarks.support.hostile", {**task, **limits}, folder / "hostile.log")
-            attackers.append(stack.enter_context(process))
+    facts: the first window sets the think time for all. begin: called before the measurement.
+    """
+    about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
 
-        yield start if attacks else lambda: None
-        for attacker in attackers:
-            for kind, statuses in attacker.call("end").items():
-                facts["statuses"][kind] = Counter(facts["statuses"][kind]) + Counter(statuses)
+    async def ask(client: httpx.AsyncClient, rng: random.Random) -> Response:
+        return await send(client, {**body(rng), **about})
 
-
-class Window:
-    """The regular clients of one server."""
-
-    def __init__(
-        self, config: NeighborConfig, url: str, keys: Sequence[str], body: Body, facts: dict[str, Any]
-    ) -> None:
-        """facts: the think time, which the first window sets for all."""
-        self._config, self._url, self._keys, self._facts = config, url, keys, facts
-        about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
-        self._body: Body = lambda rng: {**body(rng), **about}
-
-    async def run(self, draw: int, start: Callable[[], object]) -> Metrics:
-        """Warm up, then measure; `draw` decides what is asked and when. start: the hostile client."""
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(self._client(key)) for key in self._keys]
-            service_s = await self._sequential(clients)
-            think_s = self._facts.setdefault(
-                "think_s", think_time(service_s, self._config.clients, self._config.share)
-            )
-            start()
-            began = time.perf_counter()
-            until = began + self._config.seconds
-            asking = (
-                self._regular(client, think_s, until, random.Random(f"{draw} {n}"))
-                for n, client in enumerate(clients)
-            )
-            responses = [one for some in await asyncio.gather(*asking) for one in some]
-            return {**metrics_of(responses, time.perf_counter() - began), "service_s": service_s}
-
-    def _client(self, key: str) -> httpx.AsyncClient:
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, headers=headers)
-
-    async def _sequential(self, clients: Sequence[httpx.AsyncClient]) -> float:
-        """One request at a time -> median seconds of an answer, without the first. Raises InputError without answers."""
-        rng = random.Random("alone")
-        responses = [await send(clients[n % len(clients)], self._body(rng)) for n in range(SEQUENTIAL)]
-        seconds = [r.ttft_s + sum(r.itl_s) for r in responses[1:] if r.ttft_s is not None]
-        if not seconds:
-            raise InputError(
-                "the server answers no regular question, even alone: ask for fewer passages or tokens"
-            )
-        return statistics.median(seconds)
-
-    async def _regular(
-        self, client: httpx.AsyncClient, think_s: float, until: float, rng: random.Random
-    ) -> list[Response]:
+    async def regular(client: httpx.AsyncClient, rng: random.Random, until: float) -> list[Response]:
         """Ask, wait for the answer, think; at least once."""
         responses: list[Response] = []
         await asyncio.sleep(min(rng.uniform(0, think_s), until - time.perf_counter()))
         while not responses or time.perf_counter() < until:
-            responses.append(await send(client, self._body(rng)))
+            responses.append(await ask(client, rng))
             pause = rng.expovariate(1 / think_s)
             await asyncio.sleep(max(0.0, min(pause, until - time.perf_counter())))
         return responses
+
+    async with AsyncExitStack() as stack:
+        opened = (httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=bearer(key)) for key in keys)
+        clients = [await stack.enter_async_context(client) for client in opened]
+        rng = random.Random("alone")
+        warm = [await ask(clients[n % len(clients)], rng) for n in range(SEQUENTIAL)]
+        seconds = [r.ttft_s + sum(r.itl_s) for r in warm[1:] if r.ttft_s is not None]
+        if not seconds:
+            raise InputError("the server answers no regular question: ask for fewer passages or tokens")
+        service_s = statistics.median(seconds)
+        think_s = facts.setdefault("think_s", think_time(service_s, config.clients, config.share))
+        begin()
+        began = time.perf_counter()
+        asking = (
+            regular(client, random.Random(f"{draw} {n}"), began + config.seconds)
+            for n, client in enumerate(clients)
+        )
+        responses = [one for some in await asyncio.gather(*asking) for one in some]
+        return {**metrics_of(responses, time.perf_counter() - began), "service_s": service_s}
 
 
 TABLE = table(

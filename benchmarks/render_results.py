@@ -1,18 +1,19 @@
 """`python -m benchmarks.render_results`: benchmarks/results/ and claims.yaml -> the results page and README's table.
 
-What stands between the two marks of a page is generated, and a test compares it. The page's plots are files beside it.
+The part between the two marks of a page is generated; a test compares it. The plots are files beside the results page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from blendserve.bench.harness import Column, select, summarize
 from blendserve.bench.runner import load_bench
 from blendserve.bench.suite import Suite, Verdict
 from blendserve.errors import InputError
+from blendserve.evaluate import plots
 from blendserve.provenance import describe
 
 ROOT = Path(__file__).parents[1]
@@ -30,14 +31,6 @@ METHODS = {
 }
 
 
-class Figure(NamedTuple):
-    """A plot of the results page."""
-
-    title: str
-    run: str
-    draw: Callable[[dict[str, Any]], bytes]
-
-
 def _bench_plot(result: dict[str, Any]) -> bytes:
     plot = load_bench(result["bench"]).plot
     assert plot
@@ -45,22 +38,19 @@ def _bench_plot(result: dict[str, Any]) -> bytes:
 
 
 def _pareto(result: dict[str, Any]) -> bytes:
-    from blendserve.evaluate.plots import pareto  # start-up: matplotlib
-
-    return pareto(result["methods"], "2WikiMQA", result["metric"])
+    return plots.pareto(result["methods"], "2WikiMQA", result["metric"])
 
 
 def _codecs(result: dict[str, Any]) -> bytes:
-    from blendserve.evaluate.plots import codecs  # start-up: matplotlib
-
-    return codecs(result["methods"], "2WikiMQA")
+    return plots.codecs(result["methods"], "2WikiMQA")
 
 
-FIGURES = {
-    "ttft": Figure("TTFT against context", "sweep", _bench_plot),
-    "quality": Figure("KL share and F1 against TTFT", "quality_2wikimqa", _pareto),
-    "codecs": Figure("Size of stored KV against KL share", "quality_codecs", _codecs),
-    "serving": Figure("p95 TTFT against offered load", "serving", _bench_plot),
+# file -> title, run, and what draws it
+FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], bytes]]] = {
+    "ttft": ("TTFT against context", "sweep", _bench_plot),
+    "quality": ("KL share and F1 against TTFT", "quality_2wikimqa", _pareto),
+    "codecs": ("Size of stored KV against KL share", "quality_codecs", _codecs),
+    "serving": ("p95 TTFT against offered load", "serving", _bench_plot),
 }
 
 
@@ -71,9 +61,9 @@ def results_part(suite: Suite, results: Path) -> str:
         met = "" if verdict is None else "yes" if verdict.met else "**no**"
         lines.append(f"| {claim.says} | {_measured(verdict)} | {claim.target} | {met} | `{claim.run}` |")
     lines += ["", _measured_on(suite, results), ""]
-    for name, figure in FIGURES.items():
-        shown = suite.runs[figure.run].result(results) is not None
-        lines.append(f"![{figure.title}](plots/{name}.svg)" if shown else f"- {figure.title}: {UNKNOWN}.")
+    for name, (title, run, _) in FIGURES.items():
+        shown = suite.result(run, results) is not None
+        lines.append(f"![{title}](plots/{name}.svg)" if shown else f"- {title}: {UNKNOWN}.")
     return "\n".join(lines)
 
 
@@ -81,7 +71,7 @@ def readme_part(suite: Suite, results: Path) -> str:
     """TTFT of every method, speedup over transformers, and KL shares."""
     titles = ("method", "TTFT ms", "speedup", *(f"KL share, {title}" for title in QUALITY.values()))
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    ttft = suite.runs["ttft"].result(results)
+    ttft = suite.result("ttft", results)
     for method, name in METHODS.items():
         cells = [UNKNOWN, ""]
         if ttft is not None:
@@ -90,7 +80,7 @@ def readme_part(suite: Suite, results: Path) -> str:
             column = Column("", "ttft_s", baseline={"method": "transformers"})
             ratio = 1.0 if method == "transformers" else summarize(select(ttft, column, where)).median
             cells = [f"{seconds:,.0f}", f"{ratio:.1f}"]
-        shares = [_kl_share(suite.runs[run].result(results), method) for run in QUALITY]
+        shares = [_kl_share(suite.result(run, results), method) for run in QUALITY]
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (name, *cells, *shares)))
     return "\n".join(lines)
 
@@ -121,7 +111,7 @@ def _measured(verdict: Verdict | None) -> str:
 
 def _measured_on(suite: Suite, results: Path) -> str:
     """Machines and commits of the results: one each, or the table is not of one machine and commit."""
-    found = [result for run in suite.runs.values() if (result := run.result(results)) is not None]
+    found = [result for run in suite.runs if (result := suite.result(run, results)) is not None]
     places = [result["environment"] for result in found if "environment" in result]
     machines = {p["machine"] if isinstance(p["machine"], str) else describe(p["machine"]) for p in places}
     commits = {p.get("versions", p)["commit"] for p in places}
@@ -135,11 +125,11 @@ def main() -> None:
     suite = Suite.read(CLAIMS)
     for page in (RESULTS_PAGE, README):
         page.write_text(rendered(page, suite, RESULTS), "utf-8")
-    plots = RESULTS_PAGE.with_name("plots")
-    plots.mkdir(exist_ok=True)
-    for name, figure in FIGURES.items():
-        if (result := suite.runs[figure.run].result(RESULTS)) is not None:
-            (plots / f"{name}.svg").write_bytes(figure.draw(result))
+    folder = RESULTS_PAGE.with_name("plots")
+    folder.mkdir(exist_ok=True)
+    for name, (_, run, draw) in FIGURES.items():
+        if (result := suite.result(run, RESULTS)) is not None:
+            (folder / f"{name}.svg").write_bytes(draw(result))
 
 
 if __name__ == "__main__":

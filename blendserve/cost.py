@@ -12,7 +12,7 @@ to recompute may still be worth storing. Unknown numbers stay blank: the result 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -47,9 +47,7 @@ class LevelConfig(Section):
     """One codec at one level."""
 
     prefix = "cost.levels."
-    bytes_per_token: Price | None = Field(
-        None, description="Size of a token's KV, in bytes, headers and checksums included."
-    )
+    bytes_per_token: Price | None = Field(None, description="Bytes of a token's KV, with headers.")
     decode_seconds: Price | None = Field(None, description="Machine time to decode a token's KV, in seconds.")
 
 
@@ -57,24 +55,18 @@ class CostConfig(Section):
     """Prices, measured sizes and times, and a workload."""
 
     currency: str = Field("USD", description="Currency of the prices.")
-    machine_hour: Price | None = Field(
-        None, description="Price of an hour of the machine that runs the model."
-    )
+    machine_hour: Price | None = Field(None, description="Price of an hour of the model's machine.")
     tiers: dict[str, TierConfig] = Field({}, description="Places to store KV, with their prices.")
     levels: dict[str, LevelConfig] = Field({}, description="Codecs and levels, with their sizes.")
     prefill_seconds: Price | None = Field(None, description="Machine time to prefill a token, in seconds.")
     ratio: Ratio = Field(0.05, description="Fraction of the cached tokens to recompute.")
     load_seconds: Price | None = Field(
-        None,
-        description="Machine time to read, rotate and place a cached token, in seconds, where it does "
-        "not overlap with computation.",
+        None, description="Machine time to load a cached token, in seconds, that no computation hides."
     )
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
     tokens: Price = Field(1e9, description="Size of the corpus, in tokens.")
     reuses: Price = Field(10.0, description="Average number of uses of a token per month.")
-    months: float = Field(
-        6.0, gt=0.0, description="Number of months that a chunk is used before it is recomputed or dropped."
-    )
+    months: float = Field(6.0, gt=0.0, description="Number of months that a stored chunk is used.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +91,14 @@ def estimates(config: CostConfig) -> list[Estimate]:
     return [_estimate(config, tier, level) for tier in config.tiers for level in config.levels]
 
 
-def recommendations(config: CostConfig) -> dict[str, str | None]:
+def recommendations(found: Sequence[Estimate]) -> dict[str, str | None]:
     """tier -> the level with the largest savings; None: recompute. A tier without complete prices is left out."""
-    best: dict[str, Estimate] = {}
-    for estimate in estimates(config):
-        if estimate.savings is not None:
-            known = best.get(estimate.tier)
-            if known is None or estimate.savings > (known.savings or 0.0):
-                best[estimate.tier] = estimate
-    return {tier: e.level if (e.savings or 0.0) > 0 else None for tier, e in best.items()}
+    best: dict[str, tuple[float, str | None]] = {}
+    for e in found:
+        if e.savings is not None:
+            saved, level = best.get(e.tier, (0.0, None))
+            best[e.tier] = (e.savings, e.level) if e.savings > saved else (saved, level)
+    return {tier: level for tier, (_, level) in best.items()}
 
 
 def report(config: CostConfig) -> dict[str, Any]:
@@ -117,7 +108,7 @@ def report(config: CostConfig) -> dict[str, Any]:
         "settings": config.model_dump(mode="json"),
         "verdicts": [{k: "never" if v == inf else v for k, v in asdict(e).items()} for e in found],
         "missing": sorted({name for estimate in found for name in estimate.missing}),
-        "keep": recommendations(config),
+        "keep": recommendations(found),
     }
 
 
@@ -163,19 +154,19 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
 
 
 def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:
-    prices, size = config.tiers[tier], config.levels[level]
-    missing = tuple(_missing(config, tier, level))
-    if missing:
+    places = {
+        "": (config, ("machine_hour", "prefill_seconds", "load_seconds")),
+        f"tiers.{tier}.": (config.tiers[tier], ("gb_month", "gb_read", "thousand_reads")),
+        f"levels.{level}.": (config.levels[level], ("bytes_per_token", "decode_seconds")),
+    }
+    values = {prefix + n: getattr(section, n) for prefix, (section, names) in places.items() for n in names}
+    if missing := tuple(name for name, value in values.items() if value is None):
         return Estimate(tier, level, missing)
-    second, n_bytes = (config.machine_hour or 0.0) / 3600, size.bytes_per_token or 0.0
-    prefill, load, decode = (
-        x or 0.0 for x in (config.prefill_seconds, config.load_seconds, size.decode_seconds)
-    )
-    hold = n_bytes * (prices.gb_month or 0.0) / GB
+    hour, prefill, load, gb_month, gb_read, thousand_reads, n_bytes, decode = values.values()
+    second = hour / 3600
+    hold = n_bytes * gb_month / GB
     first = second * prefill / config.months
-    reading = (
-        n_bytes * (prices.gb_read or 0.0) / GB + (prices.thousand_reads or 0.0) / 1000 / config.chunk_tokens
-    )
+    reading = n_bytes * gb_read / GB + thousand_reads / 1000 / config.chunk_tokens
     reuse = second * (config.ratio * prefill + load + decode) + reading
     recompute = second * prefill
     stored = hold + first + config.reuses * reuse
@@ -191,16 +182,6 @@ def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:
         claim_at=CLAIM * hold / recompute if recompute else inf,
         savings=config.tokens * (config.reuses * recompute - stored),
     )
-
-
-def _missing(config: CostConfig, tier: str, level: str) -> Iterator[str]:
-    parts: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
-        ("", config, ("machine_hour", "prefill_seconds", "load_seconds")),
-        (f"tiers.{tier}.", config.tiers[tier], ("gb_month", "gb_read", "thousand_reads")),
-        (f"levels.{level}.", config.levels[level], ("bytes_per_token", "decode_seconds")),
-    )
-    for prefix, section, names in parts:
-        yield from (prefix + name for name in names if getattr(section, name) is None)
 
 
 def _levels(config: CostConfig) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Questions:
         weights = [1 / (rank + 1) for rank in range(len(self._topics))]  # Zipf
         (topic,) = lots.choices(self._topics, weights)
         own = tuple(lots.sample(topic, ASKED))
-        plan = self._engine.plan(Request("What is this about?", own))
+        plan = self._engine.prepare(Request("What is this about?", own))
         keys = frozenset(self._engine.blender.key(chunk.ids) for chunk in plan.prompt.chunks)
         return RoutedRequest(plan, "", ""), keys
 

@@ -22,18 +22,15 @@ import torch
 import torch.nn.functional as F
 
 from blendserve.kernels import selfcheck
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.cpu import isa
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.norm import FORMS, Norm
 from blendserve.kernels.ops import OPERATIONS
-from blendserve.kernels.rotary import HALVES, Rotary
+from blendserve.kernels.rotary import HALVES
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 from blendserve.provenance import cpu_name
 from blendserve.store.codecs.predict import rans, rans_native
-
-PLAIN_HALVES = Rotary(lambda q, k, cos, sin: (HALVES.rotated(q[0], Rope(cos[0], sin[0]))[None], k), HALVES)
 
 
 def calls(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -57,13 +54,13 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
                 yield "attend_with_scores", f"{len(at)} rows, {window}, {softcap}", (*given, plan)
     for rows in (1, 8, 9, 130):
         yield "linear", f"{rows}", (draw(rows, 192), draw(142, 192), draw(142))
-        yield "gated_activation", f"{rows}", (4 * draw(rows, 90), draw(rows, 90), Activation(F.silu, True))
+        yield "gated_activation", f"{rows}", (4 * draw(rows, 90), draw(rows, 90), F.silu)
         for i, form in enumerate(FORMS):
             norm = Norm(lambda x: x, draw(576), 1e-5, form)
             yield "add_norm", f"{rows}, form {i}", (draw(rows, 576), draw(rows, 576), norm)
-    yield "rotate", "600 rows", (draw(3, 600, 80), rope, PLAIN_HALVES)
+    yield "rotate", "600 rows", (draw(3, 600, 80), rope, HALVES)
     chunks = [(3, draw(2, 130, 64), draw(2, 130, 64)), (140, draw(2, 60, 64), draw(2, 60, 64))]
-    yield "place", "two chunks", (chunks, *torch.zeros(2, 2, 600, 64, dtype=dtype), rope, PLAIN_HALVES)
+    yield "place", "two chunks", (chunks, *torch.zeros(2, 2, 600, 64, dtype=dtype), rope, HALVES)
     at, others = (torch.tensor([i for i in range(600) if (i % 7 == 0) == fresh]) for fresh in (True, False))
     sizes, other_sizes = ([int((x < 250).sum()), int((x >= 250).sum())] for x in (at, others))
     which = torch.arange(len(at)), at, sizes, others, other_sizes, (0.4, 0.7)
@@ -72,7 +69,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     shift = CorrectionParams(16.0, 0.0, 0.5, 0.6, None)
     ridge = CorrectionParams(16.0, 40.0, 0.8, 0.9, 800.0, 20.0, 0.6, 0.7)
     for name, how in (("shift", (shift, None)), ("ridge", (ridge, None)), ("prior", (ridge, prior))):
-        yield "correct", name, (*draw(2, 2, 600, 64), fresh, rope, PLAIN_HALVES, *how)
+        yield "correct", name, (*draw(2, 2, 600, 64), fresh, rope, HALVES, *how)
 
 
 def codec_calls(

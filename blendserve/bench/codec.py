@@ -1,9 +1,9 @@
 """`blendserve bench codec`: bytes a token of each codec and level, and the time of encoding, decoding and a first token.
 
 Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables
-count apart, and per token of the chunks that share them. Encoding runs in one thread, as during precompute. Decoding goes
-layer by layer, the chunks side by side in as many threads as prefill has, without the store. TTFT is that of one
-method over the same prompt from a store of each codec.
+are shared by all chunks, and counted apart. Encoding runs in one thread, as during precompute. Decoding goes layer by
+layer, all chunks in parallel in as many threads as prefill has, without the store. TTFT is that of one method over the
+same prompt from a store of each codec.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pydantic import Field, field_validator
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
+from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.core import ChunkKV
 from blendserve.engine.codec_fit import fit, self_generated_text
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
@@ -34,7 +35,6 @@ from blendserve.store.codecs.base import ChunkShape, Codec
 from blendserve.store.view import decode
 from blendserve.timing import Clock
 
-SHARED_BY = (1_000, 100_000)  # chunks that one set of tables serves
 RAW = CODECS.default
 
 
@@ -104,50 +104,37 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
     workload = config.workload(reader)
     tables = CodecTables(reader, workload.prompts, config.fit_tokens)
     n_bytes = len(workload.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
+    sizes: list[Case] = []
     with scratch(config.folder) as folder, ExitStack() as stores:
-        blenders: dict[str, Blender] = {}
+        cases: list[Case] = []
         for word in words:
             store = stores.enter_context(LMDBStore(folder / word, n_bytes))
             codec = tables.codec(word, store)
-            blenders[word] = make_blender(reader, workload.prompts, store, codec=codec)
-            blenders[word].writer.precompute(workload.chunks)
-        coded = {word: records(blender, workload.chunks) for word, blender in blenders.items()}
-        kvs = [_decoded(record) for record in coded[RAW]]
-        tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
-        sizes = [
-            Case({"codec": word}, partial(_sizes, coded[word], len(tables.tables(word)), tokens, raw_bytes))
-            for word in words
-        ]
-        facts = {"tokens": tokens, "raw_bytes": raw_bytes}
-        yield Group({"of": "size"}, sizes, partial(dict, facts), repeats=1, warm_up=False)
-
-        def prompt(word: str, blend: BlendConfig, metric: str) -> float:
-            return time_prompt(blenders[word], workload, blend)[0][metric]
-
-        full = partial(prompt, RAW, BlendConfig(method="full"), "prefill_s")
-        cases = [Case({"operation": "prefill"}, lambda: {"time_s": full()})]
-        for word in words:
+            blender = make_blender(reader, workload.prompts, store, codec=codec)
+            blender.writer.precompute(workload.chunks)
+            coded = [record for ids in workload.chunks if (record := read_record(store, blender.key(ids)))]
+            if word == RAW:
+                kvs = [ChunkKV(kv.keys, kv.values) for kv in map(decode, coded)]
+                tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
+                full = partial(_time, blender, workload, BlendConfig(method="full"), "prefill_s")
+                cases.append(Case({"operation": "prefill"}, lambda full=full: {"time_s": full()}))  # type: ignore[misc]
+            size = partial(_size, coded, len(tables.tables(word)), tokens, raw_bytes)
+            sizes.append(Case({"codec": word}, size))
             operations: dict[str, Callable[[], float]] = {
-                "encode": partial(_encode, tables.codec(word), kvs),
-                "decode": partial(_decode, tables.codec(word), kvs, coded[word]),
-                "ttft": partial(prompt, word, blend, "ttft_s"),
+                "encode": partial(_encode, codec, kvs),
+                "decode": partial(_decode, codec, kvs, coded),
+                "ttft": partial(_time, blender, workload, blend, "ttft_s"),
             }
             for name, run in operations.items():
-                cases.append(
-                    Case({"operation": name, "codec": word}, partial(_rates, run, tokens, raw_bytes))
-                )
+                labels = {"operation": name, "codec": word}
+                cases.append(Case(labels, partial(_rates, run, tokens, raw_bytes)))
+        facts = {"tokens": tokens, "raw_bytes": raw_bytes}
+        yield Group({"of": "size"}, sizes, partial(dict, facts), repeats=1, warm_up=False)
         yield Group({"of": "speed"}, cases)
 
 
-def records(blender: Blender, chunks: Sequence[TokenIds]) -> list[ChunkRecord]:
-    """The stored records of these chunks."""
-    found = [read_record(blender.store, blender.key(ids)) for ids in chunks]
-    return [record for record in found if record is not None]
-
-
-def _decoded(record: ChunkRecord) -> ChunkKV:
-    kv = decode(record)
-    return ChunkKV(kv.keys, kv.values)
+def _time(blender: Blender, workload: Workload, blend: BlendConfig, metric: str) -> float:
+    return time_prompt(blender, workload, blend)[0][metric]
 
 
 def _encode(codec: Codec, kvs: Sequence[ChunkKV]) -> float:
@@ -174,25 +161,22 @@ def _rates(run: Callable[[], float], tokens: int, raw_bytes: int) -> Metrics:
     return {"time_s": seconds, "raw_mb_per_s": raw_bytes / seconds / 1e6, "tokens_per_s": tokens / seconds}
 
 
-def _sizes(coded: Sequence[ChunkRecord], tables: int, tokens: int, raw_bytes: int) -> Metrics:
+def _size(coded: Sequence[ChunkRecord], tables: int, tokens: int, raw_bytes: int) -> Metrics:
     stored = sum(record.n_bytes + len(record.header_bytes()) for record in coded)
-    per_token, chunk_tokens = stored / tokens, tokens / len(coded)
     return {
-        "bytes_per_token": per_token,
+        "bytes_per_token": stored / tokens,
         "compression": raw_bytes / stored,
         "bits_per_element": 8 * stored * coded[0].shape.dtype.itemsize / raw_bytes,
         "tables_bytes": tables,
-        **{f"with_tables_{n}": per_token + tables / n / chunk_tokens for n in SHARED_BY},
     }
 
 
 TABLES = (
     table(
-        "Size; bytes per token with tables that several chunks share",
+        "Size",
         count("x smaller", "compression", digits=2),
         count("bits per element", "bits_per_element", digits=3),
         count("bytes per token", "bytes_per_token"),
-        *(count(f"{n:,} chunks", f"with_tables_{n}") for n in SHARED_BY),
         count("tables MB", "tables_bytes", 1e-6, 2),
         of="size",
     ),

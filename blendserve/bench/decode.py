@@ -28,7 +28,7 @@ from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Answer, Prompt, Steps, TokenIds, run
 from blendserve.engine.generate import AnswerStream, Sequence
-from blendserve.engine.request import Plan
+from blendserve.engine.request import PreparedRequest
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import Runner
@@ -172,8 +172,8 @@ def _drafts(reader: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: di
 def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: DecodeConfig) -> Answer:
     """The answer of a request whose prompt is prefilled; the KV after the prompt is overwritten."""
     prompt = Prompt((), (), ids)
-    plan = Plan(prompt, (), BlendConfig(), decode, Clock(reader.adapter.device))
-    full = plan_full_prefill(prompt, plan.blend)
+    request = PreparedRequest(prompt, (), BlendConfig(), decode, Clock(reader.adapter.device))
+    full = plan_full_prefill(prompt, request.blend)
     prefill = Prefilled(done, make_report(full, done), explain(full, done))
 
     def steps(_: Sequence) -> Steps[Prefilled]:
@@ -181,7 +181,7 @@ def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: Deco
         return prefill
 
     runner = Runner.over(reader.adapter, done.cache, len(ids), decode.max_new_tokens)
-    return AnswerStream(Sequence(plan, reader, steps), prefill, runner.step, runner.draft_room(1)).answer()
+    return AnswerStream(Sequence(request, reader, steps), prefill, runner.step, runner.draft_room(1)).answer()
 
 
 TABLE = table(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -201,37 +201,37 @@ def ratio(title: str, metric: str, **baseline: Any) -> Column:
     return Column(title, metric, baseline=baseline, compare="ratio")
 
 
+Rendered = tuple[str, list[str], list[list[str]]]
+"""title, columns, rows"""
+
+
 @dataclass(frozen=True)
 class Table:
     """A row for each combination of labels that includes `where`, a column for each metric."""
 
     title: str
     columns: tuple[Column, ...]
-    where: Labels = field(default_factory=dict)
+    where: Labels
 
-    def render(self, samples: Sequence[Sample]) -> tuple[str, list[str], list[list[str]]] | None:
-        """Title, columns, rows; labels that all rows share stand in the title. None without a row."""
-        rows = [
-            row for row in _rows(samples, self.where) if any(c.values(samples, row) for c in self.columns)
-        ]
+    def render(self, samples: Sequence[Sample]) -> Rendered | None:
+        """Labels that all rows share stand in the title, and empty columns are left out. None without a row."""
+        found = [(row, [c.text(samples, row) for c in self.columns]) for row in _rows(samples, self.where)]
+        rows = [(row, cells) for row, cells in found if any(cells)]
         if not rows:
             return None
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        shared = [n for n in names if len({str(row.get(n)) for row in rows}) == 1]
-        shown = [name for name in names if name not in shared] or names[-1:]
-        cells = {c.title: [c.text(samples, row) for row in rows] for c in self.columns}
-        used = {title: texts for title, texts in cells.items() if any(texts)}
-        title = ", ".join([self.title, *(f"{n} {rows[0][n]}" for n in shared if n not in shown)])
-        labels = [[f"{row.get(n, '')}" for n in shown] for row in rows]
-        lines = [[*own, *line] for own, line in zip(labels, zip(*used.values(), strict=True), strict=True)]
-        return title, [*shown, *used], lines
+        names = list(dict.fromkeys(name for row, _ in rows for name in row))
+        shown = [n for n in names if len({str(row.get(n)) for row, _ in rows}) > 1] or names[-1:]
+        used = [i for i in range(len(self.columns)) if any(cells[i] for _, cells in rows)]
+        shared = [f"{n} {rows[0][0][n]}" for n in names if n not in shown]
+        lines = [[*(f"{row.get(n, '')}" for n in shown), *(cells[i] for i in used)] for row, cells in rows]
+        return ", ".join([self.title, *shared]), [*shown, *(self.columns[i].title for i in used)], lines
 
 
 def table(title: str, *columns: Column, **where: Any) -> Table:
     return Table(title, columns, where)
 
 
-def render(tables: Sequence[Table], result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
+def render(tables: Sequence[Table], result: Result) -> list[Rendered]:
     """Tables of metrics, then the facts that are one number or one word."""
     samples = samples_of(result)
     facts = [

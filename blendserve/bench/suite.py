@@ -30,14 +30,13 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from string import Template
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Column, read_result, select, summarize
@@ -97,73 +96,67 @@ class Claim(Section):
 
 
 class Run(Section):
-    """One run: a bench with settings, or a command whose last line of stdout is JSON."""
+    """One run: a bench with its settings, or a command whose last line of stdout is JSON."""
 
-    name: str = Field(description="Name, also of the file of its result.")
+    model_config = ConfigDict(frozen=True, extra="allow")  # settings of the bench
     minutes: float = Field(1.0, description="Time that it needs, in minutes.")
     bench: str = Field("", description="Name of a bench, or of its module.")
     command: str = Field("", description="Module and its words, as after python -m.")
-    settings: Mapping[str, Any] = Field({}, description="Settings of the bench.")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Run:
+        if bool(self.bench) == bool(self.command) or (self.command and self.model_extra):
+            raise ValueError("a run needs a bench with its settings, or a command")
+        if self.bench and not self.unset:
+            self.config()
+        return self
 
     @property
     def unset(self) -> list[str]:
         """Variables that have no value."""
-        found = re.findall(r"\$(\w+)", f"{self.command} {self.settings}")
+        found = re.findall(r"\$(\w+)", f"{self.command} {self.model_extra}")
         return sorted({name for name in found if name != FOLDER})
-
-    def file(self, folder: Path) -> Path:
-        """The file of its result."""
-        return folder / f"{self.name}.{'json' if self.command else 'jsonl'}"
 
     def config(self, **overrides: Any) -> Any:
         """The bench's settings. Raises ConfigError."""
-        return load_bench(self.bench).config(**{**self.settings, **overrides})
-
-    def result(self, folder: Path) -> dict[str, Any] | None:
-        """The stored result; None without one."""
-        file = self.file(folder)
-        if not file.exists():
-            return None
-        return dict(json.loads(file.read_text("utf-8"))) if self.command else read_result(file)
+        return load_bench(self.bench).config(**{**(self.model_extra or {}), **overrides})
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(Section):
     """Runs by name, the most important first, and claims."""
 
     runs: Mapping[str, Run]
-    claims: tuple[Claim, ...]
-    variables: Mapping[str, str]
+    claims: tuple[Claim, ...] = ()
+    variables: Mapping[str, str] = {}
 
     @classmethod
     def read(cls, file: str | Path, variables: Mapping[str, str] | None = None) -> Suite:
         """Raises ConfigError, also for wrong settings of a bench."""
         try:
             text = Template(Path(file).read_text("utf-8")).safe_substitute(variables or {})
-            parts = yaml.safe_load(text)
-            runs = {name: _run(name, given) for name, given in parts["runs"].items()}
-            claims = tuple(Claim(**given) for given in parts.get("claims", ()))
-        except (OSError, TypeError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
-            raise ConfigError(f"the suite {file} cannot be read: {error!r}") from None
-        for run in runs.values():
-            if bool(run.bench) == bool(run.command) or (run.command and run.settings):
-                raise ConfigError(f"run {run.name!r} of {file} needs a bench with its settings, or a command")
-            if run.bench and not run.unset:
-                run.config()
-        if unknown := {claim.run for claim in claims} - set(runs):
+            suite = cls(**yaml.safe_load(text), variables=variables or {})
+        except (OSError, TypeError, ConfigError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the suite {file}: {error}") from None
+        if unknown := {claim.run for claim in suite.claims} - set(suite.runs):
             raise ConfigError(f"{file} has claims on unknown runs: {', '.join(sorted(unknown))}")
-        return cls(runs, claims, variables or {})
+        return suite
+
+    def file(self, run: str, folder: Path) -> Path:
+        """The file of a run's result."""
+        return folder / f"{run}.{'json' if self.runs[run].command else 'jsonl'}"
+
+    def result(self, run: str, folder: Path) -> dict[str, Any] | None:
+        """The stored result; None without one."""
+        file = self.file(run, folder)
+        if not file.exists():
+            return None
+        return dict(json.loads(file.read_text("utf-8"))) if self.runs[run].command else read_result(file)
 
     def verdicts(self, folder: Path) -> Iterator[tuple[Claim, Verdict | None]]:
         """None where the run has no result yet. Raises InputError where a result lacks the figure."""
         for claim in self.claims:
-            result = self.runs[claim.run].result(folder)
+            result = self.result(claim.run, folder)
             yield claim, claim.judge(result) if result is not None else None
-
-
-def _run(name: str, given: Mapping[str, Any]) -> Run:
-    own = {part: given[part] for part in ("minutes", "bench", "command") if part in given}
-    return Run(name=name, **own, settings={k: value for k, value in given.items() if k not in own})
 
 
 def run_suite(
@@ -174,25 +167,25 @@ def run_suite(
         raise InputError(f"the suite has no run {sorted(unknown)[0]!r}: it has {', '.join(suite.runs)}")
     end, states = time.monotonic() + 60 * minutes, dict[str, str]()
     out.mkdir(parents=True, exist_ok=True)
-    for run in suite.runs.values():
-        left = (end - time.monotonic()) / 60
-        if only and run.name not in only:
+    for name, run in suite.runs.items():
+        left, file = (end - time.monotonic()) / 60, suite.file(name, out)
+        if only and name not in only:
             continue
-        if run.file(out).exists() and not dry_run:
-            states[run.name] = "done"
+        if file.exists() and not dry_run:
+            states[name] = "done"
         elif run.unset and not dry_run:
-            states[run.name] = f"skipped: needs --set {run.unset[0]}=VALUE"
+            states[name] = f"skipped: needs --set {run.unset[0]}=VALUE"
         elif run.minutes > left:
-            states[run.name] = f"skipped: needs {run.minutes:g} minutes"
+            states[name] = f"skipped: needs {run.minutes:g} minutes"
         else:
-            log.info("%s: %g of %.0f minutes left", run.name, run.minutes, left)
-            states[run.name] = _do(run, suite.variables, out, dry_run)
-        if states[run.name] != "done":
-            log.warning("%s: %s", run.name, states[run.name].strip().splitlines()[-1])
+            log.info("%s: %g of %.0f minutes left", name, run.minutes, left)
+            states[name] = _do(run, suite.variables, file, dry_run)
+        if states[name] != "done":
+            log.warning("%s: %s", name, states[name].strip().splitlines()[-1])
     return states
 
 
-def _do(run: Run, variables: Mapping[str, str], out: Path, dry_run: bool) -> str:
+def _do(run: Run, variables: Mapping[str, str], file: Path, dry_run: bool) -> str:
     """-> "done", or the error with its traceback"""
     try:
         if run.bench and dry_run:
@@ -200,9 +193,9 @@ def _do(run: Run, variables: Mapping[str, str], out: Path, dry_run: bool) -> str
                 tiny = load_bench(run.bench).tiny_config(**model)
                 run_bench(run.bench, run.config(**tiny.model_dump(include=tiny.model_fields_set)))
         elif run.bench:
-            run_bench(run.bench, run.config(), run.file(out))
+            run_bench(run.bench, run.config(), file)
         elif not dry_run:
-            _run_command(run.command, variables, run.file(out))
+            _run_command(run.command, variables, file)
         return "done"
     except Exception:
         return traceback.format_exc()

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ from blendserve.store.view import TensorView
 log = logging.getLogger(__name__)
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
+MEASURE_S = 4.0  # about what a measurement may take: a slower machine is measured with shorter prompts
 
 
 class Work(NamedTuple):
@@ -116,6 +116,17 @@ def calibrated(model: DecoderModel, fingerprint: str, folder: Path, fresh: bool 
     return costs
 
 
+def _longest_prompt(model: DecoderModel, clock: Callable[[], float]) -> int:
+    """Tokens of the longest prompt to measure: fewer where 32 rows say that MEASURE_S would not do.
+
+    All tries have 200 times as many rows, which take half of the time each where they are many.
+    """
+    _, seconds = [timed for _ in range(2) for timed in _timed(model, 32, 0, 0, clock)][
+        -1
+    ]  # the first warms up
+    return min(model.context_limit, 2400, max(100, round(2400 * MEASURE_S / (100 * seconds + 1e-9))))
+
+
 def measure(
     model: DecoderModel, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> CostModel:
@@ -125,13 +136,15 @@ def measure(
     what attending costs. The least of a few tries counts: a busy machine only ever adds time. Each case has its tries in
     turns with the others, so that a slow second falls on one try of each.
     """
-    room = min(model.context_limit, 2400)
+    room = _longest_prompt(model, clock)
     dense = [(room * share // 2400, 0) for share in (32, 128, 512, 1024)]
     behind = [
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
     cases = [case for case in dense + behind if case[0] > 0]
-    rounds = [[part for case in cases for part in _timed(model, *case, room, clock)] for _ in range(repeats)]
+    rounds: list[list[tuple[list[float], float]]] = []
+    while len(rounds) < repeats and sum(seconds for parts in rounds for _, seconds in parts) < MEASURE_S:
+        rounds.append([part for case in cases for part in _timed(model, *case, room, clock)])
     works = [work for work, _ in rounds[0]]
     elapsed_s = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
     relative = np.array(works) / elapsed_s[:, None]  # so that the relative error is the least
@@ -139,20 +152,15 @@ def measure(
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The x >= 0 [n] with the least |a x - b|, a [m, n], b [m]: tries every set of columns, so n is small.
-
-    The solution is the unconstrained one over some set of columns, with zeros elsewhere (Lawson and Hanson, 1974).
-    """
-    m, n = a.shape
-    best, least = np.zeros(n), float(b @ b)
-    for size in range(1, min(m, n) + 1):
-        for columns in map(list, combinations(range(n), size)):
-            x = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
-            error = float(np.square(a[:, columns] @ x - b).sum())
-            if error < least and (x >= 0).all():
-                best, least = np.zeros(n), error
-                best[columns] = x
-    return best
+    """An x >= 0 [n] with a small |a x - b|, a [m, n], b [m]: least squares, again without the columns below 0."""
+    x, columns = np.zeros(a.shape[1]), np.arange(a.shape[1])
+    while len(columns):
+        fitted = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+        if (fitted >= 0).all():
+            x[columns] = fitted
+            break
+        columns = columns[fitted > 0]
+    return x
 
 
 def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> Layout:

@@ -109,16 +109,15 @@ def simulate(
         measure.write_text(calibrate(config, valkey))
         log.info("wrote %s", measure)
         return
+    from blendserve.simulate.metrics import plot as draw  # torch: seconds
     from blendserve.simulate.metrics import show
-    from blendserve.simulate.metrics import simulate as run  # torch: seconds
+    from blendserve.simulate.metrics import simulate as run
 
     with console.progress("Simulating", "requests") as update:
         figures = run(config, update)
     console.emit(figures, json, lambda: show(figures))
     if plot:
-        from blendserve.simulate.plots import by_nodes  # matplotlib: a second
-
-        plot.write_bytes(by_nodes(figures))
+        plot.write_bytes(draw(figures))
 
 
 @single_command

@@ -15,7 +15,7 @@ from blendserve.core import Steps, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence, prefill
-from blendserve.engine.request import Event, Observer, Plan
+from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import ShuttingDown, StoreError
 from blendserve.models.kv_cache import CachePool
@@ -66,18 +66,18 @@ class BatchEngine:
         return self._blenders[namespace]
 
     def sequence(
-        self, plan: Plan, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
+        self, request: PreparedRequest, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
     ) -> Sequence:
-        """A plan, ready for `scheduler.submit`."""
+        """A prepared request, ready for `scheduler.submit`."""
         blender = self.blender(namespace)
         return Sequence(
-            plan,
+            request,
             self.engine.reader,
             lambda sequence: self._prefill(sequence, blender),
             tenant=tenant,
-            cost=self._cost(plan, blender),
+            cost=self._cost(request, blender),
             emit=emit,
-            hold=blender.prefetch(plan.prompt, plan.blend),
+            hold=blender.prefetch(request.prompt, request.blend),
         )
 
     def _prefill(self, sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
@@ -86,17 +86,17 @@ class BatchEngine:
             self.write_back(blender, prefilled.missing, sequence.tenant)
         return prefilled
 
-    def _cost(self, plan: Plan, blender: Blender) -> float:
+    def _cost(self, request: PreparedRequest, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""
-        prompt, own = plan.prompt, self.engine.prompts.prefix
-        n_prefix = len(own) if prompt.prefix == own and plan.blend.method != "full" else 0
+        prompt, own = request.prompt, self.engine.prompts.prefix
+        n_prefix = len(own) if prompt.prefix == own and request.blend.method != "full" else 0
         n_stored = 0
-        if plan.blend.method in ("auto", "blend", "reuse"):
+        if request.blend.method in ("auto", "blend", "reuse"):
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
                 stored = self.fetcher.locate(dict.fromkeys(keys))
                 n_stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in stored)
-        ratio = 0.0 if plan.blend.method == "reuse" else plan.blend.min_ratio
+        ratio = 0.0 if request.blend.method == "reuse" else request.blend.min_ratio
         return len(prompt) - n_prefix - n_stored + max(ratio, LOADED_COST) * n_stored
 
     # Background tasks, one for each chunk, so that a request never waits for more than one

@@ -25,7 +25,7 @@ from blendserve.engine.documents import Documents
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
+from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.kv_cache import KVCache
@@ -211,15 +211,15 @@ class Engine:
         """
         own = None if passages is None else tuple(Passage(p) if isinstance(p, str) else p for p in passages)
         blend, decode = split_options(options)
-        return self.run(self.plan(Request(question, own, top_k, blend=blend, decode=decode)))
+        return self.run(self.prepare(Request(question, own, top_k, blend=blend, decode=decode)))
 
-    def plan(
+    def prepare(
         self,
         request: Request,
         search: Search | None = None,
         clock: Clock | None = None,
         room: int | None = None,
-    ) -> Plan:
+    ) -> PreparedRequest:
         """What is to be done for a request. Raises InputError, PromptTooLong, ConfigError, and what `search` raises.
 
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
@@ -228,30 +228,30 @@ class Engine:
         model = self.reader.adapter
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         limits, clock = (model.n_layers, room or model.context_limit), clock or Clock(model.device)
-        plan = make_plan(request, self.config, *limits, self.prompts, search, clock)
-        self._check_near(plan.blend)
-        return plan
+        prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
+        self._check_near(prepared.blend)
+        return prepared
 
-    def run(self, plan: Plan) -> AnswerStream:
+    def run(self, request: PreparedRequest) -> AnswerStream:
         """Prefill, and choose the first token."""
         model = self.reader.adapter
         if not self.gate.passed:
-            return self._run_reference(plan)
-        sequence = Sequence(plan, self.reader, partial(prefill, blender=self.blender))
+            return self._run_reference(request)
+        sequence = Sequence(request, self.reader, partial(prefill, blender=self.blender))
         prefilled = run(sequence.steps)
         cache, missing = prefilled.result.cache, prefilled.missing
-        runner = Runner.over(model, cache, len(plan.prompt), plan.decode.max_new_tokens)
+        runner = Runner.over(model, cache, len(request.prompt), request.decode.max_new_tokens)
         on_end = partial(self._write_back, missing) if missing and self.config.store.write_back else None
         return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1), on_end)
 
-    def _run_reference(self, plan: Plan) -> AnswerStream:
+    def _run_reference(self, request: PreparedRequest) -> AnswerStream:
         """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
-        if plan.blend.method not in {"auto", "full"}:
+        if request.blend.method not in {"auto", "full"}:
             self.gate.require()
         model, why = self.reader.adapter, f"the model fails {self.gate.failure}"
         reference = OwnDecoding(model)
         sequence = Sequence(
-            plan, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
+            request, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
         )
         return AnswerStream(sequence, run(sequence.steps), lambda at, tokens: reference.feed(tuple(tokens)))
 

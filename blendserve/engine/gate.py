@@ -4,8 +4,9 @@ A short prompt of real text, in three chunks, is prefilled in every way that has
 model's own forward. For a model with sliding windows the chunks are made longer, until the prompt is longer than every
 window or MAX_TOKENS is reached.
 
-    turned        a key rotated to one place, to another and back is the same key
-    moved         a stored layer-0 key, rotated to its place, is the key that forward has there
+    rope round trip
+                  a key rotated to one place, to another and back is the same key
+    layer-0 keys  a stored layer-0 key, rotated to its place, is the key that forward has there
     nothing stored, ratio 1.0, one chunk in front
                   KV and logits are forward's: ordinary prefill, everything recomputed, prefix caching
     decoded       the logits after one more token are forward's
@@ -183,9 +184,11 @@ class _Checks:
     def rows(self) -> Iterator[GateRow]:
         eps = torch.finfo(self.model.dtype).eps
         # Four rotations more, each rounding cos, sin, two products and a sum by half a step.
-        yield GateRow("turned: a -> b -> a is the identity", self._round_trip(), max(1e-5, 8 * eps))
+        yield GateRow("rope round trip: a -> b -> a is the identity", self._round_trip(), max(1e-5, 8 * eps))
         # Bit for bit (0) where the matmul sums alike for both shapes; else a step before the rotation and half in it.
-        yield GateRow("moved: layer-0 keys are forward's", self._moved(), max(1e-5, 2 * eps))
+        yield GateRow(
+            "layer-0 keys: moved to their place they are forward's", self._moved(), max(1e-5, 2 * eps)
+        )
         whole = self._prefill(0, has_prefix=False, ratio=1.0)
         after = append(self.model, whole.cache, len(self.prompt), (self.following,))[0]
         distance = _logits_distance(after, self.own.logits[1])

@@ -19,13 +19,15 @@ from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, Steps, Timings
 from blendserve.engine.drafts import Drafter
-from blendserve.engine.request import Event, Plan
+from blendserve.engine.request import Event, PreparedRequest
 from blendserve.fetch.fetcher import Hold
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
+
+STAGES = "retrieve", "queue", "load", "select", "correct", "prefill"  # of a request's clock
 
 # position of the first token, tokens -> logits [n, V] after each
 Decode = Callable[[int, list[int]], Tensor]
@@ -36,7 +38,7 @@ class Sequence:
 
     def __init__(
         self,
-        plan: Plan,
+        request: PreparedRequest,
         reader: LoadedModel,
         prefill: Callable[[Sequence], Steps[Prefilled]],
         *,
@@ -48,7 +50,7 @@ class Sequence:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
         thread, with the last event Finished or Failed. hold: of KV that is kept for this request until its prefill ends.
         """
-        self.plan, self.tenant, self.cost, self.emit = plan, tenant, cost, emit
+        self.request, self.tenant, self.cost, self.emit = request, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock
         self.is_cancelled = False  # set by its caller; nothing is emitted after that
         self.cache: KVCache | None = None  # by default, the prefill makes one
@@ -61,8 +63,8 @@ class Sequence:
         self.n_new = 0  # tokens of the last step, with an end token
         self.gap_s = 0.0  # mean time of each of them
         self._hold, self._end = hold, reader.end_tokens
-        self._sampler = Sampler(plan.decode)
-        self._detokenizer = Detokenizer(reader.tokenizer, plan.decode.stop)
+        self._sampler = Sampler(request.decode)
+        self._detokenizer = Detokenizer(reader.tokenizer, request.decode.stop)
         self._text = ""
         self._tokens: list[int] = []
         self._token_at = 0.0  # of the last one, in seconds since the request came
@@ -82,13 +84,13 @@ class Sequence:
 
     def next_tokens(self, draft_room: int = 0) -> tuple[int, list[int]]:
         """What the next step runs: position of the last token; that token, and a draft of at most `draft_room` more."""
-        decode = self.plan.decode
+        decode = self.request.decode
         room = min(draft_room, decode.max_new_tokens - len(self._tokens) - 1)
         if room > 0 and decode.drafts:
             if self._drafter is None:
-                self._drafter = Drafter((*self.plan.prompt.ids, *self._tokens))
+                self._drafter = Drafter((*self.request.prompt.ids, *self._tokens))
             self._draft = self._drafter.draft(room)
-        return len(self.plan.prompt) + len(self._tokens) - 1, [self._tokens[-1], *self._draft]
+        return len(self.request.prompt) + len(self._tokens) - 1, [self._tokens[-1], *self._draft]
 
     def append(self, logits: Tensor) -> list[str]:
         """Choose the next tokens from logits [n, V] or [V], the last step's -> the pieces of text that they complete.
@@ -97,18 +99,17 @@ class Sequence:
         """
         draft, self._draft = self._draft, []
         pieces, self.n_new, self._n_passes = list[str](), 0, self._n_passes + 1
-        rows = logits if logits.dim() == 2 else logits[None]
-        for row, drafted in zip(rows, [*draft, None], strict=True):
+        for row, drafted in zip(logits.view(-1, logits.shape[-1]), [*draft, None], strict=True):
             token = self._sampler(row)
             self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
             if self._n_sampled == 1:  # before the answer can end
-                self.ttft = self._token_at = self.plan.clock.elapsed()
+                self.ttft = self._token_at = self.request.clock.elapsed()
             pieces.append(self._add(token))
             if self.answer or token != drafted:
                 break
         if self._drafter:
             self._drafter.judge(len(draft), self.n_new - 1)
-        now = self.plan.clock.elapsed()
+        now = self.request.clock.elapsed()
         self.gap_s, self._token_at = (now - self._token_at) / self.n_new, now
         return [piece for piece in pieces if piece]
 
@@ -121,7 +122,7 @@ class Sequence:
         piece = self._detokenizer.push(token)
         if self._detokenizer.stopped:
             return self._close(piece, "stop")
-        if len(self._tokens) == self.plan.decode.max_new_tokens:
+        if len(self._tokens) == self.request.decode.max_new_tokens:
             return self._close(piece, "length")
         self._text += piece
         return piece
@@ -131,40 +132,39 @@ class Sequence:
         piece += self._detokenizer.flush()
         self._text += piece
         report, explanation = self.prefilled.report, self.prefilled.explanation
-        tokens, passages = tuple(self._tokens), self.plan.passages
+        tokens, passages = tuple(self._tokens), self.request.passages
         self.answer = Answer(self._text, passages, report, self._timings(), tokens, reason, explanation)
         return piece
 
     def _timings(self) -> Timings:
-        seconds, n = self.plan.clock.seconds, len(self._tokens)
-        decode = self.plan.clock.elapsed() - self.ttft
-        rate = (n - 1) / decode if n > 1 else 0.0
-        stages = {
-            stage: seconds[stage] for stage in ("retrieve", "queue", "load", "select", "correct", "prefill")
-        }
-        per_pass = (self._n_sampled - 1) / (self._n_passes - 1) if self._n_passes > 1 else 1.0
+        seconds, n = self.request.clock.seconds, len(self._tokens)
+        decode = self.request.clock.elapsed() - self.ttft
         return Timings(
-            **stages, ttft=self.ttft, decode=decode, tokens_per_second=rate, tokens_per_pass=per_pass
+            **{stage: seconds[stage] for stage in STAGES},
+            ttft=self.ttft,
+            decode=decode,
+            tokens_per_second=(n - 1) / decode if n > 1 else 0.0,
+            tokens_per_pass=(self._n_sampled - 1) / (self._n_passes - 1) if self._n_passes > 1 else 1.0,
         )
 
 
 def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
-    """By `plan.blend`, into the sequence's cache."""
-    plan = sequence.plan
-    options = plan.decode.max_new_tokens, plan.clock, sequence.cache
-    with plan.clock.stage("prefill"):
-        return (yield from blender.prefill(plan.prompt, plan.blend, *options))
+    """By `request.blend`, into the sequence's cache."""
+    request = sequence.request
+    options = request.decode.max_new_tokens, request.clock, sequence.cache
+    with request.clock.stage("prefill"):
+        return (yield from blender.prefill(request.prompt, request.blend, *options))
 
 
 def reference_prefill(
     sequence: Sequence, model: DecoderModel, reference: OwnDecoding, why: str
 ) -> Steps[Prefilled]:
     """By the model's own forward and cache, for a model that may not blend because of `why`."""
-    plan = sequence.plan
+    request = sequence.request
     yield from ()
-    with plan.clock.stage("prefill"):
-        result = PassResult(KVCache(model, 0), reference.feed(plan.prompt.ids))
-    full = plan_full_prefill(plan.prompt, plan.blend, why)
+    with request.clock.stage("prefill"):
+        result = PassResult(KVCache(model, 0), reference.feed(request.prompt.ids))
+    full = plan_full_prefill(request.prompt, request.blend, why)
     return Prefilled(result, make_report(full, result), explain(full, result))
 
 
@@ -183,7 +183,7 @@ class AnswerStream:
 
         draft_room: draft tokens that a step may run.
         """
-        self.passages, self.report = sequence.plan.passages, prefilled.report
+        self.passages, self.report = sequence.request.passages, prefilled.report
         first = sequence.start(prefilled)
         self.ttft = sequence.ttft
         self._sequence, self._on_end, self._draft_room = sequence, on_end, draft_room
@@ -289,10 +289,8 @@ class Detokenizer:
             out, self._pending = self._pending[: min(found)[1]], ""
             return out
         keep = 0 if final else max((_stop_prefix_len(self._pending, s) for s in self._stop), default=0)
-        out, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        end = len(self._pending) - keep
+        out, self._pending = self._pending[:end], self._pending[end:]
         return out
 
 

@@ -1,6 +1,6 @@
-"""Request -> Plan: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
+"""Prepares a request: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
 
-A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of messages
+A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of history
 and question before the search.
 """
 
@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PreparedRequest:
     """A request that can be answered."""
 
     prompt: Prompt
@@ -75,12 +75,8 @@ class Plan:
         """Of prompt and answer, at most."""
         return len(self.prompt) + self.decode.max_new_tokens
 
-    def require_room(self, room: int) -> None:
-        """Raises PromptTooLong if prompt and answer have more than `room` tokens."""
-        _require_room(len(self.prompt), room, self.decode)
 
-
-def make_plan(
+def prepare_request(
     request: Request,
     config: Config,
     n_layers: int,
@@ -88,7 +84,7 @@ def make_plan(
     prompts: PromptBuilder,
     search: Search,
     clock: Clock,
-) -> Plan:
+) -> PreparedRequest:
     """n_layers: of the model. room: tokens for prompt and answer.
 
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
@@ -98,10 +94,12 @@ def make_plan(
     make_policy(blend).validate(n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
-    if least := prompts.at_least(_texts(request), max(0, room - decode.max_new_tokens)):
-        _require_room(least, room, decode, at_least=True)
+    own = [text for passage in request.passages or () for text in (passage.title, passage.text)]
+    texts = [request.question, *(message.text for message in request.history), *own]
+    if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
+        require_room(least, room, decode, at_least=True)
     frame = prompts.frame(request.question, request.history)
-    _require_room(len(frame), room, decode, at_least=bool(request.passages))
+    require_room(len(frame), room, decode, at_least=bool(request.passages))
     passages = request.passages
     if passages is None:
         with clock.stage("retrieve"):
@@ -111,20 +109,14 @@ def make_plan(
     for passage in passages:  # one by one, as long as they fit
         chunks.append(prompts.chunk(passage))
         n_tokens += len(chunks[-1])
-        _require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
-    return Plan(frame.with_chunks(chunks), passages, blend, decode, clock)
+        require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
+    return PreparedRequest(frame.with_chunks(chunks), passages, blend, decode, clock)
 
 
-def _require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
-    """Raises PromptTooLong. at_least: the prompt may have more tokens."""
+def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
+    """Raises PromptTooLong if a prompt and its answer need more than `room`. at_least: the prompt may be longer."""
     if n_tokens > room - decode.max_new_tokens:
         raise PromptTooLong(n_tokens, room, decode.max_new_tokens, at_least)
-
-
-def _texts(request: Request) -> list[str]:
-    """All texts of a request."""
-    passages = [text for passage in request.passages or () for text in (passage.title, passage.text)]
-    return [request.question, *(message.text for message in request.history), *passages]
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

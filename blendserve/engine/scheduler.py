@@ -30,7 +30,7 @@ from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta
+from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
@@ -143,7 +143,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
         try:
-            sequence.plan.require_room(self._pool.n_tokens)
+            require_room(len(sequence.request.prompt), self._pool.n_tokens, sequence.request.decode)
             with self._wake:
                 self.refuse_if_full(sequence.tenant, 0)
                 if len(self._tenants) < 2:
@@ -293,8 +293,8 @@ class Scheduler:
         sequence.cache = self._pool.acquire()
         self._prefills.append(sequence)
         self._since_task += 1
-        sequence.plan.clock.seconds["queue"] = waited_s = self._clock() - sequence.queued_at
-        self._observer.dequeued(sequence.plan.blend.method, waited_s)
+        sequence.request.clock.seconds["queue"] = waited_s = self._clock() - sequence.queued_at
+        self._observer.dequeued(sequence.request.blend.method, waited_s)
 
     def _advance(self, sequence: Sequence) -> None:
         """One layer of a prefill; after the last one, the first token."""
@@ -340,7 +340,7 @@ class Scheduler:
         is_first = isinstance(done, Prefilled)
         try:
             if isinstance(done, Prefilled):
-                self._observer.prefilled(done.report, sequence.plan.clock.seconds["load"])
+                self._observer.prefilled(done.report, sequence.request.clock.seconds["load"])
                 sequence.emit(PrefillDone(done.n_cached, done.report, done.explanation))
             for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(TextDelta(piece))
@@ -354,7 +354,7 @@ class Scheduler:
         for _ in range(sequence.n_new):
             self._observer.token(sequence.prefilled.report.method, elapsed_s, is_first)
         if sequence.answer:
-            self._request_s += DURATION_WEIGHT * (sequence.plan.clock.elapsed() - self._request_s)
+            self._request_s += DURATION_WEIGHT * (sequence.request.clock.elapsed() - self._request_s)
             self._end(sequence)
 
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:

@@ -27,7 +27,7 @@ class EvaluateConfig(Section):
 
     dataset: str = Field(
         "generated",
-        description="Questions: generated, facts, lines, reference, a LongBench task such as 2wikimqa or samsum, a "
+        description="Questions: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a "
         "file in a known format, or a .txt file to continue; several with commas between them make one table.",
     )
     corpus: Path | None = Field(

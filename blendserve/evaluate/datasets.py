@@ -1,7 +1,6 @@
 """Load questions by name, or from a file of any known format (formats.py).
 
 load("generated")                 ships with the package, like "facts" (data/README.md)
-load("lines")                     line retrieval, made with the seed (synthetic.py)
 load("reference")                 Python's language reference, to continue
 load("2wikimqa")                  LongBench's 200 questions, from the hub; also hotpotqa, samsum and others
 load("my/2wikimqa.jsonl")         a JSON array or JSON lines
@@ -22,6 +21,7 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
+from blendserve.evaluate.continuations import continuations
 from blendserve.evaluate.formats import (
     CorpusPassage,
     Example,
@@ -30,7 +30,6 @@ from blendserve.evaluate.formats import (
     errors_of,
     form_of,
 )
-from blendserve.evaluate.synthetic import continuations, line_retrieval
 from blendserve.evaluate.tasks import LONGBENCH, TASKS, Task
 
 PASSAGES = 10  # of a question's closed context, as in 2WikiMultihopQA
@@ -53,7 +52,6 @@ class Dataset:
 BUNDLED = {
     name: Path(__file__).parent / "data" / f"{name}_questions.jsonl" for name in ("generated", "facts")
 }
-SYNTHETIC = ("lines", "reference")
 LONGBENCH_FILE = "THUDM/LongBench", "data.zip"  # repository on the hub, and its archive
 
 
@@ -66,9 +64,7 @@ def load(
     (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
     name, path, passages = str(source), Path(source), list[Passage]()
-    if name == "lines":
-        examples = line_retrieval(seed)[:limit]
-    elif name == "reference":
+    if name == "reference":
         from blendserve.retrieve import language_reference  # start-up: the retriever
 
         text = "\n\n".join(document.text for document in language_reference())
@@ -155,7 +151,7 @@ def _read(name: str) -> tuple[Path, str]:
         return path, _text(path)
     if name in LONGBENCH:
         return Path(name), _download(name)
-    known = ", ".join([*BUNDLED, *SYNTHETIC, *LONGBENCH])
+    known = ", ".join([*BUNDLED, "reference", *LONGBENCH])
     raise CorpusError(f"dataset {name!r} is no file and no known name: {known}", setting="evaluate.dataset")
 
 

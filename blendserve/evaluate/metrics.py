@@ -69,12 +69,6 @@ def longbench_rouge_l(prediction: str, golds: Sequence[str]) -> float:
     return max((_package_rouge_l(prediction, gold) for gold in golds), default=0.0)
 
 
-def number_found(prediction: str, golds: Sequence[str]) -> float:
-    """1.0 if the last number of the prediction is a gold, as LongChat counts it (Li et al., 2023)."""
-    numbers = re.findall(r"\d+", prediction)
-    return float(bool(numbers) and any(int(numbers[-1]) == int(gold) for gold in golds))
-
-
 def _harmonic(shared: int, predicted: int, expected: int) -> float:
     """Of shared/predicted and shared/expected."""
     return 2 * shared / (predicted + expected) if shared else 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blendserve.config import PromptConfig
 from blendserve.evaluate.config import DECODE, PROMPT
-from blendserve.evaluate.metrics import f1, longbench_f1, longbench_rouge_l, number_found
+from blendserve.evaluate.metrics import f1, longbench_f1, longbench_rouge_l
 
 Score = Callable[[str, Sequence[str]], float]  # answer, golds -> 0 to 1
 
@@ -51,13 +51,8 @@ _DIALOGUES = _prompt(
 _NEWS = _prompt(
     "You summarise texts.", "Read the news passages, then write a summary of all of them, of one page."
 )
-_RECORD = _prompt(
-    "You remember records.",
-    "Remember this record of lines. Each has a name and, behind REGISTER_CONTENT, a number.",
-)
 
 QUESTIONS = Task("questions", "F1", f1)
-LINES = Task("lines", "number found", number_found, _RECORD)
 CONTINUATION = Task("continuation", PERPLEXITY, f1, _prompt("You go on with texts.", "Go on with this text."))
 
 _F1, _ROUGE_L = "LongBench's F1", "LongBench's Rouge-L"
@@ -69,4 +64,4 @@ _LONGBENCH = (
     Task("multi_news", _ROUGE_L, longbench_rouge_l, _NEWS, 512),
 )
 LONGBENCH = {task.name: task for task in _LONGBENCH}
-TASKS = {task.name: task for task in (QUESTIONS, LINES, CONTINUATION, *_LONGBENCH)}
+TASKS = {task.name: task for task in (QUESTIONS, CONTINUATION, *_LONGBENCH)}

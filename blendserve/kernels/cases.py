@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import FORMS as NORM_FORMS
 from blendserve.kernels.norm import Norm
-from blendserve.kernels.rotary import HALVES, Rotary, RotaryForm
+from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 
@@ -49,7 +48,7 @@ class Draw:
         chosen[int(torch.randint(n, (), generator=self.generator))] = True
         return chosen.nonzero()[:, 0].tolist()
 
-    def rope(self, n: int, width: int, form: RotaryForm) -> Rope:
+    def rope(self, n: int, width: int, form: Rotary) -> Rope:
         """n random angles, of length 1.1 as YaRN's."""
         angles = 6.0 * torch.rand((n, width // 2), generator=self.generator)
         both = angles.repeat_interleave(2, dim=-1) if form.step == 2 else torch.cat([angles] * 2, dim=-1)
@@ -90,20 +89,15 @@ def attention_at(draw: Draw, **options: Any) -> Args:
     return q[:, -1:], keys, values, spec, plan.positions[-1:]
 
 
-def rotary_of(form: RotaryForm) -> Rotary:
-    """A family with this form; its own function takes a batch, as in transformers."""
-    return Rotary(lambda q, k, cos, sin: (form.rotated(q[0], Rope(cos[0], sin[0]))[None], k), form)
-
-
 def rotation(
-    draw: Draw, n: int, heads: int = 2, dim: int = 64, width: int = 64, form: RotaryForm = HALVES
+    draw: Draw, n: int, heads: int = 2, dim: int = 64, width: int = 64, form: Rotary = HALVES
 ) -> Args:
     x = draw(n, heads, dim, apart=6).transpose(0, 1)
-    return x, draw.rope(n, width, form), rotary_of(form)
+    return x, draw.rope(n, width, form), form
 
 
 def placement(
-    draw: Draw, lengths: Sequence[int], heads: int = 2, dim: int = 64, width: int = 64, form: RotaryForm = HALVES
+    draw: Draw, lengths: Sequence[int], heads: int = 2, dim: int = 64, width: int = 64, form: Rotary = HALVES
 ) -> Args:  # fmt: skip
     """Chunks with two free positions between them."""
     starts = [3 + sum(n + 2 for n in lengths[:i]) for i in range(len(lengths))]
@@ -112,12 +106,12 @@ def placement(
         (at, draw(heads, n, dim, apart=6), draw(heads, n, dim)) for at, n in zip(starts, lengths, strict=True)
     ]
     keys, values = (torch.full((heads, end, dim), draw.fill).to(draw.device, draw.dtype) for _ in "kv")
-    return parts, keys, values, draw.rope(end, width, form), rotary_of(form)
+    return parts, keys, values, draw.rope(end, width, form), form
 
 
 def correction(
     draw: Draw, lengths: Sequence[int], n: int, heads: int = 2, dim: int = 64, width: int = 64,
-    params: CorrectionParams = SHIFT, has_prior: bool = False, form: RotaryForm = HALVES,
+    params: CorrectionParams = SHIFT, has_prior: bool = False, form: Rotary = HALVES,
 ) -> Args:  # fmt: skip
     """Chunks with two free positions after each; n of their tokens are recomputed."""
     starts = [sum(k + 2 for k in lengths[:i]) for i in range(len(lengths) + 1)]
@@ -138,7 +132,7 @@ def correction(
     )  # fmt: skip
     weights, constant = (torch.randn(heads, *s, 2 * dim, generator=draw.generator) for s in ((2 * dim,), ()))
     prior = Prior(weights / (8 * dim) ** 0.5, constant) if has_prior else None
-    return keys, values, fresh, draw.rope(starts[-1], width, form), rotary_of(form), params, prior
+    return keys, values, fresh, draw.rope(starts[-1], width, form), form, params, prior
 
 
 def linear(draw: Draw, rows: int, outs: int, depth: int, bias: bool = True, apart: int = 0) -> Args:
@@ -156,7 +150,7 @@ def norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apar
 def gate(draw: Draw, rows: int, width: int, apart: int = 0) -> Args:
     gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
     gate[:, ::5] *= 20  # to where the exponential overflows
-    return gate, up, Activation(F.silu, True)
+    return gate, up, F.silu
 
 
 CASES: dict[str, Callable[..., Args]] = {  # by operation

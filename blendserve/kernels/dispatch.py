@@ -8,10 +8,10 @@ from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.kernels import autotune, switches
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan
@@ -100,12 +100,10 @@ def _kind(x: Any) -> Hashable:
         return x.form, _kind(x.weight)
     if isinstance(x, Rope):
         return _kind(x.cos), _kind(x.sin), x.cos.stride(0) == x.sin.stride(0)
-    if isinstance(x, Rotary):
-        return x.form
-    if isinstance(x, Activation):
-        return x.is_silu
+    if callable(x):  # an activation
+        return x is F.silu
     if isinstance(x, CorrectionParams):
         return x.penalty is None
     if type(x) in (list, tuple):  # stored chunks
         return frozenset(map(_kind, x))
-    return x if isinstance(x, (AttentionSpec, type(None))) else None
+    return x if isinstance(x, (AttentionSpec, Rotary, type(None))) else None

@@ -1,4 +1,4 @@
-"""RMS norms: a family's own module, and its form if kernels have that form."""
+"""Norms of rows, and the forms of RMS norms that kernels have."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor
 class NormForm:
     """x / sqrt(mean(x^2) + eps) in fp32, times (weight + offset)."""
 
-    rounds_first: (
-        bool  # the normed row is rounded to the model's dtype before it is weighted, else the product is
-    )
+    rounds_first: bool  # the normed row is rounded to the dtype before it is weighted, else the product is
     offset: float = 0.0
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,11 +24,10 @@ class NormForm:
         return wide.to(x.dtype) * scale if self.rounds_first else (wide * scale).to(x.dtype)
 
 
-FORMS = (
-    NormForm(rounds_first=True),  # Llama and most others
-    NormForm(rounds_first=False),  # Helium, OLMo 2
-    NormForm(rounds_first=False, offset=1.0),  # Gemma
-)
+RMS = NormForm(rounds_first=True)  # Llama and most others
+LATE_RMS = NormForm(rounds_first=False)  # Helium, OLMo 2
+GEMMA_RMS = NormForm(rounds_first=False, offset=1.0)
+FORMS = RMS, LATE_RMS, GEMMA_RMS
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,7 @@ def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec,
 def _placing_reason(
     chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> str:
-    assert rotary.form is not None
-    return selfcheck.placing_trouble(rotary.form, keys.device, keys.dtype, keys.shape[-1])
+    return selfcheck.placing_trouble(rotary, keys.device, keys.dtype, keys.shape[-1])
 
 
 def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> None:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, Block
 from blendserve.kernels.types import (
+    Activation,
     AttentionSpec,
     CorrectionParams,
     Prior,
@@ -149,7 +149,7 @@ def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]
 
 def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up [S, I], with the bits of the model's own function. Kernels overwrite `gate`."""
-    return activation.own(gate) * up
+    return activation(gate) * up
 
 
 def correct(

@@ -1,29 +1,27 @@
-"""RoPE: a family's own function, and its form if kernels have that form."""
+"""RoPE in the forms that model families have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from blendserve.kernels.types import Rope
 
-OwnFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True, slots=True)
-class RotaryForm:
+class Rotary:
     """Pairs (x, y) of a head become (x cos - y sin, y cos + x sin)."""
 
     neighbours: bool  # pairs are dims (2i, 2i + 1), else (i, i + R / 2)
     step: int  # columns of cos from one pair's to the next's
     wide: bool  # computed in fp32 and rounded once, else after every step
 
-    def rotated(self, x: Tensor, rope: Rope) -> Tensor:
-        """x [heads, S, D] rotated as kernels do it, in torch."""
+    def rotate(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [heads, S, D] rotated in its own dtype; dims beyond R stay."""
         width = rope.cos.shape[-1]
+        if width == 0:
+            return x
         half, out = width // 2, x.clone()
         halves = slice(half), slice(half, width)
         pairs = (slice(0, width, 2), slice(1, width, 2)) if self.neighbours else halves
@@ -36,25 +34,7 @@ class RotaryForm:
         return out
 
 
-HALVES = RotaryForm(neighbours=False, step=1, wide=False)  # Llama and most others
-FORMS = (
-    HALVES,
-    RotaryForm(neighbours=True, step=2, wide=True),  # Command R
-    RotaryForm(neighbours=True, step=1, wide=False),  # GLM-4, Helium
-)
-
-
-class Rotary:
-    """A model's rotation. `form` is None where kernels do not have its form."""
-
-    def __init__(self, own: OwnFunction, form: RotaryForm | None) -> None:
-        self.own, self.form = own, form
-
-    def rotate(self, x: Tensor, rope: Rope) -> Tensor:
-        """x [heads, S, D] rotated by the family's own function, in its own dtype; dims beyond R stay."""
-        width = rope.cos.shape[-1]
-        if width == x.shape[-1]:
-            return self.own(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]
-        if width == 0:
-            return x
-        return torch.cat([self.rotate(x[..., :width], rope), x[..., width:]], dim=-1)
+HALVES = Rotary(neighbours=False, step=1, wide=False)  # Llama and most others
+INTERLEAVED = Rotary(neighbours=True, step=1, wide=False)  # GLM-4, Helium
+WIDE_INTERLEAVED = Rotary(neighbours=True, step=2, wide=True)  # Command R
+FORMS = (HALVES, WIDE_INTERLEAVED, INTERLEAVED)

@@ -23,7 +23,7 @@ from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda.available import has_triton
-from blendserve.kernels.rotary import RotaryForm
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import AttentionSpec, Rope
 
 Attend = Callable[..., Tensor]
@@ -225,7 +225,7 @@ def triton_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int,
 
 
 @cache
-def placing_trouble(form: RotaryForm, device: torch.device, dtype: torch.dtype, dim: int) -> str:
+def placing_trouble(form: Rotary, device: torch.device, dtype: torch.dtype, dim: int) -> str:
     """Why a GPU's placement of such heads may not serve, "" if it may. Compiles it."""
     # all of a head is rotated, or a part
     calls = [{"lengths": (40, 33), "dim": dim, "width": width, "form": form} for width in {dim, dim // 4 * 2}]

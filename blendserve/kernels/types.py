@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ class Rope:
         length = self.cos.float() ** 2 + self.sin.float() ** 2
         return Rope((self.cos / length).to(self.cos.dtype), (-self.sin / length).to(self.sin.dtype))
 
+
+Activation = Callable[[Tensor], Tensor]  # of an MLP's gate; kernels have F.silu
 
 Ropes = tuple[Rope, ...]  # one for each layer; layers that rotate alike share it
 

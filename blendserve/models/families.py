@@ -12,17 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blendserve.errors import ModelUnsupported
-from blendserve.kernels.norm import NormForm
-from blendserve.kernels.rotary import HALVES, RotaryForm
+from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
+from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
-# RMS norm in the three forms that kernels know; LayerNorm in the four of `layers.py`.
-RMS = NormForm(rounds_first=True)
-LATE_RMS = NormForm(rounds_first=False)
-GEMMA_RMS = NormForm(rounds_first=False, offset=1.0)
-LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]
-
-INTERLEAVED = RotaryForm(neighbours=True, step=1, wide=False)
-WIDE_INTERLEAVED = RotaryForm(neighbours=True, step=2, wide=True)
+LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]  # in layers.py
 
 
 def _always(config: Any, l: int) -> bool:
@@ -48,7 +41,7 @@ class Family:
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
-    rotary: RotaryForm = HALVES
+    rotary: Rotary = HALVES
     wide_rope: bool = False  # cos and sin stay in fp32
     rotates: Callable[[Any, int], bool] = _always  # whether a layer has RoPE at all
     typed_rope: bool = False  # other angles for each layer type

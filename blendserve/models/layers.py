@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blendserve.kernels.activation import Activation
-from blendserve.kernels.norm import Norm, NormForm
+from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
-from blendserve.models.families import RMS, Family
+from blendserve.kernels.types import Activation
+from blendserve.models.families import Family
 
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
@@ -47,7 +47,7 @@ class MLP:
         """x [S, E] -> [S, E]"""
         made = [part(x) for part in self.inner]
         if not self.is_gated:
-            return self.down(self.activation.own(made[0]))
+            return self.down(self.activation(made[0]))
         gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
         return self.down(gated_activation(gate, up, self.activation))
 
@@ -103,12 +103,12 @@ class Parts:
     def _activation(self, name: str) -> Activation:
         called = getattr(self.config, "hidden_activation", None) or self.config.hidden_act
         if called == "silu":
-            return Activation(F.silu, is_silu=True)
+            return F.silu
         if called == "xielu":  # which has weights
-            return Activation(self.module(f"{name}.act_fn"), is_silu=False)
+            return cast(Activation, self.module(f"{name}.act_fn"))
         from transformers.activations import ACT2FN  # seconds to import
 
-        return Activation(ACT2FN[called], is_silu=False)
+        return cast(Activation, ACT2FN[called])
 
 
 def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

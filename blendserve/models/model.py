@@ -23,7 +23,7 @@ from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported, context_limit, slides
 from blendserve.models.layers import Function, Parts, call_norm, norm_heads
-from blendserve.models.rope import RopeAngles, rotary_of
+from blendserve.models.rope import RopeAngles
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class DecoderModel:
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
         self._logits_cap = _setting(config, family.logits_softcap)
-        self.rotary = rotary_of(family.rotary)
+        self.rotary = family.rotary
         self._turns = [_turn(config, family, l) for l in range(self.n_layers)]
         dtype = torch.float32 if family.wide_rope else self.dtype
         self._angles = {

@@ -9,14 +9,16 @@ forms, and for passes whose linear layers are faster in torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.kernels import switches
 from blendserve.kernels.cpu.bindings import FEW
-from blendserve.kernels.cpu.decoder import DecodeWeights, LayerWeights, NativeLayers, unsupported
+from blendserve.kernels.cpu.decoder import DecodeWeights, NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import linear
@@ -45,8 +47,7 @@ def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
         weights = native_weights(model)
     except ValueError:
         return None
-    layer = weights.layers[0]
-    matrices = [part[0] for part in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
+    matrices = [x for x in weights.layers[0] if x is not None and x.dim() == 2]
     names = {linear.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
     level = _TITLES.get(names.pop()) if len(names) == 1 else None
     if level is None or "layer_qkv" not in level.sources or unsupported(level, weights):
@@ -80,7 +81,7 @@ def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
 
 def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
-    if model.rotary.form != HALVES:
+    if model.rotary != HALVES:
         raise ValueError("RoPE is not by halves")
     if model.family.parallel or model.family.qk_norm == "width":
         raise ValueError("the MLP is parallel to attention, or norms are over all heads")
@@ -89,43 +90,32 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     if form is None or weight is None or len({(norm.form, norm.eps) for norm in norms}) > 1:
         raise ValueError("norms are of an unknown form, or of several")
     return DecodeWeights(
-        layers=[_layer_weights(model, layer) for layer in model.layers],
+        layers=[_layer_tensors(model, layer) for layer in model.layers],
         specs=model.specs,
         norm=weight,
         head=_linear(model.lm_head),
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
         head_dim=model.head_dim,
+        inner=model.config.intermediate_size,
         eps=model.norm.eps,
         norm_form=form,
         residual_scale=model.residual_scale,
     )
 
 
-def _layer_weights(model: DecoderModel, layer: DecoderLayer) -> LayerWeights:
+def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | None]:
+    """In the order of `LayerWeights` in kernels.h."""
     mlp, before, between = layer.mlp, _weight(layer.before_attention), _weight(layer.before_mlp)
-    if not isinstance(mlp, MLP) or not mlp.is_gated or not mlp.activation.is_silu:
+    if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation is not F.silu:
         raise ValueError("the MLP has experts, no gate or another activation than SiLU")
     if before is None or between is None:
         raise ValueError("a layer has no norm before attention or before the MLP")
-    q, k, v = _split(layer.qkv, model.qkv_sizes)
+    qkv, head_norms = _split(layer.qkv, model.qkv_sizes), map(_weight, layer.qk_norms or (None, None))
     down = _linear(mlp.down)
-    gate, up = _split(mlp.inner, [down[0].shape[1]] * 2)
-    q_norm, k_norm = map(_weight, layer.qk_norms or (None, None))
-    return LayerWeights(
-        norm_before_attention=before,
-        q=q,
-        k=k,
-        v=v,
-        head_norms=(q_norm, k_norm),
-        o=_linear(layer.o),
-        norm_after_attention=_weight(layer.after_attention),
-        norm_before_mlp=between,
-        gate=gate,
-        up=up,
-        down=down,
-        norm_after_mlp=_weight(layer.after_mlp),
-    )
+    gate_up = _split(mlp.inner, [down[0].shape[1]] * 2)
+    attention = before, *chain(*qkv), *head_norms, *_linear(layer.o), _weight(layer.after_attention)
+    return [*attention, between, *chain(*gate_up), *down, _weight(layer.after_mlp)]
 
 
 def _linear(part: object) -> tuple[Tensor, Tensor | None]:

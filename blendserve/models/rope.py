@@ -7,24 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.kernels.rotary import Rotary, RotaryForm
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import Rope
-
-
-def rotary_of(form: RotaryForm) -> Rotary:
-    """The rotation of one form, as kernels take it."""
-
-    def own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return form.rotated(q[0], Rope(cos[0], sin[0]))[None], k
-
-    return Rotary(own, form)
 
 
 class RopeAngles:
     """The angles of one kind of layer."""
 
     def __init__(
-        self, config: Any, head_dim: int, form: RotaryForm, layer_type: str, dtype: torch.dtype
+        self, config: Any, head_dim: int, rotary: Rotary, layer_type: str, dtype: torch.dtype
     ) -> None:
         """layer_type: a key of config.rope_parameters; "" = all layers share one set. dtype: of cos and sin."""
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
@@ -40,7 +31,7 @@ class RopeAngles:
             own = config if isinstance(config, PreTrainedConfig) else AutoConfig.for_model(**config.to_dict())
             by_type = {"layer_type": layer_type} if layer_type else {}
             self._frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](own, **by_type)
-        self._interleaved, self._dtype = form.step == 2, dtype
+        self._interleaved, self._dtype = rotary.step == 2, dtype
 
     def __call__(self, positions: Tensor) -> Rope:
         """Positions [S] -> cos and sin [S, R], R <= D the rotated dims."""

@@ -11,8 +11,9 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -22,6 +23,8 @@ from blendserve.models.families import check_supported
 from blendserve.paths import cache_folder
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Bundled(NamedTuple):
@@ -79,12 +82,11 @@ def bundled_folder(name: str = DEFAULT) -> Path:
         if _sha256(file) != bundled.sha256:
             raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
         if not bundled.is_llama:
-            _make_folder(target, lambda into: _convert(file, into))
+            _make_folder(target, partial(_convert, file))
             return target
-        starts: list[fast_load.Start] = []
-        _make_folder(target, lambda into: starts.append(gguf.write_folder(file, into)))
+        start = _make_folder(target, partial(gguf.write_folder, file))
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
-        fast_load.save(target, dtype, starts[0])
+        fast_load.save(target, dtype, start)
     return target
 
 
@@ -97,22 +99,23 @@ def gguf_folder(file: Path) -> Path:
     target = cache_folder() / "readers" / f"gguf-{_sha256(file)[:24]}"
     if not (target / "config.json").exists():
         log.info("Converting %s (once) into %s", file, target)
-        _make_folder(target, lambda into: _convert(file, into))
+        _make_folder(target, partial(_convert, file))
     return target
 
 
-def _make_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder that appears whole, also after a kill or beside a second process."""
+def _make_folder(target: Path, write: Callable[[Path], T]) -> T:
+    """Fill a folder that appears whole, also after a kill or beside a second process -> what `write` gives."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         folder = Path(scratch) / "folder"
         folder.mkdir()
-        write(folder)
+        written = write(folder)
         try:
             folder.rename(target)
         except OSError:
             if not (target / "config.json").exists():  # no other process was first
                 raise
+    return written
 
 
 def _convert(file: Path, into: Path) -> None:

@@ -17,7 +17,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import make_plan
+from blendserve.engine.request import prepare_request
 from blendserve.errors import ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
@@ -67,8 +67,8 @@ class RayEngineClient(EngineClient):
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.model.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
-        plan = await self.collections.run(tenant, make_plan, *arguments)
-        request = RoutedRequest(plan, tenant.name, tenant.namespace)
+        prepared = await self.collections.run(tenant, prepare_request, *arguments)
+        request = RoutedRequest(prepared, tenant.name, tenant.namespace)
         key = ChunkKeys(
             self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
         )

@@ -10,7 +10,7 @@ from typing import Any
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan
+from blendserve.engine.request import Event, Failed, Finished, PreparedRequest
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
 from blendserve.serve.engine_client import event_queue
@@ -21,7 +21,7 @@ from blendserve.serve.metrics import Metrics
 class RoutedRequest:
     """A laid-out request for a replica, and its owner."""
 
-    plan: Plan
+    prepared: PreparedRequest
     tenant: str
     namespace: str
 
@@ -71,7 +71,7 @@ class EngineReplica:
         sequence: Sequence | None = None
         try:
             owner = request.tenant, request.namespace
-            sequence = await asyncio.to_thread(self._batch.sequence, request.plan, emit, *owner)
+            sequence = await asyncio.to_thread(self._batch.sequence, request.prepared, emit, *owner)
             self._batch.scheduler.submit(sequence)
             async for event in events:
                 yield event

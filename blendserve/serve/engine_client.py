@@ -21,7 +21,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
+from blendserve.engine.request import Event, Failed, Finished, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import Backend, backend_of
@@ -49,10 +49,12 @@ class QueryRequest(Request):
 class RequestHandle:
     """A queued or running request; call `cancel` when its client disconnects."""
 
-    def __init__(self, plan: Plan, events: AsyncIterator[Event], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, request: PreparedRequest, events: AsyncIterator[Event], cancel: Callable[[], None]
+    ) -> None:
         self._events, self.cancel = events, cancel
-        self.passages, self.prompt_ids = plan.passages, plan.prompt.ids
-        self.question_tokens = len(plan.prompt.suffix)
+        self.passages, self.prompt_ids = request.passages, request.prompt.ids
+        self.question_tokens = len(request.prompt.suffix)
         self.cached_tokens = 0  # of the prompt; set when the prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
@@ -208,13 +210,13 @@ class LocalEngineClient(EngineClient):
 
         def prepare() -> Sequence:
             """On the retrieval thread: checks, searches and tokenises."""
-            plan = self.engine.plan(query.seeded(), search, clock, self.model.max_tokens)
-            return self.batch.sequence(plan, emit, tenant.name, tenant.namespace)
+            request = self.engine.prepare(query.seeded(), search, clock, self.model.max_tokens)
+            return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
             sequence = await self.collections.run(tenant, prepare)
             self.scheduler.submit(sequence)
-        return RequestHandle(sequence.plan, events, partial(self.scheduler.cancel, sequence))
+        return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence))
 
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:

@@ -8,26 +8,18 @@ from collections.abc import Callable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Admission, Candidate
 
-Listener = Callable[[int, int], None]  # node, chunk
-
 
 class Cache:
     """Holds at most `capacity` chunks."""
 
-    __slots__ = ("_added", "_admission", "_capacity", "_chunks", "_evicted", "_node")
+    __slots__ = ("_admission", "_capacity", "_chunks", "_node", "added", "evicted")
 
-    def __init__(
-        self,
-        capacity: int,
-        admission: Admission | None = None,
-        node: int = 0,
-        added: Listener = lambda node, chunk: None,
-        evicted: Listener = lambda node, chunk: None,
-    ) -> None:
-        """admission: None admits everything. added, evicted: called for every chunk that enters and leaves."""
+    def __init__(self, capacity: float, admission: Admission | None = None, node: int = 0) -> None:
+        """admission: None admits everything. node: what `added` and `evicted` are called with, before the chunk."""
         self._capacity, self._admission, self._node = capacity, admission, node
-        self._added, self._evicted = added, evicted
         self._chunks: OrderedDict[int, None] = OrderedDict()
+        self.added: Callable[[int, int], None] | None = None
+        self.evicted: Callable[[int, int], None] | None = None
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._chunks
@@ -50,15 +42,17 @@ class Cache:
             if not self._capacity:
                 return False
             victim = next(iter(self._chunks))
-            candidate = Candidate(key_of(victim), 1)
+            candidates = [Candidate(key_of(victim), 1)]
             if self._admission and not self._admission.admits(
-                key_of(chunk), 1, [candidate], len(self._chunks)
+                key_of(chunk), 1, candidates, len(self._chunks)
             ):
                 return False
             del self._chunks[victim]
-            self._evicted(self._node, victim)
+            if self.evicted:
+                self.evicted(self._node, victim)
         self._chunks[chunk] = None
-        self._added(self._node, chunk)
+        if self.added:
+            self.added(self._node, chunk)
         return True
 
 

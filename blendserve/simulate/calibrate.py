@@ -108,44 +108,47 @@ class Node:
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
         """Constants of the compute and links settings; without a server, none of its link. `hot`: TTFT from memory."""
         model = measure_cost_model(self.reader.adapter, repeats=5)
-        n, size = request_chunks, self._chunk_tokens
+        n, tokens = request_chunks, self._chunk_tokens
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + SETS)]
-        ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
         self.open("measure", memory, disk)
         missed = [self._time(chunks) for chunks in sets][1:]  # the first set warms the process up
-        hot = min(again["ttft"] for _, again in missed)
-        constants: Constants = {**asdict(model)}
+        hot, after = (min(again[part] for _, again in missed) for part in ("ttft", "after"))
+        link: Constants = {}
         if self._url:
-            for chunks in ones:
-                self._time(chunks)
-            several, single = [], []
-            for _ in range(FETCHES):
-                self.open("measure", memory, disk)
-                several += [self._time(chunks) for chunks in sets][1:]
-                single += [self._time(chunks) for chunks in ones]
-            hot = min(hot, *(again["ttft"] for _, again in several))
-            fetch_s, one_s = (
-                min(first["ttft"] for first, _ in timed) - min(again["ttft"] for _, again in timed)
-                for timed in (several, single)
-            )
-            raw_bytes = self.reader.adapter.kv_bytes_per_token
-            per_byte = max(1e-12, (fetch_s - one_s) / ((n - 1) * size * raw_bytes)) if n > 1 else 1e-12
-            constants |= {
-                "node_rate": 1 / per_byte,
-                "per_fetched": per_byte * raw_bytes,  # the server is on this machine: cores move all bytes
-                "delay": max(0.0, one_s - per_byte * size * raw_bytes),
-            }
-        after = min(again["after"] for _, again in missed)
-        settings = configured(SimulateConfig(), constants, self.prompt_shape, self._chunk_tokens, n)
+            link, again_s = self._measure_link(sets, memory, disk)
+            hot = min(hot, again_s)
+        constants = {**asdict(model), **link}
+        settings = configured(SimulateConfig(), constants, self.prompt_shape, tokens, n)
         times = ServiceTime(changed(settings.compute, fixed=0.0), settings.corpus, settings.requests)
         stored_s = min(first["after"] for first, _ in missed) - after - model.per_pass
         return {
-            **constants,
-            "hot": hot,
-            "fixed": max(0.0, hot - times.prefill([True] * n)),
-            "per_answer_token": after,
-            "per_stored": max(0.0, stored_s) / (n * size),
+            **{**constants, "hot": hot, "fixed": max(0.0, hot - times.prefill([True] * n))},
+            **{"per_answer_token": after, "per_stored": max(0.0, stored_s) / (n * tokens)},
         }
+
+    def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
+        """Constants of the server's link, and the TTFT of a set from memory."""
+        n, raw_bytes = len(sets[0]), self.reader.adapter.kv_bytes_per_token
+        ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
+        for chunks in ones:
+            self._time(chunks)
+        several, single = [], []
+        for _ in range(FETCHES):
+            self.open("measure", memory, disk)
+            several += [self._time(chunks) for chunks in sets][1:]
+            single += [self._time(chunks) for chunks in ones]
+        fetch_s, one_s = (
+            min(first["ttft"] for first, _ in timed) - min(again["ttft"] for _, again in timed)
+            for timed in (several, single)
+        )
+        per_byte = (
+            max(1e-12, (fetch_s - one_s) / ((n - 1) * self._chunk_tokens * raw_bytes)) if n > 1 else 1e-12
+        )
+        return {
+            "node_rate": 1 / per_byte,
+            "per_fetched": per_byte * raw_bytes,  # the server is on this machine: cores move all bytes
+            "delay": max(0.0, one_s - per_byte * self._chunk_tokens * raw_bytes),
+        }, min(again["ttft"] for _, again in several)
 
     def _time(self, chunks: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A request, and the same again from memory."""
@@ -162,19 +165,14 @@ def configured(
     chunks: int | None = None,
 ) -> SimulateConfig:
     """The settings with measured constants, the model's prompt shape, and chunks of another size or number."""
-    compute = {name: value for name, value in constants.items() if name in type(config.compute).model_fields}
-    links = {name: value for name, value in constants.items() if name in type(config.links).model_fields}
-    raw_bytes = shape["raw_bytes"]
-    requests = {name: shape[name] for name in ("prefix_tokens", "question_tokens")}
-    return changed(
-        config,
-        compute=changed(config.compute, **compute, raw_bytes=raw_bytes, stored_bytes=raw_bytes).model_dump(),
-        links=changed(config.links, **links).model_dump(),
-        requests=changed(
-            config.requests, **requests, answer_tokens=1, chunks=chunks or config.requests.chunks
-        ).model_dump(),
-        corpus=changed(config.corpus, chunk_tokens=chunk_tokens or config.corpus.chunk_tokens).model_dump(),
-    )
+    measured = {**constants, **shape, "stored_bytes": shape["raw_bytes"], "answer_tokens": 1}
+    measured |= {"chunk_tokens": chunk_tokens or config.corpus.chunk_tokens}
+    parts: dict[str, Any] = {}
+    for name in ("compute", "links", "requests", "corpus"):
+        section = getattr(config, name)
+        values = {field: measured[field] for field in type(section).model_fields if field in measured}
+        parts[name] = changed(section, **values, chunks=chunks if name == "requests" else None).model_dump()
+    return changed(config, **parts)
 
 
 def calibrate(config: SimulateConfig, url: str | None) -> str:
@@ -182,7 +180,6 @@ def calibrate(config: SimulateConfig, url: str | None) -> str:
     node = Node(MODEL, pool_size(REQUEST_CHUNKS), CHUNK_TOKENS, url)
     constants = node.measure(REQUEST_CHUNKS, memory=10, disk=14)
     node.close()
-    text = yaml.safe_dump(
-        configured(config, constants, node.prompt_shape).model_dump(mode="json"), sort_keys=False
-    )
-    return f"# `blendserve simulate --measure`: {MODEL}, one thread, {machine()['cpu']}\n{text}"
+    found = configured(config, constants, node.prompt_shape).model_dump(mode="json")
+    header = f"# `blendserve simulate --measure`: {MODEL}, one thread, {machine()['cpu']}"
+    return f"{header}\n{yaml.safe_dump(found, sort_keys=False)}"

@@ -16,12 +16,7 @@ from blendserve.config import AdmissionName, Positive, Ratio, Section
 Routing = Literal["round_robin", "least_loaded", "prefix", "chunks"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 Amount = Annotated[float, Field(ge=0.0)]
-
-
-def _not_empty(values: tuple[int, ...]) -> tuple[int, ...]:
-    if not values:
-        raise ValueError("name at least one number")
-    return values
+Count = Annotated[int, Field(ge=0)]
 
 
 def _slowdown(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -37,19 +32,15 @@ class CorpusConfig(Section):
     chunks: Positive = Field(1_000_000, description="Number of chunks in the corpus.")
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
     zipf: Amount = Field(
-        1.0,
-        description="Zipf exponent of the popularity of topics and of a topic's chunks; 0 makes all equally popular.",
+        1.0, description="Zipf exponent of the popularity of topics, and of a topic's chunks; 0 is uniform."
     )
     topic_chunks: Positive = Field(64, description="Number of chunks per topic; 1 makes every chunk a topic.")
     coherence: Ratio = Field(
-        0.8,
-        description="Fraction of a request's chunks drawn from one topic; the others come from the whole corpus.",
+        0.8, description="Fraction of a request's chunks from one topic; the others are of the whole corpus."
     )
-    lifetime: int = Field(
+    lifetime: Count = Field(
         0,
-        ge=0,
-        description="Number of requests after which a rank of popularity moves to another topic, each at "
-        "its own time; 0 means never.",
+        description="Number of requests after which a rank of popularity moves to another topic; 0 is never.",
     )
 
 
@@ -59,40 +50,32 @@ class RequestsConfig(Section):
     prefix = "simulate."
     number: Positive = Field(20_000, description="Number of requests.")
     warm_up: float = Field(
-        0.5, ge=0.0, lt=1.0, description="Fraction of the requests, the first ones, that no figure counts."
+        0.5, ge=0.0, lt=1.0, description="Fraction of first requests that are not counted."
     )
     rate: Amount = Field(
-        0.5,
-        description="Arrival rate of the Poisson process, in requests per second and node; 0 simulates a "
-        "closed loop of clients.",
+        0.5, description="Poisson arrivals, in requests per second and node; 0 is a closed loop of clients."
     )
     clients: Positive = Field(2, description="Number of clients per node in a closed loop.")
     chunks: Positive = Field(6, description="Number of different chunks in a request.")
-    prefix_tokens: int = Field(32, ge=0, description="Length of the cached prefix of a prompt, in tokens.")
+    prefix_tokens: Count = Field(32, description="Length of the cached prefix of a prompt, in tokens.")
     question_tokens: Positive = Field(32, description="Length of the question, in tokens.")
-    answer_tokens: int = Field(32, ge=0, description="Length of an answer, in tokens.")
+    answer_tokens: Count = Field(32, description="Length of an answer, in tokens.")
 
 
 class TiersConfig(Section):
     """Caches of a node, and the store that all nodes share."""
 
     prefix = "simulate."
-    memory_bytes: Amount = Field(
-        2e9, description="Size of a node's cache of decoded chunks in memory, in bytes."
-    )
-    disk_bytes: Amount = Field(
-        0.0, description="Size of a node's cache of coded chunks on its own disk, in bytes."
-    )
+    memory_bytes: Amount = Field(2e9, description="A node's cache of decoded chunks in memory, in bytes.")
+    disk_bytes: Amount = Field(0.0, description="A node's cache of coded chunks on its disk, in bytes.")
     remote_bytes: Amount | Literal["all"] = Field(
-        "all",
-        description="Size of the shared store, in bytes; all keeps every computed chunk, 0 means no shared store.",
+        "all", description="Shared store, in bytes; all keeps every computed chunk, 0 means no shared store."
     )
     precomputed: bool = Field(
         True, description="Start with the whole corpus in the shared store, which must hold all of it."
     )
     admission: AdmissionName = Field(
-        "always",
-        description="Admission policy of a node's full caches: always (plain LRU) or the engine's own.",
+        "always", description="Admission policy of full caches: always (plain LRU) or the engine's own."
     )
 
 
@@ -101,15 +84,14 @@ class LinksConfig(Section):
 
     prefix = "simulate."
     disk_rate: Amount = Field(
-        1e9, description="Read rate of a node's own disk, in bytes per second; 0 is unlimited."
+        1e9, description="Read rate of a node's disk, in bytes per second; 0 is unlimited."
     )
-    disk_delay: Amount = Field(1e-4, description="Latency of a node's own disk, in seconds.")
+    disk_delay: Amount = Field(1e-4, description="Latency of a node's disk, in seconds.")
     node_rate: Amount = Field(
         1.25e9, description="Network rate of a node, in bytes per second; 0 is unlimited."
     )
     store_rate: Amount = Field(
-        0.0,
-        description="Rate of the shared store for all nodes together, in bytes per second; 0 is unlimited.",
+        0.0, description="Rate of the shared store for all nodes, in bytes per second; 0 is unlimited."
     )
     delay: Amount = Field(1e-3, description="Latency of the shared store, in seconds.")
 
@@ -118,55 +100,40 @@ class ComputeConfig(Section):
     """Seconds of a node's work: the terms of the engine's cost model, and the work around a prefill."""
 
     prefix = "simulate."
-    per_pass: Amount = Field(0.05, description="Time of a pass over the layers, in seconds.")
-    per_row: Amount = Field(1.2e-3, description="Time per token row through all layers, in seconds.")
-    per_pair: Amount = Field(
-        3.8e-7, description="Time per pair of a row and a key that it attends to, in seconds."
-    )
+    per_pass: Amount = Field(0.05, description="Seconds of a pass over the layers.")
+    per_row: Amount = Field(1.2e-3, description="Seconds per token row through all layers.")
+    per_pair: Amount = Field(3.8e-7, description="Seconds per pair of a row and a key that it attends to.")
     per_loaded: Amount = Field(
-        1.2e-5, description="Time per cached token to read, rotate and place its KV, in seconds."
+        1.2e-5, description="Seconds per cached token to read, rotate and place its KV."
     )
-    per_decoded: Amount = Field(0.0, description="Time per cached token to decode its KV, in seconds.")
-    per_fetched: Amount = Field(
-        0.0,
-        description="CPU time per token fetched from the shared store during its transfer, in seconds.",
-    )
-    fixed: Amount = Field(
-        0.008, description="Time per request for tokenization, retrieval and routing, in seconds."
-    )
-    per_answer_token: Amount = Field(
-        0.0, description="Time per answer token, in seconds: the request's share of a batched decoding step."
-    )
+    per_decoded: Amount = Field(0.0, description="Seconds per cached token to decode its KV.")
+    per_fetched: Amount = Field(0.0, description="CPU seconds per token fetched, during its transfer.")
+    fixed: Amount = Field(0.008, description="Seconds per request for tokenization, retrieval and routing.")
+    per_answer_token: Amount = Field(0.0, description="Seconds per answer token, of a batched decoding step.")
     per_stored: Amount = Field(
-        4.5e-4,
-        description="Time per token of a missing chunk computed and stored after an answer, in seconds, "
-        "without the pass that an answer's missing chunks share.",
+        4.5e-4, description="Seconds per token of a missing chunk to compute and store it after an answer."
     )
     slowdown: Annotated[tuple[float, ...], AfterValidator(_slowdown)] = Field(
         (1.0,),
-        description="Slowdown of the nodes that share a machine: the n-th number is the factor while n "
-        "of them compute. The number of values is the number of nodes per machine.",
+        description="Slowdown of the nodes of a machine while 1, 2, ... of them compute; a number for each node.",
     )
     raw_bytes: Positive = Field(23_040, description="Size of a token's uncoded KV, in bytes.")
     stored_bytes: Positive = Field(23_040, description="Size of a token's KV as stored and sent, in bytes.")
     ratio: Ratio = Field(0.05, description="Fraction of the cached tokens to recompute.")
-    scoring_pass: bool = Field(
-        True, description="Run the question's rows once more to select the tokens to recompute."
-    )
+    scoring_pass: bool = Field(True, description="Run the question's rows once more to select tokens.")
 
 
 class SimulateConfig(Section):
     """One cluster, by every routing method."""
 
-    nodes: Annotated[tuple[Positive, ...], AfterValidator(_not_empty)] = Field(
+    nodes: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
         (4,), description="Numbers of nodes to simulate."
     )
     routing: tuple[Routing, ...] = Field(ROUTINGS, description="Routing methods to compare.")
     bound: float = Field(
         1.5,
         gt=1.0,
-        description="Maximum load of a node under routing by prefix and by chunks, as a multiple of the "
-        "average number of requests, rounded down; one more than the least loaded node is always allowed.",
+        description="Maximum load of a node under routing by prefix and by chunks, as a multiple of the average load.",
     )
     seed: int = Field(0, description="Random seed.")
     corpus: CorpusConfig = CorpusConfig()

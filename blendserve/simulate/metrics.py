@@ -1,4 +1,4 @@
-"""Metrics of a simulated cluster, and all clusters of the settings side by side."""
+"""Metrics of a simulated cluster, and all clusters of the settings side by side: table and plot."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
             f"setting 'simulate.requests.chunks' cannot be {config.requests.chunks}: "
             f"the corpus has {config.corpus.chunks}"
         )
-    grid = list(product(config.nodes, config.routing))
-    cells: list[Metrics] = []
+    grid, cells = list(product(config.nodes, config.routing)), list[Metrics]()
     for nodes, routing in grid:
-
-        def step(done: int, _: int) -> None:
-            update(len(cells) * number + done, len(grid) * number)
-
-        result = Cluster(config, nodes, routing).run(workload.requests(config, nodes), number, step)
+        before = len(cells) * number
+        result = Cluster(config, nodes, routing).run(
+            workload.requests(config, nodes),
+            number,
+            lambda done, _, before=before: update(before + done, len(grid) * number),  # type: ignore[misc]
+        )
         cells.append({"nodes": nodes, "routing": routing, **summary(config, result, nodes)})
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "simulate": "cluster",
         "versions": versions(),
         "settings": config.model_dump(mode="json"),
         "cells": cells,
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": peak if sys.platform == "darwin" else peak * 1024,
     }
 
 
@@ -66,8 +67,7 @@ def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Met
         },
         "most_of_mean": float(by_node.max() / by_node.mean()),
         "simulated_seconds": float(result.finished_at.max()),
-        "took_seconds": result.seconds[0],
-        "cpu_seconds": result.seconds[1],
+        "cpu_seconds": result.cpu_s,
         "chunks_known": result.chunks_held,
     }
 
@@ -81,23 +81,41 @@ def show(metrics: Metrics) -> None:
         f"{corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, {requests['chunks']} a request; "
         f"{requests['number']:,} requests, the first {requests['warm_up']:.0%} of them not counted",
         columns.split("|"),
-        [_row(cell) for cell in metrics["cells"]],
+        [
+            [
+                f"{cell['nodes']:,} {cell['routing']}",
+                "  ".join(f"{cell['hit_rates'][tier]:.2f}" for tier in TIERS),
+                *(f"{cell['ttft'][name] * 1e3:,.1f}" for name in ("mean", "p50", "p95", "p99", "worst")),
+                f"{cell['throughput']:,.1f}",
+                f"{cell['bytes']['from_store'] / 1e9:,.1f}",
+                f"{cell['cpu_seconds']:.1f}",
+            ]
+            for cell in metrics["cells"]
+        ],
     )
     console.out.print(f"peak memory of this process: {metrics['peak_memory_bytes'] / 1e9:.2f} GB")
 
 
-def _row(cell: Metrics) -> list[str]:
-    ttft = [f"{cell['ttft'][name] * 1e3:,.1f}" for name in ("mean", "p50", "p95", "p99", "worst")]
-    return [
-        f"{cell['nodes']:,} {cell['routing']}",
-        "  ".join(f"{cell['hit_rates'][tier]:.2f}" for tier in TIERS),
-        *ttft,
-        f"{cell['throughput']:,.1f}",
-        f"{cell['bytes']['from_store'] / 1e9:,.1f}",
-        f"{cell['cpu_seconds']:.1f}",
-    ]
+def plot(metrics: Metrics) -> bytes:
+    """SVG: hit rate of memory and TTFT against the number of nodes, one line per routing method."""
+    from blendserve.evaluate.plots import Panel, Point, draw  # start-up: matplotlib
 
-
-def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    panels = []
+    for title, part, name in (
+        ("hit rate of the nodes' memory", "hit_rates", "memory"),
+        ("mean time to first token, s", "ttft", "mean"),
+        ("p95 time to first token, s", "ttft", "p95"),
+    ):
+        lines: dict[str, list[Point]] = {}
+        for cell in sorted(metrics["cells"], key=lambda cell: int(cell["nodes"])):
+            y = cell[part][name]
+            lines.setdefault(cell["routing"], []).append(Point(cell["nodes"], y, y, y))
+        panels.append(Panel("nodes", title, lines, log="x"))
+    settings = metrics["settings"]
+    corpus, requests, memory = settings["corpus"], settings["requests"], settings["tiers"]["memory_bytes"]
+    rate = f"{requests['rate']:g} per second and node" if requests["rate"] else "a closed loop"
+    title = (
+        f"Simulated: {corpus['chunks']:,} chunks, Zipf {corpus['zipf']:g}, {requests['chunks']} per request, {rate}, "
+        f"{memory / 1e9:g} GB of memory per node"
+    )
+    return draw(title, panels)

@@ -1,4 +1,4 @@
-"""Prefill time from hits and misses alone, by the engine's cost model (blend/cost.py).
+"""Prefill time from hits and misses alone, by the engine's cost model (blend/cost.py), and time of transfers.
 
 Chunks of C tokens follow a prefix of P tokens; the question's Q tokens come last. All rows of a missing chunk run. Of
 the cached tokens a ratio is recomputed, at positions that see a mean number of keys. A cached first chunk is exact: its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blendserve.simulate.config import ComputeConfig, CorpusConfig, RequestsConfig
+from blendserve.simulate.config import ComputeConfig, CorpusConfig, LinksConfig, RequestsConfig
 
 
 class ServiceTime:
@@ -45,6 +45,25 @@ class ServiceTime:
         passes, rows, pairs, loaded = self.counts(hits)
         c = self._compute
         return passes * c.per_pass + rows * c.per_row + pairs * c.per_pair + loaded * c.per_loaded
+
+
+class StoreLink:
+    """Transfers from the shared store, which sends whole responses in order of request, at its own rate.
+
+    A node fetches for one request at a time, so its own rate is never shared. Writes take no request's time.
+    """
+
+    def __init__(self, links: LinksConfig) -> None:
+        self._delay = links.delay
+        self._store = 1 / links.store_rate if links.store_rate else 0.0
+        self._node = 1 / links.node_rate if links.node_rate else 0.0
+        self._free_at = 0.0  # when the store has sent all requested bytes
+
+    def fetch(self, now: float, n_bytes: float) -> float:
+        """Seconds until bytes that are requested now have arrived. Times must not decrease."""
+        begins = max(now + self._delay, self._free_at)
+        self._free_at = begins + n_bytes * self._store
+        return max(self._free_at, begins + n_bytes * self._node) - now
 
 
 def _pairs(before: int, rows: int) -> float:

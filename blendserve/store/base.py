@@ -149,7 +149,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        """Store a chunk atomically, replacing the one under the key, and end this process's lease on it.
+        """Store a chunk atomically, replacing the one under the key, and end the lease on it.
 
         At the cap unpinned chunks are evicted. False: the admission policy prefers those, and nothing has changed. A
         pinned chunk is always admitted and never evicted; put again, it stays pinned. The caller stores the codec's

@@ -90,7 +90,8 @@ class Breaker:
             self._is_trying = False
             if self._pause_s and (reading or not self._by_reading):
                 log.warning("%s answers again", self._server)
-                self._pause_s, self._by_reading = 0.0, False
+                self._pause_s = self._until = 0.0
+                self._by_reading = False
 
     def failure(self, why: str, reading: bool = False) -> StoreLeftAlone:
         """The server did not answer, or answered that it cannot -> the error to raise."""

@@ -37,7 +37,7 @@ from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import Totals
-from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
+from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.usage import NOTE_EVERY_S, UsageLog
 from blendserve.store.valkey_client import Client, ValkeyPeer
@@ -63,7 +63,6 @@ from blendserve.store.valkey_layout import (
 )
 
 T = TypeVar("T")
-TRIES = 8  # to enter a chunk while other processes fill the quota
 SCAN_S = 600.0  # deadline for the names of all chunks
 GRACE_S = 60.0  # a younger entry may be of a chunk that is still being written
 NO_QUOTA = 1 << 62
@@ -199,12 +198,8 @@ class ValkeyStore(KVStore):
         return len(present)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        room = self._accounts.room(key, n_bytes, self.cap_bytes)
-        if room.others + n_bytes > self.cap_bytes:
-            self._write_notes()
-            room = self._accounts.room(key, n_bytes, self.cap_bytes)
         try:
-            return self._victims(key, n_bytes, room) is not None
+            return self._is_worth_room(key, n_bytes)
         except StoreFull:
             return False
 
@@ -227,7 +222,9 @@ class ValkeyStore(KVStore):
             held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
         with suppress(StoreError):  # they expire
-            self._each(held, self._end_lease)
+            self._each(
+                held, lambda p, key: p.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
+            )
 
     # The whole
 
@@ -276,39 +273,38 @@ class ValkeyStore(KVStore):
 
     def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reserved | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
-        victims: Sequence[Candidate] = ()
-        for n in range(TRIES):
-            found = self._accounts.reserve(
-                key, entry, pin, self._usage.now() // 1000, self.cap_bytes, [victim.key for victim in victims]
-            )
-            if isinstance(found, Reserved):
-                self._each([victim.key for victim in victims], lambda p, k: p.unlink(chunk_name(k)))
-                return found
-            if not n:
-                self._write_notes()  # uses in this process count
-                continue
-            chosen = self._victims(key, entry.n_bytes, found, pin)
-            if chosen is None:
+        reserve = partial(self._accounts.reserve, key, entry, pin, self._usage.now() // 1000, self.cap_bytes)
+        found = reserve()
+        if isinstance(found, Room):
+            if not self._is_worth_room(key, entry.n_bytes, pin):
                 return None
-            victims = chosen
-        raise StoreUnavailable(f"the quota on {self.config.server} is contended: other engines fill it, too")
+            found = reserve(evict=True)
+        if isinstance(found, Room):  # another engine has pinned the victims
+            raise self._full(found, entry.n_bytes)
+        self._each(found.evicted, lambda pipeline, victim: pipeline.unlink(chunk_name(victim)))
+        return found
 
-    def _victims(
-        self, key: ChunkKey, n_bytes: int, room: Room, pin: bool = False
-    ) -> Sequence[Candidate] | None:
-        """The chunks to evict; None if the new one is not worth them. Raises StoreFull."""
-        victims = self._eviction.victims(room.oldest, room.others + n_bytes - self.cap_bytes)
+    def _is_worth_room(self, key: ChunkKey, n_bytes: int, pin: bool = False) -> bool:
+        """Whether a chunk may be stored in place of its victims. Raises StoreFull."""
+        room = self._accounts.room(key, n_bytes, self.cap_bytes)
+        if room.victims:
+            self._write_notes()  # uses in this process count
+            room = self._accounts.room(key, n_bytes, self.cap_bytes)
+        victims = self._eviction.victims(room.victims, room.others + n_bytes - self.cap_bytes)
         if victims is None:
-            raise store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
+            raise self._full(room, n_bytes)
         if not victims or pin or room.is_known:
-            return victims
+            return True
         if self._admission.admits(key, n_bytes, victims, room.n_chunks):
-            return victims
+            return True
         self._usage.count(key, "refused")
-        return None
+        return False
+
+    def _full(self, room: Room, n_bytes: int) -> StoreFull:
+        return store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
 
     def _write(self, client: Client, record: ChunkRecord, reserved: Reserved) -> None:
-        """In place of the chunk before; this process's lease on it ends."""
+        """In place of the chunk before; the lease on it ends."""
         name, key = chunk_name(record.key), record.key
         fields: dict[bytes, Buffer] = {HEADER: record.header_bytes()}
         fields |= {segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())}
@@ -317,14 +313,10 @@ class ValkeyStore(KVStore):
         (persist if reserved.pinned else expire)(pipeline, key)
         if surplus := [segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
             pipeline.hdel(name, *surplus)
-        if key in self._leased:
-            self._end_lease(pipeline, key)
+        pipeline.unlink(lease_name(key))
         pipeline.execute()
         with self._lock:
             self._leased.discard(key)
-
-    def _end_lease(self, pipeline: Client, key: ChunkKey) -> None:
-        pipeline.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
 
     def _remove_lost(self) -> None:
         """Remove the entries whose chunks the server has evicted, or that no process ever wrote."""

@@ -46,7 +46,7 @@ local function size(key)
     local entry = redis.call('HGET', entries, key)
     return entry and tonumber(string.match(entry, '^%d+')) or 0
 end
-local function evictable(key, spare) return key ~= spare and redis.call('SISMEMBER', pins, key) == 0 end
+local function is_pinned(key) return redis.call('SISMEMBER', pins, key) == 1 end
 local function remove(key)
     redis.call('DECRBY', bytes, size(key))  -- -0 is no integer to Redis
     redis.call('HDEL', entries, key)
@@ -54,38 +54,30 @@ local function remove(key)
     redis.call('SREM', pins, key)
 end
 """
-# key, n_bytes, quota, entry, now, pin, victims ... : enters the chunk in place of the victims -> 1, layers of the chunk
-# that it replaces (-1: none), whether it is pinned. Where it exceeds the quota, or the entry is empty, nothing changes
-# -> 0, bytes of the other chunks, number of chunks, whether the key has an entry, then key, bytes, ... of the least
-# recently used chunks that make room.
+# key, n_bytes, quota, entry, now, pin, evict. Victims are the least recently used unpinned chunks that make room.
+# Enters the chunk in their place -> 1, layers of the chunk that it replaces (-1: none), whether it is pinned, victims.
+# If there are too few, or some and evict is 0, or the entry is empty, nothing changes -> 0, bytes of the other chunks,
+# number of chunks, whether the key has an entry, bytes of the victims, victims.
 RESERVE = (
     _START
     + """
 local key, n = ARGV[1], tonumber(ARGV[2])
 local before = redis.call('HGET', entries, key)
 local others = tonumber(redis.call('GET', bytes) or '0') - size(key)
-local excess, victims = others + n - tonumber(ARGV[3]), {}
-local lacking = excess
-for i = 7, #ARGV do
-    if evictable(ARGV[i], key) then
-        victims[#victims + 1] = ARGV[i]
-        lacking = lacking - size(ARGV[i])
-    end
-end
-if lacking > 0 or ARGV[4] == '' then
-    local reply, at = {0, others, redis.call('HLEN', entries), before and 1 or 0}, 0
-    while excess > 0 do
-        local page = redis.call('ZRANGE', used, at, at + 63)
-        if #page == 0 then break end
-        for _, old in ipairs(page) do
-            if evictable(old, key) then
-                reply[#reply + 1], reply[#reply + 2] = old, size(old)
-                excess = excess - size(old)
-            end
+local lacking, at, victims, sizes = others + n - tonumber(ARGV[3]), 0, {}, {}
+while lacking > 0 do
+    local page = redis.call('ZRANGE', used, at, at + 63)
+    if #page == 0 then break end
+    for _, old in ipairs(page) do
+        if lacking > 0 and old ~= key and not is_pinned(old) then
+            victims[#victims + 1], sizes[#sizes + 1] = old, size(old)
+            lacking = lacking - size(old)
         end
-        at = at + 64
     end
-    return reply
+    at = at + 64
+end
+if lacking > 0 or (#victims > 0 and ARGV[7] == '0') or ARGV[4] == '' then
+    return {0, others, redis.call('HLEN', entries), before and 1 or 0, sizes, victims}
 end
 for _, victim in ipairs(victims) do
     remove(victim)
@@ -95,7 +87,7 @@ if ARGV[6] == '1' then redis.call('SADD', pins, key) end
 redis.call('INCRBY', bytes, n - size(key))
 redis.call('HSET', entries, key, ARGV[4])
 redis.call('ZADD', used, ARGV[5], key)
-return {1, before and tonumber(string.match(before, '%d+$')) or -1, redis.call('SISMEMBER', pins, key)}
+return {1, before and tonumber(string.match(before, '%d+$')) or -1, is_pinned(key) and 1 or 0, victims}
 """
 )
 # "use", "pin" or "unpin", then key, when, ... -> the unpinned ones, which may expire
@@ -111,7 +103,7 @@ for i = 2, #ARGV, 2 do
         elseif tonumber(ARGV[i + 1]) > tonumber(redis.call('ZSCORE', used, key) or '0') then
             redis.call('ZADD', used, ARGV[i + 1], key)  -- another process may have written a later use
         end
-        if evictable(key) then free[#free + 1] = key end
+        if not is_pinned(key) then free[#free + 1] = key end
     end
 end
 return free
@@ -149,6 +141,7 @@ class Reserved(NamedTuple):
 
     layers_before: int  # of the chunk that it replaces; -1 for a new one
     pinned: int
+    evicted: list[ChunkKey]  # their entries are removed
 
 
 class Room(NamedTuple):
@@ -157,7 +150,7 @@ class Room(NamedTuple):
     others: int  # bytes of all other chunks of the namespace
     n_chunks: int
     is_known: int  # whether it would replace a chunk
-    oldest: list[Candidate]  # unpinned chunks that make room, least recently used first
+    victims: list[Candidate]
 
 
 def chunk_name(key: ChunkKey) -> bytes:
@@ -263,25 +256,19 @@ class Accounts:
         return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
 
     def reserve(
-        self, key: ChunkKey, entry: Entry, pin: bool, now: int, quota: int, victims: Iterable[ChunkKey] = ()
+        self, key: ChunkKey, entry: Entry, pin: bool, now: int, quota: int, evict: bool = False
     ) -> Reserved | Room:
-        """Enter a chunk in place of the victims; change nothing where it exceeds the quota. now: microseconds."""
+        """Enter a chunk if it fits, and if `evict` in place of others. now: microseconds."""
         self._ask(lambda client: client.sadd(NAMESPACES, key[:TAG_BYTES]))
-        return self._reserve(key, entry.n_bytes, quota, b"%d %d %d %d" % entry, now, int(pin), *victims)
+        text = b"%d %d %d %d" % entry
+        is_entered, *reply = self._script(
+            RESERVE, key[:TAG_BYTES], key, entry.n_bytes, quota, text, now, int(pin), int(evict)
+        )
+        return Reserved(*reply) if is_entered else _room(reply)
 
     def room(self, key: ChunkKey, n_bytes: int, quota: int) -> Room:
         """What a chunk would find; changes nothing."""
-        found = self._reserve(key, n_bytes, quota, b"", 0, 0)
-        assert isinstance(found, Room)
-        return found
-
-    def _reserve(self, key: ChunkKey, *args: Any) -> Reserved | Room:
-        is_entered, *reply = self._script(RESERVE, key[:TAG_BYTES], key, *args)
-        if is_entered:
-            return Reserved(*reply)
-        others, n_chunks, is_known, *oldest = reply
-        candidates = map(Candidate, oldest[::2], oldest[1::2])
-        return Room(others, n_chunks, is_known, list(candidates))
+        return _room(self._script(RESERVE, key[:TAG_BYTES], key, n_bytes, quota, b"", 0, 0, 0)[1:])
 
     def touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
         """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""
@@ -317,6 +304,11 @@ class Accounts:
             pipeline.execute()
 
         self._ask(job)
+
+
+def _room(reply: list[Any]) -> Room:
+    others, n_chunks, is_known, sizes, victims = reply
+    return Room(others, n_chunks, is_known, list(map(Candidate, victims, sizes)))
 
 
 class ServerBlobs(BlobStore):

@@ -1,9 +1,10 @@
-"""Near-duplicates: which text of stored chunks is reused, and from which; values are in test_differential.py."""
+"""Near-duplicates: which text of stored chunks is reused, and from which store; values are in test_differential.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.blender import Blender, Prefilled
-from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, matching_runs
-from blendserve.config import BlendConfig
+from blendserve.blend.cost import CostModel
+from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, matching_runs
+from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
+from blendserve.errors import StoreUnavailable
+from blendserve.fetch import TieredStore
+from blendserve.fetch.tiered import REST_S
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store import shingles as near_index
 from blendserve.store.base import ChunkInfo
@@ -23,7 +28,9 @@ from blendserve.store.codecs.int8 import Int8
 from blendserve.store.shingles import SURE, NearIndex, fingerprints
 from tests.support.blending import PREFIX, LeakyStore, check_report, missing, some_ids, tiny_blender
 from tests.support.codecs import Toy
+from tests.support.links import FarSource
 from tests.support.stores import ROOMY, FaultyStore
+from tests.support.waiting import ManualClock
 
 SUFFIX = some_ids(4, 1)
 OLD = some_ids(90, 2)
@@ -211,3 +218,67 @@ def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) 
         made = tiny_blender(store)
         assert ask(made, FIRST, NEW).report.near == kept != ()
         assert made.near.index.keys == by.near.index.keys
+
+
+# Stores on other machines, and stores that fail
+
+OTHER = some_ids(80, 3)
+NEWER = (*OTHER[:30], 96, *OTHER[31:])
+
+
+def searching(store: KVStore, **options: Any) -> Blender:
+    by = tiny_blender(store, **options)
+    by.near.refresh()
+    return by
+
+
+def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
+    clock, near, far = ManualClock(), MemoryStore(ROOMY), MemoryStore(ROOMY)
+    remote = FaultyStore(far, clock)
+    tiny_blender(far, OTHER)
+    tiny_blender(near, OLD)
+    with TieredStore(near, remote, clock=clock) as store:
+        by = searching(store)
+        here, there = by.key(OLD), by.key(OTHER)
+        assert donors_of(ask(by, NEW, NEWER)) == [here.hex(), there.hex()]
+        by.fetcher.flush()
+        near.delete([there])  # the copy that the request left
+        remote.batches.clear()
+        assert not donors_of(ask(by, some_ids(90, 70), some_ids(90, 71)))
+        assert len(remote.batches) <= 1  # for the chunks themselves
+        remote.down = True
+        assert donors_of(ask(by, NEW, NEWER)) == [here.hex()]
+        by.near.refresh()
+        assert by.near.index.keys == {here, there}
+        remote.down = False
+        clock.advance(REST_S)
+        assert donors_of(ask(by, NEWER)) == [there.hex()]
+
+
+def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
+    store = FaultyStore(MemoryStore(ROOMY))
+    tiny_blender(store, OLD)
+    by = searching(store)
+    assert donors_of(ask(by, NEW))
+    store.down = True
+    with pytest.raises(StoreUnavailable):
+        store.describe([by.key(OLD)])
+    report = ask(by, NEW).report
+    assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", len(PREFIX), 0)
+    assert by.key(OLD) in by.near.index
+
+
+@pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])
+def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
+    seconds: float, method: Method, n: int
+) -> None:
+    store = MemoryStore(ROOMY)
+    source = FarSource(store)
+    tiny_blender(store, OLD)
+    by = tiny_blender(TieredStore(MemoryStore(0), source), costs=CostModel(1e-6, 1.0, 0.0, 1e-6))
+    by.near = NearDuplicates(store, by.key)
+    by.near.refresh()
+    source.token_s = seconds
+    by.fetcher.warm_up([by.key(OLD)])
+    done = ask(by, NEW, blend=NEAR.model_copy(update={"method": method}))
+    assert len(donors_of(done)) == n

@@ -13,7 +13,6 @@ RUNS = (
     "soak_serving --requests 200 --clients 16",
     "crash --rounds 12 --seconds 90",
     "faults --requests 20",
-    "fuzz_records --cases 3000 --seconds 90",
 )
 
 if __name__ == "__main__":

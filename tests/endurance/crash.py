@@ -34,7 +34,7 @@ from blendserve.errors import CorruptRecord
 from blendserve.models.model import DecoderModel
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Snapshot
 from blendserve.store.view import decode
-from tests.endurance.driver import Figures, Promises, main, none
+from tests.endurance.driver import Promises, Workload, main, none
 from tests.support.forked import process
 from tests.support.stores import same
 from tests.support.toy import toy_llama
@@ -137,22 +137,27 @@ def write(line: Connection, folder: Path, chunks: int, is_doomed: bool) -> None:
 
 
 class Crashes:
-    """Each step is a round; at the end a writer is left alone."""
+    """Precompute runs that are killed, beside a reader."""
 
     def __init__(self, rounds: int, chunks: int, seed: int) -> None:
         self.rounds, self.chunks, self.dice = rounds, chunks, random.Random(seed)
         self.committed: set[ChunkKey] = set()
         self.counts: Counter[str] = Counter()
         self.lasts_s = dict.fromkeys(AIMS, 0.02)  # from such a message to the next, as met
-        self._done, self._stack = 0, ExitStack()
 
-    def __enter__(self) -> None:
-        self.open(Path(self._stack.enter_context(tempfile.TemporaryDirectory())))
-        self.reader = self._stack.enter_context(process(read, self.folder, self.chunks))[1]
-        self.reader.recv()
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def run(self) -> Workload:
+        """Each part is a round; at the end a writer is left alone: everything is there then."""
+        with ExitStack() as stack:
+            self.open(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            self.reader = stack.enter_context(process(read, self.folder, self.chunks))[1]
+            self.reader.recv()
+            for n in range(self.rounds):
+                if (yield n, self.rounds):
+                    break
+                self.kill_one()
+            self._write()
+            self.counts["incomplete_at_end"] = len(self.expected) - len(self.committed)
+            return {**dict.fromkeys(MUST_BE_0, 0), **self.counts}
 
     def open(self, folder: Path) -> None:
         """Make the store, and what has to be in it."""
@@ -161,7 +166,7 @@ class Crashes:
             self.expected = computed(store, self.chunks)
         self.veterans = set(list(self.expected)[: int(KEPT * self.chunks) + 1])  # and the prefix
 
-    def step(self) -> tuple[int, int]:
+    def kill_one(self) -> None:
         """Delete, write, kill, look. Half of the chunks go that may; what the reader saw of them is dropped."""
         deletable = sorted(self.committed - self.veterans)
         with LMDBStore(self.folder, CAP) as store:
@@ -172,14 +177,6 @@ class Crashes:
         room = min(AT_MOST, len(self.expected) - len(self.committed))
         nth = 1 if what == "opens" else self.dice.randint(1, room)
         self._write(what, nth, self.dice.random() * self.lasts_s[what])
-        self._done += 1
-        return self._done, self.rounds
-
-    def figures(self) -> Figures:
-        """After a writer that is left alone: everything is there then."""
-        self._write()
-        self.counts["incomplete_at_end"] = len(self.expected) - len(self.committed)
-        return {**dict.fromkeys(MUST_BE_0, 0), **self.counts}
 
     def _write(self, what: str = "", nth: int = 0, delay_s: float = 0.0) -> None:
         """Run a writer, and kill it `delay_s` after its n-th message of a kind, or at its end; never without a kind."""
@@ -232,4 +229,4 @@ PROMISES: Promises = {**none(*MUST_BE_0), "the reader read": lambda found: found
 
 
 if __name__ == "__main__":
-    sys.exit(main(Crashes, PROMISES, rounds=50, chunks=40, seed=0))
+    sys.exit(main(lambda **o: Crashes(**o).run(), PROMISES, rounds=50, chunks=40, seed=0))

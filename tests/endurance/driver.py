@@ -1,4 +1,4 @@
-"""The driver of every long run: a workload, step by step, and promises that its figures must keep.
+"""The driver of every long run: a workload, part by part, and promises that its figures must keep.
 
     python -m tests.endurance.NAME [--seconds N] [--seed N] [the workload's own options]
 
@@ -9,41 +9,32 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from blendserve import console
 
 Figures = dict[str, Any]
 Promises = Mapping[str, Callable[[Figures], object]]
 """by name: whether the figures of a finished run keep it"""
-
-
-class Workload(Protocol):
-    """A context manager that opens what it works on."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
-
-    def step(self) -> tuple[int, int]:
-        """Do the next part -> units done, units in all; both are equal after the last part."""
-        ...
-
-    def figures(self) -> Figures:
-        """Check what is left, and add up. Called once, after the last step."""
-        ...
+Workload = Generator[tuple[int, int], bool, Figures]
+"""yields (parts done, parts in all) before each part, gets whether time is up, and returns its figures"""
 
 
 def soak(workload: Workload, promises: Promises, seconds: float = float("inf")) -> Figures:
-    """Until the end, or the first step that ends after `seconds` -> the figures, `seconds`, `broken` promises."""
-    began, done, total = time.monotonic(), 0, 1
-    with workload, console.progress(type(workload).__name__, "units") as update:
-        while done < total and time.monotonic() - began < seconds:
-            done, total = workload.step()
-            update(done, total)
-        found = workload.figures()
+    """Until the end, or the first part that ends after `seconds` -> the figures, `seconds`, `broken` promises."""
+    began = time.monotonic()
+    with closing(workload), console.progress("Endurance", "parts") as update:
+        progress = next(workload)
+        while True:
+            update(*progress)
+            try:
+                progress = workload.send(time.monotonic() - began >= seconds)
+            except StopIteration as end:
+                found: Figures = end.value
+                break
     broken = [name for name, holds in promises.items() if not holds(found)]
     return {**found, "seconds": round(time.monotonic() - began, 1), "broken": broken}
 

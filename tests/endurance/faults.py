@@ -36,7 +36,7 @@ from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client, library
 from blendserve.store.valkey_layout import CHUNK, HEADER
 from blendserve.store.view import decode
-from tests.endurance.driver import Figures, Promises, main, none
+from tests.endurance.driver import Promises, Workload, main, none
 from tests.support.forked import process
 from tests.support.toy import toy_reader
 
@@ -253,43 +253,30 @@ def run_fault(fixture: FaultFixture, name: str, requests: int) -> FaultResult:
     return result
 
 
-class Faults:
-    """Each step is a fault."""
-
-    def __init__(self, model: str, requests: int, kinds: str, seed: int) -> None:
-        """kinds: of faults, separated by commas; all if empty."""
-        reader = toy_reader() if model == "tiny" else load_model(ModelConfig(name=model))
-        self.fixture = FaultFixture(reader, chunks=4, chunk_tokens=64, pool=12, deadline_s=0.5, seed=seed)
-        self.requests, self.names = requests, kinds.split(",") if kinds else list(FAULTS)
-        self.results: dict[str, FaultResult] = {}
-
-    def __enter__(self) -> None:
-        self.fixture.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self.fixture.__exit__()
-
-    def step(self) -> tuple[int, int]:
-        name = self.names[len(self.results)]
-        self.results[name] = run_fault(self.fixture, name, self.requests)
-        return len(self.results), len(self.names)
-
-    def figures(self) -> Figures:
-        found = self.results.values()
-        return {
-            **{"wrong": sum(r.wrong for r in found), "hung": sum(r.hung for r in found)},
-            "lost": sum(r.recovery_s is None for r in found),
-            "faults": {
-                name: {
-                    "found": r.found / max(1, r.looked_for),
-                    **{"waited_s": r.waited_s, "recovery_s": r.recovery_s, "reasons": sorted(r.reasons)},
-                }
-                for name, r in self.results.items()
-            },
-        }
+def faults(model: str, requests: int, kinds: str, seed: int) -> Workload:
+    """Each part is a fault. kinds: of faults, separated by commas; all if empty."""
+    reader = toy_reader() if model == "tiny" else load_model(ModelConfig(name=model))
+    names, results = kinds.split(",") if kinds else list(FAULTS), dict[str, FaultResult]()
+    with FaultFixture(reader, chunks=4, chunk_tokens=64, pool=12, deadline_s=0.5, seed=seed) as fixture:
+        for n, name in enumerate(names):
+            if (yield n, len(names)):
+                break
+            results[name] = run_fault(fixture, name, requests)
+    found = results.values()
+    return {
+        **{"wrong": sum(r.wrong for r in found), "hung": sum(r.hung for r in found)},
+        "lost": sum(r.recovery_s is None for r in found),
+        "faults": {
+            name: {
+                "found": r.found / max(1, r.looked_for),
+                **{"waited_s": r.waited_s, "recovery_s": r.recovery_s, "reasons": sorted(r.reasons)},
+            }
+            for name, r in results.items()
+        },
+    }
 
 
 PROMISES: Promises = none("wrong", "hung", "lost")
 
 if __name__ == "__main__":
-    sys.exit(main(Faults, PROMISES, model=ModelConfig().name, requests=100, kinds="", seed=0))
+    sys.exit(main(faults, PROMISES, model=ModelConfig().name, requests=100, kinds="", seed=0))

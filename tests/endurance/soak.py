@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.fetch import open_store
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.retrieve import language_reference, split
-from tests.endurance.driver import Figures, Promises, main
+from tests.endurance.driver import Figures, Promises, Workload, main
 from tests.support.toy import toy_reader
 from tests.support.zipf import zipf_blocks
 
@@ -53,49 +53,38 @@ def corpus(reader: LoadedModel, seed: int) -> tuple[list[Passage], int]:
     return drawn, sum(map(tokens, drawn))
 
 
-class Reuse:
-    """Each step is a block of queries."""
+def reuse(reader: LoadedModel, blocks: int, queries: int, method: str, seed: int) -> Workload:
+    """Each part is a block of queries."""
+    passages, tokens = corpus(reader, seed)
+    cap_bytes, found = tokens * reader.adapter.kv_bytes_per_token // LARGER, list[Figures]()
+    with tempfile.TemporaryDirectory() as folder:
+        store = StoreConfig.model_validate({"codec": "raw", "cap_gb": cap_bytes / 1e9})
+        config = Config(store=store, blend=BlendConfig.model_validate({"method": method}))
+        with Engine(config, reader, open_store(store, Path(folder) / "kv")) as engine:
+            for n, block in enumerate(zipf_blocks(CHUNKS, blocks, queries, PER_QUERY, seed)):
+                if (yield n, blocks):
+                    break
+                prompts = [[passages[chunk] for chunk in query] for query in block]
+                found.append(ask_block(engine, prompts, n * len(block)))
+            damaged = len(engine.store.verify().bad)
+    return {"cap_bytes": cap_bytes, "damaged": damaged, "blocks": found}
 
-    def __init__(self, reader: LoadedModel, blocks: int, queries: int, method: str, seed: int) -> None:
-        self.reader, self.method = reader, method
-        self.passages, tokens = corpus(reader, seed)
-        self.cap_bytes = tokens * reader.adapter.kv_bytes_per_token // LARGER
-        self.queries = zipf_blocks(CHUNKS, blocks, queries, PER_QUERY, seed)
-        self.blocks: list[Figures] = []
-        self._stack = ExitStack()
 
-    def __enter__(self) -> None:
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "kv"
-        store = StoreConfig.model_validate({"codec": "raw", "cap_gb": self.cap_bytes / 1e9})
-        blend = BlendConfig.model_validate({"method": self.method})
-        engine = Engine(Config(store=store, blend=blend), self.reader, open_store(store, folder))
-        self.engine = self._stack.enter_context(engine)
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def step(self) -> tuple[int, int]:
-        queries = self.queries[done := len(self.blocks)]
-        before, reports, most = self.engine.store.stats(), [], 0
-        for n, query in enumerate(queries, start=done * len(queries)):
-            question = f"Which rules do these passages state, and for what? (Query {n})"
-            given = [self.passages[chunk] for chunk in query]
-            reports.append(self.engine.answer(question, given, max_new_tokens=1).report)
-            most = max(most, self.engine.store.stats().bytes)
-        tokens = sum(report.tokens_prompt for report in reports)
-        figures = {
-            "warm_up": not (before.evictions or before.admissions_refused),
-            "hit_rate": round(sum(r.chunks_hit for r in reports) / sum(r.chunks for r in reports), 4),
-            "gain": round(tokens / sum(r.cost * r.tokens_prompt for r in reports), 4),
-            "reused": round(sum(r.tokens_reused for r in reports) / tokens, 4),
-            "bytes_most": most,
-        }
-        self.blocks.append(figures)
-        return done + 1, len(self.queries)
-
-    def figures(self) -> Figures:
-        damaged = len(self.engine.store.verify().bad)
-        return {"cap_bytes": self.cap_bytes, "damaged": damaged, "blocks": self.blocks}
+def ask_block(engine: Engine, prompts: Sequence[Sequence[Passage]], first: int) -> Figures:
+    """first: number of the first query."""
+    before, reports, most = engine.store.stats(), [], 0
+    for n, given in enumerate(prompts, start=first):
+        question = f"Which rules do these passages state, and for what? (Query {n})"
+        reports.append(engine.answer(question, given, max_new_tokens=1).report)
+        most = max(most, engine.store.stats().bytes)
+    tokens = sum(report.tokens_prompt for report in reports)
+    return {
+        "warm_up": not (before.evictions or before.admissions_refused),
+        "hit_rate": round(sum(r.chunks_hit for r in reports) / sum(r.chunks for r in reports), 4),
+        "gain": round(tokens / sum(r.cost * r.tokens_prompt for r in reports), 4),
+        "reused": round(sum(r.tokens_reused for r in reports) / tokens, 4),
+        "bytes_most": most,
+    }
 
 
 def judged(found: Figures) -> list[Figures]:
@@ -121,10 +110,10 @@ PROMISES: Promises = {
 }
 
 
-def make(model: str, queries: int, block: int, seed: int) -> Reuse:
+def make(model: str, queries: int, block: int, seed: int) -> Workload:
     is_tiny = model == "tiny"
     reader = toy_reader() if is_tiny else load_model(ModelConfig(name=model))
-    return Reuse(reader, queries // block, block, "blend" if is_tiny else "auto", seed)
+    return reuse(reader, queries // block, block, "blend" if is_tiny else "auto", seed)
 
 
 if __name__ == "__main__":

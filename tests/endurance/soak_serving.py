@@ -34,7 +34,7 @@ from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.retrieve import language_reference
 from blendserve.store import LMDBStore
-from tests.endurance.driver import Figures, Promises, main, none
+from tests.endurance.driver import Promises, Workload, main, none
 from tests.support.waiting import eventually
 
 QUESTIONS = ("What is it about?", "Which statement is meant?", "When does that happen?", "Who may do this?")
@@ -61,7 +61,7 @@ Asks = Sequence[tuple[dict[str, Any], str]]
 
 
 class Serving:
-    """Two steps: requests up to a kill, and the rest."""
+    """Requests of every kind to servers over one store."""
 
     def __init__(self, start: Start, store: Path, asks: Asks, requests: int, clients: int, seed: int) -> None:
         """start: a server, as a context manager. store: its folder."""
@@ -72,33 +72,28 @@ class Serving:
         self.done, self.wrong, self.memory = Counter[str](), list[str](), list[float]()
         self.documents = dict[str, int]()  # whose job has ended, and their chunks
         self.cut_off = self.written = 0
-        self.rest: Figures = {"bad": "not run", "exit_code": "not run"}
         self._ended, self._name = threading.Event(), f"soak-{time.time_ns():x}"
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def step(self) -> tuple[int, int]:
-        is_first = not self.done
+    def run(self) -> Workload:
+        """Two parts: requests up to a kill, and the rest."""
+        yield 0, self.requests
         with self.start() as server:
-            if not is_first:
-                self.find_documents(server)
-            self.ask(server, round(KILL_AT * self.requests) if is_first else self.requests)
-            if not is_first:
-                eventually(lambda: is_idle(server.url))
-                self.rest["exit_code"] = server.stop()
-        if is_first:
-            with LMDBStore(self.store, CAP, read_only=True) as store:
-                verified = store.verify()
-            self.rest |= {"good": verified.good, "bad": len(verified.bad)}
-            self.memory.clear()
-        return self.done.total(), self.requests
-
-    def figures(self) -> Figures:
-        counts = {"cut_off_and_asked_again": self.cut_off, "documents_written": self.written}
-        memory = self.memory[len(self.memory) // 2 :]
-        return {"requests": dict(self.done), **counts, "wrong": self.wrong, "memory_mb": memory, **self.rest}
+            self.ask(server, round(KILL_AT * self.requests))
+        with LMDBStore(self.store, CAP, read_only=True) as store:
+            verified = store.verify()
+        self.memory.clear()
+        yield self.done.total(), self.requests
+        with self.start() as server:
+            self.find_documents(server)
+            self.ask(server, self.requests)
+            eventually(lambda: is_idle(server.url))
+            exit_code = server.stop()
+        return {
+            **{"requests": dict(self.done), "wrong": self.wrong, "exit_code": exit_code},
+            **{"cut_off_and_asked_again": self.cut_off, "documents_written": self.written},
+            **{"memory_mb": self.memory[len(self.memory) // 2 :]},
+            **{"good": verified.good, "bad": len(verified.bad)},
+        }
 
     def ask(self, server: Any, stop_at: int) -> None:
         """All clients at once, until `stop_at` requests are answered; the server is killed then, unless all are."""
@@ -230,7 +225,7 @@ PROMISES: Promises = {
 }
 
 
-def make(out: Path, requests: int, clients: int, seed: int) -> Serving:
+def make(out: Path, requests: int, clients: int, seed: int) -> Workload:
     """With an index in `out`, built unless an earlier run left it."""
     out.mkdir(parents=True, exist_ok=True)
     index, settings = out / "index", out / "soak.yaml"
@@ -244,7 +239,7 @@ def make(out: Path, requests: int, clients: int, seed: int) -> Serving:
         asks = make_asks(engine, passages, DISTINCT, seed)
     command = serve_command("--index", str(index), "--config", str(settings))
     start = lambda: ServerProcess(command, out / "server.log")  # noqa: E731
-    return Serving(start, index / "kv", asks, requests, clients, seed)
+    return Serving(start, index / "kv", asks, requests, clients, seed).run()
 
 
 if __name__ == "__main__":

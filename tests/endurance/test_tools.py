@@ -16,9 +16,9 @@ from blendserve.config import ServeConfig
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
 from blendserve.store import LMDBStore
-from tests.endurance import crash, faults, fuzz_records, soak_serving
+from tests.endurance import crash, faults, soak_serving
 from tests.endurance import soak as reuse
-from tests.endurance.driver import Figures, Promises, main, soak
+from tests.endurance.driver import Figures, Promises, Workload, main, soak
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader
 from tests.support.http import Server, ToyServer
@@ -39,7 +39,6 @@ GOOD: list[tuple[Promises, Figures]] = [
     (faults.PROMISES, {"wrong": 0, "hung": 0, "lost": 0}),
     (soak_serving.PROMISES, {"wrong": [], "bad": 0, "exit_code": 0, "memory_mb": [100.0, 104.0]}),
     (crash.PROMISES, {**dict.fromkeys(crash.MUST_BE_0, 0), "reads_checked": 1}),
-    (fuzz_records.PROMISES, {"crash": 0, "wrong": 0, "detected": 99, "cases": 100}),
 ]
 BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "the hit rate lasts": blocks({}, {"hit_rate": 0.7}, {"hit_rate": 0.66}),
@@ -50,33 +49,24 @@ BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "two blocks after the warm-up": blocks({"warm_up": True}, {}),
     "memory is flat": {"memory_mb": [100.0, 106.0]},
     "the reader read": {"reads_checked": 0},
-    "damage is detected": {"detected": 80},
 }
 
 
-class Steps:
-    """A workload of three steps."""
-
-    def __init__(self, **found: Any) -> None:
-        self.found, self.done = found, 0
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def step(self) -> tuple[int, int]:
-        self.done += 1
-        return self.done, 3
-
-    def figures(self) -> Figures:
-        return {**self.found, "done": self.done}
+def parts(**found: Any) -> Workload:
+    """A workload of three parts."""
+    for n in range(3):
+        if (yield n, 3):
+            break
+    else:
+        n = 3
+    return {**found, "done": n}
 
 
 def test_every_promise_can_break_alone() -> None:
     for promises, good in GOOD:
-        assert soak(Steps(**good), promises)["broken"] == []
+        assert soak(parts(**good), promises)["broken"] == []
         for name in promises:
-            assert soak(Steps(**{**good, **BAD.get(name, {name: 1})}), promises)["broken"] == [name]
+            assert soak(parts(**{**good, **BAD.get(name, {name: 1})}), promises)["broken"] == [name]
 
 
 @pytest.mark.parametrize(
@@ -86,20 +76,20 @@ def test_a_tool_prints_json_and_its_exit_code_tells(
     capsys: pytest.CaptureFixture[str], option: str, code: int, done: int
 ) -> None:
     promises, good = GOOD[2]
-    assert main(lambda wrong: Steps(**{**good, "wrong": wrong}), promises, option, wrong=0) == code
+    assert main(lambda wrong: parts(**{**good, "wrong": wrong}), promises, option, wrong=0) == code
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert (found["done"], found["broken"]) == (done, ["wrong"] * code)
 
 
 def test_reuse_lasts() -> None:
-    found = soak(reuse.Reuse(reader(), 3, 10, "blend", 0), reuse.PROMISES)
+    found = soak(reuse.reuse(reader(), 3, 10, "blend", 0), reuse.PROMISES)
     assert not set(found["broken"]) - {"the hit rate lasts", "the gain lasts"}  # blocks of ten may differ
     assert all(block["bytes_most"] > 0.8 * found["cap_bytes"] for block in found["blocks"])
 
 
 @needs_server
 def test_a_fault_is_counted() -> None:
-    found = soak(faults.Faults("tiny", 2, "none,writers killed", 0), faults.PROMISES)
+    found = soak(faults.faults("tiny", 2, "none,writers killed", 0), faults.PROMISES)
     assert found["broken"] == [], found
     assert found["faults"]["none"]["found"] == 1
 
@@ -108,7 +98,7 @@ def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
     with Engine(CONFIG, reader(), LMDBStore(tmp_path / "kv", 2**27)) as engine:
         asks = soak_serving.make_asks(engine, PASSAGES, 6, 0)
     start = lambda: ToyServer(tmp_path)  # noqa: E731
-    found = soak(soak_serving.Serving(start, tmp_path / "kv", asks, 80, 8, 1), soak_serving.PROMISES)
+    found = soak(soak_serving.Serving(start, tmp_path / "kv", asks, 80, 8, 1).run(), soak_serving.PROMISES)
     assert not set(found["broken"]) - {"memory is flat"}, found  # after so few requests it need not be
     assert sum(found["requests"].values()) == 80
     assert found["requests"].keys() == soak_serving.KINDS.keys()
@@ -141,7 +131,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_two_rounds_of_kills_lose_nothing(one_thread: None) -> None:
-    found = soak(crash.Crashes(2, 6, 0), crash.PROMISES)
+    found = soak(crash.Crashes(2, 6, 0).run(), crash.PROMISES)
     assert found["broken"] == [], found
     assert sum(n for name, n in found.items() if name.startswith("kills_")) == 2
     assert found["reads_checked"] > 12
@@ -165,9 +155,3 @@ def test_lost_and_wrong_chunks_are_noticed(tmp_path: Path, one_thread: None) -> 
     crashes.expected[whole] = ChunkKV(kv.keys, kv.values + 1e-6)
     crashes.judge([crash.Said("begins", whole, 0.2)])
     assert (crashes.counts["computed_twice"], crashes.counts["corrupt_reads"]) == (1, 1)
-
-
-def test_damaged_records_are_detected() -> None:
-    found = soak(fuzz_records.Fuzzer(100, 0), fuzz_records.PROMISES)
-    assert found["broken"] == [], found
-    assert (found["cases"], found["kinds"] > 20) == (100, True)

@@ -240,7 +240,7 @@ def serve(
             queue.put(None)
         for worker in workers:
             worker.result()
-    return SimulationResult(arrived, ttft, finished, where, found, 0, (time.perf_counter() - began, 0.0), 0)
+    return SimulationResult(arrived, ttft, finished, where, found)
 
 
 def open_all(nodes: list[WorkerProcess], store: str) -> None:

@@ -18,7 +18,7 @@ from blendserve.engine import generate
 from blendserve.engine.drafts import LONG, RETRY, SHORT, Drafter
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import AnswerStream, Sequence, prefill
-from blendserve.engine.request import Event, Finished, Plan, Request, TextDelta
+from blendserve.engine.request import Event, Finished, PreparedRequest, Request, TextDelta
 from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
@@ -77,7 +77,7 @@ def reader(dtype: torch.dtype) -> LoadedModel:
 
 def answer(dtype: torch.dtype, **options: Any) -> Answer:
     loaded, decode = reader(dtype), DecodeConfig(max_new_tokens=NEW, **options)
-    plan = Plan(PROMPT, (), BlendConfig(method="full"), decode, Clock())
+    plan = PreparedRequest(PROMPT, (), BlendConfig(method="full"), decode, Clock())
     blender = tiny_blender(MemoryStore(2**20), adapter=loaded.adapter)
     sequence = Sequence(plan, loaded, partial(prefill, blender=blender))
     prefilled = run(sequence.steps)
@@ -191,7 +191,7 @@ def test_requests_that_run_together_get_the_answers_that_each_gets_alone(
     prompts = [engine.prompts.build(question, passages).ids for question, passages, _ in asked]
     draft_by(monkeypatch, dict(zip(prompts, alone, strict=True)), mixed)
     listeners = [submit(batch, question, given, **options) for question, given, options in asked]
-    plan = engine.plan(Request(QUESTIONS[0], PASSAGES[:2], decode={"max_new_tokens": NEW}))
+    plan = engine.prepare(Request(QUESTIONS[0], PASSAGES[:2], decode={"max_new_tokens": NEW}))
     events: list[Event] = []
     left = batch.sequence(plan, events.append, "")
     batch.scheduler.submit(left)

@@ -82,8 +82,8 @@ def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, k
     [
         (DecoderModel, prefill_module, "KVLoader", OneOff, {"ratio 1.0", "one chunk in front"}),
         (DecoderModel, rows, "plan_rows", one_row_too_far, SAME),
-        (Lopsided, None, "", None, {"turned", "moved"} | SAME),
-        (Rotated, None, "", None, {"moved"} | SAME),
+        (Lopsided, None, "", None, {"rope round trip", "layer-0 keys"} | SAME),
+        (Rotated, None, "", None, {"layer-0 keys"} | SAME),
     ],
 )
 def test_a_mistake_fails_its_checks(
@@ -172,7 +172,7 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
 
     def counted(reader: LoadedModel) -> GateReport:
         checked.append(reader.fingerprint)
-        return GateReport(reader.name, (GateRow("turned: x", 0.0, 1.0),))
+        return GateReport(reader.name, (GateRow("rope round trip: x", 0.0, 1.0),))
 
     reader, other = toy_reader(), dataclasses.replace(toy_reader(), fingerprint="other")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -194,7 +194,9 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
 
 def test_a_failing_reader_is_refused_or_answers_by_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     with toy_engine() as made:
-        made.gate = GateReport("tiny", (GateRow("moved: x", 0.5, 0.01), GateRow("turned: y", 0.0, 0.01)))
+        made.gate = GateReport(
+            "tiny", (GateRow("layer-0 keys: x", 0.5, 0.01), GateRow("rope round trip: y", 0.0, 0.01))
+        )
         for method in ("blend", "reuse", "prefix"):
             with pytest.raises(ModelUnsupported):
                 made.answer(QUESTIONS[0], PASSAGES, method=method)

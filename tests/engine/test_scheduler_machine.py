@@ -117,7 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, question: Question = ANY, tenant: str = "a", cost: float = 8.0, cancel_at: int | None = None
     ) -> Any:
         """Submit a request, which may rightly be refused."""
-        sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
+        sent, plan = (
+            Sent(tenant, question, cost, cancel_at, self.turn),
+            question.prepared(Clock(now=self.clock)),
+        )
         blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
         hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
         prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import blendserve
 from blendserve.blend import planner
@@ -41,7 +42,7 @@ SIDE_ROOMS = {
     "blend/corrections/": {"__init__", "apply"},
     "fetch/": {"fetch", "waited_s", "record", "record_reading"},
     "store/": {"__init__"},
-    "kernels/": {"on", "at", "last", "__len__", "plans_by_window", "attend"},
+    "kernels/": {"on", "at", "last", "__len__", "plans_by_window", "__call__"},
     "models/model.py": {
         "device",
         "windows",
@@ -111,6 +112,15 @@ def caller_file(frame: FrameType) -> str:
     while caller and (not file_of(caller) or file_of(caller).startswith(GROUND)):
         caller = caller.f_back
     return file_of(caller) if caller else ""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """With several threads, the number that a layer uses is tried anew at run time: another way through the files."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from blendserve.cli.options import split_list
 from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, CorpusError
-from blendserve.evaluate import edits, synthetic, tasks
+from blendserve.evaluate import continuations as module
+from blendserve.evaluate import edits, tasks
 from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import BUNDLED, load, with_distractors
 from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
@@ -163,31 +164,15 @@ def test_a_name_is_downloaded_by_the_hub_s_client(tmp_path: Path, monkeypatch: p
     assert load("2wikimqa").examples[0].id == "lb"
 
 
-def test_every_made_line_is_in_its_record_once() -> None:
-    examples = load("lines").examples
-    assert len(examples) == synthetic.RECORDS
-    places = set()
-    for example in examples:
-        name = example.question.partition(" in line ")[2].partition("?")[0]
-        record = "\n".join(p.text for p in example.contexts)
-        assert record.count(f"line {name}:") == 1
-        assert len(record.split("\n")) == synthetic.CHUNKS * synthetic.LINES_PER_CHUNK
-        line = f"line {name}: REGISTER_CONTENT is <{example.answers[0]}>"
-        places |= {n for n, p in enumerate(example.contexts) if line in p.text.split("\n")}
-    assert places == set(range(synthetic.CHUNKS))
-    assert load("lines", limit=2) == load("lines", limit=2)
-    assert load("lines", limit=2, seed=1).examples != load("lines", limit=2).examples
-
-
 def test_excerpts_follow_each_other_and_a_rest_is_left() -> None:
-    sizes = [synthetic.PIECE_WORDS] * synthetic.PIECES + [synthetic.LEAD_WORDS, synthetic.CONTINUATION_WORDS]
+    sizes = [module.PIECE_WORDS] * module.PIECES + [module.LEAD_WORDS, module.CONTINUATION_WORDS]
     text = " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(2 * sum(sizes) + 5))
-    found = synthetic.continuations(text, "book")
+    found = module.continuations(text, "book")
     parts = [[*(p.text for p in e.contexts), e.question, *e.answers] for e in found]
     assert text.startswith("".join(map("".join, parts)))
     assert [[len(part.split()) for part in excerpt] for excerpt in parts] == [sizes] * 2
     with pytest.raises(CorpusError):
-        synthetic.continuations("few words", "short")
+        module.continuations("few words", "short")
     dataset = load("reference", limit=3)  # the bundled text is long enough
     assert (len(dataset.examples), dataset.task.metric) == (3, "perplexity")
 

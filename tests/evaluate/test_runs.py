@@ -18,8 +18,8 @@ from blendserve.core import Document
 from blendserve.engine.codec_fit import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
+from blendserve.evaluate import continuations
 from blendserve.evaluate import runner as runner_module
-from blendserve.evaluate import synthetic
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
@@ -260,14 +260,14 @@ def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
 def test_a_run_compares_every_edit_with_exact_hits() -> None:
     plan = EvaluateConfig(dataset="facts", setting="edited")
     assert [v.name for v in plan.specs][2:] == ["query+prior@0.05", "query+prior@0.05/answer"]
-    assert {v.edit for v in plan.model_copy(update={"dataset": "lines"}).specs} == {None, *EDITS}
+    assert {v.edit for v in plan.model_copy(update={"dataset": "generated"}).specs} == {None, *EDITS}
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Excerpts that the tiny reader has room for: 75 words."""
     for name, value in {"PIECES": 3, "PIECE_WORDS": 20, "LEAD_WORDS": 6, "CONTINUATION_WORDS": 9}.items():
-        monkeypatch.setattr(synthetic, name, value)
+        monkeypatch.setattr(continuations, name, value)
 
 
 def text_of(n: int) -> str:
@@ -302,10 +302,10 @@ def test_several_data_sets_make_one_table(
     Path(files[0]).write_text(text_of(75))
     Path(files[1]).write_text("[")
     plan = EvaluateConfig(methods=("query",), ratios=(0.25,), limit=1, chunks=2)
-    found = evaluate_each(["lines", *files], plan, CONFIG, tmp_path / "runs")
+    found = evaluate_each(["generated", *files], plan, CONFIG, tmp_path / "runs")
     metrics = {name: one.metrics for name, one in found.items() if isinstance(one, Outcome)}
     assert {name: m["metric"] for name, m in metrics.items()} == {
-        "lines": "number found",
+        "generated": "F1",
         files[0]: "perplexity",
     }
     show_all({name: metrics.get(name, "unreadable") for name in found})

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from blendserve.kernels import selfcheck, switches
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.cases import NAN, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
@@ -27,7 +26,7 @@ from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.cuda import scattered
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
-from blendserve.kernels.rotary import Rotary
+from blendserve.kernels.rotary import INTERLEAVED
 from tests.support.kernels import (
     DTYPES,
     TABLE,
@@ -178,19 +177,18 @@ def dims_apart(*at: int) -> Callable[..., Args]:
 
 def formless(*args: Any) -> Args:
     """A reader's module of no form that kernels know."""
-    own = (Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
-    return tuple(Rotary(x.own, None) if isinstance(x, Rotary) else x for x in own)
+    return tuple(Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
 
 
 REFUSED: dict[str, list[Options | Callable[..., Args]]] = {
     "attend": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2), lambda q, *rest: (q.clone().requires_grad_(), *rest)],
     "attend_with_scores": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2)],
-    "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), formless],
-    "place": [{"width": 16}, formless],
+    "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), {"form": INTERLEAVED}],
+    "place": [{"width": 16}, {"form": INTERLEAVED}],
     "linear": [lambda x, *rest: (x[None], *rest), dims_apart(1)],
-    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), formless],
+    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), {"form": INTERLEAVED}],
     "add_norm": [{"dim": 7}, formless],
-    "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, Activation(F.silu, False))],
+    "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, F.gelu)],
 }  # fmt: skip
 
 

@@ -35,9 +35,8 @@ from blendserve.simulate.config import (
     SimulateConfig,
 )
 from blendserve.simulate.metrics import summary
-from blendserve.simulate.network import StoreLink
 from blendserve.simulate.routing import ChunkDirectory, Loads, make_router, name_of
-from blendserve.simulate.service_time import ServiceTime
+from blendserve.simulate.service_time import ServiceTime, StoreLink
 from blendserve.store.view import TensorView
 from tests.bench.conftest import write_shape
 from tests.endurance import validate_simulator as validation

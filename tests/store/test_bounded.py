@@ -51,6 +51,10 @@ def test_pauses_double_up_to_the_longest_and_a_success_ends_them(
     breaker.failure("is away again")
     clock.advance(1.01)  # the pauses begin anew
     assert not refused(breaker)
+    breaker.failure("is away")
+    breaker.success()  # of a call that had begun before
+    breaker.failure("is away")
+    assert refused(breaker)
 
 
 def test_a_small_answer_does_not_close_what_slow_chunks_opened(breaker: Breaker, clock: ManualClock) -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.config import Config, StoreConfig
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
-from blendserve.errors import ConfigError, StoreError, StoreUnavailable
+from blendserve.errors import ConfigError, StoreUnavailable
 from blendserve.fetch import TieredStore, open_store
-from blendserve.registry import STORES as KINDS
 from blendserve.store import KVStore, LMDBStore, MemoryStore, VerifyReport
-from tests.store.toy_store import ToyStore
 from tests.support.places import EVERY_KIND, REMOTE_STORES, SHARED_KINDS, STORES
 from tests.support.stores import CAP, ROOMY, chunk, has, key_of, put_kv, read, same, stored_view
 from tests.support.valkey import store_at
@@ -87,21 +85,6 @@ def test_a_read_only_store_changes_nothing(kind: str, tmp_path: Path) -> None:
         assert (store.stats(), store.describe([key_of(1)])) == before
 
 
-def test_tensors_that_are_no_chunk_are_refused(store: KVStore) -> None:
-    for keys, values, ids in (
-        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), ()),
-        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half(), ()),
-        (torch.zeros(1, 2, 3, 4).char(), torch.zeros(1, 2, 3, 4).char(), ()),
-        (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), ()),
-        (torch.zeros(0, 2, 3, 4), torch.zeros(0, 2, 3, 4), ()),
-        (torch.zeros(1, 2, 3, 0), torch.zeros(1, 2, 3, 0), ()),
-        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), (1,)),
-    ):
-        with pytest.raises(StoreError):
-            put_kv(store, key_of(1), ChunkKV(keys, values, ids=ids))
-    assert list(store.keys()) == []
-
-
 def test_threads_read_and_write_concurrently(store: KVStore) -> None:
     """Each key holds only chunks made of its own number, in one of several lengths."""
 
@@ -118,21 +101,6 @@ def test_threads_read_and_write_concurrently(store: KVStore) -> None:
     with ThreadPoolExecutor(5) as pool:
         list(pool.map(work, range(5)))
     assert store.verify().bad == ()
-
-
-def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -> None:
-    KINDS.add("toy", "tests.store.toy_store:ToyStore")
-    try:
-        config = Config(store={"location": "toy", "cap_gb": 0.001})
-        with open_store(config.store, tmp_path) as store:
-            put_kv(store, key_of(1), chunk())
-            assert same(read(store, key_of(1)), chunk())
-            assert isinstance(store, ToyStore)
-            assert store.stats().cap_bytes == 1_000_000
-        (tmp_path / "config.yaml").write_text(config.to_yaml())
-        assert Config.load(tmp_path / "config.yaml") == config
-    finally:
-        KINDS.remove("toy")
 
 
 def test_the_settings_choose_the_store(tmp_path: Path) -> None:

@@ -112,16 +112,14 @@ class StoreMachine(RuleBasedStateMachine):
         stored = self.model.put(who, key, kv, size, pin)
         assert put(self.handles[who], key, kv, pin, how, self.place) == stored
         if stored:
-            self.is_stored(key, who)
+            self.is_stored(key)
         for victim in self.damaged.keys() - self.model.chunks.keys():
             del self.damaged[victim]
 
-    def is_stored(self, key: ChunkKey, who: int) -> None:
-        """Storing mends a chunk and ends a lease on it."""
+    def is_stored(self, key: ChunkKey) -> None:
+        """Storing mends a chunk and ends the lease on it."""
         self.damaged.pop(key, None)
-        _, owner = self.model.leases.get(key, (0, None))
-        if owner is not None and (self.place.ends_any_lease or owner is self.handles[who]):
-            self.model.release(key, owner)
+        self.model.leases.pop(key, None)
 
     @rule(key=keys, who=handles)
     def delete(self, key: ChunkKey, who: int) -> None:

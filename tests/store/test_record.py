@@ -1,21 +1,23 @@
-"""Keys, and records: bytes to chunk and back ; any damage is reported."""
+"""Keys, and records: bytes to chunk and back; any damage is reported."""
 
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from blendserve.core import ChunkKV
-from blendserve.errors import CorruptRecord, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import ChunkRecord, record
-from blendserve.store.codecs.base import ChunkShape, Coding
+from blendserve.store.codecs.base import ChunkShape, Coding, Undecodable
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
 from blendserve.store.view import RecordView
 from tests.support.damages import BYTES, LIES, Damage, encode, relabelled, sealed
@@ -39,6 +41,23 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
     found = record.decode_header(KEY, header)
     assert (found.shape, found.coding) == (ChunkShape(dtype, layers, heads, dim, tokens), Coding("raw"))
     assert found.n_bytes == kv.n_bytes
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "ids"),
+    [
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), ()),
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half(), ()),
+        (*[torch.zeros(1, 2, 3, 4).char()] * 2, ()),
+        (*[torch.zeros(2, 3, 4)] * 2, ()),
+        (*[torch.zeros(0, 2, 3, 4)] * 2, ()),
+        (*[torch.zeros(1, 2, 3, 0)] * 2, ()),
+        (*[torch.zeros(1, 2, 3, 4)] * 2, (1,)),
+    ],
+)
+def test_tensors_that_are_no_chunk_are_refused(keys: Tensor, values: Tensor, ids: tuple[int, ...]) -> None:
+    with pytest.raises(StoreError):
+        encode(KEY, ChunkKV(keys, values, ids=ids))
 
 
 def test_the_layout_is_the_documented_one() -> None:
@@ -66,6 +85,31 @@ def test_damage_is_reported_by_the_record_that_has_it(damage: Damage) -> None:
     assert error.value.layer == damage.layer
     with pytest.raises(CorruptRecord):
         record.decode_header(key_of(2), header)
+
+
+@given(st.integers(0, 2), st.data())
+def test_other_bytes_in_any_place_are_damage(n: int, data: st.DataObject) -> None:
+    header, layers = encode(KEY, chunk())
+    records = [header, *layers]
+    ends = st.integers(0, len(records[n]))
+    start, stop = sorted((data.draw(ends), data.draw(ends)))
+    bad = records[n][:start] + data.draw(st.binary(max_size=200)) + records[n][stop:]
+    assume(bad != records[n])
+    records[n] = bad
+    with pytest.raises((CorruptRecord, StoreVersion)):
+        decode(KEY, records[0], records[1:])
+
+
+@given(st.sampled_from(LIES), st.binary(min_size=8, max_size=8))
+def test_any_value_of_a_field_is_refused_or_changes_no_tensor(
+    field: tuple[int, str, list[Any]], raw: bytes
+) -> None:
+    """Under a checksum that fits. A codec, a level or tables that are not installed are not damage."""
+    kv, (offset, kind, _) = chunk(), field
+    header, layers = encode(KEY, kv)
+    (value,) = struct.unpack_from("<" + kind, raw)
+    with suppress(CorruptRecord, StoreVersion, Undecodable):
+        assert same(decode(KEY, relabelled(KEY, header, (offset, kind, value)), layers), kv)
 
 
 def test_a_field_that_agrees_with_no_other_is_damage() -> None:

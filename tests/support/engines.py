@@ -23,7 +23,7 @@ from blendserve.engine.request import (
     Failed,
     Finished,
     Observer,
-    Plan,
+    PreparedRequest,
     Request,
     TextDelta,
     split_options,
@@ -146,7 +146,7 @@ def queued(
 ) -> tuple[Sequence, Listener]:
     """options: fields of BlendConfig and DecodeConfig."""
     blend, decode = split_options(options)
-    plan = batch.engine.plan(Request(question, tuple(passages), blend=blend, decode=decode))
+    plan = batch.engine.prepare(Request(question, tuple(passages), blend=blend, decode=decode))
     listener = Listener()
     return batch.sequence(plan, listener, tenant), listener
 
@@ -211,15 +211,15 @@ class Question:
     max_new_tokens: int = 3
     temperature: float = 0.0
 
-    def plan(self, clock: Clock) -> Plan:
+    def prepared(self, clock: Clock) -> PreparedRequest:
         prompt = Prompt(PREFIX, tuple(CHUNKS[i] for i in self.chunks), SUFFIX)
         decode = DecodeConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=7)
-        return Plan(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
+        return PreparedRequest(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
 
 
 @cache
 def alone(question: Question) -> Answer:
-    reader, plan = tiny_reader(), question.plan(Clock())
+    reader, plan = tiny_reader(), question.prepared(Clock())
     sequence = Sequence(plan, reader, partial(tiny_prefill, blender=tiny_blender(tiny_store())))
     prefilled = run(sequence.steps)
     cache = prefilled.result.cache

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import Norm
-from blendserve.kernels.rotary import Rotary, RotaryForm
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan
-from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
+from blendserve.kernels.types import (
+    Activation,
+    AttentionSpec,
+    CorrectionParams,
+    Prior,
+    RecomputedTokens,
+    Rope,
+)
 
 # Attention
 
@@ -55,7 +61,7 @@ def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: 
 # RoPE, placement and corrections
 
 
-def turned(x: Tensor, rope: Rope, form: RotaryForm, inverse: bool = False) -> Tensor:
+def turned(x: Tensor, rope: Rope, form: Rotary, inverse: bool = False) -> Tensor:
     """x [..., S, D] in float64, pair after pair of dims."""
     out, cos, sin = x.detach().double().cpu().clone(), rope.cos.double().cpu(), rope.sin.double().cpu()
     half = cos.shape[-1] // 2
@@ -72,10 +78,9 @@ def turned(x: Tensor, rope: Rope, form: RotaryForm, inverse: bool = False) -> Te
 
 def place(parts: Sequence[Any], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> list[Tensor]:
     wanted = [keys.double().cpu(), values.double().cpu()]
-    assert rotary.form is not None
     for start, k, v in parts:
         here = slice(start, start + k.shape[1])
-        wanted[0][:, here], wanted[1][:, here] = turned(k, rope.at(here), rotary.form), v
+        wanted[0][:, here], wanted[1][:, here] = turned(k, rope.at(here), rotary), v
     return wanted
 
 
@@ -84,15 +89,14 @@ def correct(
     params: CorrectionParams, prior: Prior | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Head after head, token after token; the ridge by least squares with rows added for the penalty."""
-    assert rotary.form is not None
     at, others, n, dim = (
         fresh.recomputed_index,
         fresh.reused_index,
         len(fresh.recomputed_index),
         keys.shape[-1],
     )
-    old = torch.cat([turned(keys, rope, rotary.form, inverse=True), values.double()], dim=-1)
-    new_keys = turned(fresh.keys[:, fresh.row_index], rope.at(at), rotary.form, inverse=True)
+    old = torch.cat([turned(keys, rope, rotary, inverse=True), values.double()], dim=-1)
+    new_keys = turned(fresh.keys[:, fresh.row_index], rope.at(at), rotary, inverse=True)
     new = torch.cat([new_keys, fresh.values[:, fresh.row_index].double()], dim=-1)
     which, which_other = (
         torch.tensor([c for c, k in enumerate(sizes) for _ in range(k)], dtype=torch.long)
@@ -137,7 +141,7 @@ def correct(
             added = params.penalty**0.5 * torch.eye(2 * dim, dtype=torch.float64)
             y = torch.cat([moved - mean[which], torch.zeros_like(added)])
             shift += scale * (x_other @ torch.linalg.lstsq(torch.cat([x, added]), y).solution)
-        out[0][head, others] += turned(shift[:, :dim], rope.at(others), rotary.form)
+        out[0][head, others] += turned(shift[:, :dim], rope.at(others), rotary)
         out[1][head, others] += shift[:, dim:]
     return out
 

@@ -294,7 +294,7 @@ TABLE: dict[str, Operation] = {
         formulas.attend_at, attention_shapes, attention_bounds, lambda *args: (*args[:4], args[4] - 1)
     ),
     "rotate": Operation(
-        lambda x, rope, rotary: [formulas.turned(x, rope, rotary.form)],
+        lambda x, rope, rotary: [formulas.turned(x, rope, rotary)],
         partial(rope_shapes, n=st.sampled_from([1, 5, 130]), heads=st.sampled_from([1, 3])),
         lambda eps: (0.0, 8 * eps), rolled(1),
         alone=lambda args, rows: ((args[0][:, rows], args[1].at(torch.tensor(rows)), args[2]), (slice(None), rows)),

@@ -149,7 +149,6 @@ class Place:
     leases_end_by_clock = True  # the manual one
     damageable = True
     damages: Sequence[Damage] = DAMAGES
-    ends_any_lease = True  # when a chunk is stored; else its own handle's
     far: FaultyStore | None = None  # another machine's
     near: KVStore | None = None  # the own store of a place that has a far one
     codec: Codec = Raw()
@@ -224,7 +223,7 @@ class Coded(OnDisk):
 class OnServer(Place):
     frozen = False
     damages = tuple(damage for damage in DAMAGES if not damage.readable)  # a layer too many stays
-    ends_any_lease = leases_end_by_clock = False
+    leases_end_by_clock = False
     longest_pause_s = 1.0  # after a minute another thread writes notes
 
     def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:

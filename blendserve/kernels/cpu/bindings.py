@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.kernels.activation import Activation
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import (
+    Activation,
     AttentionSpec,
     CorrectionParams,
     Prior,
@@ -154,7 +155,10 @@ def add_rms_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> tup
 
 def supports_silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> bool:
     return (
-        activation.is_silu and gate.dim() == 2 and _is_native(level, gate, up) and not torch.is_grad_enabled()
+        activation is F.silu
+        and gate.dim() == 2
+        and _is_native(level, gate, up)
+        and not torch.is_grad_enabled()
     )
 
 
@@ -171,7 +175,7 @@ def silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation)
 def supports_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> bool:
     cos, sin = rope.cos, rope.sin
     return (
-        rotary.form == HALVES
+        rotary == HALVES
         and _is_native(level, x, cos, sin)
         and cos.stride(0) == sin.stride(0)
         and cos.shape[-1] % ROPE_STEP == 0
@@ -233,7 +237,7 @@ def supports_correction(
 ) -> bool:
     cos, sin = rope.cos, rope.sin
     return (
-        rotary.form == HALVES
+        rotary == HALVES
         and _is_native(level, keys, values, cos, sin)
         and cos.stride(0) == sin.stride(0)
         and keys.shape[-1] % ROPE_STEP == cos.shape[-1] % ROPE_STEP == 0

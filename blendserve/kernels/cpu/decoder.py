@@ -20,55 +20,28 @@ _LAYER_BYTES = struct.calcsize(STRUCTS["LayerWeights"])
 INT8_GROUP = 64  # inputs of an output that share a scale
 
 
-Linear = tuple[Tensor, Tensor | None]  # weight [outputs, inputs] and bias [outputs]
-
-
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of a decoder layer as the model stores them; None where its family has none.
+class DecodeWeights:
+    """A dense decoder of RMS norms, RoPE by halves and a SiLU-gated MLP, as the model stores it.
 
     E: hidden size, I: inner size of the MLP.
     """
 
-    norm_before_attention: Tensor  # [E]
-    q: Linear  # E -> H * D
-    k: Linear  # E -> K * D
-    v: Linear  # E -> K * D
-    head_norms: tuple[Tensor | None, Tensor | None]  # [D], of queries and of keys
-    o: Linear  # H * D -> E
-    norm_after_attention: Tensor | None  # [E]
-    norm_before_mlp: Tensor  # [E]
-    gate: Linear  # E -> I
-    up: Linear  # E -> I
-    down: Linear  # I -> E
-    norm_after_mlp: Tensor | None  # [E]
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """In the order of `LayerWeights` in kernels.h."""
-        attention = (self.norm_before_attention, *self.q, *self.k, *self.v, *self.head_norms, *self.o)
-        mlp = (self.norm_before_mlp, *self.gate, *self.up, *self.down)
-        return [*attention, self.norm_after_attention, *mlp, self.norm_after_mlp]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWeights:
-    """A dense decoder of RMS norms, RoPE by halves and a SiLU-gated MLP."""
-
-    layers: Sequence[LayerWeights]
+    layers: Sequence[Sequence[Tensor | None]]  # of each layer, in the order of `LayerWeights` in kernels.h
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
-    head: Linear  # E -> V
+    head: tuple[Tensor, Tensor | None]  # [V, E] and [V]
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    inner: int  # I
     eps: float  # of all norms
     norm_form: NormForm  # of all norms
     residual_scale: float | None
 
     @property
     def tensors(self) -> list[Tensor]:
-        parts = [x for layer in self.layers for x in layer.tensors]
+        parts = [x for layer in self.layers for x in layer]
         return [x for x in (*parts, self.norm, *self.head) if x is not None]
 
 
@@ -96,13 +69,12 @@ class NativeLayers:
         decoding alone.
         """
         self.level, self.weights, self._kernels = level, weights, loaded(level)
-        self.tensors = [[_stored(x, level, int8) for x in layer.tensors] for layer in weights.layers]
+        self.tensors = [[_stored(x, level, int8) for x in layer] for layer in weights.layers]
         rows = [
             (*map(pointer, tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
             for tensors, spec, rope in zip(self.tensors, weights.specs, ropes, strict=True)
         ]
         self.table = pack("LayerWeights", rows)
-        self.inner = weights.layers[0].gate[0].shape[0]
 
     def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Norm, projections and RoPE of layer l: hidden [S, E] -> q [H, S, D], k and v [K, S, D], and q and k rotated."""
@@ -127,7 +99,7 @@ class NativeLayers:
         out = torch.empty(n, dim, dtype=hidden.dtype)
         self._kernels.layer_out(
             self._at(l), *map(pointer, (hidden, attended, out)),
-            hidden.stride(0), attended.stride(0), n, dim, attended.shape[1], self.inner,
+            hidden.stride(0), attended.stride(0), n, dim, attended.shape[1], w.inner,
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
         )  # fmt: skip
         return out
@@ -163,7 +135,7 @@ class DecodeStep:
         rows = pack("DecodeRow", [(pointer(k), pointer(v), *k.stride()[:3], at) for k, v, at in caches])
         self._run(
             *map(pointer, (layers.table, angles, rows, hidden, w.norm, *self._head, logits)),
-            len(w.layers), n_rows, hidden.shape[1], layers.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
+            len(w.layers), n_rows, hidden.shape[1], w.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8, team.size(),
         )  # fmt: skip
         return logits

@@ -1,8 +1,7 @@
 """Copies a layer of stored KV into the cache of a GPU in one launch and rotates the keys.
 
-Written out in torch that is a dozen launches a chunk and layer, hundreds a layer for a long prompt. The rotation gives
-what the model's own function gives, to the bit in 16 bits; a model whose form no kernel knows (kernels/rotary.py) is
-placed by its own function.
+Written out in torch that is a dozen launches a chunk and layer, hundreds a layer for a long prompt. In 16 bits
+the rotation has the bits of the formula (kernels/rotary.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ def supports(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: R
     return (
         keys.device.type == "cuda"
         and has_triton()
-        and rotary.form is not None
         and all(x.device == keys.device and x.dtype == keys.dtype for x in stored)
         and all(x.stride(-1) == 1 for x in (*stored[:1], keys))
     )
@@ -37,8 +35,7 @@ def place(
     """ops.place: on a GPU, or in triton's interpreter. Nothing waits for the device."""
     from blendserve.kernels.cuda.triton_kernels.place import chunks_into_cache
 
-    cos, sin, form = rope.cos, rope.sin, rotary.form
-    assert form is not None, "ask `supports` first"
+    cos, sin = rope.cos, rope.sin
     if not any(k.shape[1] for _, k, _ in chunks):
         return
     if any(start + k.shape[1] > cache_keys.shape[1] for start, k, _ in chunks):
@@ -55,7 +52,7 @@ def place(
         chunks_into_cache[grid](
             _on(cache_keys.device, rows), cache_keys, cache_values, cos, sin,
             *cache_keys.stride()[:2], *cache_values.stride()[:2], cos.stride(0),
-            DIM=dim, TURNED=cos.shape[-1], NEIGHBOURS=form.neighbours, STEP=form.step, WIDE=form.wide,
+            DIM=dim, TURNED=cos.shape[-1], NEIGHBOURS=rotary.neighbours, STEP=rotary.step, WIDE=rotary.wide,
             ALIGNED=aligned, BLOCK=BLOCK, BLOCK_D=max(16, 1 << (dim - 1).bit_length()), num_warps=4,
         )  # fmt: skip
 

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from blendserve.kernels.cases import Args, rotary_of
+from blendserve.kernels.cases import Args
 from blendserve.kernels.cuda.place import place
 from blendserve.kernels.cuda.scattered import MOST_SPLITS, Tile, run
 from blendserve.kernels.rotary import FORMS as ROTARY_FORMS
-from blendserve.kernels.rotary import HALVES, RotaryForm
+from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.selfcheck import placing_trouble
 from blendserve.kernels.types import Rope
 from tests.support import kernel_formulas as formulas
@@ -37,13 +37,13 @@ def test_keys_are_split_among_programs(splits: int) -> None:
 
 
 @pytest.mark.parametrize("form", ROTARY_FORMS)
-def test_the_check_before_placement_serves(form: RotaryForm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_before_placement_serves(form: Rotary, monkeypatch: pytest.MonkeyPatch) -> None:
     placing_trouble.cache_clear()
     assert placing_trouble(form, torch.device("cpu"), torch.float32, 16) == ""
     placing_trouble.cache_clear()
     wrong = next(other for other in ROTARY_FORMS if other.neighbours != form.neighbours)
-    plain = RotaryForm.rotated
-    monkeypatch.setattr(RotaryForm, "rotated", lambda _, x, rope: plain(wrong, x, rope))
+    plain = Rotary.rotate
+    monkeypatch.setattr(Rotary, "rotate", lambda _, x, rope: plain(wrong, x, rope))
     assert placing_trouble(form, torch.device("cpu"), torch.float32, 16)
     placing_trouble.cache_clear()
 
@@ -52,7 +52,7 @@ def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_no_chunk() -> None:
     cache = torch.ones(2, 4, 16)
     rope = Rope(cache[0], cache[0])
     with pytest.raises(ValueError):  # noqa: PT011
-        place([(1, cache, cache)], cache, cache, rope, rotary_of(HALVES))
+        place([(1, cache, cache)], cache, cache, rope, HALVES)
     for chunks in ([], [(0, cache[:, :0], cache[:, :0])]):
-        place(chunks, cache, cache, rope, rotary_of(HALVES))
+        place(chunks, cache, cache, rope, HALVES)
     assert bool((cache == 1).all())
