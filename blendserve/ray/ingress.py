@@ -72,9 +72,9 @@ class RayEngineClient(EngineClient):
         key = ChunkKeys(
             self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
         )
-        keys = frozenset(key(chunk.ids) for chunk in plan.prompt.chunks if len(chunk))
+        keys = frozenset(key(chunk.ids) for chunk in prepared.prompt.chunks if len(chunk))
         # The task that awaits the events cancels the request.
-        return RequestHandle(plan, self._replicas.answer(request, keys), lambda: None)
+        return RequestHandle(prepared, self._replicas.answer(request, keys), lambda: None)
 
 
 def serve_cluster(

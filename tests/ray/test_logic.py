@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Prompt
-from blendserve.engine.request import Event, Finished, Plan, PrefillDone, TextDelta
+from blendserve.engine.request import Event, Finished, PrefillDone, PreparedRequest, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
 from blendserve.ray.cache_reports import EXPIRY_S, CacheReports
@@ -109,11 +109,12 @@ def without_pauses() -> Iterator[None]:
 
 def received(*attempts: Attempt) -> tuple[str, list[type[Event]]]:
     """What the client receives: the text, and the kinds of the other events."""
-    plan = Plan(Prompt((), (), ()), (), BlendConfig(), DecodeConfig(), Clock())
+    prepared = PreparedRequest(Prompt((), (), ()), (), BlendConfig(), DecodeConfig(), Clock())
 
     async def ask() -> list[Event]:
         return [
-            e async for e in answer_from(Handle(attempts), ERRORS, RoutedRequest(plan, "", ""), frozenset())
+            e
+            async for e in answer_from(Handle(attempts), ERRORS, RoutedRequest(prepared, "", ""), frozenset())
         ]
 
     events = asyncio.run(ask())
