@@ -75,7 +75,7 @@ class ChunkKV:
     values: torch.Tensor  # [L, K, C, D]
     ids: TokenIds = field(
         default=(), kw_only=True
-    )  # [C], or none where nobody knows them: a codec may spare what the tokens tell
+    )  # [C]; none if unknown: a codec may leave out what the tokens determine
 
     @property
     def n_tokens(self) -> int:
@@ -170,10 +170,10 @@ class BlendReport:
     tokens_suffix: int
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
-    unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that may be in the store
+    unusable: tuple[Unusable, ...] = ()  # missing and corrupt chunks that may be in the store
     tiers: Mapping[str, int] = field(
         default_factory=dict
-    )  # of the chunks hit, how many came from where; "computed": here, while others were on their way
+    )  # of the chunks hit, how many came from where; "computed": here, while others were transferred
     near: tuple[
         NearChunk, ...
     ] = ()  # of the missing and corrupt chunks, what others have; () unless looked for

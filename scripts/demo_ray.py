@@ -95,9 +95,9 @@ class Questions:
         weights = [1 / (rank + 1) for rank in range(len(self._topics))]  # Zipf
         (topic,) = lots.choices(self._topics, weights)
         own = tuple(lots.sample(topic, ASKED))
-        plan = self._engine.prepare(Request("What is this about?", own))
-        keys = frozenset(self._engine.blender.key(chunk.ids) for chunk in plan.prompt.chunks)
-        return RoutedRequest(plan, "", ""), keys
+        prepared = self._engine.prepare(Request("What is this about?", own))
+        keys = frozenset(self._engine.blender.key(chunk.ids) for chunk in prepared.prompt.chunks)
+        return RoutedRequest(prepared, "", ""), keys
 
 
 async def routed(

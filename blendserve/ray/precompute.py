@@ -52,7 +52,7 @@ class PrecomputeActor:
         """Returns as soon as the actor runs."""
 
     def compute(self, chunks: list[TokenIds]) -> Computed:
-        """Compute and store missing chunks of a batch, except those that other processes have leased.
+        """Compute and store missing chunks of a batch, except chunks leased by other processes.
 
         Raises ConfigError if this engine gives chunks other keys than the driver's.
         """
