@@ -138,7 +138,7 @@ class Scheduler:
         finally:
             with self._wake:
                 self._preparing -= Counter([tenant])  # without the tenants that have none left
-                self._wake.notify()
+                self._wake.notify_all()
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
@@ -150,7 +150,7 @@ class Scheduler:
                     self._tenants.add(sequence.tenant)
                 sequence.queued_at = self._clock()
                 self._waiting.put(sequence.tenant, sequence)
-                self._wake.notify()
+                self._wake.notify_all()
         except BlendserveError:
             sequence.release()
             raise
@@ -161,7 +161,7 @@ class Scheduler:
             sequence.is_cancelled = True
             self._waiting.remove(sequence.tenant, sequence)
             sequence.release()
-            self._wake.notify()
+            self._wake.notify_all()
 
     def submit_background(self, steps: Steps[None], tenant: str = "") -> bool:
         """Queue work for the store that no request waits for -> False when its tenant has too much already."""
@@ -169,18 +169,24 @@ class Scheduler:
             if self._background.of(tenant) >= MAX_BACKGROUND:
                 return False
             self._background.put(tenant, steps)
-            self._wake.notify()
+            self._wake.notify_all()
             return True
 
     def drain(self) -> None:
         """Refuse new requests; accepted ones are answered."""
         self._draining = True
 
-    def stop(self) -> None:
-        """End the thread; accepted requests fail. Idempotent."""
+    def stop(self, finish_s: float = 0.0) -> None:
+        """End the thread; accepted requests fail. Idempotent.
+
+        finish_s: limit of waiting for requests and background tasks, such as the write-backs of answered requests.
+        """
         with self._wake:
-            self._draining = self._stopped = True
-            self._wake.notify()
+            self._draining = True
+            if self._thread.is_alive():
+                self._wake.wait_for(lambda: not self._accepted_work, finish_s)
+            self._stopped = True
+            self._wake.notify_all()
         if self._thread.is_alive():
             self._thread.join()
         else:
@@ -209,9 +215,15 @@ class Scheduler:
                 log.exception("a scheduling step failed")
         self._fail_all()
 
+    @property
+    def _accepted_work(self) -> bool:
+        return any((self._prefills, self._running, len(self._waiting), self._task, len(self._background)))
+
     def _wait(self) -> bool:
         """Sleep until there is something to do -> False when there will not be."""
         with self._wake:
+            if self._draining and not self._accepted_work:
+                self._wake.notify_all()  # `stop` waits for this
             while not (self._stopped or self.has_work):
                 self._wake.wait(self._rest_s or None)
             return not self._stopped

@@ -32,6 +32,7 @@ from blendserve.serve.metrics import HttpMetrics, Metrics
 from blendserve.timing import Clock
 
 T = TypeVar("T")
+WRITE_BACK_S = 5.0  # limit of storing what answered requests computed, when the server stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +197,9 @@ class LocalEngineClient(EngineClient):
         self.scheduler.drain()
 
     def close(self) -> None:
-        """Cancel the jobs and end the threads."""
+        """Cancel the jobs, write back what answered requests computed, and end the threads."""
         self.jobs.cancel()
-        self.scheduler.stop()
+        self.scheduler.stop(min(WRITE_BACK_S, self.http.drain_s))
         self.collections.executor.stop()
         self.storage.stop()
 

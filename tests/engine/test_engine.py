@@ -103,6 +103,16 @@ def test_streams_of_one_thread_and_of_many_do_not_disturb_each_other(warm: Engin
         assert list(pool.map(ask, orders)) == alone
 
 
+def test_what_answered_requests_computed_is_stored_before_the_scheduler_stops() -> None:
+    with toy_engine() as engine:
+        batch = toy_batch(engine)
+        batch.scheduler.start()
+        answers = [submit(batch, question, PASSAGES, max_new_tokens=1) for question in QUESTIONS[:2]]
+        assert [answer.answer().report.chunks_missing for answer in answers] == [len(PASSAGES)] * 2
+        batch.scheduler.stop(finish_s=60)
+        assert engine.store.stats().chunks == len(PASSAGES)
+
+
 def test_threads_get_the_answers_that_each_gets_alone() -> None:
     with toy_engine() as engine:
         engine.precompute(PASSAGES)
