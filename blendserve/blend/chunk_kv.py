@@ -1,7 +1,8 @@
 """KV of chunks, computed once: each after the same context, captured before RoPE.
 
 The context runs once. Then chunks run in stacks that share the matmuls, each attending to the context and to itself
-alone. So the result does not depend on which chunks are stacked, to rounding.
+alone: one after another, or on a GPU with flash-attn in one launch. So the result does not depend on which chunks are
+stacked, to rounding.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from blendserve.core import ChunkKV, Steps, TokenIds, run
-from blendserve.kernels.ops import attend
-from blendserve.kernels.rows import AttentionPlan, plan_rows
+from blendserve.kernels.chunks import ChunkStack
+from blendserve.kernels.ops import attend_chunks
 from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.model import DecoderModel, Projected
@@ -104,8 +105,7 @@ class _StackPass:
         lengths, n_context = [kv.n_tokens for kv in out], context_keys.shape[2]
         starts = [0, *accumulate(lengths)]
         self._out = list(zip(out, starts, strict=False))
-        self._rows = [slice(at, at + n) for at, n in zip(starts, lengths, strict=False) if n]
-        self._plans: dict[tuple[int, int | None], AttentionPlan] = {}  # by length and window
+        self._stack = ChunkStack([n for n in lengths if n], n_context, model.group, model.device)
         positions = torch.cat([torch.arange(n_context, n_context + n) for n in lengths])
         self._ropes = model.rope(positions.to(model.device))
 
@@ -120,23 +120,8 @@ class _StackPass:
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         if l == self._model.n_layers - 1:
             return None  # the last layer's output is not needed
-        spec, out = self._model.specs[l], []
-        for rows in self._rows:
-            keys, values = (
-                torch.cat([context[l], own[:, rows]], dim=1)
-                for context, own in zip(self._context, (self._keys, self._values), strict=True)
-            )
-            plan = self._plan(rows.stop - rows.start, spec.window)
-            out.append(attend(q[:, rows], keys, values, spec, plan))
-        return torch.cat(out)
-
-    def _plan(self, n_tokens: int, window: int | None) -> AttentionPlan:
-        """Of a chunk of `n_tokens` tokens behind the context; for all layers with this window."""
-        if (n_tokens, window) not in self._plans:
-            n_context, device = self._context[0].shape[2], self._model.device
-            at = torch.arange(n_context, n_context + n_tokens)
-            self._plans[n_tokens, window] = plan_rows(at.to(device), self._model.group, window, at)
-        return self._plans[n_tokens, window]
+        context_kv = self._context[0][l], self._context[1][l]
+        return attend_chunks(q, self._keys, self._values, context_kv, self._model.specs[l], self._stack)
 
 
 def _empty(model: DecoderModel, ids: TokenIds) -> ChunkKV:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.norm import FORMS as NORM_FORMS
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary
@@ -89,6 +90,16 @@ def attention_at(draw: Draw, **options: Any) -> Args:
     return q[:, -1:], keys, values, spec, plan.positions[-1:]
 
 
+def attention_chunks(
+    draw: Draw, lengths: Sequence[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
+    window: int | None = None, softcap: float | None = None,
+) -> Args:  # fmt: skip
+    stack = ChunkStack(list(lengths), prefix, group, draw.device)
+    q, k, v = (draw(n, sum(lengths), dim) for n in (n_kv * group, n_kv, n_kv))
+    prefix_kv = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
+    return q, k, v, prefix_kv, AttentionSpec(1 / math.sqrt(dim), window, softcap), stack
+
+
 def rotation(
     draw: Draw, n: int, heads: int = 2, dim: int = 64, width: int = 64, form: Rotary = HALVES
 ) -> Args:
@@ -157,6 +168,7 @@ CASES: dict[str, Callable[..., Args]] = {  # by operation
     "attend": attention,
     "attend_with_scores": attention,
     "attend_at": attention_at,
+    "attend_chunks": attention_chunks,
     "rotate": rotation,
     "place": placement,
     "linear": linear,

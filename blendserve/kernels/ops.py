@@ -4,6 +4,7 @@
     attend                native | flash-attn | torch's SDPA | Triton
     attend_with_scores    native
     attend_at             Triton
+    attend_chunks         flash-attn, packed | one chunk after another
     rotate                native
     place                 native | Triton
     linear                native (bf16)
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import autotune, reference, sdpa, selfcheck, switches
+from blendserve.kernels.chunks import ChunkStack, one_after_another
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import flash, scattered
@@ -62,6 +64,12 @@ def _native_reason(function: str, level: Level, *_: object) -> str:
 
 def _flash_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
     return selfcheck.attention_trouble((flash.attend,), Kind.of(q, keys, spec), ONE_ROW + DENSE)
+
+
+def _packed_reason(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> str:
+    return selfcheck.packed_chunks_trouble(Kind.of(q, k, spec))
 
 
 def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
@@ -108,6 +116,11 @@ attend_at = KernelOp(
     reference.attend_at,
     Backend("Triton kernel", scattered.attend_at, scattered.supports, _triton_reason),
 )
+attend_chunks = KernelOp(
+    reference.attend_chunks,
+    Backend("flash-attn, packed", flash.attend_chunks, flash.supports_chunks, _packed_reason),
+    Backend("one chunk after another", partial(one_after_another, attend)),
+)
 rotate = KernelOp(reference.rotate, *_native("scatter_kv", bindings.apply_rope, bindings.supports_rope))
 place = KernelOp(
     reference.place,
@@ -132,7 +145,7 @@ gated_activation = KernelOp(
 )
 
 _ALL: Sequence[KernelOp[..., Any]] = (
-    attend, attend_with_scores, attend_at, rotate, place, linear, correct, add_norm, gated_activation
+    attend, attend_with_scores, attend_at, attend_chunks, rotate, place, linear, correct, add_norm, gated_activation
 )  # fmt: skip
 OPERATIONS = {operation.name: operation for operation in _ALL}
 

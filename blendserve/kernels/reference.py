@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blendserve.kernels.chunks import ChunkStack, one_after_another
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, Block
@@ -118,6 +119,16 @@ def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: 
         hidden |= position <= at - spec.window
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).to(q.dtype)
     return (weights @ values).reshape(1, -1)
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> Tensor:
+    """Rotated rows of all chunks of a stack, q [H, S, D], k and v [K, S, D], each over [prefix | itself] -> [S, H * D].
+
+    prefix_kv: keys (after RoPE) and values [K, F, D] of the prefix.
+    """
+    return one_after_another(attend, q, k, v, prefix_kv, spec, stack)
 
 
 def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:

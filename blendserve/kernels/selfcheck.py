@@ -21,6 +21,7 @@ from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
+from blendserve.kernels.cuda import flash
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import AttentionSpec, Rope
@@ -203,16 +204,26 @@ class Kind:
         group = q.shape[0] // keys.shape[0]
         return cls(q.device, q.dtype, group, q.shape[2], spec.window is not None, spec.softcap is not None)
 
+    @property
+    def options(self) -> Options:
+        """Of a call with such heads."""
+        window, softcap = 70 if self.windowed else None, 2.0 if self.softcapped else None
+        return {"group": self.group, "dim": self.dim, "window": window, "softcap": softcap}
+
 
 @cache
 def attention_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """Why an attention kernel may not serve, "" if it may. forms: all that is compiled; rows: positions below KEYS."""
-    call: Options = {
-        "group": kind.group, "dim": kind.dim, "window": 70 if kind.windowed else None,
-        "softcap": 2.0 if kind.softcapped else None, "size": 2.0,
-    }  # fmt: skip
-    calls = [{**call, "at": positions} for positions in rows]
+    calls = [{**kind.options, "size": 2.0, "at": positions} for positions in rows]
     errors = (largest_error(form, "attend", c, kind.dtype, kind.device) for form in forms for c in calls)
+    return _trouble(lambda: max(errors), BOUNDS[kind.dtype])
+
+
+@cache
+def packed_chunks_trouble(kind: Kind) -> str:
+    """Why flash-attn's packed chunks may not serve, "" if they may."""
+    calls = [{**kind.options, "lengths": (130, 9, 80), "prefix": n} for n in (0, 100)]
+    errors = (largest_error(flash.attend_chunks, "attend_chunks", c, kind.dtype, kind.device) for c in calls)
     return _trouble(lambda: max(errors), BOUNDS[kind.dtype])
 
 

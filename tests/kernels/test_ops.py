@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import ops, selfcheck
+from blendserve.kernels.cuda import flash
 from blendserve.kernels.dispatch import KernelOp
 from blendserve.kernels.reference import attend as plain_attention
 from blendserve.kernels.rows import AttentionPlan, plan_rows
-from blendserve.kernels.selfcheck import Kind, attention_trouble
+from blendserve.kernels.selfcheck import Kind, attention_trouble, packed_chunks_trouble
 from blendserve.kernels.types import AttentionSpec
+from tests.support.flash_attn import FlashAttn
 from tests.support.kernels import ways
 
 ATTENTION = {way.name: way for way in ways() if way.operation == "attend"}
@@ -77,6 +79,26 @@ def test_a_kernel_that_is_wrong_does_not_serve() -> None:
     for forms in ((plain_attention, one_further), (in_bf16,), (failing,)):
         assert attention_trouble(forms, CPU, POSITIONS)
     assert attention_trouble((without_window,), windowed, POSITIONS)
+
+
+@pytest.mark.parametrize(("windowed", "softcapped"), [(False, False), (True, False), (False, True)])
+def test_packed_chunks_that_are_wrong_do_not_serve(
+    windowed: bool, softcapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TopLeft(FlashAttn):
+        """Right only where there is no prefix, as flash-attn before 2.1."""
+
+        @classmethod
+        def flash_attn_varlen_func(cls, *args: Any, **options: Any) -> Tensor:
+            out = FlashAttn.flash_attn_varlen_func(*args, **options)
+            return out.roll(1, 0) if (options["cu_seqlens_k"] - options["cu_seqlens_q"]).any() else out
+
+    kind = replace(CPU, windowed=windowed, softcapped=softcapped)
+    for package in (FlashAttn, TopLeft):
+        monkeypatch.setattr(flash, "flash_attn", lambda package=package: package)
+        packed_chunks_trouble.cache_clear()
+        assert bool(packed_chunks_trouble(kind)) == (package is TopLeft)
+    packed_chunks_trouble.cache_clear()
 
 
 BLOCKED = """

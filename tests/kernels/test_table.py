@@ -46,7 +46,7 @@ from tests.support.kernels import (
 
 WAYS = list(ways())
 NATIVE = [way for way in WAYS if way.is_native]
-ON_GPU = {"attend", "attend_at", "place"}  # what a GPU has backends of its own for
+ON_GPU = {"attend", "attend_at", "attend_chunks", "place"}  # what a GPU has backends of its own for
 
 
 def word(x: Any) -> str:
@@ -78,7 +78,7 @@ def ready(request: pytest.FixtureRequest) -> None:
         return
     if way.device == "cuda" and (not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         pytest.skip("no GPU here, or Triton interprets")
-    if way.device == "cuda" and way.name == "flash_attn" and flash_attn() is None:
+    if way.device == "cuda" and way.is_flash_attn and flash_attn() is None:
         pytest.skip("flash-attn is not installed")
     if way.is_triton:
         pytest.importorskip("triton")
@@ -150,6 +150,7 @@ SMALL: dict[str, Options] = {
     "attend": {"at": [3, 4, 9, 20, 40]},
     "attend_with_scores": {"at": [3, 4, 9, 20, 40], "absent": 0.2},
     "attend_at": {"at": [9]},
+    "attend_chunks": {"lengths": [5, 9]},
     "rotate": {"n": 9},
     "place": {"lengths": [5, 9]},
     "linear": {"rows": 3, "outs": 32, "depth": 32},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan
@@ -56,6 +57,19 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
 
 def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> list[Tensor]:
     return attention(q, keys, values, spec, visible_keys(at.tolist(), spec.window))[:1]
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> list[Tensor]:
+    out, start = [], 0
+    for n in stack.lengths:
+        rows = slice(start, start + n)
+        keys, values = (torch.cat([x, own[:, rows]], dim=1) for x, own in zip(prefix_kv, (k, v), strict=True))
+        seen = visible_keys(range(stack.n_prefix, stack.n_prefix + n), spec.window)
+        out.append(attention(q[:, rows], keys, values, spec, seen)[0])
+        start += n
+    return [torch.cat(out)]
 
 
 # RoPE, placement and corrections

@@ -28,6 +28,7 @@ from blendserve.kernels.rotary import FORMS, HALVES
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope
 from tests.support import kernel_formulas as formulas
+from tests.support.flash_attn import FlashAttn
 
 Options = dict[str, Any]
 
@@ -64,7 +65,11 @@ class Way:
 
     @property
     def is_for_gpu(self) -> bool:
-        return self.is_triton or self.name == "flash_attn"
+        return self.is_triton or self.is_flash_attn
+
+    @property
+    def is_flash_attn(self) -> bool:
+        return self.name.startswith("flash_attn")
 
     @property
     def is_triton(self) -> bool:
@@ -73,7 +78,7 @@ class Way:
     @property
     def is_contiguous(self) -> bool:
         """Whether it serves contiguous rows alone."""
-        return self.name == "flash_attn" or (self.device == "cuda" and self.name == "torch_s_sdpa")
+        return self.is_flash_attn or (self.device == "cuda" and self.name == "torch_s_sdpa")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -157,23 +162,6 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class FlashAttn:
-    """The function of flash-attn as its documentation has it: causal is aligned at the bottom right."""
-
-    @staticmethod
-    def flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int],
-        softcap: float = 0.0,
-    ) -> Tensor:  # fmt: skip
-        assert causal
-        assert window_size[1] == (-1 if window_size[0] < 0 else 0)
-        n, end = q.shape[1], k.shape[1]
-        spec = AttentionSpec(softmax_scale, window_size[0] + 1 or None, softcap or None)
-        seen = formulas.visible_keys(range(end - n, end), spec.window)
-        heads, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
-        return formulas.attention(heads, keys, values, spec, seen)[0].view(1, *q.shape[1:]).to(q.dtype)
 
 
 @contextmanager
@@ -314,6 +302,14 @@ TABLE: dict[str, Operation] = {
     ),
     "attend_at": Operation(
         formulas.attend_at, attention_shapes, attention_bounds, lambda *args: (*args[:4], args[4] - 1)
+    ),
+    "attend_chunks": Operation(
+        formulas.attend_chunks,
+        lambda way: options(
+            lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), prefix=st.sampled_from([0, 1, 9]),
+            window=st.none() | st.integers(1, 12), softcap=st.sampled_from([None, 0.7]), group=st.integers(1, 3),
+        ),
+        attention_bounds, lambda q, k, v, prefix, *rest: (q, k, v, (prefix[0].roll(1, 1), prefix[1]), *rest),
     ),
     "rotate": Operation(
         lambda x, rope, rotary: [formulas.turned(x, rope, rotary)],

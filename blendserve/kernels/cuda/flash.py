@@ -1,12 +1,18 @@
 """Attention of contiguous rows on a GPU by the package flash-attn, where it is installed.
 
-The last row sees every key, so a causal mask aligned at the bottom right is causal by position.
+The last row sees every key, so a causal mask aligned at the bottom right is causal by position. The chunks of a stack
+attend in one launch, by variable lengths: each row sees the prefix and its own chunk up to itself.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.cuda.available import capability, flash_attn
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.sdpa import GPU_DTYPES, MAX_DIM
@@ -15,10 +21,20 @@ from blendserve.kernels.types import AttentionSpec
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
     """Whether flash-attn is installed, runs on this GPU (Ampere or later) and supports these tensors."""
-    parts = (q, keys, values)
+    return plan.is_contiguous and _supports(q, keys, values)
+
+
+def supports_chunks(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> bool:
+    """The same for packed chunks."""
+    return _supports(q, k, v, *prefix_kv)
+
+
+def _supports(q: Tensor, *others: Tensor) -> bool:
+    parts = (q, *others)
     return (
         q.device.type == "cuda"
-        and plan.is_contiguous
         and all(x.dtype == q.dtype in GPU_DTYPES and x.stride(-1) == 1 for x in parts)
         and q.shape[-1] <= MAX_DIM
         and not any(x.requires_grad for x in parts)
@@ -29,12 +45,34 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan:
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
+    parts = (x.transpose(0, 1)[None] for x in (q, keys[:, : plan.kv_len], values[:, : plan.kv_len]))
+    out: Tensor = _package().flash_attn_func(*parts, **_options(spec))
+    return out[0].reshape(q.shape[1], -1)
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> Tensor:
+    """ops.attend_chunks."""
+    packed = (
+        torch.cat(pair, dim=1).index_select(1, stack.key_index).transpose(0, 1)
+        for pair in zip(prefix_kv, (k, v), strict=True)
+    )
+    out: Tensor = _package().flash_attn_varlen_func(
+        q.transpose(0, 1), *packed, **stack.packing._asdict(), **_options(spec)
+    )
+    return out.reshape(q.shape[1], -1)
+
+
+def _package() -> ModuleType:
     package = flash_attn()
     assert package is not None, "ask `supports` first"
+    return package
+
+
+def _options(spec: AttentionSpec) -> dict[str, Any]:
     left = -1 if spec.window is None else spec.window - 1
-    parts = (x.transpose(0, 1)[None] for x in (q, keys[:, : plan.kv_len], values[:, : plan.kv_len]))
     softcap = {} if spec.softcap is None else {"softcap": spec.softcap}  # older versions have none
-    out: Tensor = package.flash_attn_func(
-        *parts, softmax_scale=spec.scale, causal=True, window_size=(left, 0 if left >= 0 else -1), **softcap
-    )
-    return out[0].reshape(q.shape[1], -1)
+    return {
+        "softmax_scale": spec.scale, "causal": True, "window_size": (left, 0 if left >= 0 else -1), **softcap
+    }  # fmt: skip
