@@ -155,10 +155,11 @@ class Proxy:
         ends = {writer, far_writer}
         self._open |= ends
         both = self._forward(reader, far_writer, self.up), self._forward(far_reader, writer, self.down)
-        for direction in asyncio.as_completed(both):
-            await direction
-            for end in ends:
-                end.close()
+        with suppress(asyncio.CancelledError):  # by `_abort`; asyncio would print the cancellation
+            for direction in asyncio.as_completed(both):
+                await direction
+                for end in ends:
+                    end.close()
         self._open -= ends
 
     async def _forward(
