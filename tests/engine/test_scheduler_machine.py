@@ -1,7 +1,6 @@
 """The scheduler on a manual clock: any history of requests, faults and background tasks keeps its promises.
 
-The model is real. On the clock, a layer of a prefill or of a task takes LAYER_S, a decoding step `decode_s`, and nothing
-else takes time.
+The model is real. On the clock, a layer of a prefill or task takes LAYER_S, a decoding step `decode_s`, all else nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from tests.support.blending import tiny_blender
 from tests.support.engines import Question, alone, seen, tiny_prefill, tiny_reader, tiny_store
 from tests.support.waiting import ManualClock, eventually
 
-LAYER_S, SLOT_TOKENS, SHARED_BYTES = 1.0, 96, 30_000
-TENANTS = "abc"
+LAYER_S, SLOT_TOKENS, SHARED_BYTES, TENANTS = 1.0, 96, 30_000, "abc"
 ANY = Question((2, 3))  # its answer has as many tokens as asked for
 
 
