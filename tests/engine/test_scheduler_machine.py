@@ -349,6 +349,18 @@ def test_short_requests_of_others_preempt_within_the_cost_and_the_rest_of_a_pass
     assert long.preempted_cost == total
 
 
+def test_the_last_slot_is_kept_for_a_tenant_without_one() -> None:
+    machine = opened(slots=2)
+    done: Any = machine.submit(Question((0,), max_new_tokens=1), "b")  # from now on there are two tenants
+    machine.step_until(lambda: done.state == "ended")
+    one, two = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(2)]
+    machine.step_until(lambda: one.state == "runs")
+    machine.step()
+    other: Any = machine.submit(Question((0,), max_new_tokens=20), "b")
+    machine.step_until(lambda: other.state == "runs")
+    assert (one.state, two.state) == ("runs", "waits")
+
+
 def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
     machine = opened(slots=3)
     requests: list[Any] = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(4)]
