@@ -36,7 +36,7 @@ class RunDir:
         self.path, file = path, path / "config.yaml"
         values = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
         if file.exists():
-            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            before = _read_config(file)
             self._check_same(_flat(before), _flat(values))
             environment = before.get("environment", {})  # that the run began in
         try:
@@ -101,6 +101,17 @@ def read_lines(file: Path) -> list[Record]:
         except ValueError:
             raise InputError(f"{file}, line {n}: not JSON; delete that line", path=file, line=n) from None
     return found
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Raises InputError for what is no YAML mapping."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        values = None
+    if not isinstance(values, dict):
+        raise InputError(f"{file} is damaged: give this run another --name, or delete its folder", path=file)
+    return values
 
 
 def _flat(values: Record, prefix: str = "") -> Record:
