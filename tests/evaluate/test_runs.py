@@ -157,6 +157,11 @@ def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(InputError) as damaged:
         run(tmp_path, dataset, methods=("none",), name="mine")
     assert (damaged.value.path, damaged.value.line) == (str(path), 1)
+    for content in ("- no mapping", "{half"):
+        (outcome.folder / "config.yaml").write_text(content)
+        with pytest.raises(InputError) as unreadable:
+            run(tmp_path, dataset, methods=("none",), name="mine")
+        assert unreadable.value.path == str(outcome.folder / "config.yaml")
 
 
 def test_a_run_that_cannot_compare_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
