@@ -304,11 +304,15 @@ class FetchMachine(RuleBasedStateMachine):
         for key in some[:2]:
             put(self.store, key, content(key), False, "put", self.place)
         arguments = self.store, some[2], content(some[2]), pin, "put", self.place
-        last = threading.Thread(target=put, args=arguments)
-        last.start()
-        eventually(lambda: is_blocked(last) or not last.is_alive())
-        self.far.gate.set()
-        last.join()
+        if pin:
+            last = threading.Thread(target=put, args=arguments)
+            last.start()
+            eventually(lambda: is_blocked(last) or not last.is_alive())
+            self.far.gate.set()
+            last.join()
+        else:
+            put(*arguments)
+            self.far.gate.set()
         self.flush()
         self.fetcher.forget(some[:3])
         self.dropped += not pin

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+WAITS = {"wait", "join", "_wait_for_tstate_lock"}  # functions of `threading`; the last is join's before 3.13
 
 
 def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
@@ -21,9 +22,10 @@ def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
 
 
 def is_blocked(thread: threading.Thread) -> bool:
-    """Whether the thread waits for a condition, an event or another thread."""
+    """Whether the thread waits for a condition, an event or another thread. One that is starting does not."""
     frame = sys._current_frames().get(thread.ident or 0)  # allow: of Python, not of the package
-    return frame is not None and frame.f_code.co_filename == threading.__file__
+    code = frame.f_code if frame else None
+    return code is not None and code.co_filename == threading.__file__ and code.co_name in WAITS
 
 
 class ManualClock:
