@@ -205,7 +205,7 @@ def test_requests_have_different_chunks_of_the_corpus(
 
 def test_the_numbers_are_the_recorded_ones() -> None:
     """To the last digits, which sums of many numbers may differ in by CPU."""
-    assert research.same(research.simulation(), research.golden("simulate"), 1e-12)
+    assert research.simulation() == research.golden("simulate", 1e-12)
 
 
 TIERS: dict[str, list[Any]] = {
@@ -345,18 +345,16 @@ class FakeNode:
     about: ClassVar[Any] = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
 
     def call(self, order: list[Any]) -> dict[str, Any]:
-        if order == ["measure"]:
+        if order[0] == "measure":
             return {**CONSTANTS, "hot": 0.25}
         return {"ttft": 0.5, "after": 0.1, "hot": [], "found": [0, len(order[1]), 0, 0]}
 
 
 def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Isolated and in every run: it needs twice its least time."""
+    """In every run: it needs twice its least time."""
     monkeypatch.setattr(validation, "processes", lambda _: nullcontext([FakeNode()]))
     sizes = {"pool": 20, "chunk_tokens": 10, "requests": 40}
     found = validation.validate(ValidationConfig(nodes=1, memory=5, disk=9, **sizes))
-    isolated = {(one["same_tiers"], one["ttft_measured"]) for one in found["isolated"].values()}
-    assert isolated == {(0.0, 0.5)}
     assert [(run["store"], run["routing"]) for run in found["runs"]] == [*validation.RUNS]
     for one in found["runs"]:
         assert one["slowdown"] == (2.0,)
