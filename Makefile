@@ -36,7 +36,10 @@ test: $(DEV)
 
 test-nightly: $(DEV)
 	$(PYTEST) --night --timeout 1800 --durations 50
-	$(BIN)/python -m tests.endurance
+	$(BIN)/python -m tests.endurance.soak --model tiny --queries 300 --seconds 120
+	$(BIN)/python -m tests.endurance.soak_serving --requests 200 --clients 16
+	$(BIN)/python -m tests.endurance.crash --rounds 12 --seconds 90
+	$(BIN)/python -m tests.endurance.faults --requests 20
 	$(BIN)/python scripts/mutations.py run
 
 test-gpu: $(DEV)

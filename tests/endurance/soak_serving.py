@@ -35,6 +35,7 @@ from blendserve.engine.engine import Engine
 from blendserve.retrieve import language_reference
 from blendserve.store import LMDBStore
 from tests.endurance.driver import Promises, Workload, main, none
+from tests.support.http import events
 from tests.support.waiting import eventually
 
 QUESTIONS = ("What is it about?", "Which statement is meant?", "When does that happen?", "Who may do this?")
@@ -51,7 +52,6 @@ store: {cap_gb: 2}
 blend: {method: blend}
 serve: {slots: 8, slot_tokens: 1024, log_text: false}
 """
-KEPT_S = 1  # connections: less than the server keeps them, or it closes some that a request uses
 GONE = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 WRONG = (httpx.HTTPError, KeyError, ValueError, AssertionError)
 
@@ -71,7 +71,7 @@ class Serving:
         self.todo = deque((kind, dice.randrange(len(asks)), dice.random()) for kind in kinds)
         self.done, self.wrong, self.memory = Counter[str](), list[str](), list[float]()
         self.documents = dict[str, int]()  # whose job has ended, and their chunks
-        self.cut_off = self.written = 0
+        self.cut_off, self.written, self._is_killed = 0, 0, False
         self._ended, self._name = threading.Event(), f"soak-{time.time_ns():x}"
 
     def run(self) -> Workload:
@@ -97,7 +97,8 @@ class Serving:
 
     def ask(self, server: Any, stop_at: int) -> None:
         """All clients at once, until `stop_at` requests are answered; the server is killed then, unless all are."""
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S)
+        # A connection is kept for less time than the server keeps it, or the server closes some that a request uses.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
         self._ended.clear()
         with (
             httpx.Client(base_url=server.url, timeout=None, limits=limits) as self.http,
@@ -110,12 +111,14 @@ class Serving:
                     self.memory.append(server.memory_mb)
                 self._ended.wait(0.01)
             if stop_at < self.requests:
-                self._ended.set()
+                self._is_killed = True
                 server.kill()
+                self._ended.set()
             for job in jobs:
                 job.result()
             self._ended.set()
             writer.result()
+        self._is_killed = False
 
     def _client(self) -> None:
         with suppress(IndexError):  # nothing is left to do
@@ -124,7 +127,7 @@ class Serving:
                 try:
                     getattr(self, f"ask_{kind}")(which, chance)
                 except WRONG as error:
-                    if self._ended.is_set() and isinstance(error, GONE):
+                    if self._is_killed and isinstance(error, GONE):
                         self.cut_off += 1
                         self.todo.append(job)
                         return
@@ -140,7 +143,7 @@ class Serving:
                 self.written += 1
                 self._write_one(f"{self._name}-{self.written}")
         except WRONG as error:
-            if not (self._ended.is_set() and isinstance(error, GONE)):
+            if not (self._is_killed and isinstance(error, GONE)):
                 self.wrong.append(f"document: {error!r}"[:300])
 
     def _write_one(self, name: str) -> None:
@@ -194,8 +197,7 @@ class Serving:
         with self.http.stream("POST", "/v1/rag/query", json=ask) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
-                if line.startswith("data: {"):  # neither the end nor a comment that keeps the connection
-                    yield json.loads(line.removeprefix("data: "))
+                yield from events([line])
 
 
 def is_idle(url: str) -> bool:

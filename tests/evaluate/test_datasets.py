@@ -36,7 +36,6 @@ from blendserve.evaluate.prompts import PromptSource, permuted, with_permutation
 from blendserve.retrieve import Embedder, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
-from tests.support.zipf import zipf_blocks
 
 DATA = Path(__file__).parent / "data"  # a small file of each form, and what is to be read of it
 EXPECTED = json.loads((DATA / "expected.json").read_text("utf-8"))
@@ -228,16 +227,6 @@ def test_the_script_remakes_the_bundled_files(tmp_path: Path, monkeypatch: pytes
     assert made == {path.name: path.read_bytes() for path in BUNDLED["facts"].parent.glob("*.jsonl")}
     digest = hashlib.sha256(made["generated_questions.jsonl"] + made["generated_corpus.jsonl"]).hexdigest()
     assert digest.startswith("a9e8448bdce5092d")
-
-
-def test_blocks_have_one_mix_and_no_query_twice() -> None:
-    blocks = zipf_blocks(400, 10, 50, 6, seed=3)
-    queries = {query for block in blocks for query in block}
-    assert {len(set(query)) for query in queries} == {6}
-    assert len(queries) == 500
-    mixes = [Counter(chunk for query in block for chunk in query) for block in blocks]
-    assert all(abs(mixes[0][n] - mix[n]) <= 1 for mix in mixes for n in range(400))
-    assert blocks == zipf_blocks(400, 10, 50, 6, seed=3) != zipf_blocks(400, 10, 50, 6, seed=4)
 
 
 FORMS = ("birthplace", "birth", "university", "award", "father", "mother", "spouse", "deathplace")

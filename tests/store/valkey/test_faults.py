@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.endurance.faults import FAULTS, FaultFixture, run_fault
-from tests.support.toy import toy_reader
+from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
 from tests.support.valkey import PATIENT_S, needs_server
 
 pytestmark = needs_server
@@ -23,16 +22,18 @@ SLOW = {
     "cut within a record",
 }  # seen after the deadline, others at once
 REQUESTS, DEADLINE_S = 4, 0.4
-SIZES = {"chunks": 3, "chunk_tokens": 40, "pool": 6}
 
 
 @pytest.fixture(scope="module")
 def fixtures() -> Iterator[dict[str, FaultFixture]]:
-    reader = toy_reader()
     with (
-        FaultFixture(reader, deadline_s=DEADLINE_S, **SIZES) as hasty,
-        FaultFixture(reader, deadline_s=PATIENT_S, **SIZES) as patient,
+        pytest.MonkeyPatch.context() as patch,
+        FaultFixture(DEADLINE_S) as hasty,
+        FaultFixture(PATIENT_S) as patient,
     ):
+        patch.setattr(
+            "blendserve.fetch.incoming.FAILED_S", 0.5
+        )  # a damaged chunk is read again after this time
         yield {name: hasty if name in SLOW else patient for name in FAULTS}
 
 
@@ -40,7 +41,7 @@ def fixtures() -> Iterator[dict[str, FaultFixture]]:
 def test_a_fault_costs_no_answer_and_ends(fixtures: dict[str, FaultFixture], name: str) -> None:
     result = run_fault(fixtures[name], name, REQUESTS)
     assert (result.wrong, result.hung) == (0, 0)
-    assert result.looked_for == REQUESTS * SIZES["chunks"]
+    assert result.looked_for == REQUESTS * CHUNKS
     assert result.recovery_s is not None
     assert result.reasons >= REASONS.get(name, set())
 
