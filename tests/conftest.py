@@ -1,4 +1,4 @@
-"""Nothing here goes online. Every push runs the same few examples; a night runs many random ones.
+"""No test goes online. Every push runs the same few examples; a night runs many random ones.
 
 pytest                                        what `make test` runs: not `nightly`, not `gpu`
 pytest --night                                everything that runs on a CPU, over all model families
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "BLENDSERVE_AUTOTUNE", "0"
-)  # who computes is the table's first, however fast the machine is today
+os.environ.setdefault("BLENDSERVE_AUTOTUNE", "0")  # the table's first backend computes, on any machine
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src"):  # imported from this checkout
@@ -41,9 +37,7 @@ LONG_FIRST = ("tests/ray/", "tests/page/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--night", action="store_true", help="run tests marked nightly, too, and every model family"
-    )
+    parser.addoption("--night", action="store_true", help="run tests marked nightly, and every model family")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def ends_no_process() -> Iterator[None]:
-    """A command's objects are never looked at again, as it ends (cli/collecting.py); here a thousand tests follow."""
+    """A command freezes its objects, as its process ends (cli/core.py); here a thousand tests follow."""
     yield
     gc.unfreeze()
 
@@ -87,30 +81,3 @@ def toy_codec() -> Iterator[None]:
     CODECS.add("toy", "tests.support.codecs:Toy")
     yield
     CODECS.remove("toy")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which instruction sets' kernels were tested, which this machine lacks, and whether it lacks a browser."""
-    from blendserve.kernels.cpu.isa import LEVELS  # not before the variables above are set
-
-    found = {
-        outcome: Counter(
-            match[1]
-            for report in terminalreporter.stats.get(outcome, [])
-            if (match := re.search(r"tests/kernels/.*\[(\w+)", report.nodeid)) and match[1] in LEVELS
-        )
-        for outcome in ("passed", "skipped")
-    }
-    if found["passed"] or found["skipped"]:
-        tested = ", ".join(f"{name} ({n} tests)" for name, n in found["passed"].items()) or "none"
-        lacking = ", ".join(found["skipped"].keys() - found["passed"].keys())
-        terminalreporter.write_line(
-            f"kernels of instruction sets tested: {tested}" + (f"; not here: {lacking}" if lacking else "")
-        )
-    if any(
-        report.nodeid.startswith("tests/page/test_page.py")
-        for report in terminalreporter.stats.get("skipped", [])
-    ):
-        terminalreporter.write_line(
-            "the page was not tested in a browser: install Chromium, or set BLENDSERVE_CHROMIUM"
-        )
