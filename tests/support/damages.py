@@ -13,9 +13,6 @@ from typing import Any
 
 import xxhash
 
-from blendserve.core import ChunkKV
-from blendserve.store import ChunkRecord
-from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey
 
 Records = list["bytes | None"]
@@ -106,9 +103,3 @@ DAMAGES: list[Damage] = [
     *(lie(offset, kind, value) for offset, kind, values in LIES for value in values),
     Damage("one layer more", lambda key, records: [*records, b"x"], None, readable=True),
 ]
-
-
-def encode(key: ChunkKey, kv: ChunkKV) -> tuple[bytes, list[bytes]]:
-    """Header and layers as the store writes them."""
-    record = ChunkRecord.encode(key, kv, Raw())
-    return record.header_bytes(), [bytes(segment) for segment in record.segments()]
