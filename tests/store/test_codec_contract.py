@@ -117,7 +117,12 @@ def test_layers_are_decoded_in_any_order_by_any_thread_and_in_order_once(
     codec: Codec, asked: list[int]
 ) -> None:
     wanted, segments, reads = decoded(codec, NINE), codec.encode(NINE), list[int]()
-    view, other = view_of(codec, segments, lambda l: reads.append(l) or segments[l]), view_of(codec, segments)
+
+    def noted(l: int) -> Buffer:
+        reads.append(l)
+        return segments[l]
+
+    view, other = view_of(codec, segments, noted), view_of(codec, segments)
 
     def is_right(l: int, by: RecordView = view) -> bool:
         keys, values = by.layer(l)

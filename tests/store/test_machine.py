@@ -21,8 +21,8 @@ from blendserve.errors import CorruptRecord
 from blendserve.store import Snapshot
 from blendserve.store.key import ChunkKey, namespace_tag
 from blendserve.store.view import decode
-from tests.support.damages import BYTES, SWAPPED, Damage
-from tests.support.places import EVERY_KIND, KEYS, STORES, TENANT, Place, content, put
+from tests.support.damages import DAMAGES, Damage
+from tests.support.places import EVERY_KIND, KEYS, STORES, TENANT, Place, StoreModel, content, put
 from tests.support.stores import same
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's
@@ -57,7 +57,8 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self, kind: type[Place], folder: Path) -> None:
         super().__init__()
         self.place = kind(folder)
-        self.model, self.clock = self.place.model(), self.place.clock
+        self.clock = self.place.clock
+        self.model = StoreModel(self.place.cap, self.clock, self.place.server)
         self.snapshots: list[OpenSnapshot] = []
         self.damaged: dict[ChunkKey, Damage] = {}
         self.ever_damaged = False
@@ -77,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def writes(self, who: int) -> None:
         """A handle is about to write, its notes first if they are written with it."""
-        if self.model.notes_with_writes:
+        if not self.model.server:
             self.model.write_notes(who)
 
     def handle(self, who: int) -> int:
@@ -93,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def put_one(self, who: int, key: ChunkKey, kv: ChunkKV, pin: bool, how: str) -> None:
         size = self.place.size(kv, how == "uncoded")
-        if self.model.notes_with_writes and how == "put" and not self.place.codec.coding.level:
+        if not self.model.server and how == "put":
             _, fits = self.model.victims(key, size)
             assert self.handles[who].admits(key, size) == (key in self.model.chunks or fits)
         stored = self.model.put(who, key, kv, size, pin)
@@ -226,7 +227,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Another program changes the records of a chunk: in another way after every change, as drawn ways repeat."""
         if key in self.damaged or key not in self.model.chunks or not self.model.chunks[key].n_tokens:
             return
-        ways = [*BYTES, SWAPPED, *self.place.damages]
+        ways = [
+            one for one in DAMAGES if not (one.readable and self.place.server)
+        ]  # a layer too many stays there
         damage = ways[(7 * len(self.model.history) + n) % len(ways)]
         self.close()
         self.place.damage(key, damage)

@@ -118,6 +118,14 @@ def test_any_value_of_a_field_is_refused_or_changes_no_tensor(
         assert same(decode(KEY, relabelled(KEY, header, (offset, kind, value)), layers), kv)
 
 
+def test_a_field_that_agrees_with_no_other_is_damage() -> None:
+    header, _ = encode(KEY, chunk())
+    for offset, kind, values in LIES:
+        for value in values:
+            with pytest.raises(CorruptRecord):
+                record.decode_header(KEY, relabelled(KEY, header, (offset, kind, value)))
+
+
 def test_lies_that_agree_with_each_other_are_damage() -> None:
     """float16 for bfloat16, K for D or C: as many bytes; twice the tokens and twice the bytes of each layer."""
     header, layers = encode(KEY, chunk(tokens=3, dtype=torch.bfloat16))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import lmdb
@@ -31,7 +31,7 @@ from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import library
 from blendserve.store.valkey_layout import HEADER, chunk_name, segment_name
 from tests.support.codecs import Toy
-from tests.support.damages import BYTES, DAMAGES, Damage
+from tests.support.damages import Damage
 from tests.support.stores import LAYERS, ROOMY, UNIT, FaultyStore, chunk, key_of, tamper
 from tests.support.valkey import needs_server
 from tests.support.valkey import settings as valkey_settings
@@ -44,11 +44,10 @@ class StoreModel:
     A reader notes uses and look-ups; they count for all handles once its handle (`who`) writes them.
     """
 
-    def __init__(
-        self, cap: int, clock: ManualClock, quota: Callable[[ChunkKey], bytes], notes_with_writes: bool
-    ) -> None:
-        """quota: chunks of one value share the cap. notes_with_writes: else notes are written to find victims."""
-        self.cap, self.clock, self._quota, self.notes_with_writes = cap, clock, quota, notes_with_writes
+    def __init__(self, cap: int, clock: ManualClock, server: bool) -> None:
+        """server: it counts microseconds, the cap is of each namespace, and notes are written to find victims; elsewhere
+        they are written with every change."""
+        self.cap, self.clock, self.server = cap, clock, server
         self.chunks, self.sizes = dict[ChunkKey, ChunkKV](), dict[ChunkKey, int]()
         self.used, self.pins = dict[ChunkKey, int](), set[ChunkKey]()
         self.history: list[tuple[ChunkKey, ChunkKV | None]] = []  # every change of a chunk
@@ -87,9 +86,10 @@ class StoreModel:
 
     def victims(self, key: ChunkKey, size: int) -> tuple[list[ChunkKey], bool]:
         """The least recently used chunks that have to go, as few as possible, and whether those make room."""
-        others = [k for k in self.chunks if k != key and self._quota(k) == self._quota(key)]
+        tag = key[:TAG_BYTES] if self.server else b""
+        others = [k for k in self.chunks if k != key and k.startswith(tag)]
         excess, victims = sum(self.sizes[k] for k in others) + size - self.cap, list[ChunkKey]()
-        unit = 1 if self.notes_with_writes else 1000  # a server counts microseconds
+        unit = 1000 if self.server else 1
         for k in sorted(set(others) - self.pins, key=lambda k: (self.used[k] // unit, k)):
             if excess > 0:
                 victims.append(k)
@@ -99,7 +99,7 @@ class StoreModel:
     def put(self, who: int, key: ChunkKey, kv: ChunkKV, size: int, pin: bool) -> bool:
         """False = StoreFull."""
         victims, fits = self.victims(key, size)
-        if fits if self.notes_with_writes else victims:
+        if victims if self.server else fits:
             self.write_notes(who)
         victims, fits = self.victims(key, size)
         if not fits:
@@ -141,7 +141,6 @@ class Place:
     reopens = True  # whether chunks outlive the store's object
     shared = True  # whether another process may open it, too
     damageable = True
-    damages: Sequence[Damage] = DAMAGES
     far: FaultyStore | None = None  # another machine's
     near: KVStore | None = None  # the own store of a place that has a far one
     codec: Codec = Raw()
@@ -149,9 +148,6 @@ class Place:
 
     def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         self.folder, self.cap, self.clock = folder, cap, ManualClock()
-
-    def model(self) -> StoreModel:
-        return StoreModel(self.cap, self.clock, lambda key: b"", notes_with_writes=True)
 
     def open(self) -> KVStore:
         raise NotImplementedError
@@ -179,6 +175,10 @@ class InMemory(Place):
 
 
 class OnDisk(Place):
+    def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
+        super().__init__(folder, cap)
+        self.codec = Toy(level=6)
+
     def open(self) -> KVStore:
         return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), clock=self.clock)
 
@@ -193,27 +193,16 @@ class OnDisk(Place):
         tamper(self.folder / "kv", change)
 
 
-class Coded(OnDisk):
-    damages = BYTES
-
-    def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
-        super().__init__(folder, cap)
-        self.codec = Toy(level=6)
-
-
 class OnServer(Place):
     server = True
-    damages = tuple(damage for damage in DAMAGES if not damage.readable)  # a layer too many stays
     longest_pause_s = 1.0  # after a minute another thread writes notes
 
     def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         super().__init__(folder, cap)
+        self.codec = Toy(level=6)
         self._settings: ValkeyConfig = valkey_settings(folder.parent)
         self._client = library().Valkey.from_url(self._settings.url)
         self._client.flushdb()
-
-    def model(self) -> StoreModel:
-        return StoreModel(self.cap, self.clock, lambda key: key[:TAG_BYTES], notes_with_writes=False)
 
     def open(self) -> KVStore:
         return ValkeyStore(self._settings, self.cap, eviction=LRU(), clock=self.clock)
@@ -274,7 +263,7 @@ class Alone(Tiered):
         return KVFetcher(MemoryStore(0), copies, source=source, prefetch_bytes=ROOMY)
 
 
-STORES: dict[str, type[Place]] = {"memory": InMemory, "lmdb": OnDisk, "coded": Coded, "valkey": OnServer}
+STORES: dict[str, type[Place]] = {"memory": InMemory, "lmdb": OnDisk, "valkey": OnServer}
 REMOTE_STORES: dict[str, type[Tiered]] = {"tiered": Tiered, "behind": Behind, "alone": Alone}
 EVERY_KIND = [pytest.param(kind, marks=needs_server if kind == "valkey" else ()) for kind in STORES]
 SHARED_KINDS = [pytest.param("lmdb"), pytest.param("valkey", marks=needs_server)]  # between processes
