@@ -20,7 +20,7 @@ import xxhash
 
 from blendserve.errors import StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
-from blendserve.store.lmdb_files import explained
+from blendserve.store.lmdb import explained
 from blendserve.store.policies import LRU
 from blendserve.store.view import decode
 from tests.support.forked import process, run
@@ -158,20 +158,18 @@ def hold(line: Connection, path: Path) -> None:
         line.recv()
 
 
-def test_a_second_writer_waits_and_is_refused_while_the_first_one_writes(path: Path) -> None:
+def test_a_writer_waits_for_another_one_for_some_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LMDBStore(path, CAP).close()
-    with (
-        process(hold, path) as (holder, held),
-        LMDBStore(path, CAP, writer_wait_s=0.05) as hasty,
-        LMDBStore(path, CAP, writer_wait_s=60) as patient,
-    ):
+    with process(hold, path) as (holder, held), LMDBStore(path, CAP) as store:
         assert held.recv() == "held"
+        monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 0.05)
         with pytest.raises(StoreUnavailable):
-            put_kv(hasty, key_of(1), chunk())
-        assert not has(hasty, key_of(1))  # readers do not wait
+            put_kv(store, key_of(1), chunk())
+        assert not has(store, key_of(1))  # readers do not wait
+        monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 60)
         holder.kill()
-        put_kv(patient, key_of(1), chunk())
-        assert same(read(hasty, key_of(1)), chunk())
+        put_kv(store, key_of(1), chunk())
+        assert same(read(store, key_of(1)), chunk())
 
 
 def test_a_full_map_is_the_error_of_one_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
