@@ -69,7 +69,7 @@ def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method(far
     assert (first.method, first.chunks_hit) == ("blend", FILLED)
     fetched = far.source.fetched.copy()
     done = run(made)
-    made.fetcher.wait()
+    made.fetcher.flush()
     assert far.source.fetched == fetched
     assert kinds(done) == [SLOW] * FILLED
     assert (done.report.method, done.report.chunks_hit, done.report.chunks_missing) == ("prefix", 0, FILLED)
@@ -102,7 +102,7 @@ def test_chunks_of_this_machine_are_used_over_a_slow_link_too() -> None:
     made = far.blender()
     probe(made)
     done = run(made)
-    made.fetcher.wait()
+    made.fetcher.flush()
     assert [(unusable.chunk, unusable.kind) for unusable in done.report.unusable] == [(3, SLOW)]
     assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
 
@@ -124,7 +124,7 @@ def test_a_link_that_became_fast_is_used_again(far: Machine) -> None:
     assert kinds(run(made)) == [SLOW] * FILLED
     far.source.token_s = 0.0
     for _ in range(30):
-        made.fetcher.wait()
+        made.fetcher.flush()
         far.source.clock.advance(PROBE_PAUSE)
         done = run(made)
     assert (done.report.chunks_hit, kinds(done)) == (FILLED, [])
