@@ -185,14 +185,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
-    has_cuda, advice = torch.cuda.is_available(), "use auto, cpu or cuda[:n]"
+    has_cuda = torch.cuda.is_available()
     with suppress(RuntimeError):  # torch knows no such device
         device = torch.device(("cuda" if has_cuda else "cpu") if name == "auto" else name)
         if device.type == "cpu" or (device.type == "cuda" and has_cuda):
             return device
-        if device.type == "cuda":
-            advice = "torch sees no CUDA device here, use auto or cpu"
-    raise ConfigError(f"setting 'model.device' cannot be {name!r}: {advice}", setting="model.device")
+    raise ConfigError(
+        f"setting 'model.device' cannot be {name!r}: use auto, cpu, or cuda[:n] where torch sees a CUDA device",
+        setting="model.device",
+    )
 
 
 def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:

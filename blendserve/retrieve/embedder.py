@@ -54,10 +54,8 @@ class Embedder:
         self.encoder.yield_point = callback
 
     @classmethod
-    def load(cls, name: str = DEFAULT, reference: bool = False) -> Embedder:
+    def load(cls, name: str = DEFAULT) -> Embedder:
         """Load a bundled embedder by name, or one from a local folder or the hub.
-
-        reference: run it with sentence-transformers, even if bert.py supports it.
 
         Raises ModelError when it cannot be found or loaded, or is no sentence-transformers model.
         """
@@ -67,9 +65,8 @@ class Embedder:
                 f"embedder {name!r}: {folder} holds no sentence-transformers model (no modules.json): "
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
-        plain = None if reference else BertFolder.read(folder)
         try:
-            if plain:
+            if plain := BertFolder.read(folder):
                 return cls(Bert(plain), name, fingerprint_of(folder))
             with quiet():
                 return cls(SentenceTransformersEncoder(folder), name, fingerprint_of(folder))
