@@ -101,7 +101,9 @@ def test_tables_are_rectangular_and_numbers_finite(name: str, run: Run) -> None:
     for title, columns, rows in tables:
         assert {len(row) for row in rows} == {len(columns)}, title
     if bench.plot:
-        assert len(bench.plot.draw(result)) > 1000
+        drawn = bench.plot.draw(result).decode()
+        plotted = [s for s in samples_of(result) if bench.plot.x in s.labels and bench.plot.y in s.metrics]
+        assert all(f"{s.labels.get(bench.plot.series, '')}" in drawn for s in plotted)
 
 
 def test_the_bench_of_the_documentation_runs(
@@ -127,8 +129,8 @@ def test_the_bench_of_the_documentation_runs(
 
 def test_ttft_counts_what_it_always_counted(run: Run) -> None:
     result = run("ttft")
-    warm = [s for s in samples_of(result) if s.labels["source"] == "warm"]
-    assert {s.labels["method"] for s in warm} == {"transformers", *GOLDEN["methods"]}
+    warm = {s.labels["method"] for s in samples_of(result) if s.labels["source"] == "warm"}
+    assert warm == {"transformers", *GOLDEN["methods"]}
     assert result["groups"][0]["facts"]["prompt_tokens"] == GOLDEN["prompt_tokens"]
     for name, golden in GOLDEN["methods"].items():
         found = metrics(result, source="warm", method=name)
@@ -136,7 +138,6 @@ def test_ttft_counts_what_it_always_counted(run: Run) -> None:
         assert {key: found[key] for key in counted} == {key: golden[key] for key in counted}
         assert len(counted) >= 5
         assert found["load_s"] + found["select_s"] + found["correct_s"] < found["prefill_s"] < found["ttft_s"]
-        assert found["kl_first_token"] >= 0
         assert found["roofline_fraction"] > 0
     assert metrics(result, source="warm", method="full")["kl_first_token"] < 1e-6
     assert metrics(result, source="warm", method="prefix")["same_first_token"] == 1
@@ -188,15 +189,6 @@ def test_results_are_right_where_they_are_known(run: Run) -> None:
         assert statuses.keys() <= {refused, "429", GAVE_UP, NO_ANSWER}
 
 
-@pytest.mark.nightly
-def test_one_shared_cache_hits_more_often(run: Run) -> None:
-    own, shared = (
-        metrics(run("benchmarks.sharing"), cache=name) for name in (sharing.PER_USER, sharing.SHARED)
-    )
-    assert shared["hit_rate"] > own["hit_rate"]
-    assert shared["chunks_computed"] < own["chunks_computed"]
-
-
 def test_figures_of_users_add_up() -> None:
     config = sharing.SharingConfig(users=2, questions=2, passages=2, pool=2)
     requests = [{"ttft": ttft, "hits": hits, "chunks": 2} for ttft, hits in ((1.0, 0), (3.0, 1), (2.0, 2))]
@@ -217,23 +209,14 @@ def test_serving_resumes_and_counts_what_is_refused(
 ) -> None:
     monkeypatch.setattr("blendserve.bench.loadgen.LEAST", 2)
     write_passages(None, tmp_path / "index")
-    small: dict[str, Any] = {"index": tmp_path / "index", "passages": 2, "new_tokens": 2}
-    small |= {"clients": 2, "seconds": 0.1}
-    config: Any = load_bench("serving").config
+    bench, out = load_bench("serving"), tmp_path / "out.jsonl"
     with toy_server(tmp_path) as url:
-        settings = config(url=url, load_factors=(1.0,), **small)
-        first = run_bench("serving", settings, tmp_path / "out.jsonl")
-        again = run_bench("serving", settings, tmp_path / "out.jsonl")
-        failed = run_bench("serving", config(url=url, load_factors=(), **{**small, "new_tokens": 10**5}))
+        small = {"url": url, "index": tmp_path / "index", "passages": 2, "clients": 2, "seconds": 0.1}
+        settings = bench.config(**small, new_tokens=2, load_factors=(1.0,))
+        first, again = (run_bench("serving", settings, out) for _ in range(2))
+        refused = run_bench("serving", bench.config(**small, new_tokens=10**5, load_factors=()))
     assert again == first
     cases = {(s.labels["load"], s.labels["method"]) for s in samples_of(first)}
     assert cases == {(load, m) for load in ("saturation", 1.0) for m in ("full", "blend", "prefix")}
     assert all(s.metrics["failed"] == 0 < s.metrics["ttft_p95_s"] for s in samples_of(first))
-    assert all(
-        s.metrics["failed"] == s.metrics["requests"] > 0 for s in samples_of(failed)
-    )  # a refusal is no answer
-
-
-def test_clients_load_a_server_to_the_share_that_was_asked_for() -> None:
-    think = noisy_neighbor.think_time(2.0, clients=3, share=0.4)
-    assert 3 * 2.0 / (2.0 + think) == pytest.approx(0.4)
+    assert all(s.metrics["failed"] == s.metrics["requests"] > 0 for s in samples_of(refused))
