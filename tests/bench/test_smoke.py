@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import auto, noisy_neighbor, sharing
+from benchmarks import auto, noisy_neighbor
 from benchmarks.__main__ import BENCHES as CLAIMS
 from benchmarks.support.hostile import GAVE_UP, NO_ANSWER
 from benchmarks.support.valkey import binary
@@ -187,14 +187,6 @@ def test_results_are_right_where_they_are_known(run: Run) -> None:
     for kind, statuses in run("benchmarks.noisy_neighbor")["groups"][0]["facts"]["statuses"].items():
         refused = {"larger": "413", "document": "202"}.get(kind, "400")
         assert statuses.keys() <= {refused, "429", GAVE_UP, NO_ANSWER}
-
-
-def test_figures_of_users_add_up() -> None:
-    config = sharing.SharingConfig(users=2, questions=2, passages=2, pool=2)
-    requests = [{"ttft": ttft, "hits": hits, "chunks": 2} for ttft, hits in ((1.0, 0), (3.0, 1), (2.0, 2))]
-    found = sharing.summarize(config, requests)
-    assert (found["hit_rate"], found["ttft_mean_s"], found["ttft_p50_s"]) == (0.5, 2.0, 2.0)
-    assert (found["chunks_computed"], found["chunks_recomputed"]) == (3, 1)
 
 
 def test_auto_misses_where_it_and_its_choice_are_slower() -> None:

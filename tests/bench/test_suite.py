@@ -127,8 +127,3 @@ def test_the_pages_in_the_repository_are_the_rendered_ones(tmp_path: Path) -> No
     (tmp_path / "page.md").write_text("no marks")
     with pytest.raises(InputError):
         rendered(tmp_path / "page.md", suite, RESULTS)
-
-
-def test_the_most_important_claims_take_twenty_minutes() -> None:
-    runs = [*Suite.read(render_results.CLAIMS).runs.values()][:7]
-    assert sum(run.minutes for run in runs) <= 20
