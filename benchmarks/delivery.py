@@ -27,8 +27,7 @@ from benchmarks.support.proxy import GBIT, ProxyProcess, Trace, changing
 from blendserve.bench.codec import CodecConfig, CodecTables, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, open_reader
+from blendserve.bench.runner import Bench, Plot, open_reader
 from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender

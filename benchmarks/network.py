@@ -20,8 +20,7 @@ from benchmarks.support.valkey import Server
 from blendserve.bench.codec import CodecConfig, CodecTables
 from blendserve.bench.fixture import TimedFetcher, make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, open_reader
+from blendserve.bench.runner import Bench, Plot, open_reader
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.errors import InputError

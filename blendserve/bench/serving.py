@@ -26,8 +26,7 @@ from pydantic import Field
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.loadgen import closed_loop, longest_passages, open_loop, send
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.bench.runner import Bench, BenchConfig, Plot
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.config import Config, Positive, Ratio
 from blendserve.engine.engine import Engine

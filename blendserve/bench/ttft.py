@@ -16,9 +16,8 @@ from pydantic import Field
 from blendserve.bench.fixture import STAGES, PromptFixture, Tier, reads_store, scratch
 from blendserve.bench.harness import Case, Group, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.memory import peak_memory
-from blendserve.bench.plots import Plot
 from blendserve.bench.roofline import measure_rates
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, Plot, open_reader
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Positive, Ratio
 from blendserve.errors import ConfigError

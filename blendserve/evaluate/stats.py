@@ -45,7 +45,7 @@ def ratio_of_means(values: ArrayLike, unit: ArrayLike, questions: Questions = No
 
 
 def ratio_of_medians(values: ArrayLike, unit: ArrayLike, questions: Questions = None) -> Interval | None:
-    """median(values) / median(unit) [n] over questions, of the medians of their prompts; None where the unit's is zero."""
+    """median(values) / median(unit) [n] over questions, of their prompts' medians; None where the unit's is zero."""
     return _ratio(np.median, values, unit, questions)
 
 
