@@ -36,10 +36,7 @@ class EmbeddingConfig(BenchConfig):
 
 def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
     limit_torch(config.threads)
-    embedders = {
-        OURS: Embedder.load(EMBEDDER),
-        THEIRS: Embedder.load(EMBEDDER, reference=True),
-    }
+    embedders = {OURS: Embedder.load(EMBEDDER), THEIRS: Embedder.load(EMBEDDER, reference=True)}
     passages = _passages(config, embedders[OURS])
     vectors: dict[str, list[np.ndarray]] = {name: [] for name in embedders}
     for embedder in embedders.values():
@@ -69,9 +66,8 @@ def _passages(config: EmbeddingConfig, embedder: Embedder) -> list[Passage]:
     parts = (split(d, PASSAGE_TOKENS, lambda p: len(encode(f"{p.title}\n{p.text}").ids)) for d in documents)
     passages = [passage for part in parts for passage in part]
     if len(passages) < wanted:
-        raise InputError(
-            f"the language reference has {len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
-        )
+        problem = f"{len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
+        raise InputError(f"the language reference has {problem}")
     return passages[:wanted]
 
 
