@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
@@ -25,6 +26,8 @@ from blendserve.bench.runner import BENCHES, load_bench, run_bench
 from blendserve.cli.app import run as app_run
 from blendserve.cli.bench import bench_app
 from blendserve.config import ServeConfig
+from blendserve.cost import CostConfig, with_bench
+from blendserve.errors import InputError
 from tests.support.engines import PASSAGES
 from tests.support.http import Server
 
@@ -155,6 +158,26 @@ def test_stores_count_bytes_and_codecs_every_byte(run: Run) -> None:
     raw, int8 = (metrics(codec, of="size", codec=word) for word in ("raw", "int8"))
     assert raw["compression"] < 1 < int8["compression"]
     assert raw["bytes_per_token"] > codec["environment"]["kv_bytes_per_token"]
+
+
+def test_the_codec_bench_gives_the_cost_model_its_levels(run: Run, tmp_path: Path) -> None:
+    def median(metric: str, **labels: str) -> float:
+        found = [s.metrics[metric] for s in samples_of(run("codec")) if labels.items() == s.labels.items()]
+        return statistics.median(found)
+
+    file = tmp_path / "codec.json"
+    file.write_text(f"a table\n{json.dumps(run('codec'))}\n")
+    config = with_bench(CostConfig(levels={"other": {}}), file)
+    assert config.levels.keys() == {"other", "raw", "int8"}
+    level, rate = config.levels["int8"], median("tokens_per_s", of="speed", operation="decode", codec="int8")
+    assert level.bytes_per_token == median("bytes_per_token", of="size", codec="int8")
+    assert level.decode_seconds == pytest.approx(1 / rate)
+    prefill_s = median("time_s", of="speed", operation="prefill")
+    assert config.prefill_seconds == pytest.approx(prefill_s / (3 * config.chunk_tokens + 25))
+    for wrong in ("", "{}"):
+        file.write_text(wrong)
+        with pytest.raises(InputError):
+            with_bench(CostConfig(), file)
 
 
 def test_near_counts_what_an_edit_costs(run: Run) -> None:
