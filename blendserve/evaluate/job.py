@@ -65,7 +65,7 @@ def evaluate(
     with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
         source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
         runner = Runner(engine, source, stores, methods)
-        fit_priors(stores, methods, lambda: source.prior_chunks(dataset), run_dir.path, config.half)
+        fit_priors(stores, methods, lambda: source.prior_chunks(dataset), run_dir, config.half)
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from blendserve.bench import page_cache
 from blendserve.bench.fixture import PromptFixture, time_prompt
-from blendserve.bench.roofline import Counts, Rates, Work, bound_s, prefill_work, work_of
+from blendserve.bench.roofline import Counts, Rates, prefill_work, work_of
 from blendserve.bench.workload import make_workload
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult
@@ -26,7 +26,7 @@ from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreErr
 from blendserve.evaluate.methods import parse_methods
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.random import SHAPES, TILE, ModuloTokenizer, random_model, shape_config
+from blendserve.models.random import SHAPES, TILE, random_model, shape_config
 from tests.bench.conftest import write_shape
 from tests.support.models import tiny_adapter
 from tests.support.tokenizers import bundled_tokenizer
@@ -120,21 +120,12 @@ def test_attention_flops_by_a_loop_over_rows_and_keys(window: int | None) -> Non
     assert work_of(counts, [(0, 4, torch.tensor(rows), 4)], 0).attention == 4 * 12 * seen
 
 
-def test_a_full_prefill_by_the_textbook(reader: LoadedModel) -> None:
-    """2 FLOPs a weight and row, but one row in the last layer's finish and the head; attention 2 T^2 H D."""
-    counts, n = counts_of(reader), 50
-    result = PassResult(KVCache(reader.adapter, 0), torch.empty(0))
+def test_attention_of_a_full_prefill_by_the_textbook(reader: LoadedModel) -> None:
+    """2 T^2 H D in each layer but the last, in which one row attends to all. A mixture of experts is not counted."""
+    n, result = 50, PassResult(KVCache(reader.adapter, 0), torch.empty(0))
     report = make_report(plan_full_prefill(Prompt((), (), tuple(range(n))), BlendConfig()), result)
-    work = prefill_work(counts, report, torch.empty(0, dtype=torch.long), BlendConfig())
-    hidden, inner = 64, 96
-    project, finish = hidden * 64 + 2 * hidden * 32, 64 * hidden + 3 * hidden * inner
-    assert (counts.project, counts.finish, counts.head) == (project, finish, hidden * 500)
-    assert work.linear == 2 * (n * (3 * project + 2 * finish) + finish + hidden * 500)
+    work = prefill_work(counts_of(reader), report, torch.empty(0, dtype=torch.long), BlendConfig())
     assert work.attention == 4 * 64 * (2 * n * (n + 1) / 2 + n)
-
-
-def test_seconds_are_work_over_rates_and_experts_are_not_counted() -> None:
-    assert bound_s(Work(6e9, 3e9, 4e9), Rates(flops=3e9, bytes=2e9)) == 2.0 + 1.0 + 2.0
     assert Counts.of(tiny_adapter("mixtral")) is None
 
 
@@ -156,9 +147,9 @@ def test_weights_are_noise_that_follows_from_the_seed_alone(tiny: str, reader: L
     first, other = (random_model(config, torch.float32, seed).state_dict() for seed in (0, 1))
     own = reader.adapter.reference.state_dict()
     assert all(torch.equal(first[name], own[name]) for name in own)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-    layers = [first[f"model.layers.{l}.mlp.up_proj.weight"] for l in range(3)]
-    assert not torch.equal(layers[0], layers[1])
+    projections = [first[f"model.layers.{l}.mlp.up_proj.weight"] for l in range(3)]
+    for one, another in ((first["lm_head.weight"], other["lm_head.weight"]), projections[:2]):
+        assert not torch.equal(one, another)
     for name, weights in random_model(config, torch.bfloat16).named_parameters():
         assert weights.dtype == torch.bfloat16
         spread = float(weights.detach().float().std())
@@ -175,9 +166,8 @@ def test_a_matrix_larger_than_the_tile_has_no_equal_rows() -> None:
 
 def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: LoadedModel) -> None:
     text = "Folding changes which tokens there are, not how many."
-    ids, own = reader.tokenizer(text)["input_ids"], bundled_tokenizer()(text)["input_ids"]
-    assert isinstance(reader.tokenizer, ModuloTokenizer)
-    assert ids == [i % 500 for i in own]
+    own = bundled_tokenizer()(text)["input_ids"]
+    assert reader.tokenizer(text)["input_ids"] == [i % 500 for i in own]
     assert max(reader.end_tokens) < 500
 
 
