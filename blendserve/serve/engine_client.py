@@ -26,8 +26,7 @@ from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import Backend, backend_of
 from blendserve.serve.jobs import Jobs
-from blendserve.serve.keys import Tenant
-from blendserve.serve.limits import counted
+from blendserve.serve.keys import Tenant, counted
 from blendserve.serve.metrics import HttpMetrics, Metrics
 from blendserve.timing import Clock
 

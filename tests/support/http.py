@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from functools import cached_property
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import numpy as np
@@ -71,12 +72,9 @@ class WordEmbedder:
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
     """The index in a folder; if there is none, a new one of these documents."""
-    of_reader: Any = {
-        "reader": toy_reader().name,
-        "reader_fingerprint": toy_reader().fingerprint,
-        "count": lambda passage: len(prompts.chunk(passage)),
-    }
-    embedder: Any = WordEmbedder()
+    reader, embedder = toy_reader(), cast("Any", WordEmbedder())
+    of_reader: Any = {"reader": reader.name, "reader_fingerprint": reader.fingerprint}
+    of_reader["count"] = lambda passage: len(prompts.chunk(passage))
     if folder.exists():
         return VectorIndex.open(folder, embedder, **of_reader)
     made = VectorIndex.create(folder, embedder, chunk_tokens=64, **of_reader)
@@ -116,6 +114,16 @@ class Client:
 
     def delete(self, path: str, **parameters: str) -> httpx.Response:
         return self.http.delete(path, params=parameters, headers=bearer(self.key))
+
+    @contextmanager
+    def sent(self, path: str, *headers: str, body: bytes = b"") -> Iterator[socket.socket]:
+        """A connection with a POST request whose body may be incomplete."""
+        host, port = self.url.removeprefix("http://").split(":")
+        lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+        lines += [f"{name}: {value}" for name, value in bearer(self.key).items()]
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            yield connection
 
     def job(self, path: str, body: Any) -> dict[str, Any]:
         """Start a job -> its final state."""
@@ -197,12 +205,9 @@ class Server(Client):
     def is_idle(self) -> bool:
         """No request is queued or answered, no job runs, and no loaded chunk is kept for others."""
         jobs = (job for name in self.namespaces for job in self.backend.jobs.of(name))
-        running = any(job.state == "running" for job in jobs)
-        return (
-            self.backend.scheduler.load == (0, 0)
-            and self.backend.batch.fetcher.copies.shared.n_bytes == 0
-            and not running
-        )
+        has_requests = self.backend.scheduler.load != (0, 0)
+        has_chunks = self.backend.batch.fetcher.copies.shared.n_bytes > 0
+        return not (has_requests or has_chunks or any(job.state == "running" for job in jobs))
 
     def sample(self, name: str, **labels: str) -> float:
         """One value of /metrics."""
@@ -223,10 +228,6 @@ class Server(Client):
             yield release
         finally:
             release.set()
-
-    def drain(self) -> None:
-        """Refuse new questions, as after SIGTERM."""
-        self.backend.drain()
 
     def wait_for_load(self, waiting: int) -> None:
         """Until this number of requests is queued."""
