@@ -19,7 +19,6 @@ from blendserve.config.sections import (
     CorrectionName,
     DecodeConfig,
     DeliverConfig,
-    Dtype,
     HttpConfig,
     KVContext,
     Method,

@@ -189,7 +189,7 @@ class PlaceConfig(Section):
         return KdnConfig(**names, level=self.level, ttft_ms=self.ttft_ms, **self._of_server())
 
     def _of_server(self) -> dict[str, Any]:
-        """The settings that every kind of server has, without those that are not set."""
+        """The settings of every kind of server, without unset ones."""
         return self.model_dump(include={"secret_file", "ca_file", "deadline_s"}, exclude_none=True)
 
     @property

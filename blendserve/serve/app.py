@@ -99,7 +99,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.openapi = partial(_openapi, app, client.model.names)  # type: ignore[method-assign]
+    app.openapi = partial(_openapi, app, client.model_names)  # type: ignore[method-assign]
     return app
 
 

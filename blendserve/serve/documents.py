@@ -192,10 +192,6 @@ class Selection:
         n = sum([await run_on(storage, self.tenant, call, some) for some in _batches(keys, KEYS_PER_CALL)])
         return {"chunks": len(keys), name: n, **self.client.notices.as_extras(self.body)}
 
-    def start_job(self, kind: str, work: Callable[[Job], Awaitable[None]]) -> dict[str, Any]:
-        """Start a job -> its state."""
-        return _start_job(self.client, self.tenant, self.body, kind, work)
-
 
 SelectionDep = Annotated[Selection, Depends()]
 
@@ -205,7 +201,7 @@ async def warm(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
     client, tenant = chosen.client, chosen.tenant
     passages = await client.collections.run(tenant, chosen.passages)
-    return chosen.start_job("warm", partial(_precompute, client, tenant, passages))
+    return _start_job(client, tenant, chosen.body, "warm", partial(_precompute, client, tenant, passages))
 
 
 @router.post("/cache/fetch", status_code=202)
@@ -218,7 +214,7 @@ async def fetch(chosen: SelectionDep) -> dict[str, Any]:
         for some in _batches(keys, BATCH):
             job.computed += await run_on(client.storage, chosen.tenant, client.engine.fetcher.copy_here, some)
 
-    return chosen.start_job("fetch", work)
+    return _start_job(client, chosen.tenant, chosen.body, "fetch", work)
 
 
 @router.post("/cache/pin")
@@ -340,7 +336,7 @@ async def _precompute(
 
 def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[TokenIds]:
     """Raises InputError for a passage that no request could hold."""
-    limit, prompts = client.model.max_tokens, client.engine.prompts
+    limit, prompts = client.max_tokens, client.engine.prompts
     # A lower bound of the length, before anything is tokenised
     too_long = [p for p in passages if prompts.at_least((p.title, p.text), limit)]
     chunks = [] if too_long else prompts.chunk_ids(passages)

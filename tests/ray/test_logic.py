@@ -22,10 +22,10 @@ from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
 from blendserve.ray.cluster import cpus_each, worker_config
-from blendserve.ray.precompute import PROBE, Computed, PrecomputeActor, precompute_index
+from blendserve.ray.precompute import PROBE, PrecomputeActor, precompute_index
 from blendserve.ray.replica import REPORT_EXPIRY_S, CacheReports
 from blendserve.ray.replicas import ReplicaCount, answer_from
-from blendserve.routing import Replica, choose, load_bound, ranked
+from blendserve.routing import Replica, bounded, ranked
 from tests.support.engines import toy_engine
 
 STARTED: Any = PrefillDone(0, None, None)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ class Ray:
             raise Died
         if self.error and batch:
             raise RayError("the task failed") from self.error
-        return batch and Computed(len(batch), 1, 1, 1)
+        return SimpleNamespace(computed=len(batch))
 
     def kill(self, actor: Any) -> None:
         self.alive.discard(actor.number)
@@ -202,9 +202,8 @@ class Ray:
 def mapped(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks computed by two actors of nine batches of one chunk."""
     monkeypatch.setattr(precompute, "import_ray", lambda: ray)
-    return sum(
-        done.chunks for done in precompute.compute_batches(ray.new_actor, 2, [[(i,)] for i in range(9)])
-    )
+    batches: list[Any] = [[(i,)] for i in range(9)]
+    return sum(report.computed for _, report in precompute.compute_batches(ray.new_actor, 2, batches))
 
 
 def test_batches_of_a_dead_actor_are_left_and_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +265,7 @@ def test_nobody_gets_more_than_a_bounded_share_however_hot_it_is(
     chunks: frozenset[bytes], replicas: list[Replica], slack: float
 ) -> None:
     loads = {r.name: r.load for r in replicas}
-    load = loads[choose(chunks, replicas, slack)]
+    load = loads[ranked(chunks, replicas, slack)[0]]
     fair = (sum(loads.values()) + 1) / len(loads)
     assert load + 1 <= math.ceil(slack * fair)
 
@@ -276,9 +275,10 @@ def test_within_the_bound_nobody_has_more_of_the_chunks(
     chunks: frozenset[bytes], replicas: list[Replica]
 ) -> None:
     hits = {r.name: sum(chunk in r.hot for chunk in chunks) for r in replicas}
-    bound = load_bound([r.load for r in replicas])
-    assert hits[choose(chunks, replicas)] == max(hits[r.name] for r in replicas if r.load < bound)
-    assert sorted(ranked(chunks, replicas)) == sorted(hits)  # each replica once
+    loads = [replica.load for replica in replicas]
+    bound, (best, *others) = bounded(sum(loads), min(loads), len(loads)), ranked(chunks, replicas)
+    assert hits[best] == max(hits[r.name] for r in replicas if r.load < bound)
+    assert sorted([best, *others]) == sorted(hits)  # each replica once
 
 
 @given(CHUNKS, NAMES, st.randoms())
@@ -287,17 +287,17 @@ def test_the_same_chunks_have_one_home_in_any_order(
 ) -> None:
     shuffled = sorted(chunks, key=lambda _: random.random())  # type: ignore[attr-defined]
     others = sorted(names, key=lambda _: random.random())  # type: ignore[attr-defined]
-    assert choose(shuffled, cold(others)) == choose(sorted(chunks), cold(names))
+    assert ranked(shuffled, cold(others)) == ranked(sorted(chunks), cold(names))
 
 
 @given(st.lists(CHUNKS, max_size=20), NAMES.filter(lambda names: len(names) > 1))
 def test_who_goes_moves_its_own_requests_alone(requests: list[frozenset[bytes]], names: list[str]) -> None:
-    before = [choose(chunks, cold(names)) for chunks in requests]
-    after = [choose(chunks, cold(names[1:])) for chunks in requests]
+    before = [ranked(chunks, cold(names))[0] for chunks in requests]
+    after = [ranked(chunks, cold(names[1:]))[0] for chunks in requests]
     assert all(a == b for a, b in zip(before, after, strict=True) if a != names[0])
 
 
 def test_homes_are_spread() -> None:
     names = [f"replica {i}" for i in range(4)]
-    counts = Counter(choose([key(i)], cold(names)) for i in range(4000))
+    counts = Counter(ranked([key(i)], cold(names))[0] for i in range(4000))
     assert all(abs(counts[name] - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75) for name in names)

@@ -281,7 +281,7 @@ def test_a_body_that_is_slow_or_above_its_rate_ends_its_connection(
         with server.sent(PATH, LENGTH, body=b"{") as slow:
             answer = slow.recv(65536).decode().lower()
             assert (answer.split()[1], "connection: close" in answer) == ("408", True)
-            assert server.ask(max_tokens=1)["tokens"] == 1
+            assert server.get("/v1/models").status_code == 200
         throttle = Mock(return_value=60.0)  # longer than the body may take
         monkeypatch.setattr(Limits, "throttle", throttle)
         assert server.post(PATH, ASK).status_code == 408

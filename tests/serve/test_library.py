@@ -129,8 +129,12 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
     batch, chunks = server.backend.batch, server.engine.prompts.chunk_ids(PASSAGES)
 
     writer = batch.blender("").writer
+
+    def cancel(_: int) -> None:
+        job.cancel()
+
     with server.busy() as release:
-        job = batch.precompute(writer, chunks[:1], lambda n: job.cancel(), "")
+        job = batch.precompute(writer, chunks[:1], cancel, "")
         release.set()
         eventually(job.cancelled)
     for some in (chunks, []):

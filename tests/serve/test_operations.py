@@ -142,8 +142,9 @@ def test_a_notice_is_short_and_the_log_has_it_once_and_not_endlessly(
 def test_a_long_query_gets_a_hint(client: Client) -> None:
     """Not a short one, nor a request with passages, even with none of them."""
     short, long = asked(), asked("Who sat on the mat? " * CHUNK_TOKENS)
-    path, own, none = "/v1/chat/completions", {"documents": OWN[:1]}, {"x_blendserve": {"passages": []}}
-    bodies = ({"model": MODEL, "max_tokens": 2, "messages": long, **more} for more in ({}, own, none))
+    path = "/v1/chat/completions"
+    more: list[dict[str, Any]] = [{}, {"documents": OWN[:1]}, {"x_blendserve": {"passages": []}}]
+    bodies = ({"model": MODEL, "max_tokens": 2, "messages": long, **fields} for fields in more)
     hinted, *others = (client.post(path, body).json()["x_blendserve"] for body in bodies)
     stream = client.events(path, {"model": MODEL, "max_tokens": 2, "messages": long})
     assert stream[0]["x_blendserve"]["hint"] == hinted["hint"]

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import uvicorn
 
-from blendserve.bench.server_process import ServerProcess
+from blendserve.bench.server_process import LISTENING, ServerProcess
 from blendserve.config import ServeConfig
 from blendserve.core import Document, Passage, Steps
 from blendserve.engine.documents import Collections
@@ -186,25 +186,20 @@ class Server(Client):
         return self.with_key(KeyFile(self.serve.keys).create(made), made.namespace)
 
     def forget_tenants(self) -> None:
-        """Wait for all requests, jobs and write-backs; then drop the KV of the tenants and of the default namespace."""
+        """Wait for all requests, jobs and write-backs; then drop all KV."""
         eventually(lambda: self.is_idle)
         for name in {"", "api-key", *(tenant.name for tenant in self._tenants)}:
             written = threading.Event()
             self.backend.scheduler.submit_background(_once(written.set), name)
             assert written.wait(30)
-        for namespace in self.namespaces:
-            for key in list(self.engine.store.keys(namespace)):
-                self.engine.store.delete([key])
+        self.engine.store.delete(list(self.engine.store.keys(None)))
         self._tenants.clear()
-
-    @property
-    def namespaces(self) -> set[str]:
-        return {"", *(tenant.namespace for tenant in self._tenants)}
 
     @property
     def is_idle(self) -> bool:
         """No request is queued or answered, no job runs, and no loaded chunk is kept for others."""
-        jobs = (job for name in self.namespaces for job in self.backend.jobs.of(name))
+        namespaces = {"", *(tenant.namespace for tenant in self._tenants)}
+        jobs = (job for name in namespaces for job in self.backend.jobs.of(name))
         has_requests = self.backend.scheduler.load != (0, 0)
         has_chunks = self.backend.batch.fetcher.copies.shared.n_bytes > 0
         return not (has_requests or has_chunks or any(job.state == "running" for job in jobs))
@@ -242,15 +237,19 @@ class Server(Client):
 class Listener:
     """An application served by a thread."""
 
-    def __init__(self, app: Any, port: int = 0) -> None:
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="on"))
+    def __init__(self, app: Any, port: int = 0, **options: Any) -> None:
+        """options: of uvicorn."""
+        options = {"port": port, "log_level": "warning", "lifespan": "on", **options}
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, **options))
         self._thread = threading.Thread(target=self._uvicorn.run)
         self._thread.start()
         eventually(lambda: self._uvicorn.started)
-        self.url = f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}"
+        self.port: int = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
-    def close(self) -> None:
-        self._uvicorn.should_exit = True
+    def close(self, force: bool = False) -> None:
+        """force: without waiting for responses."""
+        self._uvicorn.should_exit, self._uvicorn.force_exit = True, force
         self._thread.join()
 
 
@@ -269,14 +268,14 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def run_toy_server(line: Connection, folder: Path) -> None:
-    """In its own process: sends its address; appends its output to `folder`/log."""
-    with (folder / "log").open("ab") as log:
+def run_toy_server(_: Connection, folder: Path) -> None:
+    """In its own process; writes its output to `folder`/log."""
+    with (folder / "log").open("wb") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with toy_engine(LMDBStore(folder / "kv", 2**27)) as engine:
-        run(engine, library(folder, engine), ServeConfig(port=0, drain_s=20), line.send)
+        run(engine, library(folder, engine), ServeConfig(port=0, drain_s=20))
 
 
 class ToyServer(ExitStack):
@@ -284,9 +283,12 @@ class ToyServer(ExitStack):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._process, line = self.enter_context(process(run_toy_server, folder))
+        log = folder / "log"
+        log.write_bytes(b"")
+        self._process, _ = self.enter_context(process(run_toy_server, folder))
         self.pid = self._process.pid
-        self.url = str(line.recv()).removeprefix("Listening on ").strip()
+        found = eventually(lambda: LISTENING.findall(log.read_bytes()))
+        self.url: str = found[0].decode()
 
     memory_mb = ServerProcess.memory_mb
 
