@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from blendserve.errors import CorruptBlob, StoreError, StoreLeftAlone, StoreUnavailable
+from blendserve.errors import CorruptBlob, StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.fetch.source import RemoteSource, StoreSource
 from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
 from blendserve.store.base import (
@@ -243,7 +243,7 @@ class TieredStore(KVStore):
         try:
             with self._breaker.call():
                 return call(self.remote)
-        except StoreLeftAlone:
+        except StoreCircuitOpen:
             return default
         except StoreError as error:
             self._failed(error)
@@ -259,7 +259,7 @@ class TieredStore(KVStore):
         """Log a store's failure, and go on without it."""
         try:
             yield
-        except StoreLeftAlone:
+        except StoreCircuitOpen:
             pass  # its breaker has logged it
         except StoreError as error:
             self._warn(what, error)

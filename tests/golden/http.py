@@ -201,7 +201,7 @@ def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
             yield f"bug in a {name} stream", _exchange(root, "POST", path, {**body, "stream": True})
     yield "metrics", _metrics(root.get("/metrics").text)
     yield "openapi", _described(root.get("/openapi.json").json())
-    server.drain()
+    server.backend.drain()
     for name, method, path, body in (
         ("ready", "GET", "/ready", None),
         ("query", "POST", "/v1/rag/query", QUERY),
