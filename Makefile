@@ -46,7 +46,7 @@ test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu
 
 coverage: $(DEV)
-	$(PYTEST) --timeout 300 --cov --cov-report json:build/coverage.json
+	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json
 	$(BIN)/python scripts/coverage_by_package.py build/coverage.json --against docs/research/baseline/coverage.json
 
 check: $(DEV)

@@ -32,8 +32,8 @@ settings.register_profile("nightly", COMMON, derandomize=False, max_examples=200
 settings.register_profile("mutations", settings.get_profile("push"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("push")
 
-# Tests that take long, each group on one worker: the other worker takes the short tests meanwhile.
-LONG_FIRST = ("tests/ray/", "tests/page/")
+# Tests that take long, each group on one worker: at the end there are short ones alone, which two workers can share.
+LONG_FIRST = (("tests/ray/",), ("tests/page/", "tests/test_"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,13 +55,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what a push does not run, and put long tests at the head of each worker's half."""
     left_out = {"gpu"} if config.option.night else {"gpu", "nightly"}
     if not config.option.markexpr:
-        kept = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
-    groups = [[item for item in items if item.nodeid.startswith(path)] for path in LONG_FIRST]
-    rest = [item for item in items if not item.nodeid.startswith(LONG_FIRST)]
-    half = max(0, len(items) // 2 - len(groups[0]))  # xdist gives each of two workers half of the list
-    items[:] = [*groups[0], *rest[:half], *groups[1], *rest[half:]]
+        dropped = {item for item in items if left_out & {mark.name for mark in item.iter_markers()}}
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
+    first, second = ([item for item in items if item.nodeid.startswith(paths)] for paths in LONG_FIRST)
+    long = {*first, *second}
+    rest = [item for item in items if item not in long]
+    half = max(0, len(items) // 2 - len(first))  # xdist gives each of two workers half of the list
+    items[:] = [*first, *rest[:half], *second, *rest[half:]]
 
 
 @pytest.fixture(autouse=True)

@@ -85,11 +85,12 @@ def test_options_and_settings_that_are_named_exist(page: Path) -> None:
     assert [path for path in named if not is_setting(path)] == []
 
 
-def test_files_that_are_named_exist() -> None:
-    """From the root of the repository or of the package."""
-    for page in (ROOT / "CONTRIBUTING.md", *DOCS.glob("explanation/*.md")):
-        named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yaml|cpp))`", page.read_text())
-        assert [f for f in named if not any((top / f).exists() for top in (ROOT, ROOT / "blendserve"))] == []
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *GUIDES], ids=name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """From the root of the repository, the package or configs/."""
+    named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yaml|cpp))`", page.read_text())
+    tops = ROOT, ROOT / "blendserve", ROOT / "configs"
+    assert [file for file in named if not any((top / file).exists() for top in tops)] == []
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from blendserve.blend import precompute
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import STACK_TOKENS
 from blendserve.core import ChunkKV, TokenIds
@@ -111,6 +112,7 @@ def write(line: Connection, folder: Path, chunks: int, is_doomed: bool) -> None:
             line.send(("stored", key))
             return stored
 
+    precompute.FIRST_TOKEN_S = 1e-4  # or it waits ten seconds for what the killed one has leased
     line.send(("opens", b""))
     with Announcing(folder, CAP) as store:
         blender(store).writer.precompute(corpus(chunks))

@@ -123,7 +123,7 @@ class Serving:
             while not self._ended.is_set():
                 kind, which, chance = job = self.todo.popleft()
                 try:
-                    getattr(self, f"ask_{kind}")(which, chance)
+                    self.ask_one(kind, which, chance)
                 except WRONG as error:
                     if self._is_killed and isinstance(error, GONE):
                         self.cut_off += 1
@@ -166,33 +166,31 @@ class Serving:
             if found["cached"] != [True] * chunks:
                 self.wrong.append(f"document {name} of {chunks} chunks after the kill: {found}")
 
-    def ask_whole(self, which: int, chance: float) -> None:
-        answer = self.http.post("/v1/rag/query", json=self.asks[which][0])
-        assert answer.status_code == 200, answer.text[:200]
-        self._compare(which, answer.json()["text"])
+    def ask_one(self, kind: str, which: int, chance: float) -> None:
+        """chance: of 0 to 1, chooses when a request is cancelled, and what is wrong with one that is refused."""
+        ask, expected = self.asks[which]
+        if kind == "refused":
+            self.ask_wrong(ask, chance)
+        elif kind == "cancelled":  # after the passages or after some text
+            next(islice(self.events(ask), int(4 * chance), None), None)
+        elif kind == "stream":
+            text = "".join(event["text"] for event in self.events(ask) if event["event"] == "text")
+            assert text == expected, f"{text!r}, not {expected!r}"
+        else:
+            answer = self.http.post("/v1/rag/query", json=ask)
+            assert (answer.status_code, answer.json()["text"]) == (200, expected), answer.text[:200]
 
-    def ask_stream(self, which: int, chance: float) -> None:
-        self._compare(which, "".join(e["text"] for e in self._events(which) if e["event"] == "text"))
-
-    def _compare(self, which: int, text: str) -> None:
-        assert text == self.asks[which][1], f"{text!r}, not {self.asks[which][1]!r}"
-
-    def ask_cancelled(self, which: int, chance: float) -> None:
-        """Leave after the passages or after some text."""
-        next(islice(self._events(which), int(4 * chance), None), None)
-
-    def ask_refused(self, which: int, chance: float) -> None:
-        """A wrong value, no JSON, an answer that no slot can hold, a body beyond the limit."""
+    def ask_wrong(self, ask: dict[str, Any], chance: float) -> None:
+        """No JSON, a wrong value, an answer that no slot can hold, a body beyond the limit."""
         changes = ("ratio", 7), ("max_tokens", 10**6), ("passages", ["too long" * 2**19])
-        bodies = ["{", *(json.dumps({**self.asks[which][0], name: value}) for name, value in changes)]
+        bodies = ["{", *(json.dumps({**ask, name: value}) for name, value in changes)]
         n, headers = int(len(bodies) * chance), {"Content-Type": "application/json"}
         answer = self.http.post("/v1/rag/query", content=bodies[n], headers=headers)
         assert answer.status_code == (413 if n == 3 else 400), answer.text[:200]
         assert set(answer.json()["error"]) == ERROR, answer.text[:200]
 
-    def _events(self, which: int) -> Iterator[dict[str, Any]]:
-        ask = {**self.asks[which][0], "stream": True}
-        with self.http.stream("POST", "/v1/rag/query", json=ask) as answer:
+    def events(self, ask: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.http.stream("POST", "/v1/rag/query", json={**ask, "stream": True}) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
                 yield from events([line])
