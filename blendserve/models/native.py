@@ -36,7 +36,8 @@ def native_layers(model: DecoderModel, n_rows: int) -> NativeLayers | None:
     if key not in bound:
         bound[key] = None  # while the comparison runs the loop
         bound[key] = _bind(model, FEW if n_rows <= FEW else FEW + 1)
-    return bound[key]
+    native: NativeLayers | None = bound[key]
+    return native
 
 
 def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
