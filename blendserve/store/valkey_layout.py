@@ -266,7 +266,7 @@ class Accounts:
 
     def _reserve(self, key: ChunkKey, *args: Any) -> Reservation:
         *found, victims, sizes = self._script(RESERVE, key[:TAG_BYTES], key, *args)
-        return Reservation(*found, list(map(Candidate, victims, sizes)))
+        return Reservation._make([*found, list(map(Candidate, victims, sizes))])
 
     def touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
         """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""

@@ -141,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
         record = None
         try:
             record = snapshot.get(key)
-            return record and decode(record, self.handles[who].blobs.get)
+            return None if record is None else decode(record, self.handles[who].blobs.get)
         except CorruptRecord as error:
             return error
         finally:

@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -186,7 +187,7 @@ class OnDisk(Place):
         names = [b"h" + key, *(b"l" + key + struct.pack(">H", l) for l in range(LAYERS + 1))]
 
         def change(txn: lmdb.Transaction) -> None:
-            records = [txn.get(name) for name in names[:-1]]
+            records: list[Any] = [txn.get(name) for name in names[:-1]]
             for name, raw in zip(names, damage.change(key, records), strict=False):
                 txn.delete(name) if raw is None else txn.put(name, raw)
 

@@ -16,7 +16,7 @@ import torch
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import CopyCache
-from blendserve.store import ChunkRecord, KVStore, LMDBStore, Miss, Snapshot
+from blendserve.store import ChunkRecord, KVStore, LMDBStore, Snapshot
 from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.raw import Raw
@@ -55,16 +55,11 @@ def chunk(
 
 
 def read(store: KVStore, key: ChunkKey) -> ChunkKV | None:
-    """A copy of the stored chunk. Raises CorruptRecord."""
+    """A copy of the stored chunk, None where it is absent or undecodable. Raises CorruptRecord."""
     with store.snapshot() as snapshot:
-        view = stored_view(store, snapshot, key)
-        return None if view is None or isinstance(view, Miss) else copy_of(view)
-
-
-def stored_view(store: KVStore, snapshot: Snapshot, key: ChunkKey) -> Any:
-    """A view of a chunk in an open snapshot, None if it is absent, or the Miss of one that cannot be decoded."""
-    record = snapshot.get(key)
-    return record and open_view(record, store.blobs.get)
+        record = snapshot.get(key)
+        view = record and open_view(record, store.blobs.get)
+        return copy_of(view) if isinstance(view, ChunkView) else None
 
 
 def put_kv(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool = False, codec: Codec | None = None) -> bool:
@@ -95,11 +90,11 @@ def stored(store: KVStore, most: int = 30) -> set[int]:
     return {numbers[key] for key in store.contains(numbers)}
 
 
-def filled(path: Path, n: int = 3) -> None:
-    """Make an LMDB store of large chunks 0 to n - 1."""
+def filled(path: Path) -> None:
+    """Make an LMDB store of large chunks 0, 1 and 2."""
     with LMDBStore(path, CAP) as store:
-        for i in range(n):
-            put_kv(store, key_of(i), chunk(BIG, seed=i))
+        for n in range(3):
+            put_kv(store, key_of(n), chunk(BIG, seed=n))
 
 
 def tamper(path: Path, change: Change) -> None:
