@@ -142,7 +142,8 @@ def test_a_run_is_extended_by_halves_and_permutations(toy: Toy, tmp_path: Path) 
 
 
 def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
-    dataset, plan = write_dataset(tmp_path, 1), {"methods": ("none",), "name": "mine"}
+    plan: dict[str, Any] = {"methods": ("none",), "name": "mine"}
+    dataset = write_dataset(tmp_path, 1)
     folder = run(tmp_path, dataset, **plan).folder
     other = tiny_engine(config=changed(CONFIG, decode={"max_new_tokens": 7}))
     for engine, window, setting in ((None, 16, "window"), (other, None, "decode.max_new_tokens")):

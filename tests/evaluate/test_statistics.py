@@ -51,8 +51,8 @@ def test_forced_logits_are_the_model_s_own(name: str) -> None:
 @given(st.integers(0, 99), st.integers(0, 99), st.floats(-50, 50))
 def test_kl_is_torch_s_and_never_below_zero(a: int, b: int, moved: float) -> None:
     p, q = (3 * torch.randn(3, 11, generator=torch.Generator().manual_seed(seed)) for seed in (a, b))
-    logs = [logits.double().log_softmax(-1) for logits in (q, p)]
-    wanted = F.kl_div(*logs, reduction="none", log_target=True).sum(-1)
+    log_q, log_p = (logits.double().log_softmax(-1) for logits in (q, p))
+    wanted = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     assert kl(p, q + moved) == pytest.approx(wanted.tolist(), abs=1e-5)
     assert min(kl(p, q + moved)) >= 0
     assert kl(p, p) == [0.0] * 3
