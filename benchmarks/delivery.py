@@ -112,9 +112,11 @@ def cachegen_plan(todo: Sequence[Candidate], link: LinkState, current: str | Non
     return Plan(level or levels[0], n, n_skipped=not level)
 
 
+CACHEGEN_WAY = TransferOptions(
+    interleave=False, early_start=False, restart=False, compute=False, plan=cachegen_plan
+)
+CACHEGEN_PIPELINED = TransferOptions(interleave=False, restart=False, compute=False, plan=cachegen_plan)
 FIXED = TransferOptions(interleave=False, restart=False, compute=False, plan=fixed_plan)
-CACHEGEN_PIPELINED = replace(FIXED, plan=cachegen_plan)
-CACHEGEN_WAY = replace(CACHEGEN_PIPELINED, early_start=False)
 
 
 class CostedFetcher(KVFetcher):

@@ -36,7 +36,10 @@ class EmbeddingConfig(BenchConfig):
 
 def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
     limit_torch(config.threads)
-    embedders = {OURS: Embedder.load(EMBEDDER), THEIRS: Embedder.load(EMBEDDER, reference=True)}
+    embedders = {
+        OURS: Embedder.load(EMBEDDER),
+        THEIRS: Embedder.load(EMBEDDER, reference=True),
+    }
     passages = _passages(config, embedders[OURS])
     vectors: dict[str, list[np.ndarray]] = {name: [] for name in embedders}
     for embedder in embedders.values():
