@@ -333,7 +333,6 @@ def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(validation, "processes", lambda _: nullcontext([FakeNode()]))
     sizes = {"pool": 20, "chunk_tokens": 10, "requests": 40}
     found = validation.validate(ValidationConfig(nodes=1, memory=5, disk=9, **sizes))
-    assert all((o["same_tiers"], o["ttft_measured"]) == (0.0, 0.5) for o in found["isolated"].values())
     assert [(run["store"], run["routing"]) for run in found["runs"]] == [*validation.RUNS]
     for one in found["runs"]:
         mean = {name: one[name]["ttft"]["mean"] for name in ("measured", "simulated", "unshared")}
