@@ -213,7 +213,8 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
         port = int(service.url.rpartition(":")[2])
         proxy = stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed))
         fixture = Fixture(reader, config, proxy, workload)
-        for name, trace in {**traces, **{name: known[name] for name in config.traces}}.items():
+        traces |= {name: known[name] for name in config.traces}
+        for name, trace in traces.items():
             yield Group({"link": name}, fixture.cases(trace))
 
 

@@ -115,8 +115,10 @@ def _inferences(world: World) -> Iterator[Question]:
 
 def _compositions(world: World) -> Iterator[Question]:
     """Of a film's director, and of a person's relative."""
-    films = [("director", f"the director of film {f.name}", f, f.director) for f in world.films]
-    people = [
+    films: list[tuple[str, str, Entity, Person]] = [
+        ("director", f"the director of film {f.name}", f, f.director) for f in world.films
+    ]
+    people: list[tuple[str, str, Entity, Person]] = [
         (step, f"{person.name}'s {step}", person, relative)
         for person in world.people.values()
         for step in RELATIVES

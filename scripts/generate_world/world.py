@@ -132,8 +132,8 @@ class _Maker:
         ]
         del relatives[number % 3]
         child = self.person(director, female, year, country, partner, *couple)
-        known = {"father": father, "mother": mother, "siblings": parents[1], "occupation": "film director"}
-        return child._replace(**known), relatives
+        child = child._replace(father=father, mother=mother, siblings=parents[1])
+        return child._replace(occupation="film director"), relatives
 
     def person(
         self, name: str, female: bool, year: int, country: str, spouse: str, married: int, children: int

@@ -229,12 +229,13 @@ def test_serving_resumes_and_counts_what_is_refused(
 ) -> None:
     monkeypatch.setattr("blendserve.bench.loadgen.LEAST", 2)
     write_passages(None, tmp_path / "index")
-    bench, out = load_bench("serving"), tmp_path / "out.jsonl"
+    config: Any = load_bench("serving").config
+    out = tmp_path / "out.jsonl"
     with toy_server(tmp_path) as url:
         small = {"url": url, "index": tmp_path / "index", "passages": 2, "clients": 2, "seconds": 0.1}
-        settings = bench.config(**small, new_tokens=2, load_factors=(1.0,))
+        settings = config(**small, new_tokens=2, load_factors=(1.0,))
         first, again = (run_bench("serving", settings, out) for _ in range(2))
-        refused = run_bench("serving", bench.config(**small, new_tokens=10**5, load_factors=()))
+        refused = run_bench("serving", config(**small, new_tokens=10**5, load_factors=()))
     assert again == first
     cases = {(s.labels["load"], s.labels["method"]) for s in samples_of(first)}
     assert cases == {(load, m) for load in ("saturation", 1.0) for m in ("full", "blend", "prefix")}

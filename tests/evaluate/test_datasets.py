@@ -321,6 +321,7 @@ def test_a_task_asks_in_its_own_words_unless_the_user_has_others(tmp_path: Path)
     ours, samsum = settings_from(), tasks.LONGBENCH["samsum"]
     assert with_task(ours, samsum).prompt.instruction == samsum.prompt.instruction
     assert with_task(ours, samsum).decode.max_new_tokens == 128
+    assert with_task(ours, samsum, 32).decode.max_new_tokens == 32  # given, and equal to the default
     assert with_task(ours, tasks.QUESTIONS) == ours
     file = tmp_path / "c.yaml"
     file.write_text("decode: {max_new_tokens: 5}\nprompt: {instruction: Read.}\nblend: {ratio: 0.3}")

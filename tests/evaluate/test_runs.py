@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,9 +30,11 @@ from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
 from blendserve.evaluate.job import Outcome, evaluate_each
+from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.prompts import PromptSource, open_engine
-from blendserve.evaluate.report import show_all
+from blendserve.evaluate.report import show_all, tables
 from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
+from blendserve.evaluate.summary import Predictions, summarize
 from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.policies import LRU
@@ -39,6 +42,7 @@ from tests.golden import research
 from tests.support.evaluations import (
     CONFIG,
     HOSTILE,
+    METHODS,
     QUESTIONS,
     RUNS,
     passage,
@@ -75,6 +79,42 @@ def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:
         assert methods[name]["score_against_full"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": QUESTIONS}
     assert methods["reuse"]["mean_kl"]["mean"] > 1e-4
     assert toy("raw").metrics["kl_rounding"] < 1e-9
+
+
+def test_figures_and_tables_are_those_of_the_predictions(toy: Toy) -> None:
+    done, name = toy("raw"), "query+shift@0.25"
+    lines = {(line["id"], line["method"]): line for line in predictions(done)}
+    ids, found = [f"q{n}" for n in range(QUESTIONS)], done.metrics["methods"][name]
+    ttft, full = ([lines[i, method]["seconds"]["ttft"] for i in ids] for method in (name, "full"))
+    assert found["seconds"]["ttft"] == {"median": np.median(ttft), "p95": np.percentile(ttft, 95)}
+    assert found["times_faster"]["mean"] == pytest.approx(np.median(full) / np.median(ttft))
+    assert found["tokens_recomputed"] == np.mean([lines[i, name]["tokens_recomputed"] for i in ids])
+    shown = {table.title: table for table in tables(done.metrics)}
+    for title, column, wanted in (
+        ("Time and work", "TTFT ms", f"{1e3 * np.median(ttft):.0f}"),
+        ("Time and work", "MB loaded", f"{found['bytes_loaded'] / 1e6:.1f}"),
+        ("Quality", "mean KL, nats", "{mean:.4f} ({low:.4f} to {high:.4f})".format(**found["mean_kl"])),
+        (
+            "Quality",
+            "F1 - full's",
+            "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**found["score_against_full"]),
+        ),
+        ("Single prompts", "against", "reuse"),
+    ):
+        row = next(row for row in shown[title].rows if row[0] == name)
+        assert row[shown[title].columns.index(column)] == wanted, column
+
+
+def test_only_questions_that_every_method_answered_count(toy: Toy) -> None:
+    lines = {(line["id"], line["method"]): {**line, "recall": 0.5} for line in predictions(toy("raw"))}
+    questions, methods = {f"q{n}": f"q{n}" for n in range(QUESTIONS)}, parse_methods(METHODS, (0.25,))
+    del lines["q0", "prefix"]
+    answered = Predictions(lines, questions, methods)
+    assert answered.ids == ["q1", "q2"]
+    assert summarize(answered, "F1")["recall"] == {"mean": 0.5, "low": 0.5, "high": 0.5, "n": 2}
+    del lines["q1", "full"], lines["q2", "full"]
+    with pytest.raises(InputError):
+        Predictions(lines, questions, methods)
 
 
 def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
@@ -138,7 +178,8 @@ def test_a_run_is_extended_by_halves_and_permutations(toy: Toy, tmp_path: Path) 
 
 
 def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
-    dataset, plan = write_dataset(tmp_path, 1), {"methods": ("none",), "name": "mine"}
+    plan: dict[str, Any] = {"methods": ("none",), "name": "mine"}
+    dataset = write_dataset(tmp_path, 1)
     folder = run(tmp_path, dataset, **plan).folder
     other = tiny_engine(config=changed(CONFIG, decode={"max_new_tokens": 7}))
     for engine, window, setting in ((None, 16, "window"), (other, None, "decode.max_new_tokens")):

@@ -89,18 +89,6 @@ def test_one_server_is_an_m_d_1_queue_and_with_hits_and_misses_an_m_g_1_queue(
     assert found["ttft"]["mean"] == pytest.approx(mean + rate * second / (2 * (1 - rate * mean)), rel=0.06)
 
 
-@pytest.mark.parametrize("busy", [0.3, 0.7])
-def test_one_core_for_all_nodes_is_an_m_m_1_queue_with_processor_sharing(busy: float) -> None:
-    """A request stays 1 / (1 - busy) of its work on average, where no node ever has two of them."""
-    nodes = 24
-    settings = config(
-        compute={"fixed": 1.0, "slowdown": tuple(range(1, nodes + 1))},
-        requests={"number": 12_000, "rate": busy / nodes, "chunks": 1, "warm_up": 0.1},
-        corpus={"chunks": 1},
-    )
-    assert figures(settings, nodes, "least_loaded")["ttft"]["mean"] == pytest.approx(1 / (1 - busy), rel=0.05)
-
-
 @pytest.mark.parametrize("zipf", [0.6, 1.0])
 def test_hits_are_those_of_che_s_approximation(zipf: float) -> None:
     """Under independent requests LRU of C places hits chunk i with 1 - exp(-p_i T), where those add up to C."""
