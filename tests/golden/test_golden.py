@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from tests.golden.blend import FILE, fingerprints, sample
-from tests.support.switches import plain_torch
+from tests.support.kernels import plain_torch
 
 GOLDEN = json.loads(FILE.read_text("utf-8"))
 KINDS = sorted({case.split(", ")[0] for case in GOLDEN["cases"]})
