@@ -27,8 +27,8 @@ from blendserve.models.loader import fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from tests.support.blending import LeakyStore
+from tests.support.kernels import plain_torch
 from tests.support.models import BLEND_KINDS, tiny_model
-from tests.support.switches import plain_torch
 
 Case = dict[str, Any]
 FILE = Path(__file__).with_name("blend.json")
