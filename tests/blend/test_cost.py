@@ -17,7 +17,7 @@ from blendserve.blend import cost
 from blendserve.blend.cost import CostModel, Work, calibrated, count_work, measure
 from blendserve.blend.layout import Layout
 from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, changed
 from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_adapter

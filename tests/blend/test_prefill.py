@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer
-from blendserve.blend.policies.base import top
+from blendserve.blend.policies import top
 from blendserve.blend.prefill import blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
 from blendserve.config import BlendConfig

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.core import Answer, Chunk, Prompt, TokenIds, run
+from blendserve.core import Answer, Chunk, Prompt, TokenIds
 from blendserve.engine import generate
 from blendserve.engine.drafts import LONG, RETRY, SHORT, Drafter
 from blendserve.engine.generate import AnswerStream, Sequence, prefill
@@ -21,7 +21,7 @@ from blendserve.engine.request import PreparedRequest
 from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
-from blendserve.models.runner import Runner, native_decoder
+from blendserve.models.runner import native_decoder
 from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 from tests.support.blending import PREFIX, some_ids, tiny_blender
@@ -76,9 +76,7 @@ def answer(dtype: torch.dtype, **options: Any) -> Answer:
     plan = PreparedRequest(PROMPT, (), BlendConfig(method="full"), decode, Clock())
     blender = tiny_blender(MemoryStore(2**20), adapter=loaded.adapter)
     sequence = Sequence(plan, loaded, partial(prefill, blender=blender))
-    prefilled = run(sequence.steps)
-    runner = Runner.over(loaded.adapter, prefilled.result.cache, len(PROMPT), NEW)
-    return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1)).answer()
+    return AnswerStream(sequence).answer()
 
 
 def check_equal(one: Answer, other: Answer) -> None:

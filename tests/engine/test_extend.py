@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.blend.corrections.base import Correction
+from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout
-from blendserve.blend.policies.base import Policy
+from blendserve.blend.policies import Policy
 from blendserve.config import Config, changed
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine

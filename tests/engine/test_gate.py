@@ -12,6 +12,7 @@ import transformers as tf
 
 from blendserve.blend import prefill as prefill_module
 from blendserve.config import BlendConfig
+from blendserve.core import Prompt
 from blendserve.engine import gate
 from blendserve.engine.engine import Engine
 from blendserve.engine.gate import GateReport, GateRow, check, check_model, run_checks
@@ -27,7 +28,7 @@ from blendserve.models.random import ModuloTokenizer
 from tests.support.blending import OneOff, some_prompt
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
 from tests.support.models import KINDS, TINY, config, tiny_adapter, tiny_model
-from tests.support.tokenizers import bundled_reader, bundled_tokenizer
+from tests.support.tokenizers import bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
 SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
@@ -89,17 +90,10 @@ def test_a_mistake_fails_its_checks(
     assert failed(made.of(tiny_model("llama", dtype))) >= checks
 
 
-def test_the_bundled_reader_passes_well_within_its_bounds_and_sees_a_lost_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In bf16; a tiny random model is too noisy there for one row of a hundred."""
-    reader = bundled_reader("bfloat16")
-    for row in check(reader).rows:
-        assert row.passed, str(row)
-        assert (row.value / row.bound if row.above else row.bound / max(row.value, 1e-9)) > 1.5, str(row)
+def test_a_lost_row_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32: in bf16 a tiny random model is too noisy for one row of a hundred."""
     monkeypatch.setattr(prefill_module, "KVCache", Forgetful)
     assert failed(tiny_adapter("llama")) >= SAME
-    assert {row.check.partition(":")[0] for row in check(reader).rows if not row.passed} >= SAME
 
 
 def windowed(window: int, context: int = 1024) -> LoadedModel:
@@ -131,7 +125,12 @@ def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
     window: int, context: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    monkeypatch.setattr(gate, "run_checks", lambda _, prompt, following: lengths.append(len(prompt)) or ())
+
+    def run_checks(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+        lengths.append(len(prompt))
+        return ()
+
+    monkeypatch.setattr(gate, "run_checks", run_checks)
     check(windowed(window, context))
     assert least <= lengths[0] <= most
 
@@ -166,8 +165,9 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
     assert [check_model(r) for r in (reader, other, other)] == [first] * 3
     assert checked == [reader.fingerprint, "other"]
     monkeypatch.setattr(gate, "FORMAT", gate.FORMAT + 1)
-    for n, damage in enumerate((None, "", '[{"check": "x"}]', "{"), 3):
-        for file in kept.iterdir() if damage is not None else ():
+    assert check_model(reader) == first
+    for n, damage in enumerate(("", '[{"check": "x"}]', "{"), 4):
+        for file in kept.iterdir():
             file.write_text(damage)
         assert check_model(reader) == first
         assert len(checked) == n

@@ -30,8 +30,8 @@ PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 GROUND = ("core.py", "config/", "timing.py", "registry.py", "errors.py")  # nouns, settings and names
 SIDE_ROOMS = (
     *("retrieve/", "fetch/", "store/", "kernels/", "engine/gate.py", "blend/prefix_cache.py"),
-    *("blend/keys.py", "blend/priors.py", "blend/loader.py", "blend/scoring.py"),
-    *("blend/policies/", "blend/corrections/", "models/model.py", "models/kv_cache.py"),
+    *("blend/priors.py", "blend/loader.py", "blend/policies.py", "blend/corrections.py"),
+    *("models/model.py", "models/kv_cache.py"),
     *("models/native.py", "models/thread_tuner.py", "models/runner.py"),
 )
 Stay = tuple[str, str]  # file, function

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 from unittest.mock import Mock
@@ -29,7 +29,6 @@ from blendserve.fetch.fetcher import KVFetcher
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
-from blendserve.models.runner import Runner
 from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 from tests.support.blending import PREFIX, some_ids, tiny_blender
@@ -88,12 +87,9 @@ ANY = Question((2, 3))  # its answer has as many tokens as asked for
 @cache
 def alone(question: Question) -> Answer:
     """Of a model that never fails."""
-    plan = question.prepared(Clock())
-    sequence = Sequence(plan, reader(), partial(prefill, blender=tiny_blender(filled_store())))
-    prefilled = run(sequence.steps)
-    cache, n_new = prefilled.result.cache, question.max_new_tokens
-    runner = Runner.over(tiny_adapter("llama"), cache, len(plan.prompt), n_new)
-    return AnswerStream(sequence, prefilled, runner.step).answer()
+    steady = replace(reader(), adapter=tiny_adapter("llama"))
+    steps = partial(prefill, blender=tiny_blender(filled_store()))
+    return AnswerStream(Sequence(question.prepared(Clock()), steady, steps)).answer()
 
 
 @dataclass(eq=False)

@@ -168,9 +168,14 @@ def correction(
         # The share of a token's left context outside its own chunk scales what a prior expects of it.
         outside = [max(1, span.start) / span.stop if known else 1.0 for span in spans]
         tokens = RecomputedTokens(
-            *fresh,
-            *(torch.tensor(inside, dtype=torch.long), torch.tensor(recomputed, dtype=torch.long)),
-            *(per_chunk(recomputed), torch.tensor(others, dtype=torch.long), per_chunk(others), outside),
+            keys=fresh[0],
+            values=fresh[1],
+            row_index=torch.tensor(inside, dtype=torch.long),
+            recomputed_index=torch.tensor(recomputed, dtype=torch.long),
+            recomputed_per_chunk=per_chunk(recomputed),
+            reused_index=torch.tensor(others, dtype=torch.long),
+            reused_per_chunk=per_chunk(others),
+            context_weight=outside,
         )
         penalty = 16.0 * stored[0].shape[-1]  # 8 for each number of a token's key and value
         if known:
