@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.support.valkey import Server, binary
 from blendserve.blend.cost import count_work
 from blendserve.blend.layout import lay_out
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt
 from blendserve.routing import Replica, ranked
