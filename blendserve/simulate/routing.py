@@ -108,8 +108,10 @@ def _by_chunks(chunks: Sequence[int], loads: Loads, directory: ChunkDirectory) -
     if not free:
         return loads.from_home(xxhash.xxh3_64_intdigest(anchor(map(key_of, chunks))))
     most, load, _ = min(free)
+    best = [node for n, own, node in free if (n, own) == (most, load)]
+    if len(best) == 1:  # no hash decides
+        return best[0]
     home = anchor(map(key_of, chunks))
-    best = (node for n, own, node in free if (n, own) == (most, load))
     return max(best, key=lambda node: weight(name_of(node), home))
 
 
