@@ -38,8 +38,8 @@ from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
-from blendserve.fetch.plan import Candidate, LinkState, Plan
-from blendserve.fetch.transfer import Compute, TransferOptions
+from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
+from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import DELIVERED, DELIVERED_CODECS
@@ -82,9 +82,10 @@ class Client:
     """One way to fetch chunks."""
 
     blend: BlendConfig
-    options: TransferOptions
+    planner: Planner
     level: str = "auto"
     workers: int = WORKERS
+    early_start: bool = True  # begin the prefill while the last chunks are in transit
 
 
 def fixed_plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
@@ -110,13 +111,6 @@ def cachegen_plan(todo: Sequence[Candidate], link: LinkState, current: str | Non
     in_time = [level for level, needed in ways.items() if needed <= room]
     level = in_time[0] if in_time else min(ways, key=lambda level: ways[level])
     return Plan(level or levels[0], n, n_skipped=not level)
-
-
-CACHEGEN_WAY = TransferOptions(
-    interleave=False, early_start=False, restart=False, compute=False, plan=cachegen_plan
-)
-CACHEGEN_PIPELINED = TransferOptions(interleave=False, restart=False, compute=False, plan=cachegen_plan)
-FIXED = TransferOptions(interleave=False, restart=False, compute=False, plan=fixed_plan)
 
 
 class CostedFetcher(KVFetcher):
@@ -145,10 +139,10 @@ class Fixture:
         """Every client over this trace, none of which has used it yet."""
         blend = self._config.blend
         clients = {
-            **{("fixed", level): Client(blend, FIXED, level) for level in self._config.levels},
-            ("adaptive", CACHEGEN): Client(blend, CACHEGEN_WAY, workers=1),
-            ("adaptive", PIPELINED): Client(blend, CACHEGEN_PIPELINED),
-            ("adaptive", OURS): Client(changed(blend, method="auto"), TransferOptions()),
+            **{("fixed", level): Client(blend, fixed_plan, level) for level in self._config.levels},
+            ("adaptive", CACHEGEN): Client(blend, cachegen_plan, workers=1, early_start=False),
+            ("adaptive", PIPELINED): Client(blend, cachegen_plan),
+            ("adaptive", OURS): Client(changed(blend, method="auto"), plan),
         }
         cases = [Case({"kind": "fixed", "client": RECOMPUTE}, partial(self._request, self._full, FULL))]
         for (kind, name), client in clients.items():
@@ -164,7 +158,9 @@ class Fixture:
         with TieredStore(MemoryStore(0), source) as store:
             source.known()  # connects, and reads the directory
             blender = last[0].over(store, "") if last else _blender(self._reader, self._workload, store)
-            blender.fetcher = fetcher = CostedFetcher(store, options=client.options)
+            blender.fetcher = fetcher = CostedFetcher(
+                store, planner=client.planner, early_start=client.early_start
+            )
             fetcher.saved_s = self._saved(client)
             if not last:
                 last.append(blender)
@@ -173,7 +169,7 @@ class Fixture:
             blender.planner.calibrate()
             with self._proxy.replayed(trace, trip_s):
                 metrics = self._request(blender, client.blend)
-                fetcher.wait()  # for a probe, which belongs to this link, not to the next client
+                fetcher.flush()  # for a probe, which belongs to this link, not to the next client
                 return metrics
 
     def _saved(self, client: Client) -> dict[ChunkKey, float]:

@@ -159,8 +159,7 @@ def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: Deco
         yield from ()
         return prefill
 
-    runner = Runner.over(reader.adapter, done.cache, len(ids), decode.max_new_tokens)
-    return AnswerStream(Sequence(request, reader, steps), prefill, runner.step, runner.draft_room(1)).answer()
+    return AnswerStream(Sequence(request, reader, steps)).answer()
 
 
 TABLE = table(

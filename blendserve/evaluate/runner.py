@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
