@@ -95,15 +95,16 @@ def progress(
     The bar appears with its first update, in place of the one before; so loading a model is not counted as its work.
     refreshes: False = drawn by updates alone, without a thread beside what is timed.
     """
-    columns = [
-        TextColumn("{task.description}"),
+    name, speed, left = map(TextColumn, ("{task.description}", "{task.fields[rate]}", "left"))
+    columns = (
+        name,
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
+        speed,
         TimeElapsedColumn(),
-        TextColumn("left"),
+        left,
         TimeRemainingColumn(),
-    ]
+    )
     bar = Progress(*columns, console=err, auto_refresh=refreshes)
     task: TaskID | None = None
 
@@ -115,8 +116,8 @@ def progress(
             _live[:] = [bar]
             task = bar.add_task(what, total=total, rate="")
             bar.start()
-        speed = done / (bar.tasks[0].elapsed or 1e-9)
-        rate = f"{unit}, {speed:,.0f}/s" if speed >= 10 else f"{unit}"
+        per_s = done / (bar.tasks[0].elapsed or 1e-9)
+        rate = f"{unit}, {per_s:,.0f}/s" if per_s >= 10 else unit
         if bytes_per_unit:
             rate += f", {decimal(done * bytes_per_unit)}"
         bar.update(task, completed=done, total=total, rate=rate, refresh=not refreshes)
@@ -127,14 +128,11 @@ def progress(
         bar.stop()
 
 
-def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], last_wraps: bool = False
-) -> None:
-    """A table on stdout; numbers to the right, the last column as text when it wraps."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout; numbers to the right."""
     shown = Table(title=title, title_justify="left")
     for n, column in enumerate(columns):
-        text = n == 0 or (last_wraps and n == len(columns) - 1)
-        shown.add_column(column, justify="left" if text else "right", no_wrap=n == 0)
+        shown.add_column(column, justify="right" if n else "left", no_wrap=n == 0)
     for row in rows:
         shown.add_row(*row)
     Console(highlight=False, width=None if out.is_terminal else 120).print(shown)
