@@ -141,13 +141,10 @@ def test_a_small_llama_is_converted_as_transformers_converts_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(converter, "CHUNK", 7)  # tensors are dequantised in pieces
-    file, ours = (
-        write_tiny(tmp_path / "tiny.gguf", kind, changed=UNTIED if kind == "Q8_0" else {}),
-        tmp_path / "ours",
-    )
-    ours.mkdir()
-    converter.write_folder(file, ours)
-    check_equal(ours, gguf_folder(file))
+    file = write_tiny(tmp_path / "tiny.gguf", kind, changed=UNTIED if kind == "Q8_0" else {})
+    (tmp_path / "ours").mkdir()
+    converter.write_folder(file, tmp_path / "ours")
+    check_equal(tmp_path / "ours", gguf_folder(file))
 
 
 def test_a_user_s_file_is_converted_once_and_known_by_its_content(
