@@ -71,9 +71,8 @@ def _passages(config: EmbeddingConfig, embedder: Embedder) -> list[Passage]:
     parts = (split(d, PASSAGE_TOKENS, lambda p: len(encode(f"{p.title}\n{p.text}").ids)) for d in documents)
     passages = [passage for part in parts for passage in part]
     if len(passages) < wanted:
-        raise InputError(
-            f"the language reference has {len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
-        )
+        problem = f"{len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
+        raise InputError(f"the language reference has {problem}")
     return passages[:wanted]
 
 

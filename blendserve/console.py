@@ -95,16 +95,15 @@ def progress(
     The bar appears with its first update, in place of the one before; so loading a model is not counted as its work.
     refreshes: False = drawn by updates alone, without a thread beside what is timed.
     """
-    name, speed, left = map(TextColumn, ("{task.description}", "{task.fields[rate]}", "left"))
-    columns = (
-        name,
+    columns = [
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        speed,
+        TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
-        left,
+        TextColumn("left"),
         TimeRemainingColumn(),
-    )
+    ]
     bar = Progress(*columns, console=err, auto_refresh=refreshes)
     task: TaskID | None = None
 
@@ -116,8 +115,8 @@ def progress(
             _live[:] = [bar]
             task = bar.add_task(what, total=total, rate="")
             bar.start()
-        per_s = done / (bar.tasks[0].elapsed or 1e-9)
-        rate = f"{unit}, {per_s:,.0f}/s" if per_s >= 10 else unit
+        speed = done / (bar.tasks[0].elapsed or 1e-9)
+        rate = f"{unit}, {speed:,.0f}/s" if speed >= 10 else f"{unit}"
         if bytes_per_unit:
             rate += f", {decimal(done * bytes_per_unit)}"
         bar.update(task, completed=done, total=total, rate=rate, refresh=not refreshes)
@@ -129,7 +128,7 @@ def progress(
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout; numbers to the right."""
+    """A table on stdout: the first column to the left, the others to the right."""
     shown = Table(title=title, title_justify="left")
     for n, column in enumerate(columns):
         shown.add_column(column, justify="right" if n else "left", no_wrap=n == 0)

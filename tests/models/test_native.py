@@ -24,9 +24,8 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_layers
 from blendserve.models.runner import append_each, decode_each, decode_in_int8, native_decoder
 from blendserve.models.thread_tuner import Series, ThreadTuner
-from tests.support.kernels import threads
+from tests.support.kernels import plain_torch, threads
 from tests.support.models import wide_model
-from tests.support.switches import plain_torch
 
 COVERED = [
     *("llama-yarn", "llama-biased", "mistral-window", "ministral-window", "qwen2-window", "qwen3-window"),

@@ -16,8 +16,8 @@ from blendserve.models.kv_cache import ALIGNMENT, CachePool, KVCache, recycled_e
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import EAGER_STEPS, Runner, append_each
 from tests.support.blending import assert_near
+from tests.support.kernels import plain_torch
 from tests.support.models import KINDS, fresh_model, tiny_adapter
-from tests.support.switches import plain_torch
 
 SLOTS, ROOM = 4, 40
 EVERY_KIND = pytest.mark.parametrize(
