@@ -23,9 +23,8 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.serve.metrics import Metrics
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import PASSWORD
-from tests.endurance.faults import FAULTS, FaultFixture, run_fault
+from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
-from tests.support.toy import toy_reader
 from tests.support.valkey import PATIENT_S, needs_server, shared_server
 
 SECRET = "open sesame"
@@ -151,16 +150,11 @@ REASONS = {  # that the reports name
 }
 SLOW = "hung", "slow", "damaged on the way", "cut within a record"  # seen after the deadline, others at once
 REQUESTS, DEADLINE_S = 4, 1.0
-SIZES = {"chunks": 3, "chunk_tokens": 40, "pool": 6}
 
 
 @pytest.fixture(scope="module")
 def fixtures() -> Iterator[dict[str, FaultFixture]]:
-    reader = toy_reader()
-    with (
-        FaultFixture(reader, deadline_s=DEADLINE_S, **SIZES) as hasty,
-        FaultFixture(reader, deadline_s=PATIENT_S, **SIZES) as patient,
-    ):
+    with FaultFixture(DEADLINE_S) as hasty, FaultFixture(PATIENT_S) as patient:
         yield {name: hasty if name in SLOW else patient for name in FAULTS}
 
 
@@ -172,6 +166,6 @@ def test_a_fault_costs_no_answer_and_ends(
     monkeypatch.setattr("blendserve.fetch.incoming.FAILED_S", 0.1)  # from damage to the next try
     result = run_fault(fixtures[name], name, REQUESTS)
     assert (result.wrong, result.hung) == (0, 0)
-    assert result.looked_for == REQUESTS * SIZES["chunks"]
+    assert result.looked_for == REQUESTS * CHUNKS
     assert result.recovery_s is not None
     assert result.reasons >= REASONS.get(name, set())
