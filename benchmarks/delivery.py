@@ -27,8 +27,7 @@ from benchmarks.support.proxy import GBIT, ProxyProcess, Trace, changing
 from blendserve.bench.codec import CodecConfig, CodecTables, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, open_reader
+from blendserve.bench.runner import Bench, Plot, open_reader
 from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
@@ -154,11 +153,8 @@ class Fixture:
     def _delivered(self, trace: Trace, client: Client, link: LinkEstimator, last: list[Blender]) -> Metrics:
         """One request. link, last: the client's, from request to request; its blender knows the time of decoding."""
         url, trip_s = f"http://127.0.0.1:{self._proxy.port}", ROUND_TRIP_S
-        source = KdnSource(
-            KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=DEADLINE_S),
-            client.workers,
-            link,
-        )
+        config = KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=DEADLINE_S)
+        source = KdnSource(config, client.workers, link)
         with TieredStore(MemoryStore(0), source) as store:
             source.known()  # connects, and reads the directory
             blender = last[0].over(store, "") if last else _blender(self._reader, self._workload, store)
@@ -203,8 +199,7 @@ def _blender(reader: LoadedModel, workload: Workload, store: KVStore) -> Blender
 def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
     """A service with all chunks at all levels behind a proxy."""
     reader = open_reader(config, log)
-    workload = config.workload(reader)
-    known = changing(config.seed)
+    workload, known = config.workload(reader), changing(config.seed)
     traces: dict[str, Trace] = {f"{rate:g} Gbit/s": ((1.0, rate * GBIT),) for rate in config.rates_gbit}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
@@ -225,12 +220,14 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
 
 def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
-    levels, blender = config.levels, _blender(reader, workload, store)
+    blender, tables = (
+        _blender(reader, workload, store),
+        CodecTables(reader, workload.prompts, config.fit_tokens),
+    )
     blender.writer.precompute(workload.chunks)
-    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
-    codecs = {level: tables.codec(level) for level in levels[1:]}
+    codecs = {level: tables.codec(level) for level in config.levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
-    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), levels, codecs, tokens)
+    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), config.levels, codecs, tokens)
 
 
 TABLE = table(

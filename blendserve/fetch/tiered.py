@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from blendserve.errors import CorruptBlob, StoreError, StoreLeftAlone, StoreUnavailable
+from blendserve.errors import CorruptBlob, StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.fetch.source import RemoteSource, StoreSource
 from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
 from blendserve.store.base import (
@@ -237,7 +237,7 @@ class TieredStore(KVStore):
         try:
             with self._breaker.call() if store is self.remote else nullcontext():
                 return call(store)
-        except StoreLeftAlone:
+        except StoreCircuitOpen:
             pass
         except StoreError as error:
             if store is self.remote:
@@ -256,7 +256,7 @@ class TieredStore(KVStore):
         """Log a store's failure, and go on without it."""
         try:
             yield
-        except StoreLeftAlone:
+        except StoreCircuitOpen:
             pass  # its breaker has logged it
         except StoreError as error:
             self._warn(what, error)

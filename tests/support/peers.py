@@ -19,7 +19,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import torch
-import uvicorn
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
@@ -40,8 +39,7 @@ from blendserve.store.record import decode_header
 from tests.support.blending import check_report
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader
-from tests.support.http import DOCUMENTS, index
-from tests.support.waiting import eventually
+from tests.support.http import DOCUMENTS, Listener, index
 
 HEADER = -1
 SomePeer = TypeVar("SomePeer", bound="Peer")
@@ -165,13 +163,8 @@ class Service:
         """tls: options of uvicorn."""
         self.backend = DeliveryBackend(store, DeliverConfig(**settings), clock)
         app = create_delivery_app(self.backend)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_level="critical", lifespan="on", **(tls or {}))
-        )
-        self._thread = threading.Thread(target=self._uvicorn.run)
-        self._thread.start()
-        eventually(lambda: self._uvicorn.started)
-        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self._listener = Listener(app, log_level="critical", **(tls or {}))
+        self.port = self._listener.port
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=f"{self.url}/v1/kdn", timeout=300)
 
@@ -183,8 +176,7 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
-        self._uvicorn.should_exit = self._uvicorn.force_exit = True
-        self._thread.join()
+        self._listener.close(force=True)
 
 
 def settings(url: str, **options: Any) -> KdnConfig:
