@@ -171,6 +171,7 @@ def test_every_command_and_option_has_help() -> None:
     basic, whole = cli("ask", "--help"), cli("ask", "--help-all")
     assert [done.code for done in (basic, whole)] == [0, 0]
     assert ["--top-p" in done.out for done in (basic, whole)] == [False, True]
+    assert "ttft" in cli("bench", "--help").out
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
