@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from blendserve.blend.keys import ChunkKeys
+from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.config import Config, ServeConfig
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
