@@ -27,8 +27,7 @@ from blendserve.registry import CODECS
 from blendserve.store import LMDBStore
 from blendserve.store.codecs.base import known_codec
 from tests.cli.conftest import write_corpus
-from tests.support.commands import cli
-from tests.support.pages import walk
+from tests.support.commands import cli, walk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORED = 6  # chunks when a run is stopped: of 24 that are computed in batches of 8, so some are missing
