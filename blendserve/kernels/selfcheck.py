@@ -45,26 +45,28 @@ def largest_error(
     """
     make, plain = CASES[operation], getattr(reference, operation)
     wanted_args = make(Draw(dtype, device if is_exact else "cpu"), **options)
-    got = _outputs(operation, run, make(Draw(dtype, device), **options))
-    wanted = _outputs(operation, plain, wanted_args if is_exact else _in_fp64(wanted_args))
+    got = outputs(operation, run, make(Draw(dtype, device), **options))
+    wanted = outputs(operation, plain, wanted_args if is_exact else in_fp64(wanted_args))
     return max(_difference(a.cpu(), b.cpu(), relative) for a, b in zip(got, wanted, strict=True))
 
 
-def _outputs(operation: str, run: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+def outputs(operation: str, run: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+    """What a call returns, or the arguments that it writes to."""
     out = run(*args)
     if operation in WRITES:
         return [args[i] for i in WRITES[operation]]
     return list(out) if isinstance(out, tuple) else [out]
 
 
-def _in_fp64(x: Any) -> Any:
+def in_fp64(x: Any) -> Any:
+    """Arguments with all of their numbers in float64."""
     if isinstance(x, Tensor):
         return x.double() if x.is_floating_point() else x
     if isinstance(x, Rope):
         return Rope(x.cos.double(), x.sin.double())
-    if isinstance(x, tuple):  # of NamedTuples as well
-        parts = map(_in_fp64, x)
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    if isinstance(x, (list, tuple)):
+        parts = map(in_fp64, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)  # NamedTuples take fields
     return x
 
 

@@ -203,15 +203,19 @@ def test_a_tenant_neither_hits_nor_counts_what_another_stored(warm: Engine) -> N
     assert (other.missing(SOME), warm.missing(SOME)) == (n, 0)
 
 
-def test_an_index_that_is_built_anew_unpins_what_the_old_one_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("location", "pins"), [("", 1), ("shared", 4)])
+def test_an_index_that_is_built_anew_unpins_what_the_old_one_had_in_a_store_of_its_own(
+    location: str, pins: int, tmp_path: Path
+) -> None:
     documents = [{"id": f"d{n}", "text": p.text} for n, p in enumerate(PASSAGES[:4])]
-    config = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"location": ""})})
+    location = location and str(tmp_path / location)  # other engines may have pinned chunks there
+    config = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"location": location})})
     with Engine.build(tmp_path / "index", documents, config, reader=toy_reader()) as made:
         made.precompute()
         assert (made.store.stats().chunks, made.store.stats().pins) == (4, 4)
     with Engine.build(tmp_path / "index", documents[1:2], config, reader=toy_reader()) as made:
         assert made.missing() == 0
-        assert (made.store.stats().chunks, made.store.stats().pins) == (4, 1)
+        assert (made.store.stats().chunks, made.store.stats().pins) == (4, pins)
 
 
 # Chunks that several engines on one store miss

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from blendserve.blend import prefill as prefill_module
 from blendserve.config import BlendConfig
@@ -27,7 +26,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.random import ModuloTokenizer
 from tests.support.blending import OneOff, some_prompt
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
-from tests.support.models import KINDS, TINY, config, tiny_adapter, tiny_model
+from tests.support.models import KINDS, TINY, config, from_config, tiny_adapter, tiny_model
 from tests.support.tokenizers import bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
@@ -90,12 +89,10 @@ def test_a_mistake_fails_its_checks(
 
 def windowed(window: int, context: int = 1024) -> LoadedModel:
     """A tiny model with a window, and a real tokenizer."""
-    torch.manual_seed(0)
-    made = config(tf.MistralConfig, sliding_window=window, max_position_embeddings=context)
-    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    model = from_config(config("mistral", sliding_window=window, max_position_embeddings=context))
     return LoadedModel(
         "windowed",
-        DecoderModel.of(model.eval()),
+        DecoderModel.of(model),
         ModuloTokenizer(bundled_tokenizer(), 97),
         "windowed",
         frozenset(),

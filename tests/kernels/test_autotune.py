@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from blendserve.kernels import autotune, ops, switches
 from blendserve.kernels.autotune import Times, choose, load, measure, save
@@ -16,20 +18,18 @@ from blendserve.kernels.dispatch import Backend, KernelOp
 from tests.support.files import own_cache
 from tests.support.kernels import threads
 
+RULE: list[tuple[str, Times]] = [  # the first, and what was measured
+    ("tiles", {"tiles": [1.04], "plain": [1.0]}),
+    ("plain", {"tiles": [1.06], "plain": [1.0]}),
+    ("tiles", {"tiles": [1.0, 2.0], "plain": [0.9, 3.0]}),
+    ("vectors", {"tiles": [9.0], "vectors": [0.9], "plain": [1.0]}),
+    ("vectors", {"tiles": [1.0, 5.0], "vectors": [2.0, 2.0], "plain": [2.1, 2.1]}),
+    ("vectors", {"vectors": [5.0]}),
+]
 
-@pytest.mark.parametrize(
-    ("times", "first"),
-    [
-        ({"tiles": [1.04], "plain": [1.0]}, "tiles"),
-        ({"tiles": [1.06], "plain": [1.0]}, "plain"),
-        ({"tiles": [1.0, 2.0], "plain": [0.9, 3.0]}, "tiles"),
-        ({"tiles": [9.0], "vectors": [0.9], "plain": [1.0]}, "vectors"),
-        ({"tiles": [1.0, 5.0], "vectors": [2.0, 2.0], "plain": [2.1, 2.1]}, "vectors"),
-        ({"vectors": [5.0]}, "vectors"),
-    ],
-)
-def test_the_rule_by_hand(times: Times, first: str) -> None:
-    assert choose(times) == first
+
+def test_the_rule_by_hand() -> None:
+    assert [choose(times) for _, times in RULE] == [first for first, _ in RULE]
 
 
 @pytest.mark.parametrize(
@@ -41,18 +41,28 @@ def test_the_rule_by_hand(times: Times, first: str) -> None:
     ],
 )
 def test_runs_that_count(tiles: Any, plain: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"tiles": chain(tiles, repeat(tiles[-1])), "plain": chain(plain, repeat(plain[-1]))}
-    monkeypatch.setattr(
-        autotune, "timed", lambda name, sample: [x for x in [next(seconds[name])] if x is not None]
-    )
-    runs: Any = {name: name for name in seconds}
+    runs: Any = {name: chain(x, repeat(x[-1])) for name, x in (("tiles", tiles), ("plain", plain))}
+    monkeypatch.setattr(autotune, "timed", lambda run, sample: [x for x in [next(run)] if x is not None])
     assert measure(runs, [[()]], budget_s=0.3) == found
+
+
+def test_a_run_counts_unless_threads_waited_for_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = iter([1.0, 1.0, 1.0, 9.0])
+    for thread, report in enumerate(("9 1500000000 3", "9 500000000 3", "")):  # the last one has ended
+        (tmp_path / str(thread)).mkdir()
+        (tmp_path / str(thread) / "schedstat").write_text(report)
+    monkeypatch.setattr(autotune, "TASKS", tmp_path)
+    assert autotune.run_queue_wait_seconds() == 2.0
+    monkeypatch.setattr(autotune, "run_queue_wait_seconds", lambda: next(waits))
+    assert [len(autotune.timed(lambda: None, [(), ()])) for _ in "ab"] == [1, 0]
 
 
 # The cache
 
-
 FOUND = {"tiles": [1.0, 2.0], "plain": [3.0, 4.5]}
+NAMES = list(FOUND)
 
 
 @pytest.fixture
@@ -61,62 +71,45 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "blendserve" / "kernels"
 
 
-def test_kept_times_hold_for_the_same_machine_and_all_backends(cache: Path) -> None:
-    names = list(FOUND)
-    assert load("few", names) is None
+@pytest.mark.usefixtures("cache")
+def test_kept_times_hold_for_the_same_machine_and_all_backends() -> None:
+    assert load("few", NAMES) is None
     save("few", FOUND)
     save("many", {"plain": [9.0]})
-    assert list((load("few", names[::-1]) or {}).items()) == list(FOUND.items())[::-1]
-    assert load("few", [*names, "vectors"]) is None
     save("uneven", {"tiles": [1.0], "plain": [1.0, 2.0]})
-    assert load("uneven", names) is None
+    assert list((load("few", NAMES[::-1]) or {}).items()) == list(FOUND.items())[::-1]
+    assert load("few", [*NAMES, "vectors"]) is load("uneven", NAMES) is None
     with threads(torch.get_num_threads() + 1):
-        assert load("few", names) is None
+        assert load("few", NAMES) is None
 
 
-DAMAGED = (b"", b"{", b"\xff\xfe\x00", b"[" * 10**5, b"[]", b'{"few": 1}', b'{"few": [1]}')
-NO_TIMES = (
-    b'{"few": {"tiles": [1.0, null], "plain": [1.0, 2.0]}}',
-    b'{"few": {"tiles": [], "plain": []}}',
-    None,
-)
+DAMAGED = b"", b"{", b"\xff\xfe\x00", b"[" * 10**5, b"[]", b'{"few": 1}', b'{"few": [1]}'
+NO_TIMES = b'{"few": {"tiles": [1.0, null], "plain": [1.0, 2.0]}}', b'{"few": {"tiles": [], "plain": []}}'
 
 
-@pytest.mark.parametrize("content", DAMAGED + NO_TIMES)
-def test_a_damaged_cache_is_empty(content: bytes | None, cache: Path) -> None:
-    file = autotune.cache_file()
-    if content is None:
-        cache.parent.write_text("a file where the folder should be")
-    else:
-        file.parent.mkdir(parents=True)
-        file.write_bytes(content)
-    assert load("few", list(FOUND)) is None
+def test_a_damaged_cache_is_empty_and_one_that_cannot_be_written_none(cache: Path) -> None:
+    cache.parent.write_text("a file where the folder should be")
     save("few", FOUND)
-    assert load("few", list(FOUND)) == (FOUND if content is not None else None)
+    assert load("few", NAMES) is None
+    cache.parent.unlink()
+    cache.mkdir(parents=True)
+    for content in DAMAGED + NO_TIMES:
+        autotune.cache_file().write_bytes(content)
+        assert load("few", NAMES) is None
+        save("few", FOUND)
+        assert load("few", NAMES) == FOUND
 
 
 # Calls
 
 
-class Measured:
-    """Autotuning is on; `times` is what is measured next."""
-
-    def __init__(self) -> None:
-        self.times: Times | None = None
-        self.asked: list[list[str]] = []
-
-    def measure(self, runs: Any, calls: Any, budget_s: float) -> Times | None:
-        self.asked.append(list(runs))
-        return self.times
-
-
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Measured]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mock]:
+    """Autotuning is on; the value that it returns is what is measured next."""
     own_cache(tmp_path, monkeypatch)
     monkeypatch.setenv(switches.AUTOTUNE, "1")
     monkeypatch.delenv(switches.NATIVE, raising=False)
-    found = Measured()
-    monkeypatch.setattr(autotune, "measure", found.measure)
+    monkeypatch.setattr(autotune, "measure", found := Mock(return_value=None))
     for rows in ("narrow", "wide"):
         monkeypatch.setitem(autotune.SAMPLES, rows, lambda draw: [[(draw(8),)]])
     ops.forget()
@@ -128,10 +121,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Measur
 def toy() -> KernelOp[..., str]:
     """Calls of 1 number are narrow, of 4 not measured, of more wide."""
 
-    def plain(x: torch.Tensor) -> str:
+    def plain(x: Tensor) -> str:
         return "plain torch"
 
-    def supports(x: torch.Tensor) -> bool:
+    def supports(x: Tensor) -> bool:
         return x.stride(0) == 1
 
     return KernelOp(
@@ -142,28 +135,27 @@ def toy() -> KernelOp[..., str]:
     )
 
 
-def test_calls_go_to_the_fastest_of_their_kind(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_go_to_the_fastest_of_their_kind(measured: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = toy()
-    measured.times = {"vectors": [0.5], "plain torch": [0.25]}
+    measured.return_value = {"vectors": [0.5], "plain torch": [0.25]}
     assert operation(torch.zeros(8)) == "plain torch"
-    measured.times = {"vectors": [1.0], "plain torch": [2.0]}
+    measured.return_value = {"vectors": [1.0], "plain torch": [2.0]}
     assert operation(torch.zeros(9)) == "plain torch", "a kind is measured once"
     assert operation(torch.zeros(1)) == "vectors"
     assert operation(torch.zeros(2)[::2]) == "plain torch", "which the fastest does not support"
     assert operation(torch.zeros(4)) == "vectors", "where nothing is measured, the table's order"
-    assert measured.asked == [["vectors", "plain torch"]] * 2
-    rows = {row.backend: row for row in autotune.results()[:3]}
-    assert [rows[n].milliseconds for n in ("tiles", "vectors", "plain torch")] == [(), (500.0,), (250.0,)]
-    assert [name for name, row in rows.items() if row.note == "serves"] == ["plain torch"]
+    assert [list(call.args[0]) for call in measured.call_args_list] == [["vectors", "plain torch"]] * 2
+    rows = [(row.backend, row.milliseconds, row.note == "serves") for row in autotune.results()[:3]]
+    assert rows == [("tiles", (), False), ("vectors", (500.0,), False), ("plain torch", (250.0,), True)]
     assert toy()(torch.zeros(8)) == "plain torch"
-    assert len(measured.asked) == 2, "the next process reads what the first has measured"
+    assert measured.call_count == 2, "the next process reads what the first has measured"
     monkeypatch.setenv(switches.AUTOTUNE, "0")
     switches.read_again()
     assert toy()(torch.zeros(8)) == "vectors", "switched off, the table's order"
 
 
-def test_a_busy_or_slow_machine_is_measured_once(measured: Measured) -> None:
+def test_a_busy_or_slow_machine_is_measured_once(measured: Mock) -> None:
     operation = toy()
     assert [operation(torch.zeros(n)) for n in (8, 1)] == ["vectors"] * 2
-    assert len(measured.asked) == 1
+    assert measured.call_count == 1
     assert {row.note for row in autotune.results()} == {"no tiles", "serves", autotune.NOT_TUNED}

@@ -26,23 +26,12 @@ from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.cuda import scattered
 from blendserve.kernels.cuda.available import flash_attn
+from blendserve.kernels.cuda.place import place
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
-from blendserve.kernels.rotary import INTERLEAVED
-from tests.support.kernels import (
-    DTYPES,
-    TABLE,
-    Options,
-    Way,
-    compare,
-    guarded,
-    moved_rows,
-    one_off,
-    rolled,
-    same,
-    threads,
-    ways,
-)
+from blendserve.kernels.rotary import HALVES, INTERLEAVED
+from blendserve.kernels.types import Rope
+from tests.support.kernels import DTYPES, TABLE, Options, Way, compare, guarded, same, threads, ways
 
 WAYS = list(ways())
 NATIVE = [way for way in WAYS if way.is_native]
@@ -55,19 +44,13 @@ def word(x: Any) -> str:
 
 def cells(found: list[Way]) -> pytest.MarkDecorator:
     on_gpu = [replace(way, device="cuda") for way in found if way.operation in ON_GPU and not way.is_native]
-    return pytest.mark.parametrize(
-        ("way", "dtype"),
-        [
-            pytest.param(
-                way,
-                dtype,
-                marks=pytest.mark.gpu if way.device == "cuda" else (),
-                id=f"{way.device}-{word(way)}-{word(dtype)}",
-            )
-            for way in (*found, *on_gpu)
-            for dtype in way.dtypes
-        ],
-    )
+    marks: dict[str, Any] = {"cpu": (), "cuda": pytest.mark.gpu}
+    params = [
+        pytest.param(way, dtype, marks=marks[way.device], id=f"{way.device}-{word(way)}-{word(dtype)}")
+        for way in (*found, *on_gpu)
+        for dtype in way.dtypes
+    ]
+    return pytest.mark.parametrize(("way", "dtype"), params)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +91,7 @@ def test_every_operation_is_in_the_table() -> None:
 @cells(WAYS)
 def test_equals_the_formula_and_reads_nothing_unseen(way: Way, dtype: torch.dtype) -> None:
     """What may not be read is NaN, then 7: the outputs are the same to the bit."""
-    is_made_for = way.device == "cuda" or not way.is_for_gpu
+    is_made_for = way.device == "cuda" or not (way.is_triton or way.is_flash_attn)
     row, plain = TABLE[way.operation], OPERATIONS[way.operation].backends[-1]
 
     def check(options: Options) -> None:
@@ -220,7 +203,22 @@ def test_says_what_it_cannot_do(way: Way) -> None:
             assert not way.backend.supports(*way.args(dtype, small)), "gradients would be lost"
 
 
-def test_the_triton_kernel_says_what_it_cannot_do() -> None:
+# Triton
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, scattered.MOST_SPLITS])
+def test_triton_splits_keys_among_programs(splits: int) -> None:
+    """Some get none; a wider tile goes as far."""
+    pytest.importorskip("triton")
+    way = next(way for way in WAYS if way.name == "triton")
+    options = {"at": [0, 1, 3, 25, 40, 129], "window": 30, "group": 4, "dim": 32}
+    q, keys, values, spec, plan = args = way.args(torch.float32, options)
+    for tile in (scattered.Tile(16, 16, 4, 1), scattered.Tile(32, 32, 4, 1)):
+        got = scattered.run(q, keys, values, spec, plan.positions, tile, splits)
+        compare(way, torch.float32, args, [got])
+
+
+def test_triton_says_what_it_cannot_do() -> None:
     q, keys, values, *_ = WAYS[0].args(torch.float32, {"at": [5, 6], "dim": 16})
     assert scattered.is_made_for(q, keys, values)
     assert not scattered.is_made_for(q.half(), keys, values)
@@ -229,16 +227,19 @@ def test_the_triton_kernel_says_what_it_cannot_do() -> None:
     assert not scattered.is_made_for(*(x.new_zeros(2, 2, 512) for x in (q, keys, values)))
 
 
+def test_triton_refuses_a_chunk_that_does_not_fit_and_places_none() -> None:
+    pytest.importorskip("triton")
+    cache = torch.ones(2, 4, 16)
+    rope = Rope(cache[0], cache[0])
+    with pytest.raises(ValueError):  # noqa: PT011
+        place([(1, cache, cache)], cache, cache, rope, HALVES)
+    for chunks in ([], [(0, cache[:, :0], cache[:, :0])]):
+        place(chunks, cache, cache, rope, HALVES)
+    assert bool((cache == 1).all())
+
+
 # selfcheck.py refuses what is one position off
 
-WRONG: dict[str, Callable[..., Args]] = {
-    "attention": moved_rows,
-    "linear": lambda x, w, b: (x[:, :-2], w[:, :-2], b),
-    "scatter_kv": rolled(3),
-    "correct_kv": lambda k, v, fresh, *rest: (k, v, one_off(fresh), *rest),
-    "add_rms_norm": lambda x, add, norm: (x, add, replace(norm, weight=norm.weight.roll(1))),
-    "silu_and_mul": lambda gate, up, activation: (gate, up.roll(1, 1), activation),
-}
 # Compared with the layer loop by models/native.py and runner.py; the codec checks its own.
 CHECKED_ELSEWHERE = {"layer_qkv", "layer_out", "decode_step", "rans_encode", "rans_decode", "dequantize"}
 
@@ -248,7 +249,7 @@ def test_the_self_check_refuses_what_is_one_position_off(way: Way, monkeypatch: 
     assert way.level is not None
     selfcheck.check_level(way.level)
     for function in set(way.level.sources) - CHECKED_ELSEWHERE:
-        off, right = WRONG[function], getattr(bindings, function)
+        off, right = TABLE[selfcheck.CHECKS[function].operation].off, getattr(bindings, function)
         with monkeypatch.context() as patch:
             patch.setattr(bindings, function, lambda level, *args, f=right, off=off: f(level, *off(*args)))
             with pytest.raises(Unavailable):

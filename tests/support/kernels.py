@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,34 +19,35 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.kernels import ops, reference, selfcheck
 from blendserve.kernels.cases import CASES, NAN, RIDGE, SHIFT, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of
 from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.dispatch import Backend
-from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import FORMS, HALVES
 from blendserve.kernels.rows import AttentionPlan, plan_rows
-from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope
+from blendserve.kernels.switches import NATIVE
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, Rope
 from tests.support import kernel_formulas as formulas
-from tests.support.flash_attn import FlashAttn
 
 Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How an operation is called with random arguments, and what its backends must give."""
+    """How an operation is called with random arguments, and what its backends must give.
+
+    alone: arguments and some rows -> the arguments of these rows alone, and their places in the output.
+    """
 
     formula: Callable[..., list[Tensor]]
     shapes: Callable[[Way], st.SearchStrategy[Options]]
     bounds: Callable[[float], tuple[float, float]]  # a dtype's eps -> relative, absolute
     off: Callable[..., Args]  # a call that is one position off
     large: Sequence[Options] = ()
-    alone: Callable[[Args, list[int]], tuple[Args, Any]] | None = (
-        None  # some rows, their places in the output
-    )
+    alone: Callable[..., tuple[Args, Any]] | None = None
     changes: Sequence[int] = ()  # arguments that are written to, and are the result unless there is one
     is_exact: bool = False  # native backends give the plain form's bits
 
@@ -62,10 +65,6 @@ class Way:
     @property
     def is_native(self) -> bool:
         return self.level is not None
-
-    @property
-    def is_for_gpu(self) -> bool:
-        return self.is_triton or self.is_flash_attn
 
     @property
     def is_flash_attn(self) -> bool:
@@ -99,21 +98,13 @@ class Way:
 
     def run(self, args: Args) -> list[Tensor]:
         """Its outputs, on the CPU; what an operation writes to is copied before."""
-        changes, args = TABLE[self.operation].changes, tuple(args)
-        args = tuple(copied(x) if i in changes else x for i, x in enumerate(args))
+        changes = TABLE[self.operation].changes
+        args = tuple(deepcopy(x) if i in changes else x for i, x in enumerate(args))
         with torch.inference_mode(), off_gpu(self):
             out = self.backend.run(*args)
         if out is None:
             out = tuple(args[i] for i in changes)
         return [x.cpu() for x in (out if isinstance(out, tuple) else (out,))]
-
-
-def copied(x: Tensor) -> Tensor:
-    """The same numbers at the same strides, in memory of their own."""
-    whole = x.new_empty(1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
-    made = whole.as_strided(x.shape, x.stride())
-    made.copy_(x)
-    return made
 
 
 def compare(way: Way, dtype: torch.dtype, args: Args, got: Sequence[Tensor]) -> None:
@@ -132,7 +123,7 @@ def compare(way: Way, dtype: torch.dtype, args: Args, got: Sequence[Tensor]) -> 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """The same bits; memory that must stay as it is may be NaN in both."""
-    return np.array_equal(a.double().numpy(), b.double().numpy(), equal_nan=True)
+    return np.array_equal(a.double(), b.double(), equal_nan=True)
 
 
 @contextmanager
@@ -165,13 +156,22 @@ def threads(n: int) -> Iterator[None]:
 
 
 @contextmanager
+def plain_torch() -> Iterator[None]:
+    """Torch in the place of compiled kernels, as a process has it that starts with the switch."""
+    with patch.dict(os.environ, {NATIVE: "0"}):
+        ops.forget()
+        yield
+    ops.forget()
+
+
+@contextmanager
 def off_gpu(way: Way) -> Iterator[None]:
     """What a backend for a GPU asks of one is said by a double; nothing changes where there is one."""
-    if not way.is_for_gpu or way.device == "cuda":
+    if way.device == "cuda" or not (way.is_triton or way.is_flash_attn):
         yield
         return
     with (
-        patch.object(flash, "flash_attn", lambda: FlashAttn),
+        patch.object(flash, "flash_attn", lambda: formulas.FlashAttn),
         patch.object(scattered, "capability", lambda _: (9, 0)),
         patch.object(scattered, "processors", lambda _: 6),
     ):
@@ -242,16 +242,17 @@ def linear_shapes(way: Way) -> st.SearchStrategy[Options]:
 # Some rows of a call, and calls that are one position off
 
 
+def at_rows(plan: AttentionPlan, at: Tensor) -> AttentionPlan:
+    return plan_rows(at, plan.group, plan.window, masked_keys=plan.masked_keys)
+
+
 def some_rows(args: Args, rows: list[int]) -> tuple[Args, Any]:
     q, keys, values, spec, plan = args
-    at = plan.positions.cpu()[rows]
-    here = plan_rows(at.to(q.device), plan.group, plan.window, at, plan.masked_keys)
-    return (q[:, rows], keys, values, spec, here), rows
+    return (q[:, rows], keys, values, spec, at_rows(plan, plan.positions[rows])), rows
 
 
 def moved_rows(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Args:
-    at = (plan.positions - 1).clamp(min=0)
-    return q, keys, values, spec, plan_rows(at, plan.group, plan.window, masked_keys=plan.masked_keys)
+    return q, keys, values, spec, at_rows(plan, (plan.positions - 1).clamp(min=0))
 
 
 def some_of(index: int) -> Callable[[Args, list[int]], tuple[Args, Any]]:
@@ -270,19 +271,16 @@ def rolled(index: int) -> Callable[..., Args]:
     return off
 
 
-def one_off(fresh: RecomputedTokens) -> RecomputedTokens:
-    """The recomputed tokens' fresh rows in the order of their neighbours."""
-    return RecomputedTokens(fresh.keys, fresh.values, fresh.row_index.roll(1, 0), *fresh[3:])
-
-
 # The table
 
 
-def attention_bounds(eps: float) -> tuple[float, float]:
-    """Values reach about 4; the output is rounded, and the weights are."""
-    return 0.0, 5 * eps + 1e-5
+def plain(operation: str) -> Callable[..., list[Tensor]]:
+    """The plain form in float64, where it is torch's own or other tests compare it: with models, or with loops."""
+    run = getattr(reference, operation)
+    return lambda *args: [x.cpu() for x in selfcheck.outputs(operation, run, selfcheck.in_fp64(args))]
 
 
+attention_bounds = lambda eps: (0.0, 5 * eps + 1e-5)  # noqa: E731  values reach about 4; weights are rounded, too
 LARGE: Sequence[Options] = (
     {"at": [2999]},
     {"at": list(range(1300)), "n_kv": 1, "group": 1},
@@ -304,7 +302,7 @@ TABLE: dict[str, Operation] = {
         formulas.attend_at, attention_shapes, attention_bounds, lambda *args: (*args[:4], args[4] - 1)
     ),
     "attend_chunks": Operation(
-        formulas.attend_chunks,
+        plain("attend_chunks"),
         lambda way: options(
             lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), prefix=st.sampled_from([0, 1, 9]),
             window=st.none() | st.integers(1, 12), softcap=st.sampled_from([None, 0.7]), group=st.integers(1, 3),
@@ -312,29 +310,29 @@ TABLE: dict[str, Operation] = {
         attention_bounds, lambda q, k, v, prefix, *rest: (q, k, v, (prefix[0].roll(1, 1), prefix[1]), *rest),
     ),
     "rotate": Operation(
-        lambda x, rope, rotary: [formulas.turned(x, rope, rotary)],
+        plain("rotate"),
         partial(rope_shapes, n=st.sampled_from([1, 5, 130]), heads=st.sampled_from([1, 3])),
         lambda eps: (0.0, 8 * eps), rolled(1),
         alone=lambda args, rows: ((args[0][:, rows], args[1].at(torch.tensor(rows)), args[2]), (slice(None), rows)),
         is_exact=True,
     ),
     "place": Operation(
-        formulas.place,
+        plain("place"),
         partial(rope_shapes, lengths=st.lists(st.sampled_from([1, 5, 40, 130]), max_size=3), heads=st.integers(1, 3)),
         lambda eps: (0.0, 8 * eps), rolled(3), changes=(1, 2), is_exact=True,
     ),
     "linear": Operation(
-        formulas.linear, linear_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4), rolled(1),
+        plain("linear"), linear_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4), rolled(1),
         [{"rows": n, "outs": o, "depth": d} for n in (1, 40, 100) for o, d in ((576, 576), (112, 1536))],
         some_of(1),
     ),
     "correct": Operation(
-        formulas.correct, correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),
-        lambda k, v, fresh, *rest: (k, v, one_off(fresh), *rest),
+        plain("correct"), correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),
+        lambda k, v, new, *rest: (k, v, type(new)(*new[:2], new.row_index.roll(1, 0), *new[3:]), *rest),
         [{"lengths": [300, 200], "n": 100, "heads": 3, "params": RIDGE}], changes=(0, 1),
     ),
     "add_norm": Operation(
-        formulas.add_norm,
+        plain("add_norm"),
         lambda way: options(
             rows=st.sampled_from([1, 3, 40]), dim=st.sampled_from([8, 16, 31, 90, 576, 1000, 2080, 8192]),
             form=st.integers(0, 2), adds=st.booleans(), apart=st.sampled_from([0, 6]),
@@ -342,7 +340,7 @@ TABLE: dict[str, Operation] = {
         lambda eps: (2 * eps + 2e-6, 1e-6), rolled(1), [{"rows": 3000, "dim": 576}], some_of(2), is_exact=True,
     ),
     "gated_activation": Operation(
-        formulas.gate,
+        plain("gated_activation"),
         lambda way: options(
             rows=st.sampled_from([1, 3, 40]), width=st.sampled_from([1, 53, 60, 128]), apart=st.sampled_from([0, 7])
         ),
@@ -362,20 +360,20 @@ EMULATED = replace(BF16, title="AMX, emulated", compile=TILES, sources=LEVELS["a
 def ways() -> Iterator[Way]:
     """Every backend of every operation, and native kernels that no operation has: emulated, or of another dtype."""
     levels = {f"{level.title} kernel": level for level in LEVELS.values()}
-    for name, operation in OPERATIONS.items():
+    for name, operation in ops.OPERATIONS.items():
         for backend in operation.backends:
             level = levels.get(backend.name)
             word = re.sub(r"\W+", "_", backend.name.removesuffix(" kernel").lower())
             yield Way(name, backend, level.name if level else word, level)
     for i, form in enumerate(scattered.FORMS[1:], 1):  # each is compiled alone on a GPU
         yield Way("attend", Backend(f"Triton kernel, form {i}", form, scattered.supports), f"triton_{i}")
-    linear = "linear", bindings.linear, bindings.supports_linear
-    extra: list[tuple[Level, tuple[str, Any, Any]]] = [
-        (EMULATED, ("attend", bindings.attention, bindings.supports_attention)),
-        (EMULATED, ("attend_with_scores", bindings.attention_with_key_scores, bindings.supports_attention)),
-        *((level, linear) for level in (EMULATED, LEVELS["avx2"], LEVELS["avx512"])),
-    ]
-    for level, (name, run, supports) in extra:
+    emulated: dict[str, tuple[Any, Any]] = {
+        "attend": (bindings.attention, bindings.supports_attention),
+        "attend_with_scores": (bindings.attention_with_key_scores, bindings.supports_attention),
+        "linear": (bindings.linear, bindings.supports_linear),
+    }
+    for level in (EMULATED, LEVELS["avx2"], LEVELS["avx512"]):
         word = "amx_emulated" if level is EMULATED else level.name
-        backend = Backend(f"{level.title} kernel", partial(run, level), partial(supports, level))
-        yield Way(name, backend, word, level)
+        for name in emulated if level is EMULATED else ["linear"]:
+            run, supports = (partial(function, level) for function in emulated[name])
+            yield Way(name, Backend(f"{level.title} kernel", run, supports), word, level)

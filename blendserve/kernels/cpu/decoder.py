@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
-from blendserve.kernels.cpu.library import STRUCTS, dtype_of, loaded, pack, pointer
+from blendserve.kernels.cpu.library import LAYOUTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
 from blendserve.kernels.types import AttentionSpec, Rope
 
 MAX_ROWS, MAX_HEAD_DIM, ROPE_STEP = 8, 256, 32
-_LAYER_BYTES = struct.calcsize(STRUCTS["LayerWeights"])
+_LAYER_BYTES = LAYOUTS["LayerWeights"].size
 INT8_GROUP = 64  # inputs of an output that share a scale
 
 

@@ -1,4 +1,4 @@
-// The functions that Python calls, and their arguments. library.py has the fields of each struct as a string; a test compares.
+// The functions that Python calls, and their arguments. library.py reads the structs here.
 //
 // Strides are in elements; the innermost stride is 1. Each function runs on `threads` threads, and returns when it is done.
 #pragma once

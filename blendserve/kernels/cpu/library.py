@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,31 +17,29 @@ from torch import Tensor
 from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import Level
 
-# The fields of structs of kernels.h, by function where they are its arguments: P = pointer, q = int64_t, f = float.
-STRUCTS = {
-    "attention": "7P 11q 2f q",
-    "linear": "4P 7q",
-    "add_rms_norm": "5P 5q 2f q",
-    "silu_and_mul": "3P 6q",
-    "scatter_kv": "5P 10q",
-    "correct_kv": "14P 14q 8f q",
-    "rans_encode": "9P 2q",
-    "rans_decode": "9P 5q",
-    "dequantize": "12P 4q",
-    "layer_qkv": "9P 9q 2f q",
-    "layer_out": "4P 7q 3f q",
-    "decode_step": "8P 9q 3f 2q",
-    "KvSegment": "2P 6q",
-    "LayerWeights": "20P 2q 2f",
-    "RopeTable": "2P q",
-    "DecodeRow": "2P 4q",
-}
+HEADER = Path(__file__).with_name("kernels.h")
+LETTERS = {"int64_t": "q", "float": "f"}  # of module struct; all other fields are pointers
+
+
+def _layouts() -> dict[str, struct.Struct]:
+    """The structs of kernels.h by name, and by the function of which one is the argument."""
+    text, found = re.sub(r"//.*", "", HEADER.read_text()), {}
+    for name, body in re.findall(r"struct (\w+) \{([^}]*)\};", text):
+        letters = ""
+        for field in filter(None, map(str.strip, body.split(";"))):
+            kind, *names = re.split(r"[\s,]+", field.removeprefix("const "))
+            letters += "".join("P" if "*" in kind + each else LETTERS[kind] for each in names)
+        found[name] = struct.Struct(letters)
+    functions = re.findall(r"blendserve_(\w+)\(const (\w+)& args\);", text)
+    return found | {function: found[name] for function, name in functions}
+
+
+LAYOUTS = _layouts()
 
 
 def pack(name: str, rows: Iterable[tuple[float, ...]]) -> Tensor:
     """An array of structs, as bytes."""
-    layout = struct.Struct(STRUCTS[name])
-    made = bytearray().join(layout.pack(*row) for row in rows)
+    made = bytearray().join(LAYOUTS[name].pack(*row) for row in rows)
     return torch.frombuffer(made, dtype=torch.uint8) if made else torch.empty(0, dtype=torch.uint8)
 
 
@@ -59,12 +59,11 @@ def loaded(level: Level) -> SimpleNamespace:
 def bind(library: ctypes.CDLL, names: Iterable[str]) -> SimpleNamespace:
     """These functions of a shared object."""
     return SimpleNamespace(
-        **{name: _function(library[f"blendserve_{name}"], STRUCTS[name]) for name in names}
+        **{name: _function(library[f"blendserve_{name}"], LAYOUTS[name]) for name in names}
     )
 
 
-def _function(function: Any, arguments: str) -> Callable[..., int]:
-    fields = struct.Struct(arguments)
+def _function(function: Any, fields: struct.Struct) -> Callable[..., int]:
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return lambda *values: function(fields.pack(*values))
 

@@ -35,20 +35,15 @@ extern "C" int is_kept() {
 """
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder, compiler = tmp_path_factory.mktemp("probe"), shutil.which("g++")
-    assert compiler is not None
-    (folder / "probe.cpp").write_text(PROBE)
-    options = *build.COMPILE[:-1], "-O1", *EMULATED.compile, f"-I{build.SOURCES}", "-shared"
-    subprocess.run(
-        [compiler, *options, str(folder / "probe.cpp"), "-o", str(folder / "probe.so")], check=True
-    )
-    return ctypes.CDLL(str(folder / "probe.so"))
-
-
 @needs_vectors
-def test_a_thread_has_the_tiles_back_that_it_had(probe: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_has_the_tiles_back_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the emulated kernels, which are loaded: or the table would skip all of them."""
+    assert loaded(EMULATED) is not loaded(BF16)
+    (tmp_path / "probe.cpp").write_text(PROBE)
+    options = *build.COMPILE[:-1], "-O1", *EMULATED.compile, f"-I{build.SOURCES}", "-shared"
+    command = [build.find_compiler(), *options, str(tmp_path / "probe.cpp"), "-o", str(tmp_path / "probe.so")]
+    subprocess.run(command, check=True)
+    probe = ctypes.CDLL(str(tmp_path / "probe.so"))
     monkeypatch.setattr(bindings, "loaded", lambda level: bind(probe, ["attention"]))
     args = CASES["attend"](Draw(torch.bfloat16), at=[3, 40, 63])
     probe.configure()
@@ -69,9 +64,3 @@ def test_the_real_instructions_compile(tmp_path: Path, monkeypatch: pytest.Monke
     build.compile_level(AMX, compiler, tmp_path / "amx.so")
     found = (tmp_path / "amx.so").read_bytes()
     assert all(f"blendserve_{name}".encode() in found for name in AMX.sources)
-
-
-@needs_vectors
-def test_the_emulated_kernels_are_loaded() -> None:
-    """Or the table would skip all of them."""
-    assert loaded(EMULATED) is not loaded(BF16)

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,34 +72,29 @@ def build(
     from triton.backends.compiler import GPUTarget
 
     names = kernel.arg_names
-    signature = {
-        n: "constexpr" if n in constants else types.get(n, "fp32" if n in FLOATS else "i32") for n in names
-    }
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(FLOATS & {*names}, "fp32") | types
+    types |= dict.fromkeys(constants, "constexpr")
     aligned = [i for i, n in enumerate(names) if n not in constants and n not in PLAIN]
     values = {(names.index(n),): value for n, value in constants.items()}
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
+    source = triton.compiler.ASTSource(kernel, types, values, attributes)
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    wide = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.cg", made.asm["ptx"]))
-    return {"sm": sm, "shared": made.metadata.shared, "wide_loads": wide, "spilled": spilled(made.asm["ptx"])}
+    ptx = made.asm["ptx"]
+    wide = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.cg", ptx))
+    return {"sm": sm, "shared": made.metadata.shared, "wide_loads": wide, "spilled": spilled(ptx)}
 
 
 def spilled(ptx: str) -> int:
     """Bytes for which the assembler found no register."""
     import triton
 
-    arch = re.search(r"\.target (\S+?),?\s", ptx)
-    assert arch
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        assembler = str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")
-        command = [assembler, "-v", f"--gpu-name={arch[1]}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = re.search(r"(\d+) bytes spill stores", said)
-    assert found, said
-    return int(found[1])
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    (arch,) = re.findall(r"\.target ([^\s,]+)", ptx)
+    command = [str(assembler), "-v", f"--gpu-name={arch}", "/dev/stdin", "-o", "/dev/null"]
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    (found,) = re.findall(r"(\d+) bytes spill stores", said)
+    return int(found)
 
 
 if __name__ == "__main__":
