@@ -36,14 +36,17 @@ test: $(DEV)
 
 test-nightly: $(DEV)
 	$(PYTEST) --night --timeout 1800 --durations 50
-	$(BIN)/python -m tests.endurance
+	$(BIN)/python -m tests.endurance.soak --model tiny --queries 300 --seconds 120
+	$(BIN)/python -m tests.endurance.soak_serving --requests 200 --clients 16
+	$(BIN)/python -m tests.endurance.crash --rounds 12 --seconds 90
+	$(BIN)/python -m tests.endurance.faults --requests 20
 	$(BIN)/python scripts/mutations.py run
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu
 
 coverage: $(DEV)
-	$(PYTEST) --timeout 300 --cov --cov-report json:build/coverage.json
+	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json
 	$(BIN)/python scripts/coverage_by_package.py build/coverage.json --against docs/research/baseline/coverage.json
 
 check: $(DEV)

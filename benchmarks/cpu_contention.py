@@ -76,16 +76,11 @@ def groups(config: ContentionConfig, log: SampleLog) -> Iterator[Group]:
 
         every, one = worker("all cores"), limited(partial(worker, ONE_CORE))
         log.note(model=every.about["model"], machine=every.about["machine"])
-        loads = {IDLE: 0, **{f"{n} busy": n for n in config.busy}, ONE_CORE: 0}
-        cases = [
-            Case(
-                {"load": load, "request": request},
-                partial((one if load == ONE_CORE else every).call, request),
-                partial(busy.set, n),
-            )
-            for load, n in loads.items()
-            for request in every.about["requests"]
-        ]
+        cases = []
+        for load, n in {IDLE: 0, **{f"{n} busy": n for n in config.busy}, ONE_CORE: 0}.items():
+            for request in every.about["requests"]:
+                run = partial((one if load == ONE_CORE else every).call, request)
+                cases.append(Case({"load": load, "request": request}, run, partial(busy.set, n)))
         facts = {"load_average": os.getloadavg()[0], "niceness": os.nice(0)}
         yield Group({}, cases, lambda: facts, warm_up=False)
 

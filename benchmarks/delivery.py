@@ -27,8 +27,7 @@ from benchmarks.support.proxy import GBIT, ProxyProcess, Trace, changing
 from blendserve.bench.codec import CodecConfig, CodecTables, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, open_reader
+from blendserve.bench.runner import Bench, Plot, open_reader
 from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
@@ -39,8 +38,8 @@ from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
-from blendserve.fetch.plan import Candidate, LinkState, Plan
-from blendserve.fetch.transfer import Compute, TransferOptions
+from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
+from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import DELIVERED, DELIVERED_CODECS
@@ -83,9 +82,10 @@ class Client:
     """One way to fetch chunks."""
 
     blend: BlendConfig
-    options: TransferOptions
+    planner: Planner
     level: str = "auto"
     workers: int = WORKERS
+    early_start: bool = True  # begin the prefill while the last chunks are in transit
 
 
 def fixed_plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
@@ -111,13 +111,6 @@ def cachegen_plan(todo: Sequence[Candidate], link: LinkState, current: str | Non
     in_time = [level for level, needed in ways.items() if needed <= room]
     level = in_time[0] if in_time else min(ways, key=lambda level: ways[level])
     return Plan(level or levels[0], n, n_skipped=not level)
-
-
-CACHEGEN_WAY = TransferOptions(
-    interleave=False, early_start=False, restart=False, compute=False, plan=cachegen_plan
-)
-CACHEGEN_PIPELINED = TransferOptions(interleave=False, restart=False, compute=False, plan=cachegen_plan)
-FIXED = TransferOptions(interleave=False, restart=False, compute=False, plan=fixed_plan)
 
 
 class CostedFetcher(KVFetcher):
@@ -146,10 +139,10 @@ class Fixture:
         """Every client over this trace, none of which has used it yet."""
         blend = self._config.blend
         clients = {
-            **{("fixed", level): Client(blend, FIXED, level) for level in self._config.levels},
-            ("adaptive", CACHEGEN): Client(blend, CACHEGEN_WAY, workers=1),
-            ("adaptive", PIPELINED): Client(blend, CACHEGEN_PIPELINED),
-            ("adaptive", OURS): Client(changed(blend, method="auto"), TransferOptions()),
+            **{("fixed", level): Client(blend, fixed_plan, level) for level in self._config.levels},
+            ("adaptive", CACHEGEN): Client(blend, cachegen_plan, workers=1, early_start=False),
+            ("adaptive", PIPELINED): Client(blend, cachegen_plan),
+            ("adaptive", OURS): Client(changed(blend, method="auto"), plan),
         }
         cases = [Case({"kind": "fixed", "client": RECOMPUTE}, partial(self._request, self._full, FULL))]
         for (kind, name), client in clients.items():
@@ -160,15 +153,14 @@ class Fixture:
     def _delivered(self, trace: Trace, client: Client, link: LinkEstimator, last: list[Blender]) -> Metrics:
         """One request. link, last: the client's, from request to request; its blender knows the time of decoding."""
         url, trip_s = f"http://127.0.0.1:{self._proxy.port}", ROUND_TRIP_S
-        source = KdnSource(
-            KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=DEADLINE_S),
-            client.workers,
-            link,
-        )
+        config = KdnConfig(url=url, collection=COLLECTION, level=client.level, deadline_s=DEADLINE_S)
+        source = KdnSource(config, client.workers, link)
         with TieredStore(MemoryStore(0), source) as store:
             source.known()  # connects, and reads the directory
             blender = last[0].over(store, "") if last else _blender(self._reader, self._workload, store)
-            blender.fetcher = fetcher = CostedFetcher(store, options=client.options)
+            blender.fetcher = fetcher = CostedFetcher(
+                store, planner=client.planner, early_start=client.early_start
+            )
             fetcher.saved_s = self._saved(client)
             if not last:
                 last.append(blender)
@@ -177,7 +169,7 @@ class Fixture:
             blender.planner.calibrate()
             with self._proxy.replayed(trace, trip_s):
                 metrics = self._request(blender, client.blend)
-                fetcher.wait()  # for a probe, which belongs to this link, not to the next client
+                fetcher.flush()  # for a probe, which belongs to this link, not to the next client
                 return metrics
 
     def _saved(self, client: Client) -> dict[ChunkKey, float]:
@@ -207,8 +199,7 @@ def _blender(reader: LoadedModel, workload: Workload, store: KVStore) -> Blender
 def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
     """A service with all chunks at all levels behind a proxy."""
     reader = open_reader(config, log)
-    workload = config.workload(reader)
-    known = changing(config.seed)
+    workload, known = config.workload(reader), changing(config.seed)
     traces: dict[str, Trace] = {f"{rate:g} Gbit/s": ((1.0, rate * GBIT),) for rate in config.rates_gbit}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
@@ -229,12 +220,14 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
 
 def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
-    levels, blender = config.levels, _blender(reader, workload, store)
+    blender, tables = (
+        _blender(reader, workload, store),
+        CodecTables(reader, workload.prompts, config.fit_tokens),
+    )
     blender.writer.precompute(workload.chunks)
-    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
-    codecs = {level: tables.codec(level) for level in levels[1:]}
+    codecs = {level: tables.codec(level) for level in config.levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
-    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), levels, codecs, tokens)
+    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), config.levels, codecs, tokens)
 
 
 TABLE = table(

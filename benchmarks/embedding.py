@@ -19,6 +19,8 @@ from blendserve.config import Positive, RetrieveConfig
 from blendserve.core import Passage
 from blendserve.errors import InputError
 from blendserve.retrieve import Embedder, language_reference, split
+from blendserve.retrieve.embedder import model_folder
+from blendserve.retrieve.encoder import SentenceTransformersEncoder
 from blendserve.threads import limit_torch
 
 OURS, THEIRS = "blendserve", "sentence-transformers"
@@ -38,7 +40,7 @@ def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
     limit_torch(config.threads)
     embedders = {
         OURS: Embedder.load(EMBEDDER),
-        THEIRS: Embedder.load(EMBEDDER, reference=True),
+        THEIRS: Embedder(SentenceTransformersEncoder(model_folder(EMBEDDER)), THEIRS, fingerprint=""),
     }
     passages = _passages(config, embedders[OURS])
     vectors: dict[str, list[np.ndarray]] = {name: [] for name in embedders}
@@ -69,9 +71,8 @@ def _passages(config: EmbeddingConfig, embedder: Embedder) -> list[Passage]:
     parts = (split(d, PASSAGE_TOKENS, lambda p: len(encode(f"{p.title}\n{p.text}").ids)) for d in documents)
     passages = [passage for part in parts for passage in part]
     if len(passages) < wanted:
-        raise InputError(
-            f"the language reference has {len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
-        )
+        problem = f"{len(passages):,} passages of {PASSAGE_TOKENS} tokens, not {wanted:,}"
+        raise InputError(f"the language reference has {problem}")
     return passages[:wanted]
 
 

@@ -184,12 +184,8 @@ TABLE = table(
     Column("GB/s", "gb_per_s"),
 )
 TINY = {
-    "contexts": (60,),
-    "thread_counts": (1,),
-    "new_tokens": 3,
-    "repeats": 1,
-    "int8": False,
-    "llama": False,
+    **{"contexts": (60,), "thread_counts": (1,), "new_tokens": 3, "repeats": 1},
+    **{"int8": False, "llama": False},
 }
 BENCH = Bench(EnginesConfig, groups, (TABLE,), tiny=TINY)
 

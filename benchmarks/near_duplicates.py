@@ -70,11 +70,8 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
         cases = [Case({"passages": name}, partial(prompt, *given)) for name, given in prompts.items()]
         donors = [blender.near.index.find(fingerprints(ids), MAX_DONORS) for ids in unrelated]
         facts = {"false_donors": sum(map(bool, donors))}
-        yield Group(
-            {"edited": config.edited},
-            [*cases, Case({"search": "nothing found"}, search)],
-            lambda: facts,
-        )
+        cases.append(Case({"search": "nothing found"}, search))
+        yield Group({"edited": config.edited}, cases, lambda: facts)
 
 
 TABLE = table(

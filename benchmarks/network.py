@@ -20,8 +20,7 @@ from benchmarks.support.valkey import Server
 from blendserve.bench.codec import CodecConfig, CodecTables
 from blendserve.bench.fixture import TimedFetcher, make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, open_reader
+from blendserve.bench.runner import Bench, Plot, open_reader
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.errors import InputError
@@ -65,33 +64,23 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
             blenders[word].writer.precompute(workload.chunks)
 
         def request(blender: Blender, blend: BlendConfig) -> Metrics:
-            fetcher = blender.fetcher
+            fetcher, before = blender.fetcher, proxy.down.n_bytes
             assert isinstance(fetcher, TimedFetcher)
-            waited, moved = fetcher.seconds, proxy.down.n_bytes
+            waited = fetcher.seconds
             metrics, done = time_prompt(blender, workload, blend)
             if late := [missing for missing in done.report.unusable if missing.kind != SLOW]:
-                raise InputError(
-                    f"{len(late)} chunks did not arrive within {DEADLINE_S:g} s: use a higher rate"
-                )
-            n_bytes = proxy.down.n_bytes - moved
-            return {
-                "ttft_s": metrics["ttft_s"],
-                "wait_s": fetcher.seconds - waited,
-                "bytes_received": n_bytes,
-            }
+                problem = f"{len(late)} chunks did not arrive within {DEADLINE_S:g} s: use a higher rate"
+                raise InputError(problem)
+            moved = {"wait_s": fetcher.seconds - waited, "bytes_received": proxy.down.n_bytes - before}
+            return {"ttft_s": metrics["ttft_s"], **moved}
 
         for trip, rate in product(config.round_trips_ms, config.rates_gbit):
             proxy.conditions = network(trip, rate)
             full = partial(request, blenders[config.codecs[0]], BlendConfig(method="full"))
             cases = [Case({"method": "full"}, full)]
             for word, blender in blenders.items():
-                auto = make_blender(
-                    reader,
-                    workload.prompts,
-                    blender.store,
-                    namespace=word,
-                    fetcher=TimedFetcher(blender.store),
-                )
+                options = {"namespace": word, "fetcher": TimedFetcher(blender.store)}
+                auto = make_blender(reader, workload.prompts, blender.store, **options)
                 auto.planner.calibrate()
                 auto.fetcher.warm_up([auto.key(ids) for ids in workload.chunks])
                 methods = {

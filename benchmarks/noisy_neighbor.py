@@ -14,7 +14,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from itertools import count as count_up
@@ -71,22 +71,18 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
         windows = {"no": count_up(), "yes": count_up()}
 
         def run(neighbor: str) -> Metrics:
+            body, draw = titles(folder / "made"), next(windows[neighbor])
             with server(folder) as url, ExitStack() as stack:
-                attackers: list[WorkerProcess] = []
-
-                def attack() -> None:
+                client = None
+                if neighbor == "yes":
                     model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
                     task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
                     task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": CONNECTIONS}
-                    process = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
-                    attackers.append(stack.enter_context(process))
-
-                begin = attack if neighbor == "yes" else lambda: None
-                body, draw = titles(folder / "made"), next(windows[neighbor])
-                metrics = asyncio.run(window(config, url, regular, body, draw, facts, begin))
-                for attacker in attackers:
-                    for kind, statuses in attacker.call("end").items():
-                        facts["statuses"][kind].update(statuses)
+                    client = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
+                    stack.enter_context(client)
+                metrics = asyncio.run(window(config, url, regular, body, draw, facts, client))
+                for kind, statuses in (client.call("end") if client else {}).items():
+                    facts["statuses"][kind].update(statuses)
                 return metrics
 
         cases = [Case({"hostile": name}, partial(run, name)) for name in windows]
@@ -138,11 +134,11 @@ async def window(
     body: Body,
     draw: int,
     facts: dict[str, Any],
-    begin: Callable[[], None],
+    hostile: WorkerProcess | None,
 ) -> Metrics:
     """The regular clients of one server: warm up, then measure; `draw` decides their questions and times.
 
-    facts: the first window sets the think time for all. begin: called before the measurement.
+    facts: the first window sets the think time for all. hostile: begins with the measurement.
     """
     about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
 
@@ -169,7 +165,8 @@ async def window(
             raise InputError("the server answers no regular question: ask for fewer passages or tokens")
         service_s = statistics.median(seconds)
         think_s = facts.setdefault("think_s", think_time(service_s, config.clients, SHARE))
-        begin()
+        if hostile:
+            hostile.call("begin")
         began = time.perf_counter()
         asking = (
             regular(client, random.Random(f"{draw} {n}"), began + config.seconds)

@@ -37,19 +37,17 @@ def _bench_plot(result: dict[str, Any]) -> bytes:
     return plot.draw(result)
 
 
-def _pareto(result: dict[str, Any]) -> bytes:
-    return plots.pareto(result["methods"], "2WikiMQA", result["metric"])
-
-
-def _codecs(result: dict[str, Any]) -> bytes:
-    return plots.codecs(result["methods"], "2WikiMQA")
-
-
 # file -> title, run, and what draws it
 FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], bytes]]] = {
     "ttft": ("TTFT against context", "sweep", _bench_plot),
-    "quality": ("KL share and F1 against TTFT", "quality_2wikimqa", _pareto),
-    "codecs": ("Size of stored KV against KL share", "quality_codecs", _codecs),
+    "quality": (
+        *("KL share and F1 against TTFT", "quality_2wikimqa"),
+        lambda result: plots.pareto(result["methods"], "2WikiMQA", result["metric"]),
+    ),
+    "codecs": (
+        *("Size of stored KV against KL share", "quality_codecs"),
+        lambda result: plots.codecs(result["methods"], "2WikiMQA"),
+    ),
     "serving": ("p95 TTFT against offered load", "serving", _bench_plot),
 }
 

@@ -81,19 +81,15 @@ def trace(config: SharingConfig) -> list[list[tuple[int, ...]]]:
     for user in range(config.users):
         draw = random.Random(f"{config.seed} {user}")
         orders: list[Sequence[int]] = [range(config.pool), draw.sample(range(config.pool), config.pool)]
-        asked.append([_question(config, draw, law, orders) for _ in range(config.questions)])
+        questions = []
+        for _ in range(config.questions):
+            chosen: dict[int, None] = {}  # different passages, of the pool's favorites or of the user's own
+            while len(chosen) < min(config.passages, config.pool):
+                order = orders[0 if draw.random() < config.overlap else 1]
+                chosen[draw.choices(order, law)[0]] = None
+            questions.append(tuple(chosen))
+        asked.append(questions)
     return asked
-
-
-def _question(
-    config: SharingConfig, draw: random.Random, law: list[float], orders: list[Sequence[int]]
-) -> tuple[int, ...]:
-    """Different passages, each of the pool's favorites or of the user's own."""
-    chosen: dict[int, None] = {}
-    while len(chosen) < min(config.passages, config.pool):
-        order = orders[0 if draw.random() < config.overlap else 1]
-        chosen[draw.choices(order, law)[0]] = None
-    return tuple(chosen)
 
 
 def summarize(config: SharingConfig, requests: Sequence[Mapping[str, float]]) -> Metrics:
@@ -127,22 +123,20 @@ def _start(task: dict[str, Any]) -> tuple[Any, Callable[[str], list[dict[str, fl
 
     def ask(engine: Engine, passages: tuple[Passage, ...], question: str) -> dict[str, float]:
         answer = engine.answer(question, passages, max_new_tokens=1)
-        report = answer.report
-        return {"ttft": answer.timings.ttft, "hits": report.chunks_hit, "chunks": report.chunks}
+        return {"ttft": answer.timings.ttft, "hits": answer.report.chunks_hit, "chunks": answer.report.chunks}
 
     def answer(arrangement: str) -> list[dict[str, float]]:
         """The questions of its users, in turns."""
-        shared, requests = arrangement == SHARED, list[dict[str, float]]()
-        name, share = ("all", 1.0) if shared else ("user", 1 / config.users)
+        requests = []
         with ExitStack() as stack:
-            engines = {
-                user: stack.enter_context(engine(task["url"], name if shared else f"{name}{user}", share))
-                for user in users
-            }
+            engines = {}
+            for user in users:
+                own = ("all", 1.0) if arrangement == SHARED else (f"user{user}", 1 / config.users)
+                engines[user] = stack.enter_context(engine(task["url"], *own))
             for n in range(config.questions):
-                for user, own in engines.items():
+                for user, own_engine in engines.items():
                     chosen = tuple(passages[i] for i in asked[user][n])
-                    requests.append(ask(own, chosen, f"Question {n} of user {user}: what is said?"))
+                    requests.append(ask(own_engine, chosen, f"Question {n} of user {user}: what is said?"))
         return requests
 
     with engine("memory", "warm-up", 1.0) as warm:

@@ -56,8 +56,7 @@ def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:
             "blendserve --help": ([*python, "--help"], lambda out: {}),
             "blendserve ask": (ask, lambda out: {"ttft_s": json.loads(out)["timings"]["ttft"]}),
         }
-        cases = [Case({"process": name}, partial(run_process, *run)) for name, run in commands.items()]
-        yield Group({}, cases)
+        yield Group({}, [Case({"process": n}, partial(run_process, *run)) for n, run in commands.items()])
 
 
 def run_process(command: Sequence[str], metrics: Callable[[str], Metrics]) -> Metrics:

@@ -127,14 +127,11 @@ def progress(
         bar.stop()
 
 
-def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], last_wraps: bool = False
-) -> None:
-    """A table on stdout; numbers to the right, the last column as text when it wraps."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout: the first column to the left, the others to the right."""
     shown = Table(title=title, title_justify="left")
     for n, column in enumerate(columns):
-        text = n == 0 or (last_wraps and n == len(columns) - 1)
-        shown.add_column(column, justify="left" if text else "right", no_wrap=n == 0)
+        shown.add_column(column, justify="right" if n else "left", no_wrap=n == 0)
     for row in rows:
         shown.add_row(*row)
     Console(highlight=False, width=None if out.is_terminal else 120).print(shown)

@@ -75,7 +75,7 @@ class ChunkKV:
     values: torch.Tensor  # [L, K, C, D]
     ids: TokenIds = field(
         default=(), kw_only=True
-    )  # [C]; none if unknown: a codec may leave out what the tokens determine
+    )  # [C]; () if unknown: codecs may leave out what these determine
 
     @property
     def n_tokens(self) -> int:
@@ -127,9 +127,7 @@ class Unusable:
     """A stored chunk that could not be used, and why. Filled by blend/layout.py."""
 
     chunk: int  # its number in the prompt
-    kind: (
-        str  # corrupt | unreachable | slow link | codec | level | tables: what it fails, or what is not here
-    )
+    kind: str  # corrupt | unreachable | slow link | codec | level | tables
     reason: str
 
 
@@ -171,12 +169,9 @@ class BlendReport:
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
     unusable: tuple[Unusable, ...] = ()  # missing and corrupt chunks that may be in the store
-    tiers: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of the chunks hit, how many came from where; "computed": here, while others were transferred
-    near: tuple[
-        NearChunk, ...
-    ] = ()  # of the missing and corrupt chunks, what others have; () unless looked for
+    # Of the chunks hit, how many came from where; "computed": here, while others were transferred.
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    near: tuple[NearChunk, ...] = ()  # what others have of missing and corrupt chunks; () unless looked for
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
 
     @property
@@ -222,9 +217,7 @@ class Part:
     tier: str  # where its KV was read from; "" where none was used
     code: Reason  # why its KV was used, or why not
     reason: str  # the same as a sentence
-    donors: tuple[
-        tuple[Span, str], ...
-    ] = ()  # stretches of the prompt that came from other chunks, and their keys in hex
+    donors: tuple[tuple[Span, str], ...] = ()  # stretches that came from other chunks, and their keys in hex
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,9 +230,7 @@ class Explanation:
         torch.Tensor | None
     )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
 
-    STATES: ClassVar[tuple[str, ...]] = (
-        *("exact", "reused", "corrected", "near_duplicate", "recomputed", "computed"),
-    )
+    STATES: ClassVar = ("exact", "reused", "corrected", "near_duplicate", "recomputed", "computed")
 
     @property
     def runs(self) -> list[tuple[str, int]]:

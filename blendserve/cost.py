@@ -96,8 +96,8 @@ def recommendations(found: Sequence[Estimate]) -> dict[str, str | None]:
     best: dict[str, tuple[float, str | None]] = {}
     for e in found:
         if e.savings is not None:
-            saved, level = best.get(e.tier, (0.0, None))
-            best[e.tier] = (e.savings, e.level) if e.savings > saved else (saved, level)
+            before = best.setdefault(e.tier, (0.0, None))
+            best[e.tier] = (e.savings, e.level) if e.savings > before[0] else before
     return {tier: level for tier, (_, level) in best.items()}
 
 

@@ -10,21 +10,18 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from blendserve import console
 from blendserve.config import BlendConfig, Config, DecodeConfig, RetrieveConfig, StoreConfig
-from blendserve.core import Answer, Passage
+from blendserve.core import Answer
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
-from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
-from blendserve.store import read_record
 
 INDEX = Path("indexes") / "demo"
 BEGAN = "BLENDSERVE_DEMO_BEGAN"  # when `make demo` began: seconds since the epoch
@@ -40,8 +37,7 @@ METHODS = {
     "reuse": "full reuse, nothing recomputed",
     "blend": "blending, the default",
 }
-CODEC = PLAIN_CODECS[-1]  # what the size of raw KV is compared with
-SHOWN = 140  # characters of an answer
+COLUMNS = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
 # The corpus takes 0.4 GB of KV; the cap keeps the demo's promise of half a gigabyte of disk.
 CONFIG = Config(
     retrieve=RetrieveConfig(top_k=CHUNKS),
@@ -55,8 +51,7 @@ wrong, by full prefill too: compare the answers of the two methods, not the answ
 For better answers: blendserve demo --model Qwen/Qwen2.5-0.5B-Instruct (downloads the model)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One method on the comparison's prompt."""
 
     name: str
@@ -72,19 +67,19 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
     """
     began = float(os.environ.get(BEGAN) or time.time())
     config = CONFIG.replace("model.name", model)
-    with _step(1, f"Load the model {model}") as note:
+    with _step(1, f"Load the model {model}"):
         reader = load_model(config.model)
-        note(f"{reader.adapter.n_layers} layers, {str(reader.adapter.dtype).removeprefix('torch.')}")
-    with _step(2, "Index Python's language reference") as note:
+        _say(f"{reader.adapter.n_layers} layers, {str(reader.adapter.dtype).removeprefix('torch.')}")
+    with _step(2, "Index Python's language reference"):
         engine = _open(index, config, reader)
-        note(f"{len(engine.index or ())} chunks of up to {config.retrieve.chunk_tokens} tokens in {index}")
+        _say(f"{len(engine.index or ())} chunks of up to {config.retrieve.chunk_tokens} tokens in {index}")
     with engine:
         if model == CONFIG.model.name:
             console.out.print(TINY_MODEL, style="yellow")
         with _step(3, "Ask without a cache: full prefill computes every token of the prompt"):
             before = _ask(engine, QUESTIONS[0], "full")
         with _step(4, "Precompute the KV cache of every chunk, once"):
-            precompute(engine)
+            _precompute(engine)
         with _step(5, "Ask the same question again, over the cache"):
             _ask(engine, QUESTIONS[0], "blend", before)
         console.out.print(
@@ -94,9 +89,7 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
             console.out.print()
             _ask(engine, question, "blend", _ask(engine, question, "full"))
         rows = compare(engine, QUESTIONS[0])
-        _print(rows)
-        console.out.print(_coded_size(engine), soft_wrap=True)
-    _next_steps(index)
+    _print_next_steps(index)
     console.out.print(f"\nThe demo ended after {time.time() - began:.0f} s.", style="bold")
     return rows
 
@@ -115,8 +108,50 @@ def open_demo(index: Path = INDEX, model: str = CONFIG.model.name) -> Engine:
     """The demo's engine; its index is built and its KV precomputed where that is missing."""
     config = CONFIG.replace("model.name", model)
     engine = _open(index, config, load_model(config.model))
-    precompute(engine)
+    _precompute(engine)
     return engine
+
+
+def print_sources(answer: Answer) -> None:
+    """Print an answer's sources, what was recomputed, and the time to the first token."""
+    scores = ["" if p.score is None else f" {p.score:.2f}" for p in answer.passages]
+    sources = [f"{p.title or p.id}{score}" for p, score in zip(answer.passages, scores, strict=True)]
+    timings = answer.timings
+    speed = f"first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s"
+    console.out.print()
+    _say(f"from {', '.join(sources)}\n  {_work(answer)}; {speed}")
+
+
+def compare(engine: Engine, question: str) -> list[Row]:
+    """Time every method once on one prompt of long chunks, after a warm-up of each, and print the table.
+
+    The paper's setting is six chunks of 512 tokens: these are the nearest passages that nearly fill a chunk.
+    """
+    assert engine.index is not None
+    filled = 0.85 * engine.config.retrieve.chunk_tokens
+    nearest = engine.index.search(question, len(engine.index))
+    passages = [p for p in nearest if len(engine.prompts.chunk(p)) >= filled][:CHUNKS]
+    short = engine.prompts.build(question, ()).ids
+    OwnDecoding(engine.reader.adapter).feed(short)  # imports transformers' model
+    start = time.perf_counter()
+    ids = engine.prompts.build(question, passages).ids
+    int(OwnDecoding(engine.reader.adapter).feed(ids).argmax())
+    base = Row("full prefill, transformers", time.perf_counter() - start, len(ids), 0)
+    rows = [base]
+    for method, name in METHODS.items():
+        for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
+            answer = engine.answer(question, passages, method=method, max_new_tokens=1)
+        report = answer.report
+        tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
+        rows.append(Row(name, answer.timings.ttft, tokens, report.tokens_recomputed))
+    shown = [
+        (name, f"{s * 1e3:,.0f}", f"{base.ttft_s / s:.1f}x", f"{n:,}", f"{redone:,}")
+        for name, s, n, redone in rows
+    ]
+    console.out.print()
+    console.table(f"{CHUNKS} long chunks, a prompt of {len(ids):,} tokens, one round", COLUMNS, shown)
+    _say("Medians and spread: blendserve bench ttft")
+    return rows
 
 
 def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
@@ -128,149 +163,66 @@ def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
             return Engine.build(index, language_reference(), config, update, reader)
 
 
-def precompute(engine: Engine) -> None:
+def _precompute(engine: Engine) -> None:
     """Compute and store the KV of the index's chunks, and fit the correction prior."""
     per_token = engine.reader.adapter.kv_bytes_per_token
     computing = console.progress("Computing KV", "tokens", per_token)
     with computing as computed, console.progress("Fitting the correction prior", "tokens") as fitted:
         report = engine.precompute(None, (0, 1), computed, fitted)
     stats = engine.store.stats()
-    console.out.print(
-        f"  {report.computed} of {report.chunks} computed (chunks and the prompt's prefix), {report.skipped} cached "
-        f"before; {stats.bytes / 1e6:.0f} MB in {stats.path}",
-        style="dim",
+    _say(
+        f"{report.computed} of {report.chunks} computed (chunks and the prompt's prefix), {report.skipped} cached "
+        f"before; {stats.bytes / 1e6:.0f} MB in {stats.path}"
     )
 
 
 @contextmanager
-def _step(number: int, title: str) -> Iterator[Any]:
-    """Print a step's title, and its seconds when it ends; yields `note(text)` for the line of seconds."""
+def _step(number: int, title: str) -> Iterator[None]:
+    """Print a step's title, and its seconds when it ends."""
     console.out.print(f"\n[bold]{number}/5  {title}[/bold]")
-    notes: list[str] = []
     start = time.perf_counter()
-    yield notes.append
-    console.out.print(f"  {', '.join([*notes, f'{time.perf_counter() - start:.1f} s'])}", style="dim")
+    yield
+    _say(f"{time.perf_counter() - start:.1f} s")
+
+
+def _say(text: str) -> None:
+    console.out.print(f"  {text}", style="dim", markup=False)
 
 
 def _ask(engine: Engine, question: str, method: str, before: Answer | None = None) -> Answer:
     """Ask and print; `before`: the answer of full prefill to the same question."""
-    stream = engine.stream(question, method=method)
+    answer = engine.answer(question, method=method)
     if before is None:
         console.out.print(f"  Question: {question}", markup=False)
     console.out.print("  full prefill: " if method == "full" else "  blended:      ", end="", style="bold")
-    console.out.print(_sentence("".join(stream)), markup=False)
-    answer = stream.answer()
-    ttft = answer.timings.ttft
+    sentence = re.split(r"(?<=[.!?])\s", answer.text.strip(), maxsplit=1)[
+        0
+    ]  # the model repeats itself from there on
+    console.out.print(textwrap.shorten(sentence, 140, placeholder=" ..."), markup=False)
     work = f"{answer.report.tokens_prompt:,} tokens computed" if method == "full" else _work(answer)
-    faster = f", {before.timings.ttft / ttft:.1f} times sooner" if before else ""
-    console.out.print(f"                first token after {ttft * 1e3:.0f} ms{faster}; {work}", style="dim")
+    faster = f", {before.timings.ttft / answer.timings.ttft:.1f} times sooner" if before else ""
+    _say(f"{'':14}first token after {answer.timings.ttft * 1e3:.0f} ms{faster}; {work}")
     return answer
 
 
 def _work(answer: Answer) -> str:
     """The number of recomputed tokens, or why the answer is not blended."""
-    report = answer.report
+    report, damaged = answer.report, ""
     if not report.blended:
         return f"not blended: {report.reason}"
-    damaged = (
-        f"; damaged chunks in the store, computed anew: {report.chunks_corrupt}"
-        if report.chunks_corrupt
-        else ""
-    )
+    if report.chunks_corrupt:
+        damaged = f"; damaged chunks in the store, computed anew: {report.chunks_corrupt}"
     return f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed{damaged}"
 
 
-def _sentence(text: str) -> str:
-    """The first sentence of an answer: the bundled model repeats itself from the second on."""
-    first = re.split(r"(?<=[.!?])\s", text.strip(), maxsplit=1)[0]
-    return textwrap.shorten(first, SHOWN, placeholder=" ...")
-
-
-def print_sources(answer: Answer) -> None:
-    """Print an answer's sources, what was recomputed, and the time to the first token."""
-    scores = ["" if p.score is None else f" {p.score:.2f}" for p in answer.passages]
-    sources = [f"{p.title or p.id}{score}" for p, score in zip(answer.passages, scores, strict=True)]
-    timings = answer.timings
-    speed = f"first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s"
-    text = f"\n  from {', '.join(sources)}\n  {_work(answer)}; {speed}"
-    console.out.print(text, style="dim", markup=False)
-
-
-def compare(engine: Engine, question: str) -> list[Row]:
-    """Time every method once on one prompt of six long chunks, behind a warm-up of each."""
-    passages = _long_passages(engine, question)
-    n_tokens = len(engine.prompts.build(question, passages))
-    OwnDecoding(engine.reader.adapter).feed(
-        engine.prompts.build(question, ()).ids
-    )  # imports transformers' model
-    rows = [Row("full prefill, transformers", _transformers_s(engine, question, passages), n_tokens, 0)]
-    for method, name in METHODS.items():
-        for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
-            answer = engine.answer(question, passages, method=method, max_new_tokens=1)
-        report = answer.report
-        tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
-        rows.append(Row(name, answer.timings.ttft, tokens, report.tokens_recomputed))
-    return rows
-
-
-def _long_passages(engine: Engine, question: str) -> list[Passage]:
-    """The nearest passages that nearly fill a chunk: the paper's setting, six chunks of 512 tokens."""
-    assert engine.index is not None
-    nearest = engine.index.search(question, len(engine.index))
-    filled = 0.85 * engine.config.retrieve.chunk_tokens
-    return [p for p in nearest if len(engine.prompts.chunk(p)) >= filled][:CHUNKS]
-
-
-def _transformers_s(engine: Engine, question: str, passages: list[Passage]) -> float:
-    """Seconds from the question's text to its first token, by the model's own forward."""
-    start = time.perf_counter()
-    ids = engine.prompts.build(question, passages).ids
-    int(OwnDecoding(engine.reader.adapter).feed(ids).argmax())
-    return time.perf_counter() - start
-
-
-def _print(rows: list[Row]) -> None:
-    base = rows[0]
-    columns = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
-    shown = [
-        (
-            r.name,
-            f"{r.ttft_s * 1e3:,.0f}",
-            f"{base.ttft_s / r.ttft_s:.1f}x",
-            f"{r.tokens_run:,}",
-            f"{r.recomputed:,}",
-        )
-        for r in rows
-    ]
-    console.out.print()
-    console.table(f"{CHUNKS} long chunks, a prompt of {base.tokens_run:,} tokens, one round", columns, shown)
-    console.out.print("Medians and spread: blendserve bench ttft", style="dim")
-
-
-def _coded_size(engine: Engine) -> str:
-    """A line on how much smaller a codec makes the index's KV."""
-    from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of  # start-up
-
-    assert engine.index is not None
-    chunks = dict.fromkeys(engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine.index.passages))
-    coded = coded_copy(engine, codec_for(engine, CODEC), chunks)
-    sizes = sizes_of(read_record(coded, key) for key in chunks)
-    raw, small = (sizes[name] / 1e6 for name in ("raw_bytes", "bytes"))
-    return (
-        f"KV of all {len(chunks)} chunks: {raw:.0f} MB raw, {small:.0f} MB with the codec {CODEC}. "
-        "Smaller still: blendserve codec fit"
-    )
-
-
-def _next_steps(index: Path) -> None:
+def _print_next_steps(index: Path) -> None:
     """Three commands to go on with, as they can be typed in this shell."""
     command = "blendserve"
     if shutil.which(command) != shutil.which(sys.argv[0]):
         command = min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)
-    console.out.print("\n[bold]Next[/bold]")
-    for what, line in (
-        ("serve it to any OpenAI client", f"{command} serve -i {index}"),
-        ("index your own documents", f"{command} index build FOLDER docs && {command} precompute docs"),
-        ("use it from your chain", "docs/tutorial/3-your-rag-chain.md"),
-    ):
-        console.out.print(f"  {what:32}{line}", markup=False)
+    console.out.print(
+        f"\n[bold]Next[/bold]\n"
+        f"  serve it to any OpenAI client   {command} serve -i {index}\n"
+        f"  index your own documents        {command} index build FOLDER docs && {command} precompute docs\n"
+        f"  use it from your chain          docs/tutorial/3-your-rag-chain.md"
+    )

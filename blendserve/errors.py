@@ -6,7 +6,7 @@
     ├── CorpusError
     ├── ModelError ── ModelUnsupported
     ├── VectorIndexError ── IndexMissing, IndexMismatch, IndexDamaged
-    ├── StoreError ── StoreUnavailable (StoreLeftAlone), StoreVersion, StoreFull, TablesMissing, CorruptRecord,
+    ├── StoreError ── StoreUnavailable (StoreCircuitOpen), StoreVersion, StoreFull, TablesMissing, CorruptRecord,
     │                 CorruptBlob, ChunkLost
     ├── ClusterUnavailable
     └── ServeError ── RateLimited, BodyTooLarge, BodyTooSlow, ShuttingDown, NotAuthenticated, PermissionDenied, NotFound
@@ -116,7 +116,7 @@ class StoreUnavailable(StoreError):
     """The store cannot be opened, read or written."""
 
 
-class StoreLeftAlone(StoreUnavailable):
+class StoreCircuitOpen(StoreUnavailable):
     """The store's server failed a moment ago, which was logged; no request is sent to it until a backoff ends."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -35,9 +36,10 @@ def machine() -> dict[str, Any]:
     """CPU, instruction sets, threads and GPU."""
     import torch  # takes a second, and `versions` does not need it
 
+    flags = (cpuinfo("flags") or cpuinfo("Features")).split()
     return {
         "cpu": cpu_name(),
-        "instruction_sets": list(instruction_sets()),
+        "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
         "torch_uses": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -63,10 +65,11 @@ def cpu_name() -> str:
     return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
-def instruction_sets() -> tuple[str, ...]:
-    """The CPU's INSTRUCTION_SETS; none if the system does not report them."""
-    known = set((cpuinfo("flags") or cpuinfo("Features")).split())
-    return tuple(name for name in INSTRUCTION_SETS if name in known)
+def cpuinfo(name: str) -> str:
+    """The first value of this name in /proc/cpuinfo; "" if there is none."""
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    found = re.search(rf"^{name}\s*:(.*)", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 @cache
@@ -87,10 +90,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def cpuinfo(name: str) -> str:
-    """The first value of this name in /proc/cpuinfo; "" if there is none."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for field, _, value in fields if field.strip() == name), "")

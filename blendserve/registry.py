@@ -60,21 +60,21 @@ def nearest(name: str, known: list[str]) -> str:
 POLICIES = Registry(
     "policy",
     {
-        "query": "blendserve.blend.policies.query:QueryPolicy",
-        "deviation": "blendserve.blend.policies.deviation:DeviationPolicy",
-        "chunk_head": "blendserve.blend.policies.baselines:ChunkHeadPolicy",
-        "random": "blendserve.blend.policies.baselines:RandomPolicy",
-        "none": "blendserve.blend.policies.baselines:NonePolicy",
-        "all": "blendserve.blend.policies.baselines:AllPolicy",
+        "query": "blendserve.blend.policies:QueryPolicy",
+        "deviation": "blendserve.blend.policies:DeviationPolicy",
+        "chunk_head": "blendserve.blend.policies:ChunkHeadPolicy",
+        "random": "blendserve.blend.policies:RandomPolicy",
+        "none": "blendserve.blend.policies:NonePolicy",
+        "all": "blendserve.blend.policies:AllPolicy",
     },
 )
 CORRECTIONS = Registry(
     "correction",
     {
-        "prior": "blendserve.blend.corrections.fitted:PriorRidge",
-        "ridge": "blendserve.blend.corrections.fitted:Ridge",
-        "shift": "blendserve.blend.corrections.fitted:Shift",
-        "none": "blendserve.blend.corrections.base:NoCorrection",
+        "prior": "blendserve.blend.corrections:PriorRidge",
+        "ridge": "blendserve.blend.corrections:Ridge",
+        "shift": "blendserve.blend.corrections:Shift",
+        "none": "blendserve.blend.corrections:NoCorrection",
     },
 )
 

@@ -32,17 +32,13 @@ class Replica:
     load: int = 0  # running and queued requests
 
 
-def choose(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float = SLACK) -> str:
-    """The name of the replica that a request for the chunks of these keys goes to. Raises ValueError for no replicas."""
-    return ranked(chunks, replicas, slack)[0]
-
-
 def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float = SLACK) -> list[str]:
-    """All names, the best first; replicas above the bound on load come last. Raises ValueError for no replicas."""
-    if not replicas:
-        raise ValueError("there is no replica to choose from")
-    bound, wanted = load_bound([r.load for r in replicas], slack), frozenset(chunks)
-    home = anchor(wanted)
+    """Names of replicas, the best one for a request with these chunk keys first. Replicas above the load bound come last.
+
+    replicas: at least one.
+    """
+    loads, wanted = [replica.load for replica in replicas], frozenset(chunks)
+    bound, home = bounded(sum(loads), min(loads), len(loads), slack), anchor(wanted)
 
     def rank(replica: Replica) -> tuple[bool, int, int, int, str]:
         hits = len(wanted & replica.hot)
@@ -57,13 +53,8 @@ def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float 
     return [replica.name for replica in sorted(replicas, key=rank)]
 
 
-def load_bound(loads: Sequence[int], slack: float = SLACK) -> int:
-    """The largest load with the next request; always above the smallest load."""
-    return bounded(sum(loads), min(loads), len(loads), slack)
-
-
 def bounded(total: int, least: int, n: int, slack: float = SLACK) -> int:
-    """The same for n replicas, from the sum and the minimum of their loads."""
+    """The largest load of one of n replicas with the next request, from the sum and the minimum of their loads."""
     return max(least + 1, math.floor(slack * (total + 1) / n))
 
 

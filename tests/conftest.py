@@ -1,4 +1,4 @@
-"""Nothing here goes online. Every push runs the same few examples; a night runs many random ones.
+"""No test goes online. Every push runs the same few examples; a night runs many random ones.
 
 pytest                                        what `make test` runs: not `nightly`, not `gpu`
 pytest --night                                everything that runs on a CPU, over all model families
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "BLENDSERVE_AUTOTUNE", "0"
-)  # who computes is the table's first, however fast the machine is today
+os.environ.setdefault("BLENDSERVE_AUTOTUNE", "0")  # the table's first backend computes, on any machine
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src"):  # imported from this checkout
@@ -36,14 +32,12 @@ settings.register_profile("nightly", COMMON, derandomize=False, max_examples=200
 settings.register_profile("mutations", settings.get_profile("push"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("push")
 
-# Tests that take long, each group on one worker: the other worker takes the short tests meanwhile.
-LONG_FIRST = ("tests/ray/", "tests/page/")
+# Tests that take long, each group on one worker: at the end there are short ones alone, which two workers can share.
+LONG_FIRST = (("tests/ray/",), ("tests/page/", "tests/test_"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--night", action="store_true", help="run tests marked nightly, too, and every model family"
-    )
+    parser.addoption("--night", action="store_true", help="run tests marked nightly, and every model family")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,18 +55,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what a push does not run, and put long tests at the head of each worker's half."""
     left_out = {"gpu"} if config.option.night else {"gpu", "nightly"}
     if not config.option.markexpr:
-        kept = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
-    groups = [[item for item in items if item.nodeid.startswith(path)] for path in LONG_FIRST]
-    rest = [item for item in items if not item.nodeid.startswith(LONG_FIRST)]
-    half = max(0, len(items) // 2 - len(groups[0]))  # xdist gives each of two workers half of the list
-    items[:] = [*groups[0], *rest[:half], *groups[1], *rest[half:]]
+        dropped = {item for item in items if left_out & {mark.name for mark in item.iter_markers()}}
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
+    first, second = ([item for item in items if item.nodeid.startswith(paths)] for paths in LONG_FIRST)
+    long = {*first, *second}
+    rest = [item for item in items if item not in long]
+    half = max(0, len(items) // 2 - len(first))  # xdist gives each of two workers half of the list
+    items[:] = [*first, *rest[:half], *second, *rest[half:]]
 
 
 @pytest.fixture(autouse=True)
 def ends_no_process() -> Iterator[None]:
-    """A command's objects are never looked at again, as it ends (cli/collecting.py); here a thousand tests follow."""
+    """A command freezes its objects, as its process ends (cli/core.py); here a thousand tests follow."""
     yield
     gc.unfreeze()
 
@@ -87,30 +82,3 @@ def toy_codec() -> Iterator[None]:
     CODECS.add("toy", "tests.support.codecs:Toy")
     yield
     CODECS.remove("toy")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which instruction sets' kernels were tested, which this machine lacks, and whether it lacks a browser."""
-    from blendserve.kernels.cpu.isa import LEVELS  # not before the variables above are set
-
-    found = {
-        outcome: Counter(
-            match[1]
-            for report in terminalreporter.stats.get(outcome, [])
-            if (match := re.search(r"tests/kernels/.*\[(\w+)", report.nodeid)) and match[1] in LEVELS
-        )
-        for outcome in ("passed", "skipped")
-    }
-    if found["passed"] or found["skipped"]:
-        tested = ", ".join(f"{name} ({n} tests)" for name, n in found["passed"].items()) or "none"
-        lacking = ", ".join(found["skipped"].keys() - found["passed"].keys())
-        terminalreporter.write_line(
-            f"kernels of instruction sets tested: {tested}" + (f"; not here: {lacking}" if lacking else "")
-        )
-    if any(
-        report.nodeid.startswith("tests/page/test_page.py")
-        for report in terminalreporter.stats.get("skipped", [])
-    ):
-        terminalreporter.write_line(
-            "the page was not tested in a browser: install Chromium, or set BLENDSERVE_CHROMIUM"
-        )

@@ -16,20 +16,20 @@ from blendserve.config import BASIC, BlendConfig, Config, DecodeConfig, changed
 from blendserve.errors import ConfigError
 
 
-def test_defaults_survive_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    for text in (Config().to_yaml(), ""):
-        path.write_text(text)
-        assert Config.load(path) == Config()
+def written(folder: Path, text: str | bytes) -> Path:
+    """A configuration file with this text."""
+    path = folder / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
 
 
 def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("blend: {ratio: 0.3, check_layers: [1, 4]}\nstore: {location: here/kv}\n")
-    config = Config.load(path)
-    blend, store = Config().blend, Config().store
-    assert config.blend == changed(blend, ratio=0.3, check_layers=(1, 4))
-    assert (config.store, config.store.path) == (changed(store, location="here/kv"), Path("here/kv"))
+    for text in (Config().to_yaml(), ""):
+        assert Config.load(written(tmp_path, text)) == Config()
+    text = "blend: {ratio: 0.3, check_layers: [1, 4]}\nstore: {location: here/kv}\n"
+    config = Config.load(written(tmp_path, text))
+    assert config.blend == changed(Config().blend, ratio=0.3, check_layers=(1, 4))
+    assert config.store == changed(Config().store, location="here/kv")
     assert Config(**yaml.safe_load(config.to_yaml())) == config
 
 
@@ -37,7 +37,6 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
     ("values", "setting"),
     [
         ({"blend": {"ratio": 1.7}}, "blend.ratio"),
-        ({"blend": {"ratio": -0.1}}, "blend.ratio"),
         ({"blend": {"ratio": "most"}}, "blend.ratio"),
         ({"blend": {"rato": 0.5}}, "blend.rato"),
         ({"blend": {"method": "mix"}}, "blend.method"),
@@ -51,7 +50,6 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
         ({"store": {"location": "https://host"}}, "store.location"),
         ({"store": {"eviction": "fifo"}}, "store.eviction"),
         ({"store": {"admission": 1}}, "store.admission"),
-        ({"decode": {"max_new_tokens": 0}}, "decode.max_new_tokens"),
         ({"retrieve": {"top_k": "six"}}, "retrieve.top_k"),
     ],
 )
@@ -59,8 +57,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], setting: str, 
     with pytest.raises(ConfigError) as error:
         Config(**values)
     assert (error.value.setting, error.value.path) == (setting, None)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path = written(tmp_path, yaml.safe_dump(values))
     with pytest.raises(ConfigError) as error:
         Config.load(path)
     assert (error.value.setting, error.value.path) == (setting, str(path))
@@ -68,9 +65,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], setting: str, 
 
 @pytest.mark.parametrize("content", [b"a: [", b"- 1\n- 2\n", b"\xff\xfe\x00", None])
 def test_a_file_that_is_no_configuration(content: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    if content is not None:
-        path.write_bytes(content)
+    path = tmp_path / "none.yaml" if content is None else written(tmp_path, content)
     with pytest.raises(ConfigError) as error:
         Config.load(path)
     assert (error.value.setting, error.value.path) == (None, str(path))
@@ -95,15 +90,13 @@ OLD = Path(__file__).parent / "old_settings"  # configs/ of commit 974603a, and 
 def test_settings_of_an_older_release_keep_their_values(
     name: str, values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "all.yaml"
-    path.write_text(yaml.safe_dump(values))  # every setting of then, by its name of then
+    path = written(tmp_path, yaml.safe_dump(values))  # every setting of then, by its name of then
     with caplog.at_level(logging.WARNING):
         assert Config.load(path) == Config.load(OLD / name)
 
 
 def test_old_names_are_read_with_one_warning_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("blend: {ratio: auto, floor: 0.123}\nserve: {share_mb: 7, slots: 3}\n")
+    path = written(tmp_path, "blend: {ratio: auto, floor: 0.123}\nserve: {share_mb: 7, slots: 3}\n")
     for _ in range(2):
         config = Config.load(path)
     assert (config.blend.ratio, config.blend.min_ratio, config.serve.slots) == ("auto:0.123", 0.123, 3)
@@ -122,6 +115,7 @@ REMOTE = {"kind": "kdn", "cap_gb": 3, "kdn": {"deadline_s": 4}}
         ({"reader": {"model": "m", "dtype": "float32"}}, {"model": {"name": "m", "dtype": "float32"}}),
         ({"store": {"kind": "lmdb", "path": "here"}}, {"store": {"location": "here"}}),
         ({"store": {"kind": "memory", "path": "here"}}, {"store": {"location": "memory"}}),
+        ({"store": {"kind": "valkey"}}, {"store": {"location": "valkey://127.0.0.1:6379"}}),
         (
             {"store": {"kind": "valkey", "valkey": VALKEY}},
             {"store": {"location": "valkey://ann@host:1", "secret_file": "secret", "deadline_s": 2}},
@@ -138,30 +132,9 @@ REMOTE = {"kind": "kdn", "cap_gb": 3, "kdn": {"deadline_s": 4}}
     ],
 )
 def test_an_old_name_means_what_its_new_one_does(
-    old: dict[str, Any], new: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old: dict[str, Any], new: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(old))
-    expected = Config(**new)
-    assert Config.load(path) == expected != Config()
-    ((section, settings),) = old.items()
-    words = [f"{section}.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items()]
-    assert Config.load(None, words) == expected
-    for word in words:
-        name, _, value = word.partition("=")
-        monkeypatch.setenv(f"BLENDSERVE__{name.upper().replace('.', '__')}", value)
-    assert Config.load() == expected
-
-
-def test_parts_of_an_old_place_may_come_from_several_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("store: {kind: valkey}\n")
-    assert Config.load(path).store.location == "valkey://127.0.0.1:6379"
-    monkeypatch.setenv("BLENDSERVE__STORE__VALKEY__URL", "valkey://there:1")
-    assert Config.load(path).store.location == "valkey://there:1"
-    assert Config.load().store == Config().store  # the URL of a kind that is not in use
+    assert Config.load(written(tmp_path, yaml.safe_dump(old))) == Config(**new) != Config()
 
 
 @pytest.mark.parametrize(
@@ -186,8 +159,7 @@ def test_settings_are_few() -> None:
 def test_a_word_wins_over_the_environment_over_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("store: {cap_gb: 1, codec: int8}\nblend: {ratio: 0.2}\n")
+    path = written(tmp_path, "store: {cap_gb: 1, codec: int8}\nblend: {ratio: 0.2}\n")
     assert Config.load(path).store.cap_gb == 1
     monkeypatch.setenv("BLENDSERVE__STORE__CAP_GB", "2")
     monkeypatch.setenv("BLENDSERVE__BLEND__CHECK_LAYERS", "[1, 4]")
@@ -221,7 +193,7 @@ def test_a_wrong_word_or_variable_is_refused_by_name(
 def test_replace_changes_one_setting_and_checks_again() -> None:
     config = Config().replace("store.remote.location", "valkey://host:1")
     assert config.store.remote is not None
-    assert config.store.remote.valkey.port == 1
+    assert config.store.remote.valkey.where == "host:1"
     assert config.replace("store.remote", None) == Config()
     with pytest.raises(ConfigError) as error:
         config.replace("store.remote.cap_gb", -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,23 +20,27 @@ LAYERS = [  # from the ground up; of one layer, packages do not import each othe
 LAYER = {name: n for n, names in enumerate(LAYERS) for name in names.split()}
 REGISTRIES = [COMMANDS, *(value for value in vars(registry).values() if isinstance(value, registry.Registry))]
 Imports = set[tuple[str, str, str]]  # importing package, imported package, name
+FILES = sorted((ROOT / "blendserve").rglob("*.py"))
+
+
+def names(file: Path) -> Iterator[str]:
+    """What a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def imports() -> Imports:
-    """Every import of the package's own modules, inside functions too."""
+    """Between the package's own packages."""
     found = set()
-    for file in sorted((ROOT / "blendserve").rglob("*.py")):
-        module = file.relative_to(ROOT).with_suffix("").parts
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            ours = [name.split(".") for name in names if name.startswith("blendserve.")]
-            found |= {(module[1], name[1], name[-1]) for name in ours if module[1] != name[1]}
-    return {(a, b, name) for a, b, name in found if a != "__init__" and b in LAYER}
+    for file in FILES:
+        importing = file.relative_to(ROOT).with_suffix("").parts[1]
+        for parts in (name.split(".") for name in names(file) if name.startswith("blendserve.")):
+            if parts[1] in LAYER and importing not in ("__init__", parts[1]):
+                found.add((importing, parts[1], parts[-1]))
+    return found
 
 
 def wrong(found: Imports) -> list[str]:
@@ -57,11 +62,9 @@ def test_packages_import_public_names_of_lower_layers() -> None:
 
 def test_the_package_needs_no_checkout() -> None:
     """benchmarks/, scripts/ and tests/ are not installed."""
-    for file in (ROOT / "blendserve").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not {name.split(".")[0] for name in names} & {"benchmarks", "scripts", "tests"}, file
+    found = {name.partition(".")[0] for file in FILES for name in names(file)}
+    assert {"torch", "blendserve"} <= found
+    assert not found & {"benchmarks", "scripts", "tests"}
 
 
 @pytest.mark.parametrize("table", REGISTRIES, ids=lambda table: table.kind)

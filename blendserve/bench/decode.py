@@ -93,44 +93,23 @@ def run_ours(adapter: DecoderModel, done: PassResult, length: int, n: int, launc
 
 def run_generate(adapter: DecoderModel, ids: TokenIds, n: int) -> Timed:
     """transformers' generate, prompt included."""
-    stamps = _Stamps(Clock(adapter.device))
+    clock, seconds = Clock(adapter.device), list[float]()
+
+    def stamp(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Called after each token; never stops."""
+        seconds.append(clock.elapsed())
+        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
     inputs = torch.tensor([ids], device=adapter.device)
-    cast(Any, adapter.reference).generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=n,
-        min_new_tokens=n,
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=0,
-        streamer=stamps,
-    )
-    return tuple(stamps.tokens), tuple(stamps.seconds)
-
-
-class _Stamps:
-    """A streamer for `generate`: the time of each token."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._prompt_seen = clock, False
-        self.tokens: list[int] = []
-        self.seconds: list[float] = []
-
-    def put(self, tokens: Tensor) -> None:
-        if self._prompt_seen:
-            self.tokens.append(int(tokens))
-            self.seconds.append(self._clock.elapsed())
-        self._prompt_seen = True  # the prompt is streamed first
-
-    def end(self) -> None:
-        return
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "stopping_criteria": [stamp]}
+    lengths = {"max_new_tokens": n, "min_new_tokens": n, "attention_mask": torch.ones_like(inputs)}
+    tokens = cast(Any, adapter.reference).generate(inputs, **lengths, **options)[0, len(ids) :]
+    return tuple(tokens.tolist()), tuple(seconds)
 
 
 def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
-    prompt = Prompt((), (), ids)
-    layout = lay_out(prompt)
-    return run(blend_prefill(adapter, layout, BlendConfig(), n))
+    return run(blend_prefill(adapter, lay_out(Prompt((), (), ids)), BlendConfig(), n))
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -180,8 +159,7 @@ def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: Deco
         yield from ()
         return prefill
 
-    runner = Runner.over(reader.adapter, done.cache, len(ids), decode.max_new_tokens)
-    return AnswerStream(Sequence(request, reader, steps), prefill, runner.step, runner.draft_room(1)).answer()
+    return AnswerStream(Sequence(request, reader, steps)).answer()
 
 
 TABLE = table(

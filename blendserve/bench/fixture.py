@@ -106,19 +106,12 @@ class PromptFixture:
         if self._tier != "disk":
             n_bytes = round(PINNED * n_bytes)
             copies = {"device_bytes": n_bytes} if self._tier == "device" else {"memory_bytes": 2 * n_bytes}
-        config = StoreConfig.model_validate(
-            {"location": str(self._folder), "cap_gb": n_bytes / 1e9, **copies}
-        )
-        self.store, fetcher = open_storage(config, None, adapter.device)
-        self._blenders = {
-            context: make_blender(
-                self.reader,
-                PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context)),
-                self.store,
-                fetcher=fetcher,
-            )
-            for context in self._contexts
-        }
+        settings = {"location": str(self._folder), "cap_gb": n_bytes / 1e9, **copies}
+        self.store, fetcher = open_storage(StoreConfig.model_validate(settings), None, adapter.device)
+        self._blenders: dict[KVContext, Blender] = {}
+        for context in self._contexts:
+            prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
+            self._blenders[context] = make_blender(self.reader, prompts, self.store, fetcher=fetcher)
 
     def blender(self, method: MethodSpec) -> Blender:
         """The blender that runs a method."""

@@ -79,23 +79,17 @@ async def open_loop(http: httpx.AsyncClient, body: Body, rate: float, seconds: f
 
 def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float]:
     """Percentiles over the answered requests; failures are counted."""
-    times = {
-        "ttft": [r.ttft_s for r in responses if r.ttft_s is not None],
-        "itl": [gap for r in responses for gap in r.itl_s],
-    }
-    n_answered = len(times["ttft"])
-    return {
+    ttft = [r.ttft_s for r in responses if r.ttft_s is not None]
+    found: dict[str, float] = {
         "requests": len(responses),
-        "failed": len(responses) - n_answered,
-        "answered_per_s": n_answered / seconds,
+        "failed": len(responses) - len(ttft),
+        "answered_per_s": len(ttft) / seconds,
         "prompt_tokens": max((r.prompt_tokens for r in responses), default=0),
-        **{
-            f"{n}_p{q}_s": float(np.percentile(s, q))
-            for n, s in times.items()
-            if s
-            for q in (50, 95, 99, 100)
-        },
     }
+    for name, times in {"ttft": ttft, "itl": [gap for r in responses for gap in r.itl_s]}.items():
+        if times:
+            found |= {f"{name}_p{q}_s": float(np.percentile(times, q)) for q in (50, 95, 99, 100)}
+    return found
 
 
 def longest_passages(index: Path, n: int) -> list[dict[str, str]]:

@@ -91,7 +91,5 @@ class PeakMeter:
 
 def status_bytes(name: str) -> int:
     """A size from /proc/self/status. Raises LookupError, OSError."""
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(name)
+    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024

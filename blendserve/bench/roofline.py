@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport
 from blendserve.models.model import DecoderModel

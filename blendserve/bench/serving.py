@@ -26,8 +26,7 @@ from pydantic import Field
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.loadgen import closed_loop, longest_passages, open_loop, send
-from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.bench.runner import Bench, BenchConfig, Plot
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.config import Config, Positive, Ratio
 from blendserve.engine.engine import Engine
@@ -81,9 +80,7 @@ def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
 
         closed = [case(method, closed_loop, config.clients, config.seconds) for method in METHODS]
         yield Group({"load": "saturation"}, closed, warm_up=False)
-        saturation = {
-            labels["method"]: metrics["answered_per_s"] for labels, _, metrics in log.groups[0]["samples"]
-        }
+        saturation = {s[0]["method"]: s[2]["answered_per_s"] for s in log.groups[0]["samples"]}
         for factor in config.load_factors:
             rate, seconds = factor * saturation["full"], config.seconds * (2 if factor == 1 else 1)
             methods = [m for m in METHODS if rate and (factor == 1 or rate <= ABOVE * saturation[m])]
@@ -97,8 +94,8 @@ def _body(
 ) -> dict[str, Any]:
     passages = rng.sample(pool, min(config.passages, len(pool)))
     ratio = {"ratio": config.ratio} if method == "blend" and config.ratio is not None else {}
-    request = {"question": QUESTION, "passages": passages, "max_tokens": config.new_tokens}
-    return {**request, "method": method, **ratio}
+    limit = {"max_tokens": config.new_tokens}
+    return {"question": QUESTION, "passages": passages, "method": method, **limit, **ratio}
 
 
 def _client(config: ServingConfig, url: str) -> httpx.AsyncClient:

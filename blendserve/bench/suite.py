@@ -29,7 +29,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from string import Template
@@ -56,6 +55,7 @@ TINY_MODEL = {
         "max_position_embeddings": 2048,
     },
 }
+TINY_RUN = {"dtype": "float32", "device": "cpu", "tier": "disk"}  # with it every bench takes seconds
 FOLDER = "OUT"  # the variable of a command's scratch folder
 
 
@@ -155,7 +155,7 @@ class Suite(Section):
         file = self.file(run, folder)
         if not file.exists():
             return None
-        return dict(json.loads(file.read_text("utf-8"))) if self.runs[run].command else read_result(file)
+        return dict(json.loads(file.read_text("utf-8"))) if file.suffix == ".json" else read_result(file)
 
     def verdicts(self, folder: Path) -> Iterator[tuple[Claim, Verdict | None]]:
         """None where the run has no result yet. Raises InputError where a result lacks the figure."""
@@ -194,8 +194,9 @@ def _do(run: Run, variables: Mapping[str, str], file: Path, dry_run: bool) -> st
     """-> "done", or the error with its traceback"""
     try:
         if run.bench and dry_run:
-            with tiny_model() as model:
-                tiny = load_bench(run.bench).tiny_config(**model)
+            with scratch(None) as folder:
+                (folder / "config.json").write_text(json.dumps(TINY_MODEL))
+                tiny = load_bench(run.bench).tiny_config(model=f"random:{folder}", **TINY_RUN)
                 run_bench(run.bench, run.config(**tiny.model_dump(include=tiny.model_fields_set)))
         elif run.bench:
             run_bench(run.bench, run.config(), file)
@@ -218,11 +219,3 @@ def _run_command(command: str, variables: Mapping[str, str], file: Path) -> None
         text = text.replace(json.dumps(value)[1:-1], f"${name}")
     file.write_text(json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n", "utf-8")
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def tiny_model() -> Iterator[dict[str, Any]]:
-    """Settings of a random model that runs every bench in seconds, on a CPU."""
-    with scratch(None) as folder:
-        (folder / "config.json").write_text(json.dumps(TINY_MODEL))
-        yield {"model": f"random:{folder}", "dtype": "float32", "device": "cpu", "tier": "disk"}

@@ -16,9 +16,8 @@ from pydantic import Field
 from blendserve.bench.fixture import STAGES, PromptFixture, Tier, reads_store, scratch
 from blendserve.bench.harness import Case, Group, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.memory import peak_memory
-from blendserve.bench.plots import Plot
 from blendserve.bench.roofline import measure_rates
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, Plot, open_reader
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Positive, Ratio
 from blendserve.errors import ConfigError
@@ -76,18 +75,19 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
                 "flops": rates.flops,
                 "copied_bytes_s": rates.bytes,
             }
-            cases = {
-                method: Case({"method": method.name}, partial(fixture.run, method)) for method in methods
-            }
+            cases = {m: Case({"method": m.name}, partial(fixture.run, m)) for m in methods}
             yield Group({**labels, "source": WARM}, [*cases.values()], partial(dict, facts))
             if config.cold:
                 warm = [case for method, case in cases.items() if reads_store(method)]
-                drop = fixture.drop_page_cache
-                cold = [Case({**case.labels, "cache": COLD}, case.run, drop) for case in warm]
+                cold = [Case({**c.labels, "cache": COLD}, c.run, fixture.drop_page_cache) for c in warm]
                 yield Group({**labels, "source": COLD}, [*cold, *warm])
             if config.memory:
-                peaks = [partial(peak_memory, config.reader, shape, config.seed, m, folder) for m in methods]
-                fresh = [Case({"method": m.name}, run) for m, run in zip(methods, peaks, strict=True)]
+                fresh = [
+                    Case(
+                        {"method": m.name}, partial(peak_memory, config.reader, shape, config.seed, m, folder)
+                    )
+                    for m in methods
+                ]
                 yield Group({**labels, "source": FRESH}, fresh, repeats=1, warm_up=False)
 
 
@@ -110,12 +110,7 @@ TABLES = (
         count("of roofline", "roofline_fraction", digits=2),
         source=WARM,
     ),
-    table(
-        "Cold page cache",
-        ms("TTFT ms", "ttft_s"),
-        ratio("cold / warm", "ttft_s", cache=None),
-        cache=COLD,
-    ),
+    table("Cold page cache", ms("TTFT ms", "ttft_s"), ratio("cold / warm", "ttft_s", cache=None), cache=COLD),
     table(
         "Peak memory of a request",
         count("MB above model", "peak_bytes", 1e-6),
@@ -124,11 +119,6 @@ TABLES = (
         source=FRESH,
     ),
 )
-TINY = {
-    "contexts": (120,),
-    "chunk_tokens": (40,),
-    "methods": ("query+shift", "deviation@0.3", "query/bos"),
-    "ratios": (0.1, 0.2),
-    "cold": True,
-}
+METHODS = ("query+shift", "deviation@0.3", "query/bos")
+TINY = {"contexts": (120,), "chunk_tokens": (40,), "methods": METHODS, "ratios": (0.1, 0.2), "cold": True}
 BENCH = Bench(TtftConfig, groups, TABLES, Plot(x="context", y="ttft_s", series="method"), TINY)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from blendserve.blend.chunk_kv import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys
 from blendserve.blend.cost import CostModel
-from blendserve.blend.keys import ChunkKeys
 from blendserve.blend.layout import Layout, lay_out, look_up, usable_chunks
 from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.planner import Planner, PrefillPlan
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV

@@ -1,4 +1,4 @@
-"""KV of chunks, computed once: each after the same context, captured before RoPE.
+"""Keys of chunks, and their KV, computed once: each after the same context, captured before RoPE.
 
 The context runs once. Then chunks run in stacks that share the matmuls, each attending to the context and to itself
 alone: one after another, or on a GPU with flash-attn in one launch. So the result does not depend on which chunks are
@@ -8,6 +8,7 @@ stacked, to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -19,10 +20,24 @@ from blendserve.kernels.ops import attend_chunks
 from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.model import DecoderModel, Projected
+from blendserve.store import ChunkKey, chunk_key
 
 STACK_TOKENS = 1024  # rows of a stack on a CPU: enough to fill the matmuls, few enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
 GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKeys:
+    """Token ids -> key, for one model, context and namespace."""
+
+    fingerprint: str  # of the model
+    dtype: str
+    context: TokenIds  # which every chunk's KV is computed after
+    namespace: str = ""
+
+    def __call__(self, ids: TokenIds) -> ChunkKey:
+        return chunk_key(self.fingerprint, self.context, ids, self.dtype, self.namespace)
 
 
 class ChunkComputer:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from blendserve.blend.layout import Layout, State, lay_out
-from blendserve.blend.policies.base import Policy, make_policy
+from blendserve.blend.policies import Policy, make_policy
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run

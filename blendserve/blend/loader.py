@@ -1,4 +1,4 @@
-"""Stored layers, rotated and placed into a request's cache.
+"""Stored layers, placed into a request's cache: re-rotation of keys to where their chunk stands.
 
 A reader thread reads ahead (fetch/layers.py). Rotating and placing stay on the computing thread, as they use the
 same cores. Layers of a chunk in transit are waited for.

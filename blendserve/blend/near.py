@@ -23,7 +23,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from blendserve.blend.keys import ChunkKeys
+from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.layout import Layout, Segment, usable_view
 from blendserve.core import Span, TokenIds
 from blendserve.errors import StoreError
@@ -73,10 +73,9 @@ class NearDuplicates:
         self._refresh_if_due()
         near = {i: self.index.find(fingerprints(ids), MAX_DONORS) for i, ids in chunks.items()}
         asked = list(dict.fromkeys(key for keys in near.values() for key in keys))
-        stored, is_complete = self._token_ids(asked)
+        donors, is_complete = self._read(asked)
         if is_complete:  # else some may be in a store that did not answer
-            self.index.discard(key for key in asked if key not in stored)
-        donors = {key: ids for key, ids in stored.items() if self._key(ids) == key}
+            self.index.discard(key for key in asked if key not in donors)
         return {i: {key: donors[key] for key in keys if key in donors} for i, keys in near.items()}
 
     def add(self, ids: TokenIds) -> None:
@@ -94,19 +93,18 @@ class NearDuplicates:
             self._not_donors &= stored
         new = sorted(stored - self.index.keys - self._not_donors)
         for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
-            found, is_complete = self._token_ids(some)
-            donors = {key: ids for key, ids in found.items() if self._key(ids) == key}
+            donors, is_complete = self._read(some)
             self.index.add((key, fingerprints(ids)) for key, ids in donors.items())
-            self._not_donors |= set(some if is_complete else found) - donors.keys()
+            self._not_donors |= set(some if is_complete else ()) - donors.keys()
 
-    def _token_ids(self, keys: Sequence[ChunkKey]) -> tuple[Donors, bool]:
-        """The tokens of stored chunks, and whether every store answered."""
+    def _read(self, keys: Sequence[ChunkKey]) -> tuple[Donors, bool]:
+        """Stored chunks of this context with their tokens, and whether every store answered."""
         found: Donors = {}
 
         def read(store: KVStore) -> None:
             left = [key for key in keys if key not in found]
             infos = store.describe(left) if left else {}
-            found.update({key: info.token_ids for key, info in infos.items() if info.token_ids})
+            found.update({key: ids for key, info in infos.items() if self._key(ids := info.token_ids) == key})
 
         return found, self._ask_stores(read)
 

@@ -1,4 +1,4 @@
-"""Which method and which ratio a request is prefilled with, and what having a chunk saves it.
+"""The cost gate: which method and ratio a request is prefilled with, and what having a chunk saves it.
 
 `method="auto"`: the cheapest of full prefill, prefix caching and blending; CacheBlend chooses a ratio alone (arXiv
 2405.16444, section 5), but a short or mostly missing prompt is faster to prefill than to blend.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from blendserve.blend.cost import CostModel, calibrated, chunk_work, count_rows, count_work
 from blendserve.blend.layout import Layout, State, lay_out, suppose
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import Prompt, TokenIds
 from blendserve.fetch.incoming import ChunkRequest
@@ -69,18 +69,14 @@ class Planner:
         """Choose the method and the ratio where they are "auto"."""
         reason = ""
         if blend.method == "auto":
-            method, reason = self._choose(layout, blend)
+            method: Method = "prefix" if layout.count(State.EXACT) else "full"
+            if layout.n_found:
+                method, reason = choose_method(self._estimates(layout, blend))
             blend, layout = changed(blend, method=method), layout.for_method(method)
         if isinstance(blend.ratio, str):
             ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
             blend = changed(blend, ratio=ratio)
         return PrefillPlan(layout, blend, reason)
-
-    def _choose(self, layout: Layout, blend: BlendConfig) -> tuple[Method, str]:
-        """The cheapest method, and why if that is not blending; exact methods are favoured a little."""
-        if not layout.n_found:
-            return ("prefix" if layout.count(State.EXACT) else "full"), ""
-        return choose_method(self._estimates(layout, blend))
 
     def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:
         """Seconds that each method is expected to take."""

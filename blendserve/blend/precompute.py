@@ -1,4 +1,4 @@
-"""Missing chunks, computed once and stored: ahead of requests (precompute), or after one that missed them (write-back).
+"""Single flight: missing chunks are computed once and stored, ahead of requests (precompute) or after one (write-back).
 
 Threads and processes that share a store take a lease before they compute a chunk (`KVStore.lease`). A lease expires, so a
 process that dies blocks nothing; it lasts several times as long as computing is expected to take.
@@ -13,8 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from blendserve.blend.chunk_kv import ChunkComputer, in_stacks
-from blendserve.blend.keys import ChunkKeys
+from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, in_stacks
 from blendserve.blend.near import NearDuplicates
 from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.fetch.fetcher import KVFetcher

@@ -26,7 +26,7 @@ def bench_app(help: str, benches: Mapping[str, str], package: str = "") -> typer
     """A command for each bench of the table: its options are the fields of its config."""
 
     class Benches(TyperGroup):
-        """Imports a bench on first use."""
+        """Imports a bench on first use; its help does not import it."""
 
         def list_commands(self, ctx: Any) -> list[str]:
             return [*benches, *super().list_commands(ctx)]
@@ -37,7 +37,6 @@ def bench_app(help: str, benches: Mapping[str, str], package: str = "") -> typer
             return super().get_command(ctx, cmd_name)
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
-            """The help of each bench without its import."""
             more = ((name, self.commands[name].get_short_help_str()) for name in self.commands)
             with formatter.section("Commands"):
                 formatter.write_dl([*benches.items(), *more])
@@ -86,11 +85,11 @@ def _suite(
     suite = Suite.read(file, variables)
     states = run_suite(suite, out, minutes, split_list(only), dry_run)
     verdicts = [] if dry_run else list(suite.verdicts(out))
-    rows = [
-        (c.says, c.target, "not measured" if v is None else f"{v.value:.2f} ({v.low:.2f}-{v.high:.2f})")
-        for c, v in verdicts
-    ]
-    if rows:
+    if verdicts:
+        shown = [
+            "not measured" if v is None else f"{v.value:.2f} ({v.low:.2f}-{v.high:.2f})" for _, v in verdicts
+        ]
+        rows = [(claim.says, claim.target, text) for (claim, _), text in zip(verdicts, shown, strict=True)]
         console.table("Claims", ("claim", "target", "measured"), rows)
     console.print_json(states)
     failed = [name for name, state in states.items() if state != "done" and not state.startswith("skipped")]

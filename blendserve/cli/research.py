@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
     plan=Options(EvaluateConfig()),
     settings=Options(
         settings_from(),
-        *("prompt.kv_context", "decode.max_new_tokens", "model.name", "store.location"),
+        *("prompt.kv_context", "model.name", "store.location"),
         load=settings_from,
     ),
 )

@@ -1,6 +1,6 @@
 """Settings: one tree of frozen sections, `Config`. Every default of the project is written here, once.
 
-engine.py, store.py and server.py have the sections, base.py what each can do, old_names.py names of earlier releases.
+sections.py and store.py have the sections, base.py what each can do, old_names.py names of earlier releases.
 Commands take their options from the fields (cli/options.py), as does docs/reference/settings.md. A wrong value is
 refused before anything is loaded.
 """
@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import yaml
 
 from blendserve.config.base import Section, changed
-from blendserve.config.engine import (
+from blendserve.config.old_names import upgrade
+from blendserve.config.sections import (
     BlendConfig,
     CorrectionName,
     DecodeConfig,
-    Dtype,
+    DeliverConfig,
+    HttpConfig,
     KVContext,
     Method,
     ModelConfig,
@@ -27,9 +29,9 @@ from blendserve.config.engine import (
     Ratio,
     RetrieveConfig,
     RuntimeConfig,
+    ServeConfig,
+    check_binding,
 )
-from blendserve.config.old_names import upgrade
-from blendserve.config.server import DeliverConfig, HttpConfig, ServeConfig, check_binding
 from blendserve.config.store import (
     AdmissionName,
     KdnConfig,
@@ -39,27 +41,20 @@ from blendserve.config.store import (
     ValkeyConfig,
 )
 
-__all__ = [
-    "BASIC",
-    "AdmissionName",
-    "BlendConfig",
-    "Config",
-    "CorrectionName",
-    "DecodeConfig",
-    "DeliverConfig",
-]
+__all__ = ["BASIC", "Config", "Section", "changed", "check_binding"]
 __all__ += [
+    "AdmissionName",
+    "CorrectionName",
     "Dtype",
-    "HttpConfig",
     "KVContext",
-    "KdnConfig",
     "Method",
-    "ModelConfig",
-    "PlaceConfig",
     "PolicyName",
+    "Positive",
+    "Ratio",
 ]
-__all__ += ["Positive", "PromptConfig", "Ratio", "RemoteConfig", "RetrieveConfig", "RuntimeConfig", "Section"]
-__all__ += ["ServeConfig", "StoreConfig", "ValkeyConfig", "changed", "check_binding"]
+__all__ += ["BlendConfig", "DecodeConfig", "DeliverConfig", "HttpConfig", "KdnConfig", "ModelConfig"]
+__all__ += ["PlaceConfig", "PromptConfig", "RemoteConfig", "RetrieveConfig", "RuntimeConfig", "ServeConfig"]
+__all__ += ["StoreConfig", "ValkeyConfig"]
 
 API_KEY = "BLENDSERVE_API_KEY"
 BASIC = (  # what --help shows; --help-all shows every setting of a command
@@ -84,8 +79,8 @@ class Config(Section):
     deliver: DeliverConfig = DeliverConfig()
 
     @classmethod
-    def upgraded(cls, values: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-        return upgrade(values, before)
+    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return upgrade(values)
 
     def with_environment_key(self) -> Config:
         """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""

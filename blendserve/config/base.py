@@ -56,25 +56,21 @@ class Section(BaseModel):
 
         Raises ConfigError with the setting, and the file if the value comes from it.
         """
-        variables = {
-            n: text for n, text in os.environ.items() if cls.environment and n.startswith(cls.environment)
-        }
-        names = {n: n.removeprefix(cls.environment).lower().replace("__", ".") for n in variables}
         values: dict[str, Any] = {}
         for where, file, found in (
-            (f"config file {path}", path, _read_yaml(Path(path), cls.model_fields) if path else {}),
-            ("environment", None, _parse({names[n]: text for n, text in variables.items()})),
+            (f"config file {path}", path, cls.upgraded(_read_yaml(path, cls.model_fields))),
+            ("environment", None, _parse(_variables(cls.environment))),
             ("--set", None, _parse(_assignments(overrides))),
         ):
             try:
-                cls(**_merge(values, cls.upgraded(found, values)))
+                cls(**_merge(values, found))
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}", setting=error.setting, path=file) from None
         return cls(**values)
 
     @classmethod
-    def upgraded(cls, values: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-        """The values of one source under today's names. before: of the sources that it overrides."""
+    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of a file under today's names."""
         return values
 
     @classmethod
@@ -116,9 +112,9 @@ def _descriptions(module: str) -> dict[str, str]:
     }
 
 
-def _read_yaml(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
+def _read_yaml(path: str | Path | None, sections: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = (yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path else None) or {}
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}", path=path) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -129,6 +125,12 @@ def _read_yaml(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
         message = f"config file {path} must hold sections ({', '.join(sections)}), not {values!r}"
         raise ConfigError(message, path=path)
     return values
+
+
+def _variables(prefix: str) -> dict[str, str]:
+    """Dotted names and values of the environment variables with this prefix; none for an empty one."""
+    found = {n: text for n, text in os.environ.items() if prefix and n.startswith(prefix)}
+    return {n.removeprefix(prefix).lower().replace("__", "."): text for n, text in found.items()}
 
 
 def _assignments(words: Sequence[str]) -> dict[str, str]:

@@ -1,9 +1,8 @@
-"""Names of settings in earlier releases, read for one release with one warning each."""
+"""Names of settings in files of earlier releases, read for one release with one warning each."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -26,8 +25,8 @@ DEFAULT_URL = {SHARED_STORE: "valkey://127.0.0.1:6379", DELIVERED: "http://127.0
 DEADLINE_S = {SHARED_STORE: 1.0, DELIVERED: 5.0}  # the defaults, then as now
 
 
-def upgrade(values: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the settings of one source in place. before: values of the sources that it overrides."""
+def upgrade(values: dict[str, Any]) -> dict[str, Any]:
+    """Rename the settings of a file, in place."""
     for old, new in RENAMED.items():
         section, name = _section(values, old)
         if name in section:
@@ -46,8 +45,7 @@ def upgrade(values: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]
     if not store.get("tiers", True):
         del store["tiers"]
     for name in ("store", "store.remote"):
-        location = _section(dict(before), f"{name}.")[0].get("location") or ""
-        _upgrade_place(_section(values, f"{name}.")[0], location, name)
+        _upgrade_place(_section(values, f"{name}.")[0], name)
     if "floor" in blend:
         floor = blend.pop("floor")
         _warn(f"setting 'blend.floor' is now part of blend.ratio: write 'auto:{floor}'")
@@ -56,14 +54,14 @@ def upgrade(values: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]
     return values
 
 
-def _upgrade_place(place: dict[str, Any], before: str, section: str) -> None:
+def _upgrade_place(place: dict[str, Any], section: str) -> None:
     """Replace kind, path, valkey.* and kdn.* of a store by its location and the settings beside it."""
     old: dict[str, Any] = {n: place.pop(n) for n in ("kind", "path", "valkey", "kdn") if n in place}
     for name, value in old.items():
         for inner in [f".{inner}" for inner in value] if isinstance(value, dict) else [""]:
             old_name = f"{section}.{name}{inner}"
             _warn(f"setting {old_name!r} is now part of '{section}.location' and the settings beside it")
-    kind = old.get("kind") or _kind_of(before)
+    kind = old.get("kind") or STORES.default
     if not old or kind not in STORES.names:
         place.update({"kind": kind} if old else {})  # an unknown kind is refused by its name
         return
@@ -72,7 +70,7 @@ def _upgrade_place(place: dict[str, Any], before: str, section: str) -> None:
     url, user, collection = (about.pop(name, "") for name in ("url", "username", "collection"))
     fingerprint = about.pop("relay_fingerprint", "")
     if kind == SHARED_STORE:
-        location = url or (before if _kind_of(before) == kind else DEFAULT_URL[kind])
+        location = url or DEFAULT_URL[kind]
         location = location.replace("://", f"://{user}@", 1) if user else location
     elif kind == DELIVERED:
         location = f"{url or DEFAULT_URL[kind]}/{collection}" if collection or section == "store" else ""
@@ -84,14 +82,6 @@ def _upgrade_place(place: dict[str, Any], before: str, section: str) -> None:
     if secret := about.pop("password_file", None) or about.pop("key_file", None):
         about["secret_file"] = secret
     place.update({name: v for name, v in {"location": location, **about}.items() if name not in place})
-
-
-def _kind_of(location: str) -> str:
-    """The kind of store at a valid location."""
-    scheme, url, _ = location.partition("://")
-    if url:
-        return DELIVERED if scheme in ("http", "https") else SHARED_STORE
-    return location if location in STORES.names else STORES.default
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field
@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 from blendserve.config.base import SECRET, Section
 from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED_STORE, STORES, parse_codec
 
-VALKEY_SCHEMES = ("valkey", "redis", "valkeys", "rediss", "unix")
-TLS = ("valkeys", "rediss")
+TLS_SCHEMES = ("valkeys", "rediss")
+VALKEY_SCHEMES = ("valkey", "redis", "unix", *TLS_SCHEMES)
 HTTP_SCHEMES = ("http", "https")
 SERVER_URLS = "valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH"
 COLLECTION_URL = "https://HOST:8010/COLLECTION"
@@ -25,15 +25,13 @@ def _codec(word: str) -> str:
     return word
 
 
-def _url(url: str) -> SplitResult:
+def _parts(url: str) -> SplitResult:
     """Raises ValueError; for a URL with a secret, an error that does not repeat it."""
     scheme, _, rest = url.rpartition("://")
     user, at, _ = rest.rpartition("@")
     if at and (":" in user or scheme not in VALKEY_SCHEMES):
-        raise PydanticCustomError(
-            SECRET,
-            "must hold no password and no key, as it is shown in logs: put it into secret_file beside it",
-        )
+        why = "must hold no password and no key, as it is shown in logs: put it into secret_file beside it"
+        raise PydanticCustomError(SECRET, why)
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -47,26 +45,23 @@ def _location(text: str) -> str:
     scheme, is_url, _ = text.partition("://")
     if not is_url:
         return text
-    if scheme not in (*HTTP_SCHEMES, *VALKEY_SCHEMES):
+    if scheme in VALKEY_SCHEMES:
+        return _server_url(text)
+    if scheme not in HTTP_SCHEMES:
         raise ValueError(
             f"a store is a folder, `memory`, a Valkey server at {SERVER_URLS}, or a collection at "
             f"{COLLECTION_URL}, not {scheme}://"
         )
-    return _collection_url(text) if scheme in HTTP_SCHEMES else _server_url(text)
-
-
-def _collection_url(url: str) -> str:
-    """Raises ValueError."""
-    parts = _url(url)
+    parts = _parts(text)
     collection = parts.path.strip("/")
     if not parts.hostname or not collection or "/" in collection or parts.query or parts.fragment:
         raise ValueError(f"the URL of a collection looks like {COLLECTION_URL}")
-    return url.rstrip("/")
+    return text.rstrip("/")
 
 
 def _server_url(url: str) -> str:
     """Raises ValueError."""
-    parts = _url(url)
+    parts = _parts(url)
     where = parts.path if parts.scheme == "unix" else parts.hostname
     if parts.scheme not in VALKEY_SCHEMES or not where or parts.query or parts.fragment:
         raise ValueError(f"the URL of a Valkey server looks like {SERVER_URLS}")
@@ -92,8 +87,9 @@ class ValkeyConfig(Section):
 
     @property
     def where(self) -> str:
-        """The address without its scheme."""
-        return self.socket or f"{self.host}:{self.port}"
+        """The address without its scheme: host and port, or the path of a Unix socket."""
+        parts = urlsplit(self.url)
+        return parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
 
     @property
     def server(self) -> str:
@@ -101,30 +97,8 @@ class ValkeyConfig(Section):
         return f"the Valkey server at {self.where}"
 
     @property
-    def username(self) -> str:
-        return urlsplit(self.url).username or ""
-
-    @property
     def tls(self) -> bool:
-        return urlsplit(self.url).scheme in TLS
-
-    @property
-    def socket(self) -> str:
-        """The path of a Unix socket, "" if the server is reached by TCP."""
-        parts = urlsplit(self.url)
-        return parts.path if parts.scheme == "unix" else ""
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
-
-    @property
-    def port(self) -> int:
-        return urlsplit(self.url).port or 6379
-
-    @property
-    def database(self) -> int:
-        return int(urlsplit(self.url).path.strip("/") or 0)
+        return self.url.startswith(TLS_SCHEMES)
 
 
 class KdnConfig(Section):
@@ -204,18 +178,19 @@ class PlaceConfig(Section):
     @property
     def valkey(self) -> ValkeyConfig:
         """Of the server at `location`."""
-        same = self.model_dump(include={"secret_file", "ca_file", "deadline_s"}, exclude_none=True)
-        return ValkeyConfig(url=self.location, **same)
+        return ValkeyConfig(url=self.location, **self._of_server())
 
     @property
     def kdn(self) -> KdnConfig:
         """Of the service at `location`."""
         url, _, collection = self.location.rpartition("/")
         relay, _, fingerprint = self.relay.partition("#")
-        same = self.model_dump(
-            include={"level", "ttft_ms", "secret_file", "ca_file", "deadline_s"}, exclude_none=True
-        )
-        return KdnConfig(url=url, collection=collection, relay=relay, relay_fingerprint=fingerprint, **same)
+        names = {"url": url, "collection": collection, "relay": relay, "relay_fingerprint": fingerprint}
+        return KdnConfig(**names, level=self.level, ttft_ms=self.ttft_ms, **self._of_server())
+
+    def _of_server(self) -> dict[str, Any]:
+        """The settings of every kind of server, without unset ones."""
+        return self.model_dump(include={"secret_file", "ca_file", "deadline_s"}, exclude_none=True)
 
     @property
     def cap_bytes(self) -> int:

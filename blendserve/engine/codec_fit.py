@@ -65,13 +65,6 @@ def writing_codec(config: Config, reader: LoadedModel, prompts: PromptBuilder, s
     return codec
 
 
-def codec_without_tables(word: str) -> Codec:
-    """The codec that a setting names; raw if it needs tables, until `writing_codec` has them."""
-    name, level = parse_codec(word)
-    made: type[Codec] = CODECS.load(name)
-    return CODECS.load(CODECS.default).with_tables(0) if made.needs_tables else made.with_tables(level)
-
-
 def _with_tables(made: type[Codec], level: int, store: KVStore, hash: bytes | None) -> Codec | None:
     """With these tables of the store; None if it has none, or another version of blendserve fitted them."""
     raw = None if hash is None else store.blobs.get(hash)

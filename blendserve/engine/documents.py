@@ -29,18 +29,13 @@ class Documents:
     writers: Sequence[ChunkWriter]  # one for each namespace that may have their KV
     others: Sequence[VectorIndex] = ()  # indexes that may contain the same texts, whose KV stays
 
-    def add(
-        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> tuple[int, list[Passage]]:
-        """Add or replace documents and save -> number of new documents, and their passages. Raises CorpusError."""
-        added, new, replaced = self.stage(documents, progress)
-        self.commit(replaced)
-        return added, new
-
     def stage(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> tuple[int, list[Passage], list[Passage]]:
-        """Add or replace documents -> number of new ones, their passages, and replaced passages, for `commit`."""
+        """Add or replace documents -> number of new ones, their passages, and replaced passages, for `commit`.
+
+        Raises CorpusError.
+        """
         found = list(as_documents(documents))
         before = self._of(found)
         added = self.index.add(found, progress)

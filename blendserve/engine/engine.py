@@ -20,7 +20,7 @@ from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds, run
-from blendserve.engine.codec_fit import codec_without_tables, writing_codec
+from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
@@ -31,7 +31,7 @@ from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
-from blendserve.models.runner import Runner, append
+from blendserve.models.runner import append
 from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
@@ -64,22 +64,14 @@ class Engine:
     ) -> None:
         """prompts: of this reader and `config.prompt`, where the caller has one that counts the index's tokens.
 
-        fetcher: brings chunks of the store to prompts; default: one without copies.
+        fetcher: brings chunks of the store to prompts; default: one without copies. Chunks are stored raw; `open` and
+        `build` set the codec of the settings.
         """
         self.config, self.reader, self.store, self.index = config, reader, store, index
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(reader.tokenizer, config.prompt)
-        fingerprint, namespace = reader.fingerprint, config.store.namespace
-        self.blender = Blender(
-            reader.adapter,
-            fingerprint,
-            store,
-            prompts.prefix,
-            prompts.kv_context,
-            namespace,
-            fetcher=fetcher,
-            codec=codec_without_tables(config.store.codec),
-        )
+        texts, namespace = (prompts.prefix, prompts.kv_context), config.store.namespace
+        self.blender = Blender(reader.adapter, reader.fingerprint, store, *texts, namespace, fetcher=fetcher)
 
     @classmethod
     def open(
@@ -147,7 +139,9 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        return self._documents().add(documents, progress)[0]
+        added, _, replaced = self._documents().stage(documents, progress)
+        self._documents().commit(replaced)
+        return added
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there."""
@@ -233,27 +227,18 @@ class Engine:
         return prepared
 
     def run(self, request: PreparedRequest) -> AnswerStream:
-        """Prefill, and choose the first token."""
-        model = self.reader.adapter
-        if not self.gate.passed:
-            return self._run_reference(request)
-        sequence = Sequence(request, self.reader, partial(prefill, blender=self.blender))
-        prefilled = run(sequence.steps)
-        cache, missing = prefilled.result.cache, prefilled.missing
-        runner = Runner.over(model, cache, len(request.prompt), request.decode.max_new_tokens)
-        on_end = partial(self._write_back, missing) if missing and self.config.store.write_back else None
-        return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1), on_end)
+        """Prefill, and choose the first token: by the model's own forward, never blended, if it fails the gate.
 
-    def _run_reference(self, request: PreparedRequest) -> AnswerStream:
-        """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
+        Raises ModelUnsupported then for methods that blend.
+        """
+        if self.gate.passed:
+            sequence = Sequence(request, self.reader, partial(prefill, blender=self.blender))
+            return AnswerStream(sequence, on_end=self._write_back if self.config.store.write_back else None)
         if request.blend.method not in {"auto", "full"}:
             self.gate.require()
-        model, why = self.reader.adapter, f"the model fails {self.gate.failure}"
-        reference = OwnDecoding(model)
-        sequence = Sequence(
-            request, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
-        )
-        return AnswerStream(sequence, run(sequence.steps), lambda at, tokens: reference.feed(tuple(tokens)))
+        reference, why = OwnDecoding(self.reader.adapter), f"the model fails {self.gate.failure}"
+        sequence = Sequence(request, self.reader, partial(reference_prefill, reference=reference, why=why))
+        return AnswerStream(sequence, lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
         """The same engine for another namespace: same model, index and store, but KV of its own.

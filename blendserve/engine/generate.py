@@ -7,6 +7,8 @@ gives a `Sequence` the logits of its own steps, for many requests at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Sequence as GenericSequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.planner import plan_full_prefill
+from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult
 from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, Steps, Timings
+from blendserve.core import Answer, Steps, Timings, run
 from blendserve.engine.drafts import Drafter
 from blendserve.engine.request import Event, PreparedRequest
 from blendserve.fetch.fetcher import Hold
@@ -50,7 +53,7 @@ class Sequence:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
         thread, with the last event Finished or Failed. hold: of KV that is kept for this request until its prefill ends.
         """
-        self.request, self.tenant, self.cost, self.emit = request, tenant, cost, emit
+        self.request, self.reader, self.tenant, self.cost, self.emit = request, reader, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock
         self.is_cancelled = False  # set by its caller; nothing is emitted after that
         self.cache: KVCache | None = None  # by default, the prefill makes one
@@ -62,7 +65,7 @@ class Sequence:
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
         self.gap_s = 0.0  # mean time of each of them
-        self._hold, self._end = hold, reader.end_tokens
+        self._hold = hold
         self._sampler = Sampler(request.decode)
         self._detokenizer = Detokenizer(reader.tokenizer, request.decode.stop)
         self._text = ""
@@ -114,7 +117,7 @@ class Sequence:
         return [piece for piece in pieces if piece]
 
     def _add(self, token: int) -> str:
-        if token in self._end:
+        if token in self.reader.end_tokens:
             return self._close("", "stop")
         self._tokens.append(token)
         if self._drafter:
@@ -156,14 +159,12 @@ def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
         return (yield from blender.prefill(request.prompt, request.blend, *options))
 
 
-def reference_prefill(
-    sequence: Sequence, model: DecoderModel, reference: OwnDecoding, why: str
-) -> Steps[Prefilled]:
+def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:
     """By the model's own forward and cache, for a model that may not blend because of `why`."""
     request = sequence.request
     yield from ()
     with request.clock.stage("prefill"):
-        result = PassResult(KVCache(model, 0), reference.feed(request.prompt.ids))
+        result = PassResult(KVCache(sequence.reader.adapter, 0), reference.feed(request.prompt.ids))
     full = plan_full_prefill(request.prompt, request.blend, why)
     return Prefilled(result, make_report(full, result), explain(full, result))
 
@@ -174,19 +175,24 @@ class AnswerStream:
     def __init__(
         self,
         sequence: Sequence,
-        prefilled: Prefilled,
-        decode: Decode,
-        draft_room: int = 0,
-        on_end: Callable[[], None] | None = None,
+        decode: Decode | None = None,
+        on_end: Callable[[GenericSequence[MissingChunk]], None] | None = None,
     ) -> None:
-        """Chooses the first token; `decode` makes the others, `on_end` follows the last one.
+        """Prefills, and chooses the first token.
 
-        draft_room: draft tokens that a step may run.
+        decode: makes the others; a Runner over the prefilled cache if None, which runs drafts, too. on_end: called after
+        the last one with the chunks that were missing, if any were.
         """
-        self.passages, self.report = sequence.request.passages, prefilled.report
+        request, prefilled, self._draft_room = sequence.request, run(sequence.steps), 0
+        self.passages, self.report = request.passages, prefilled.report
+        if decode is None:
+            cache, n_new = prefilled.result.cache, request.decode.max_new_tokens
+            runner = Runner.over(sequence.reader.adapter, cache, len(request.prompt), n_new)
+            decode, self._draft_room = runner.step, runner.draft_room(1)
         first = sequence.start(prefilled)
         self.ttft = sequence.ttft
-        self._sequence, self._on_end, self._draft_room = sequence, on_end, draft_room
+        self._sequence = sequence
+        self._on_end = partial(on_end, prefilled.missing) if on_end and prefilled.missing else None
         self._pieces = self._run(first, decode)
 
     def __iter__(self) -> Iterator[str]:

@@ -50,6 +50,9 @@ class EvaluateConfig(Section):
     shuffles: int = Field(
         0, ge=0, description="Number of further prompts per question, with its passages in other orders."
     )
+    max_new_tokens: Positive | None = Field(
+        None, description="Maximum length of an answer, in tokens; the task's own if not set."
+    )
     seed: int = Field(0, description="Random seed of distractors (for data sets without any) and shuffles.")
     methods: tuple[str, ...] = Field(
         ("full", "prefix", "reuse", *EVALUATED),

@@ -22,17 +22,11 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate.formats import (
-    CorpusPassage,
-    Example,
-    OfCorpus,
-    Record,
-    errors_of,
-    form_of,
-    split_words,
-)
+from blendserve.evaluate import formats
+from blendserve.evaluate.formats import Example, OfCorpus, Record, errors_of, split_words
 from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
 
+FORM = "write an array of objects, or one per line"
 PASSAGES = 10  # of a question's closed context, as in 2WikiMultihopQA
 
 
@@ -50,9 +44,8 @@ class Dataset:
         return TASKS[self.examples[0].task]
 
 
-BUNDLED = {
-    name: Path(__file__).parent / "data" / f"{name}_questions.jsonl" for name in ("generated", "facts")
-}
+DATA = Path(__file__).parent / "data"
+BUNDLED = {name: DATA / f"{name}_questions.jsonl" for name in ("generated", "facts")}
 # An excerpt of a text, in words: the chunks, a lead that is computed like a question, and the continuation.
 PIECES = 6
 PIECE_WORDS = 256
@@ -123,7 +116,7 @@ def _parsed(
 ) -> tuple[list[Example], list[Passage]]:
     """Examples, and the passages of the corpus, which only the questions that name titles need."""
     records = _records(path, text)
-    form = form_of(records[0][1])
+    form = formats.form_of(records[0][1])
     if form is None:
         problem = (
             f"{path}, record 1: the fields {', '.join(records[0][1]) or '(none)'} are of no known format: use `context` "
@@ -145,21 +138,20 @@ def _corpus(path: Path) -> list[Passage]:
     passages = []
     for n, (line, record) in enumerate(_records(path, _text(path))):
         with errors_of(record, path, line):
-            found, id = CorpusPassage.model_validate(record), f"{path.stem}:{n}"
+            found, id = formats.CorpusPassage.model_validate(record), f"{path.stem}:{n}"
             passages.append(Passage(found.text, found.title, id, id))
     return passages
 
 
 def _corpus_beside(path: Path) -> Path:
     """The corpus in the folder of the questions. Raises CorpusError."""
-    names = (path.name.replace("questions", "corpus"), "corpus.json", "corpus.jsonl")
-    found = [p for name in names if (p := path.with_name(name)) != path and p.is_file()]
-    if not found:
-        problem = (
-            f"dataset {path} names passages of a missing corpus: give --corpus, or put corpus.json beside it"
-        )
-        raise CorpusError(problem, setting="evaluate.corpus", path=path)
-    return found[0]
+    for name in (path.name.replace("questions", "corpus"), "corpus.json", "corpus.jsonl"):
+        if name != path.name and (found := path.with_name(name)).is_file():
+            return found
+    problem = (
+        f"dataset {path} names passages of a missing corpus: give --corpus, or put corpus.json beside it"
+    )
+    raise CorpusError(problem, setting="evaluate.corpus", path=path)
 
 
 def _read(name: str) -> tuple[Path, str]:
@@ -203,8 +195,7 @@ def _records(path: Path, text: str) -> list[tuple[int, Record]]:
         values = [(n, _json(line, path, n)) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     for n, value in values:
         if not isinstance(value, dict):
-            problem = f"{value!r:.40} is no object: write an array of objects, or one per line"
-            raise CorpusError(f"{path}, record {n}: {problem}", path=path, line=n)
+            raise CorpusError(f"{path}, record {n}: {value!r:.40} is no object: {FORM}", path=path, line=n)
     if not values:
         raise CorpusError(f"{path} holds no records: at least one is needed", path=path)
     return values
@@ -215,8 +206,7 @@ def _json(text: str, path: Path, line: int | None = None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         where = path if line is None else f"{path}, line {line}"
-        problem = f"{where}: not JSON ({error}): write an array of objects, or one per line"
-        raise CorpusError(problem, path=path, line=line) from None
+        raise CorpusError(f"{where}: not JSON ({error}): {FORM}", path=path, line=line) from None
 
 
 def _text(path: Path) -> str:

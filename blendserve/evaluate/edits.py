@@ -105,9 +105,8 @@ def _sentences(kind: str) -> Edit:
     def edit(text: str, rng: random.Random, others: Sequence[str]) -> str:
         sentences = _SENTENCES.split(text)
         if kind == "removed":  # since then
-            sentences.insert(
-                rng.randrange(len(sentences) + 1), rng.choice(_SENTENCES.split(rng.choice(others)))
-            )
+            at, other = rng.randrange(len(sentences) + 1), _SENTENCES.split(rng.choice(others))
+            sentences.insert(at, rng.choice(other))
         elif kind == "moved" and len(sentences) > 1:
             a, b = rng.sample(range(len(sentences)), 2)
             sentences.insert(b, sentences.pop(a))

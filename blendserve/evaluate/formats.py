@@ -66,11 +66,8 @@ class WrongField(Exception):
 
 
 def _flat(value: Any) -> Any:
-    return (
-        [a for own in value for a in (own if isinstance(own, list) else [own])]
-        if isinstance(value, list)
-        else value
-    )
+    nested = [own if isinstance(own, list) else [own] for own in value] if isinstance(value, list) else None
+    return value if nested is None else [answer for own in nested for answer in own]
 
 
 def _longbench_task(name: str) -> str:

@@ -55,7 +55,7 @@ def evaluate(
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
     dataset = load(config.dataset, corpus=config.corpus, limit=config.limit, seed=config.seed)
-    settings = _settled(with_task(settings, dataset.task), runs)
+    settings = _settled(with_task(settings, dataset.task, config.max_new_tokens), runs)
     retrieved = min(config.top_k, len(dataset.corpus)) if config.setting == "open" else None
     examples = with_permutations(dataset.examples[config.subset], config.shuffles, retrieved)
     where = environment()
@@ -65,7 +65,7 @@ def evaluate(
     with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
         source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
         runner = Runner(engine, source, stores, methods)
-        fit_priors(stores, methods, lambda: source.prior_chunks(dataset), run_dir.path, config.half)
+        fit_priors(stores, methods, lambda: source.prior_chunks(dataset), run_dir, config.half)
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
@@ -121,13 +121,13 @@ def evaluate_each(
     return found
 
 
-def with_task(settings: Config, task: Task) -> Config:
-    """The task's own prompt and length of answers, where the user has not set others."""
+def with_task(settings: Config, task: Task, max_new_tokens: int | None = None) -> Config:
+    """The task's own prompt and length of answers, where the user has not set others. max_new_tokens: of the user's."""
     prompt, decode = settings.prompt, settings.decode
     if (prompt.system, prompt.instruction) == (PROMPT.system, PROMPT.instruction):
         prompt = changed(prompt, system=task.prompt.system, instruction=task.prompt.instruction)
-    if decode.max_new_tokens == DECODE.max_new_tokens:
-        decode = changed(decode, max_new_tokens=task.answer_tokens)
+    if max_new_tokens or decode.max_new_tokens == DECODE.max_new_tokens:
+        decode = changed(decode, max_new_tokens=max_new_tokens or task.answer_tokens)
     return settings.model_copy(update={"prompt": prompt, "decode": decode})
 
 

@@ -21,7 +21,7 @@ from blendserve.evaluate import edits
 from blendserve.registry import CODECS, CORRECTIONS, FULL_REUSE, POLICIES, codec_word, nearest, parse_codec
 
 if TYPE_CHECKING:  # imports torch; --help imports this module
-    from blendserve.blend.policies.base import Policy
+    from blendserve.blend.policies import Policy
 
 Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
 

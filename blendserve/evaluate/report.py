@@ -16,6 +16,36 @@ Metrics = Mapping[str, Any]
 Columns = dict[str, tuple[str, str]]  # title -> dotted path in a method's metrics, and format
 
 TEMPLATE = Path(__file__).with_name("report.html")
+QUALITY, TIME = "Quality", "Time and work"
+TIME_NOTE = (
+    "Medians over the questions; TTFT runs from the passages' text to the first token. Cost: row-layers run through "
+    "the model, selection included, as a share of full prefill's."
+)
+TIME_COLUMNS: Columns = {
+    "TTFT ms": ("seconds.ttft.median", "ms"),
+    "TTFT p95": ("seconds.ttft.p95", "ms"),
+    "times faster than full": ("times_faster", ".2f"),
+    **{s: (f"seconds.{s}.median", "ms") for s in ("prefill", "load", "select", "correct", "decode")},
+    "tokens recomputed": ("tokens_recomputed", ".0f"),
+    "computed": ("tokens_computed", ".0f"),
+    "exact": ("tokens_exact", ".0f"),
+    "MB loaded": ("bytes_loaded", "MB"),
+    "cost": ("cost", ".3f"),
+}
+EDITED_NOTE = "The store holds earlier revisions. Exact hits: the same method over the passages themselves."
+EDITED_COLUMNS: Columns = {
+    "mean KL / reuse's": ("mean_kl_share", ".3f"),
+    "/ exact hits'": ("edited.mean_kl_times", ".2f"),
+    "TTFT / exact hits'": ("edited.ttft_times", ".2f"),
+    "times faster than full": ("times_faster", ".2f"),
+    "fresh tokens": ("tokens_computed", ".0f"),
+}
+FACT_COLUMNS: Columns = {
+    "stale answers": ("facts.says_rival", "d"),
+    "current answers": ("facts.says_gold", "d"),
+    "questions": ("facts.questions", "d"),
+    "stale answers to all questions": ("facts.says_rival_of_all", "d"),
+}
 SCALES = {"ms": (1e3, ".0f"), "MB": (1e-6, ".1f")}  # formats with a unit
 
 
@@ -40,10 +70,9 @@ def show(metrics: Metrics, report: Path) -> None:
         "recomputed": ("share_recomputed", ".0%"),
     }
     overview = _table(_size(metrics), "", metrics["methods"], columns | _kv_smaller(metrics["methods"]))
-    for table in (overview, _tails(metrics), *_edits(metrics["methods"])):
-        if table.rows:
-            title = f"{table.title}. {table.note}" if table.note else table.title
-            console.table(title, table.columns, table.rows)
+    for table in (overview, *(table for table in tables(metrics) if table.title not in (QUALITY, TIME))):
+        title = f"{table.title}. {table.note}" if table.note else table.title
+        console.table(title, table.columns, table.rows)
     console.out.print(f"More in {report}", markup=False)
 
 
@@ -78,7 +107,13 @@ def facts(metrics: Metrics) -> list[str]:
 
 def tables(metrics: Metrics) -> list[Table]:
     """All tables of the page; those without a row are left out."""
-    found = (_quality(metrics), _tails(metrics), _time(metrics["methods"]), *_edits(metrics["methods"]))
+    methods, found = metrics["methods"], [_quality(metrics), _tails(metrics)]
+    for title, part, note, columns in (
+        (TIME, "kind", TIME_NOTE, TIME_COLUMNS),
+        ("Edited passages", "edited", EDITED_NOTE, EDITED_COLUMNS),
+        ("Edited facts", "facts", "Questions to which full prefill gives the current answer.", FACT_COLUMNS),
+    ):
+        found.append(_table(title, note, {n: m for n, m in methods.items() if part in m}, columns))
     return [table for table in found if table.rows]
 
 
@@ -101,7 +136,7 @@ def _quality(metrics: Metrics) -> Table:
         "Fidelity to full prefill, then scores against the golds, with 95% bootstrap intervals over questions. "
         "Differences are paired."
     )
-    return _table("Quality", note, methods, columns | _kv_smaller(methods))
+    return _table(QUALITY, note, methods, columns | _kv_smaller(methods))
 
 
 def _tails(metrics: Metrics) -> Table:
@@ -119,48 +154,6 @@ def _tails(metrics: Metrics) -> Table:
     ]
     columns = ("method", "against", "fraction made worse", "ratio, p95", "worst", "on prompt")
     return Table("Single prompts", note, columns, rows)
-
-
-def _time(methods: Metrics) -> Table:
-    columns = {
-        "TTFT ms": ("seconds.ttft.median", "ms"),
-        "TTFT p95": ("seconds.ttft.p95", "ms"),
-        "times faster than full": ("times_faster", ".2f"),
-        **{s: (f"seconds.{s}.median", "ms") for s in ("prefill", "load", "select", "correct", "decode")},
-        "tokens recomputed": ("tokens_recomputed", ".0f"),
-        "computed": ("tokens_computed", ".0f"),
-        "exact": ("tokens_exact", ".0f"),
-        "MB loaded": ("bytes_loaded", "MB"),
-        "cost": ("cost", ".3f"),
-    }
-    note = (
-        "Medians over the questions; TTFT runs from the passages' text to the first token. Cost: row-layers run through "
-        "the model, selection included, as a share of full prefill's."
-    )
-    return _table("Time and work", note, methods, columns)
-
-
-def _edits(methods: Metrics) -> tuple[Table, Table]:
-    """The cost of edits, and stale answers; without rows where there are none."""
-    edited = {
-        "mean KL / reuse's": ("mean_kl_share", ".3f"),
-        "/ exact hits'": ("edited.mean_kl_times", ".2f"),
-        "TTFT / exact hits'": ("edited.ttft_times", ".2f"),
-        "times faster than full": ("times_faster", ".2f"),
-        "fresh tokens": ("tokens_computed", ".0f"),
-    }
-    answers = {
-        "stale answers": ("facts.says_rival", "d"),
-        "current answers": ("facts.says_gold", "d"),
-        "questions": ("facts.questions", "d"),
-        "stale answers to all questions": ("facts.says_rival_of_all", "d"),
-    }
-    hits = "The store holds earlier revisions. Exact hits: the same method over the passages themselves."
-    known = "Questions to which full prefill gives the current answer."
-    return (
-        _table("Edited passages", hits, {n: m for n, m in methods.items() if "edited" in m}, edited),
-        _table("Edited facts", known, {n: m for n, m in methods.items() if "facts" in m}, answers),
-    )
 
 
 def _kv_smaller(methods: Metrics) -> Columns:

@@ -22,7 +22,8 @@ from blendserve.evaluate.config import EvaluateConfig
 
 Record = dict[str, Any]
 
-EXTENSIBLE = {"limit", "half", "shuffles", "methods", "ratios", "store"}  # may change when a run is resumed
+# May change when a run is resumed. The length of answers is compared as decode.max_new_tokens.
+EXTENSIBLE = {"limit", "half", "shuffles", "methods", "ratios", "store", "max_new_tokens"}
 
 
 class RunDir:

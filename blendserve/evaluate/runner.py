@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
@@ -19,11 +19,10 @@ from blendserve.evaluate import fidelity
 from blendserve.evaluate.fidelity import Draw, Generation, kl, nll
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
-from blendserve.evaluate.metrics import agreement, exact_match, f1, rouge_l
 from blendserve.evaluate.prompts import Passages, PromptSource
 from blendserve.evaluate.run_dir import Record, RunDir
 from blendserve.evaluate.stores import PromptStores, Sizes
-from blendserve.evaluate.tasks import TASKS
+from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, rouge_l
 
 Update = Callable[[int, int], None]
 COUNTS = ("tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost", "share_recomputed")

@@ -45,33 +45,30 @@ def ratio_of_means(values: ArrayLike, unit: ArrayLike, questions: Questions = No
 
 
 def ratio_of_medians(values: ArrayLike, unit: ArrayLike, questions: Questions = None) -> Interval | None:
-    """median(values) / median(unit) [n] over questions; None where the unit's median is zero.
-
-    A question's value is the median of its prompts.
-    """
+    """median(values) / median(unit) [n] over questions, of their prompts' medians; None where the unit's is zero."""
     return _ratio(np.median, values, unit, questions)
 
 
 def _ratio(
     reduce: Callable[..., Any], values: ArrayLike, unit: ArrayLike, questions: Questions
 ) -> Interval | None:
-    columns = [np.asarray(column, float) for column in (values, unit)]
+    columns = np.array([values, unit], float)
     if questions is not None:
-        ids = np.asarray(questions)
-        columns = [np.array([reduce(c[ids == i]) for i in dict.fromkeys(questions)]) for c in columns]
+        own = [np.array(questions) == i for i in dict.fromkeys(questions)]
+        columns = np.array([reduce(columns[:, mask], axis=1) for mask in own]).T
 
     def statistic(top: Any, bottom: Any, axis: int = -1) -> Any:
         top, bottom = reduce(top, axis=axis), reduce(bottom, axis=axis)
         return np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=np.asarray(bottom) > 0)
 
-    value, n = float(statistic(columns[0], columns[1])), len(columns[0])
+    value, n = float(statistic(*columns)), columns.shape[1]
+    low = high = value
     if np.isnan(value):
         return None
-    if n == 1:
-        return Interval(mean=value, low=value, high=value, n=n)
-    options: dict[str, Any] = {"paired": True, "n_resamples": RESAMPLES, "method": "percentile"}
-    with warnings.catch_warnings():  # a resample in which the unit is zero has no ratio
-        warnings.simplefilter("ignore", DegenerateDataWarning)
-        resampled = bootstrap(columns, statistic, **options, rng=np.random.default_rng(0))
-    low, high = np.nanpercentile(resampled.bootstrap_distribution, PERCENTILES)
-    return Interval(mean=value, low=float(low), high=float(high), n=n)
+    if n > 1:
+        with warnings.catch_warnings():  # a resample in which the unit is zero has no ratio
+            warnings.simplefilter("ignore", DegenerateDataWarning)
+            options: dict[str, Any] = {"paired": True, "n_resamples": RESAMPLES, "method": "percentile"}
+            resampled = bootstrap(tuple(columns), statistic, **options, rng=np.random.default_rng(0))
+        low, high = map(float, np.nanpercentile(resampled.bootstrap_distribution, PERCENTILES))
+    return Interval(mean=value, low=low, high=high, n=n)

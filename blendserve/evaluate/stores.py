@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
@@ -27,6 +26,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import MethodSpec
+from blendserve.evaluate.run_dir import RunDir
 from blendserve.registry import CODECS, CORRECTIONS
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.base import Codec
@@ -52,14 +52,15 @@ def codec_for(engine: Engine, word: str) -> Codec:
     return writing_codec(config, engine.reader, engine.prompts, engine.store)
 
 
-def coded_copy(engine: Engine, codec: Codec, keys: Iterable[ChunkKey]) -> KVStore:
-    """A store in memory with these chunks of the engine's, coded. Missing chunks are skipped."""
+def coded_copy(engine: Engine, codec: Codec | None, keys: Iterable[ChunkKey]) -> KVStore:
+    """A store in memory with these chunks of the engine's, coded; as they are without a codec. Misses are skipped."""
     store = MemoryStore(engine.config.store.cap_bytes)
-    if (tables := engine.store.blobs.get(codec.coding.tables)) is not None:
+    if codec and (tables := engine.store.blobs.get(codec.coding.tables)) is not None:
         store.blobs.put(codec.coding.codec, engine.reader.fingerprint, tables)
     for key in keys:
         if (record := read_record(engine.store, key)) is not None:
-            store.put(key, ChunkRecord.encode(key, decode(record), codec), pin=True)
+            coded = ChunkRecord.encode(key, decode(record), codec) if codec else record
+            store.put(key, coded, pin=True)
     return store
 
 
@@ -104,10 +105,8 @@ class PromptStores:
             records = [ChunkRecord.encode(_KEY, span, codec) for span in spans]
             decoded = [decode(record, self._engine.store.blobs.get) for record in records]
             parts = [_span(kv, 0, ends[0]), *decoded]
-            keys, values = (
-                torch.cat([getattr(p, side) for p in parts], dim=2) for side in ("keys", "values")
-            )
-            kv, sizes = ChunkKV(keys, values), sizes_of(records)
+            kv = ChunkKV(*(torch.cat([getattr(p, side) for p in parts], 2) for side in ("keys", "values")))
+            sizes = sizes_of(records)
         return exact, kv, sizes
 
     @contextmanager
@@ -137,11 +136,8 @@ class PromptStores:
 
     def _before_edit(self, method: MethodSpec, chunks: Sequence[TokenIds]) -> Blender:
         """A blender over a store in memory with these chunks, and an index of near-duplicates."""
-        store = MemoryStore(self._engine.config.store.cap_bytes)
-        for key in map(self.raw[method.kv_context].key, chunks):
-            if (record := read_record(self._engine.store, key)) is not None:
-                store.put(key, record, pin=True)
-        made = self._over(method, store)
+        keys = map(self.raw[method.kv_context].key, chunks)
+        made = self._over(method, coded_copy(self._engine, None, keys))
         made.writer.precompute(chunks)
         made.near.refresh()
         return made
@@ -164,28 +160,25 @@ def fit_priors(
     stores: PromptStores,
     methods: Sequence[MethodSpec],
     chunks: Callable[[], Sequence[TokenIds]],
-    folder: Path,
+    run_dir: RunDir,
     half: str,
 ) -> None:
-    """Give the blender of each KV context its priors, where a method uses them; from their file in the folder.
+    """Give the blender of each KV context its priors, where a method uses them; from their file in the run's folder.
 
     The priors are fitted on `chunks` if the file is missing, damaged or of another version.
     """
     needing = [m for m in methods if m.kind == "blend" and CORRECTIONS.load(m.blend.correction).uses_prior]
     for context in {m.kv_context for m in needing}:
-        blender, path = stores.raw[context], folder / f"priors-{context or 'run'}-{half}.safetensors"
+        blender, name = stores.raw[context], f"priors-{context or 'run'}-{half}.safetensors"
         try:
-            priors: Priors | None = Priors.from_bytes(path.read_bytes(), blender.model)
+            priors: Priors | None = Priors.from_bytes((run_dir.path / name).read_bytes(), blender.model)
         except (OSError, ValueError):
             with console.progress("Fitting the correction prior", "tokens") as update:
                 priors = blender.priors.fit(chunks(), update)
             if priors is not None:
-                part = path.with_suffix(".part")
-                part.write_bytes(priors.to_bytes())
-                part.replace(path)
-                priors = Priors.from_bytes(
-                    path.read_bytes(), blender.model
-                )  # rounded, as a resumed run reads them
+                data = priors.to_bytes()
+                run_dir.write(name, data)
+                priors = Priors.from_bytes(data, blender.model)  # rounded, as a resumed run reads them
         blender.priors.use(priors)
 
 

@@ -24,9 +24,10 @@ from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
+from blendserve.fetch.plan import Planner, plan
 from blendserve.fetch.source import ANY, RemoteSource, StoreSource
 from blendserve.fetch.tiered import TieredStore
-from blendserve.fetch.transfer import Compute, Remote, Transfer, TransferOptions
+from blendserve.fetch.transfer import Compute, Remote, Transfer
 from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Miss, Snapshot, StoreStats, TensorView
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW, UNREACHABLE
@@ -49,11 +50,12 @@ class KVFetcher:
         copies: Copies | None = None,
         source: RemoteSource | None = None,
         prefetch_bytes: int = 0,
-        options: TransferOptions | None = None,
+        planner: Planner = plan,
+        early_start: bool = True,
     ) -> None:
         """source: of chunks that the store lacks; default: the store's own, if it is on another machine.
 
-        prefetch_bytes: limit of chunks that are read ahead for queued prompts.
+        prefetch_bytes: limit of chunks that are read ahead for queued prompts. planner, early_start: see Remote.
         """
         self.store, self.local, self.source = store, store, source
         if isinstance(store, TieredStore):
@@ -61,7 +63,7 @@ class KVFetcher:
         elif isinstance(store, ValkeyStore):
             self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
         self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
-        self.remote = Remote(self.source, options or TransferOptions()) if self.source else None
+        self.remote = Remote(self.source, planner, early_start) if self.source else None
         self._open: set[Fetch] = set()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -171,20 +173,17 @@ class KVFetcher:
         return len(here) + len(fetched)
 
     def flush(self) -> None:
-        """Wait until fetched chunks are in the local store, and stored ones in the remote one."""
+        """Wait until fetched chunks are in the local store, stored ones in the remote one, and no probe runs."""
         if isinstance(self.store, TieredStore):
             self.store.flush()
+        if self.source:
+            self.source.link.wait()
 
     def close(self) -> None:
         """Free the copies and end transfers; the store is its opener's to close."""
         self.copies.clear()
         if self.remote:
             self.remote.close()
-
-    def wait(self) -> None:
-        """Wait until no probe runs."""
-        if self.source:
-            self.source.link.wait()
 
     def count(self, what: str, n: int = 1) -> None:
         """Add to a figure of RemoteStats."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from blendserve.errors import CorruptBlob, StoreError, StoreLeftAlone, StoreUnavailable
+from blendserve.errors import CorruptBlob, StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.fetch.source import RemoteSource, StoreSource
 from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
 from blendserve.store.base import (
@@ -121,12 +121,9 @@ class TieredStore(KVStore):
         return self._ask(set(keys), lambda remote: remote.lease(keys, seconds))
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
-        """Those of chunks that wait to be written are released after that."""
-        store = self.remote or self.local
-        for key in keys:
-            release = partial(store.release, [key])
-            if not (self.queue.has(key) and self.queue.add(key, 0, release)):
-                release()
+        """But for chunks that wait to be written: their leases end with that."""
+        if written := [key for key in keys if not self.queue.has(key)]:
+            (self.remote or self.local).release(written)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
         """In both stores -> how many one of them has. Unpinned here alone: other machines may use the remote ones."""
@@ -219,6 +216,7 @@ class TieredStore(KVStore):
         return queued
 
     def _write_remote(self, remote: KVStore, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
+        stored = False
         try:
             self.blobs.copy(record.coding.tables, self.local.blobs, remote.blobs)
             stored = remote.put(key, record, pin)
@@ -226,7 +224,9 @@ class TieredStore(KVStore):
             self._failed(error)
             if isinstance(error, StoreUnavailable):
                 self._breaker.failure(f"failed ({error})")
-            return False
+                return False  # the lease expires
+        if not stored:
+            remote.release([key])
         self._count("written", stored)
         return stored
 
@@ -243,7 +243,7 @@ class TieredStore(KVStore):
         try:
             with self._breaker.call():
                 return call(self.remote)
-        except StoreLeftAlone:
+        except StoreCircuitOpen:
             return default
         except StoreError as error:
             self._failed(error)
@@ -259,7 +259,7 @@ class TieredStore(KVStore):
         """Log a store's failure, and go on without it."""
         try:
             yield
-        except StoreLeftAlone:
+        except StoreCircuitOpen:
             pass  # its breaker has logged it
         except StoreError as error:
             self._warn(what, error)

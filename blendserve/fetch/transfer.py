@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from blendserve.core import ChunkKV
@@ -43,22 +43,12 @@ Compute = Callable[[ChunkRequest], ChunkKV]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """Parts of delivery that can be switched off, to measure what each of them is worth."""
-
-    interleave: bool = True  # ask for all chunks at once, layer by layer, over a fast link
-    early_start: bool = True  # begin the prefill while the last chunks are in transit
-    restart: bool = True  # begin a chunk again at another level if the link has changed
-    compute: bool = True  # compute the last chunks while the first ones come
-    plan: Planner = plan
-
-
 class Remote:
     """A source, and what its transfers share."""
 
-    def __init__(self, source: RemoteSource, options: TransferOptions) -> None:
-        self.source, self.options = source, options
+    def __init__(self, source: RemoteSource, planner: Planner = plan, early_start: bool = True) -> None:
+        """early_start: whether a prefill begins while the last chunks are in transit."""
+        self.source, self.planner, self.early_start = source, planner, early_start
         self.incoming = IncomingChunks(source.link.clock.monotonic)
         self.pool = ThreadPoolExecutor(source.workers, thread_name_prefix="blendserve-fetch")
         self.prefetch_pool = ThreadPoolExecutor(PREFETCHES, thread_name_prefix="blendserve-prefetch")
@@ -85,10 +75,9 @@ class Transfer:
         pool: ThreadPoolExecutor | None = None,
     ) -> None:
         """tables: those on this machine. compute: see KVFetcher.fetch. pool: runs the source's transfers."""
-        self._source, self._incoming, self._options = remote.source, remote.incoming, remote.options
+        self._source, self._incoming, self._planner = remote.source, remote.incoming, remote.planner
         self._pool, self._local_tables = pool or remote.pool, tables
-        self._compute = compute if self._options.compute else None
-        self._link, self._changed = self._source.link, self._incoming.changed
+        self._compute, self._link, self._changed = compute, self._source.link, self._incoming.changed
         self._clock = self._link.clock.monotonic
         self.deadline = Deadline(WAITING * self._source.deadline_s, self._clock)
         self.chunks: dict[ChunkKey, IncomingChunk] = {}
@@ -99,7 +88,7 @@ class Transfer:
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
         self._begun_s, self._stall = self._clock(), StallDetector(self._link)
-        self._may_interleave, self._may_start_early = False, self._options.early_start
+        self._may_interleave, self._may_start_early = False, remote.early_start
         self._is_prefilling = self._is_over = self._is_lost = False
 
     # The prompt's thread
@@ -107,7 +96,7 @@ class Transfer:
     def add(self, requests: Sequence[ChunkRequest]) -> None:
         """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
         self._requests |= {r.key: r for r in requests}
-        self._may_interleave = self._options.interleave
+        self._may_interleave = True
         new = []
         for request in requests:
             if self._is_over:
@@ -343,7 +332,7 @@ class Transfer:
         first_saved_s = candidates[0].saved_s
         if first_saved_s is not None and first_saved_s <= 0 and state.rate is not None:
             return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
-        return self._options.plan(candidates, state, None)
+        return self._planner(candidates, state, None)
 
     def _candidate(self, chunk: IncomingChunk) -> Candidate:
         request = self._requests[chunk.key]
@@ -376,13 +365,11 @@ class Transfer:
 
     def _replan(self, chunk: IncomingChunk) -> None:
         """Choose the level of a chunk in transit again, once."""
-        if not self._options.restart or chunk.level is None or chunk.is_restarted or self._is_over:
+        if chunk.level is None or chunk.is_restarted or self._is_over:
             return
         level = chunk.level
         candidate = replace(self._candidate(chunk), sizes={**chunk.sizes, level: chunk.n_left})
-        chunk.level = self._options.plan(
-            [candidate], replace(self._link.state, round_trip_s=0.0), level
-        ).level
+        chunk.level = self._planner([candidate], replace(self._link.state, round_trip_s=0.0), level).level
         chunk.is_restarted = chunk.level != level
 
     def _end(self, batch: Sequence[IncomingChunk]) -> None:

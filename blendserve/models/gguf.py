@@ -168,15 +168,8 @@ def write_folder(file: Path, into: Path) -> Start:
     gguf = Gguf(file)
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
     special, eos, template = tokenizer.about.values()
-    ids: dict[str, Any] = {
-        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
-    }
-    written: dict[str, dict[str, Any]] = {
-        "config": config,
-        "generation_config": {"_from_model_config": True, **ids},
-        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **special},
-    }
-    for name, values in written.items():
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    for name, values in (("config", config), ("tokenizer_config", settings)):
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
     if template:

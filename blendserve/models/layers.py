@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: linear layers, norms and MLPs over tensors by name, in the form of their family."""
+"""The parts of a decoder: RoPE angles, and linear layers, norms and MLPs over tensors by name, as families have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
-from blendserve.kernels.types import Activation
+from blendserve.kernels.rotary import Rotary
+from blendserve.kernels.types import Activation, Rope
 from blendserve.models.families import Family
 
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
@@ -21,6 +22,38 @@ EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm
 DEFAULT_EPS = 1e-5
 
 Function = Callable[[Tensor], Tensor]
+
+
+class RopeAngles:
+    """The angles of one kind of layer."""
+
+    def __init__(
+        self, config: Any, head_dim: int, rotary: Rotary, layer_type: str, dtype: torch.dtype
+    ) -> None:
+        """layer_type: a key of config.rope_parameters; "" = all layers share one set. dtype: of cos and sin."""
+        parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+        kind = parameters.get("rope_type", "default")
+        if kind == "default":
+            n = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            steps = torch.arange(0, n, 2, dtype=torch.float) / n
+            self._frequencies, self._scale = 1.0 / (parameters["rope_theta"] ** steps), 1.0
+        else:
+            from transformers import AutoConfig, PreTrainedConfig  # seconds to import
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            own = config if isinstance(config, PreTrainedConfig) else AutoConfig.for_model(**config.to_dict())
+            by_type = {"layer_type": layer_type} if layer_type else {}
+            self._frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](own, **by_type)
+        self._interleaved, self._dtype = rotary.step == 2, dtype
+
+    def __call__(self, positions: Tensor) -> Rope:
+        """Positions [S] -> cos and sin [S, R], R <= D the rotated dims."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[:, None].float() * self._frequencies
+        twice = (
+            angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
+        )
+        return Rope((twice.cos() * self._scale).to(self._dtype), (twice.sin() * self._scale).to(self._dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported, context_limit, slides
-from blendserve.models.layers import Function, Parts, call_norm, norm_heads
-from blendserve.models.rope import RopeAngles
+from blendserve.models.layers import Function, Parts, RopeAngles, call_norm, norm_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """The steps of one model. Stateless between calls, so that any number of requests may share it."""
+    """The steps of one model. Any number of requests may share it: it keeps nothing of a call but bound native calls."""
 
     def __init__(
         self, config: Any, tensors: Mapping[str, Tensor], load_reference: Callable[[], nn.Module]
@@ -68,6 +67,9 @@ class DecoderModel:
         self.family = family = check_supported(config)
         self.config, self._load_reference = config, load_reference
         self.int8_decoding = False  # answers are decoded with an int8 copy of the weights
+        self.can_capture = True  # no capture of a decoding step has failed
+        self.native_layers = dict[tuple[bool, int], Any]()  # by few rows and threads (native.py)
+        self.native_decoders = dict[bool, Any]()  # by int8 (runner.py)
         self.n_layers: int = config.num_hidden_layers
         self.n_heads: int = config.num_attention_heads
         self.n_kv_heads: int = config.num_key_value_heads

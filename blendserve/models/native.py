@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -27,19 +26,18 @@ from blendserve.models.layers import MLP, Linear
 from blendserve.models.model import DecoderLayer, DecoderModel
 
 _TITLES = {f"{level.title} kernel": level for level in LEVELS.values()}
-_bound: WeakKeyDictionary[DecoderModel, dict[tuple[bool, int], NativeLayers | None]] = WeakKeyDictionary()
 
 
 def native_layers(model: DecoderModel, n_rows: int) -> NativeLayers | None:
     """For a pass with this number of rows; None: the layer loop runs. Bound once for few rows and once for more."""
     if model.device.type != "cpu" or torch.is_grad_enabled() or not switches.is_native_on():
         return None
-    bound = _bound.setdefault(model, {})
-    kind = n_rows <= FEW, torch.get_num_threads()
-    if kind not in bound:
-        bound[kind] = None  # while the comparison runs the loop
-        bound[kind] = _bind(model, FEW if kind[0] else FEW + 1)
-    return bound[kind]
+    bound, key = model.native_layers, (n_rows <= FEW, torch.get_num_threads())
+    if key not in bound:
+        bound[key] = None  # while the comparison runs the loop
+        bound[key] = _bind(model, FEW if n_rows <= FEW else FEW + 1)
+    native: NativeLayers | None = bound[key]
+    return native
 
 
 def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
@@ -59,30 +57,25 @@ def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
 @torch.inference_mode()
 def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
     """Whether the first and the last layer give the loop's bits, for random rows."""
-    generator = torch.Generator().manual_seed(0)
-    ropes = model.rope(3 * torch.arange(n_rows))
+    generator, ropes = torch.Generator().manual_seed(0), model.rope(3 * torch.arange(n_rows))
+    pairs: list[tuple[Tensor, Tensor]] = []
     for l in {0, model.n_layers - 1}:
-        rope = ropes[l]
-        if rope.cos.dtype != model.dtype:
-            return False
         hidden, attended = (
             torch.randn(n_rows, width, generator=generator).to(model.dtype)
             for width in (model.embeddings.shape[1], model.n_heads * model.head_dim)
         )
         fresh = model.project(l, hidden)
-        rotated = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
+        rotated = model.rotate(fresh.q, ropes[l]), model.rotate(fresh.k, ropes[l])
         expected = fresh.q, fresh.k, fresh.v, *rotated, model.finish(l, hidden, attended)
-        if not all(
-            map(torch.equal, (*native.qkv(l, hidden, rope), native.out(l, hidden, attended)), expected)
-        ):
-            return False
-    return True
+        found = *native.qkv(l, hidden, ropes[l]), native.out(l, hidden, attended)
+        pairs += zip(found, expected, strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
-    if model.rotary != HALVES:
-        raise ValueError("RoPE is not by halves")
+    if model.rotary != HALVES or model.family.wide_rope:
+        raise ValueError("RoPE is not by halves, or in fp32")
     if model.family.parallel or model.family.qk_norm == "width":
         raise ValueError("the MLP is parallel to attention, or norms are over all heads")
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]

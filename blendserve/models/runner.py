@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -61,24 +60,18 @@ class NativeDecoder:
         return model.scale_logits(self._series.run(lambda: self._step(hidden, tables, caches)))
 
 
-Bound = tuple[NativeDecoder | None, str]
-
-_bound: WeakKeyDictionary[DecoderModel, dict[bool, Bound]] = WeakKeyDictionary()
-_failed: WeakSet[DecoderModel] = WeakSet()  # whose steps cannot be captured
-
-
-def native_decoder(model: DecoderModel, int8: bool = False) -> Bound:
+def native_decoder(model: DecoderModel, int8: bool = False) -> tuple[NativeDecoder | None, str]:
     """The decoder and what it runs, or None and the reason why the layer loop decodes; made once for each model.
 
     int8: over a copy of the weights in int8, which approximates the model: half the bytes of bf16.
     """
-    bound = _bound.setdefault(model, {})
-    if int8 not in bound:
-        bound[int8] = _bind(model, int8)
-    return bound[int8]
+    if int8 not in model.native_decoders:
+        model.native_decoders[int8] = _bind(model, int8)
+    found: tuple[NativeDecoder | None, str] = model.native_decoders[int8]
+    return found
 
 
-def _bind(model: DecoderModel, int8: bool) -> Bound:
+def _bind(model: DecoderModel, int8: bool) -> tuple[NativeDecoder | None, str]:
     if model.device.type != "cpu":
         return None, f"the model is on {model.device}"
     name = str(model.dtype).removeprefix("torch.")
@@ -210,7 +203,7 @@ class Runner:
         Valid until the next step. With a capture, one token each.
         """
         self._n_steps += 1
-        if self._capture and self._n_steps > EAGER_STEPS and self._model not in _failed:
+        if self._capture and self._n_steps > EAGER_STEPS and self._model.can_capture:
             self._set([(b, at, token) for b, at, (token,) in steps])
             self._graph = self._graph or self._captured(self._capture)
             if self._graph:
@@ -234,7 +227,7 @@ class Runner:
         try:
             return capture(self._step, self._model.device)
         except RuntimeError as error:  # CUDA's errors are such
-            _failed.add(self._model)
+            self._model.can_capture = False
             log.warning("decoding goes on without a CUDA graph: %s", str(error).splitlines()[0])
             return None
 

@@ -9,11 +9,10 @@ import hashlib
 import importlib.util
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,8 +22,6 @@ from blendserve.models.families import check_supported
 from blendserve.paths import cache_folder
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Bundled(NamedTuple):
@@ -68,13 +65,13 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     if (target / "config.json").exists():
         return target
     specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
-    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    folders = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
     if len(folders) < len(specs):
         raise ModelError(
             f"the bundled model {name!r} is not installed: run {bundled.install}", setting="model.name"
         )
     log.info("Converting the bundled model %s (once) into %s", name, target)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _new_folder(target) as into:
         file = Path(scratch) / bundled.file
         with file.open("wb") as whole:
             for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.file}*")):
@@ -82,9 +79,9 @@ def bundled_folder(name: str = DEFAULT) -> Path:
         if _sha256(file) != bundled.sha256:
             raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
         if not bundled.is_llama:
-            _make_folder(target, partial(_convert, file))
+            _convert(file, into)
             return target
-        start = _make_folder(target, partial(gguf.write_folder, file))
+        start = gguf.write_folder(file, into)
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
         fast_load.save(target, dtype, start)
     return target
@@ -99,29 +96,55 @@ def gguf_folder(file: Path) -> Path:
     target = cache_folder() / "readers" / f"gguf-{_sha256(file)[:24]}"
     if not (target / "config.json").exists():
         log.info("Converting %s (once) into %s", file, target)
-        _make_folder(target, partial(_convert, file))
+        with _new_folder(target) as into:
+            _convert(file, into)
     return target
 
 
-def _make_folder(target: Path, write: Callable[[Path], T]) -> T:
-    """Fill a folder that appears whole, also after a kill or beside a second process -> what `write` gives."""
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which then appears at `target` whole, also after a kill or beside a second process."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         folder = Path(scratch) / "folder"
         folder.mkdir()
-        written = write(folder)
+        yield folder
         try:
             folder.rename(target)
         except OSError:
             if not (target / "config.json").exists():  # no other process was first
                 raise
-    return written
 
 
 def _convert(file: Path, into: Path) -> None:
     """Write a GGUF file as a model folder in bf16, by transformers and the package gguf. Raises ModelError."""
     try:
-        _convert_by_transformers(file, into)
+        from gguf import GGUFReader
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        read = GGUFReader(file)
+        scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
+        kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
+        if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
+            raise ModelError(
+                f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
+                "use the model's Hugging Face folder instead",
+                path=file,
+            )
+        with quiet():
+            check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+            model_class: Any = AutoModelForCausalLM  # its type leaves out output_loading_info
+            model, info = model_class.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
+                dtype=torch.bfloat16,
+                output_loading_info=True,
+            )
+            if missing := info["missing_keys"]:  # transformers draws them at random
+                raise ModelError(f"{file} is damaged: it has no {min(missing)}", path=file)
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
+            model.save_pretrained(into)
     except ModelError:
         raise
     except ImportError as error:
@@ -133,35 +156,6 @@ def _convert(file: Path, into: Path) -> None:
         raise ModelError(
             f"{file} is damaged, or transformers cannot convert it: {first_line(error)}", path=file
         ) from error
-
-
-def _convert_by_transformers(file: Path, into: Path) -> None:
-    from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    read = GGUFReader(file)
-    scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
-    kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
-    if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
-        raise ModelError(
-            f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
-            "use the model's Hugging Face folder instead",
-            path=file,
-        )
-    with quiet():
-        check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
-        model_class: Any = AutoModelForCausalLM  # its type leaves out output_loading_info
-        model, info = model_class.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
-            dtype=torch.bfloat16,
-            output_loading_info=True,
-        )
-        if missing := info["missing_keys"]:  # transformers draws them at random
-            raise ModelError(f"{file} is damaged: it has no {min(missing)}", path=file)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
-        model.save_pretrained(into)
 
 
 def _sha256(file: Path) -> str:

@@ -12,7 +12,10 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+import jinja2.ext
 import tokenizers
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Tokenizer:
@@ -89,57 +92,44 @@ class Tokenizer:
 
 SAMPLES = ("The cat sat on 12 mats.\n\n", " na\u00efve \u6f22\u5b57 \U0001f642\t x", "")
 CHATS = (
-    ("system", "user"),
-    ("user",),
-    ("system", "user", "assistant", "user"),
-    ("user", "assistant", "user"),
+    *(("system", "user"), ("user",)),
+    *(("system", "user", "assistant", "user"), ("user", "assistant", "user")),
 )
 
 
 def agree(ours: Tokenizer, theirs: Any) -> bool:
     """Whether both encode, decode and render chats alike: a class of transformers may do more than its Rust backend."""
     special = "".join(map(str, ours.about["special_tokens"].values()))
-    return (
-        (len(ours), ours.get_vocab()) == (len(theirs), theirs.get_vocab())
-        and all(
-            _round_trips(ours, x) == _round_trips(theirs, x) for x in (*SAMPLES, special, f"a {special} b")
-        )
-        and all(_chat(ours, roles) == _chat(theirs, roles) for roles in CHATS)
-    )
+    texts = (*SAMPLES, special, f"a {special} b")
+    return _behaviour(ours, texts) == _behaviour(theirs, texts)
 
 
-def _round_trips(tokenizer: Any, text: str) -> list[tuple[list[int], list[str]]]:
-    """Ids and texts by every combination of options."""
-    found = []
-    for add, split in product((False, True), repeat=2):
-        ids = tokenizer(text, add_special_tokens=add, split_special_tokens=split)["input_ids"]
-        options = [
-            {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False} for skip in (False, True)
-        ]
-        found.append((list(ids), [tokenizer.decode(ids, **each) for each in options]))
-    return found
+def _behaviour(tokenizer: Any, texts: Sequence[str]) -> list[Any]:
+    """The vocabulary, ids and texts by every combination of options, and chats: None where they are refused."""
+    ids = [
+        list(tokenizer(text, add_special_tokens=add, split_special_tokens=split)["input_ids"])
+        for text, add, split in product(texts, (False, True), (False, True))
+    ]
+    decoded = [
+        tokenizer.decode(each, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        for each, skip in product(ids, (False, True))
+    ]
+    chats = [_chat(tokenizer, roles) for roles in CHATS] if tokenizer.chat_template else []
+    return [len(tokenizer), tokenizer.get_vocab(), ids, decoded, chats]
 
 
-def _chat(tokenizer: Any, roles: Sequence[str]) -> str | None:
-    """None where there is no template, or it refuses these roles."""
-    if not tokenizer.chat_template:
-        return None
-    from jinja2 import TemplateError  # an optional package, which only chat templates need
-
+def _chat(tokenizer: Any, roles: Sequence[str]) -> Any:
     messages = [{"role": role, "content": f" {role} {n}\n"} for n, role in enumerate(roles)]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError:
         return None
 
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    import jinja2.ext  # an optional package, which only chat templates need
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     def refuse(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
+        raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]

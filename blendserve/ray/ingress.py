@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from blendserve.blend.keys import ChunkKeys
+from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.config import Config, ServeConfig
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
@@ -25,9 +25,8 @@ from blendserve.ray.cluster import cluster, worker_config
 from blendserve.ray.replica import RoutedRequest
 from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
-from blendserve.serve import engine_client
 from blendserve.serve.app import create_engine_app
-from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
+from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle, TenantCollections
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import HttpServer, local_indexes
@@ -49,12 +48,10 @@ class RayEngineClient(EngineClient):
         replicas: Replicas,
     ) -> None:
         """The replicas are their opener's to close."""
-        super().__init__(config, http, HttpMetrics())
         self._facts, self._prompts, self._replicas = replicas.facts(), prompts, replicas
-        names = engine_client.served_names(self._facts.name, http.served_model_name)
-        self.model = engine_client.ServedModel(names, tokenizer, self._facts.max_tokens)
+        super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
-        self.collections = engine_client.TenantCollections(library, retrieval)
+        self.collections = TenantCollections(library, retrieval)
 
     def close(self) -> None:
         """End the thread."""
@@ -65,7 +62,7 @@ class RayEngineClient(EngineClient):
         if not self.is_alive:
             raise ShuttingDown("the server is shutting down: ask again in a moment")
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
-        limits = self._facts.n_layers, self.model.max_tokens
+        limits = self._facts.n_layers, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
         prepared = await self.collections.run(tenant, prepare_request, *arguments)
         request = RoutedRequest(prepared, tenant.name, tenant.namespace)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from blendserve.blend.chunk_kv import STACK_TOKENS, in_stacks
 from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
@@ -31,15 +31,6 @@ IN_FLIGHT = 2  # batches of each actor, so that none waits for the driver
 PATIENCE_S = 60.0  # for a machine with room for an actor, while none runs
 
 
-class Computed(NamedTuple):
-    """An actor's work on one batch."""
-
-    chunks: int
-    tokens: int
-    n_bytes: int
-    done: int  # tokens of the batch, computed or found
-
-
 class PrecomputeActor:
     """One worker: an engine of its own, opened with the first batch."""
 
@@ -51,7 +42,7 @@ class PrecomputeActor:
     def ready(self) -> None:
         """Returns as soon as the actor runs."""
 
-    def compute(self, chunks: list[TokenIds]) -> Computed:
+    def compute(self, chunks: list[TokenIds]) -> PrecomputeReport:
         """Compute and store missing chunks of a batch, except chunks leased by other processes.
 
         Raises ConfigError if this engine gives chunks other keys than the driver's.
@@ -65,8 +56,7 @@ class PrecomputeActor:
                     "number format, as on a CPU beside a GPU; set model.dtype, or give as many workers as there are GPUs"
                 )
             self._engine = engine
-        report = self._engine.blender.writer.precompute(chunks, on_leased="skip")
-        return Computed(report.computed, report.tokens, report.bytes, sum(map(len, chunks)))
+        return self._engine.blender.writer.precompute(chunks, on_leased="skip")
 
 
 def precompute_index(
@@ -114,56 +104,53 @@ def precompute(
     run = PrecomputeRun(progress, sum(map(len, missing)))
     if missing:
         batches = [list(batch) for batch in in_stacks(missing, STACK_TOKENS)]
-        new_actor = _actor_factory(open_engine, engine.blender.key(PROBE), resources)
-        for computed in compute_batches(new_actor, min(workers, len(batches)), batches):
-            run.count(computed.chunks, computed.tokens, computed.n_bytes)
-            run.advance(computed.done)
+        limits = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
+        actor, probe = import_ray().remote(PrecomputeActor).options(**limits), engine.blender.key(PROBE)
+        new_actor = partial(actor.remote, open_engine, probe)
+        for batch, report in compute_batches(new_actor, min(workers, len(batches)), batches):
+            run.count(report.computed, report.tokens, report.bytes)
+            run.advance(sum(map(len, batch)))
     last = writer.precompute(chunks)
     run.count(last.computed, last.tokens, last.bytes)
     return run.report(last.chunks, last.left)
 
 
-def _actor_factory(open_engine: OpenEngine, probe: ChunkKey, resources: WorkerResources) -> Callable[[], Any]:
-    actor = import_ray().remote(PrecomputeActor).options(num_cpus=resources.cpus, num_gpus=resources.gpus)
-    return lambda: actor.remote(open_engine, probe)
-
-
 def compute_batches(
     new_actor: Callable[[], Any], n: int, batches: Sequence[list[TokenIds]]
-) -> Iterator[Computed]:
-    """The work of `n` actors, in any order. The batches of an actor that dies are left out, and another one starts.
+) -> Iterator[tuple[list[TokenIds], PrecomputeReport]]:
+    """Batches computed by `n` actors, in any order. If an actor dies, its batches are left out and another one starts.
 
     Raises ClusterUnavailable if no actor runs and no machine has room for one for PATIENCE_S.
     """
     ray, todo = import_ray(), deque(batches)
     actors = [new_actor() for _ in range(n)]
-    starting = {actor.ready.remote(): actor for actor in actors}
-    running: dict[Any, Any] = {}  # reference of a call -> its actor
+    # Reference of a call -> its actor and batch; [] for an actor's start
+    calls: dict[Any, tuple[Any, list[TokenIds]]] = {a.ready.remote(): (a, []) for a in actors}
     try:
-        while running or (todo and starting):
-            ended, _ = ray.wait([*running, *starting], timeout=None if running else PATIENCE_S)
+        while (is_computing := any(batch for _, batch in calls.values())) or (todo and calls):
+            ended, _ = ray.wait([*calls], timeout=None if is_computing else PATIENCE_S)
             if not ended:
                 raise ClusterUnavailable(
                     f"no machine of the Ray cluster has had room for a worker for {PATIENCE_S:.0f} s: what was computed "
                     "is stored; add one (ray start --address ...) and run the same command again"
                 )
             for call in ended:
-                is_start = call in starting
-                actor = starting.pop(call) if is_start else running.pop(call)
+                actor, batch = calls.pop(call)
                 try:
-                    result = ray.get(call)
+                    report = ray.get(call)
                 except ray.exceptions.RayActorError:
-                    if actor not in running.values():  # the last call of this actor
+                    if all(other is not actor for other, _ in calls.values()):  # its last call
                         actors.remove(actor)
                         actors.append(new_actor())
-                        starting[actors[-1].ready.remote()] = actors[-1]
+                        calls[actors[-1].ready.remote()] = actors[-1], []
                     continue
                 except ray.exceptions.RayError as error:
                     raise unwrap_ray_error(error, f"a worker failed: {error}") from error
-                for _ in range(min(len(todo), IN_FLIGHT if is_start else 1)):
-                    running[actor.compute.remote(todo.popleft())] = actor
-                if not is_start:
-                    yield Computed(*result)
+                for _ in range(min(len(todo), 1 if batch else IN_FLIGHT)):
+                    following = todo.popleft()
+                    calls[actor.compute.remote(following)] = actor, following
+                if batch:
+                    yield batch, report
     finally:
         for actor in actors:
             ray.kill(actor)

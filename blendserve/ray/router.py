@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from blendserve.ray.cache_reports import CacheReports
+from blendserve.ray.replica import CacheReports
 from blendserve.routing import Replica, ranked
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -61,36 +62,34 @@ class BertFolder(NamedTuple):
     def read(cls, path: Path) -> BertFolder | None:
         """None unless it is a BERT with a known pooling, without prompts, whose tokenizer.json agrees with its
         configuration: then `Bert` computes the vectors of sentence-transformers."""
-        try:
-            return cls._read(path)
-        except (OSError, ValueError, TypeError, AttributeError, LookupError):
-            return None
 
-    @classmethod
-    def _read(cls, path: Path) -> BertFolder | None:
         def content(name: str) -> Any:
             return json.loads((path / name).read_text(encoding="utf-8"))
 
-        config, sentence, modules = map(content, ("config.json", "sentence_bert_config.json", "modules.json"))
-        tokenizer, normalizer = content("tokenizer_config.json"), content("tokenizer.json")["normalizer"]
-        settings = content(modules[1]["path"] + "/config.json")
-        older = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on]
-        pooling = settings.get("pooling_mode") or " ".join(POOLING.get(name, name) for name in older)
-        limit = int(sentence.get("max_seq_length") or tokenizer["model_max_length"])
-        max_tokens = min(limit, int(config["max_position_embeddings"]))
-        prompts = content("config_sentence_transformers.json").get("prompts") or {}
-        is_supported = (
-            [module["type"].rpartition(".")[2] for module in modules] in MODULES
-            and not any(prompts.values())
-            and pooling in POOLING.values()
-            and all(config.get(name, value) == value for name, value in CONFIG.items())
-            and (path / WEIGHTS).is_file()
-            and normalizer["type"] == "BertNormalizer"
-            and not sentence.get("do_lower_case")
-            and all(normalizer[name] == tokenizer.get(*field) for name, field in NORMALIZER.items())
-            and max_tokens > 0
-        )
-        return cls(path, config, str(pooling), max_tokens) if is_supported else None
+        with suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+            config, sentence, modules = map(
+                content, ("config.json", "sentence_bert_config.json", "modules.json")
+            )
+            tokenizer, normalizer = content("tokenizer_config.json"), content("tokenizer.json")["normalizer"]
+            settings = content(modules[1]["path"] + "/config.json")
+            older = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on]
+            pooling = settings.get("pooling_mode") or " ".join(POOLING.get(name, name) for name in older)
+            limit = int(sentence.get("max_seq_length") or tokenizer["model_max_length"])
+            max_tokens = min(limit, int(config["max_position_embeddings"]))
+            prompts = content("config_sentence_transformers.json").get("prompts") or {}
+            if (
+                [module["type"].rpartition(".")[2] for module in modules] in MODULES
+                and not any(prompts.values())
+                and pooling in POOLING.values()
+                and all(config.get(name, value) == value for name, value in CONFIG.items())
+                and (path / WEIGHTS).is_file()
+                and normalizer["type"] == "BertNormalizer"
+                and not sentence.get("do_lower_case")
+                and all(normalizer[name] == tokenizer.get(*field) for name, field in NORMALIZER.items())
+                and max_tokens > 0
+            ):
+                return cls(path, config, str(pooling), max_tokens)
+        return None
 
 
 class _EncoderLayer(NamedTuple):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,10 @@ def read_documents(source: str | Path) -> Iterator[Document]:
             f"corpus {path} has an unknown suffix: give {', '.join((*JSONL, *TEXT))}, or a folder of texts",
             path=path,
         )
-    return _not_empty(documents, path, advice)
+    first = next(documents, None)
+    if first is None:
+        raise CorpusError(f"corpus {path} is empty: {advice}", path=path)
+    return chain([first], documents)
 
 
 def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Iterator[Document]:
@@ -143,14 +147,6 @@ def _document(value: object, path: Path | None, n: int) -> Document:
 def _invalid(path: Path | None, n: int, problem: str, field: str | None = None) -> CorpusError:
     place = f"{path}, line {n}" if path else f"documents[{n - 1}]"
     return CorpusError(f"{place}: {problem}", setting=field, path=path, line=n)
-
-
-def _not_empty(documents: Iterator[Document], path: Path, advice: str) -> Iterator[Document]:
-    first = next(documents, None)
-    if first is None:
-        raise CorpusError(f"corpus {path} is empty: {advice}", path=path)
-    yield first
-    yield from documents
 
 
 def _start(text: str, n: int = 40) -> str:

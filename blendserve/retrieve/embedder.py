@@ -15,10 +15,9 @@ import xxhash
 
 from blendserve.core import Passage
 from blendserve.errors import ModelError
-from blendserve.extras import install_hint
 from blendserve.models.sources import first_line, quiet
 from blendserve.retrieve.bert import Bert, BertFolder
-from blendserve.retrieve.encoder import Encoder, Window
+from blendserve.retrieve.encoder import Encoder, SentenceTransformersEncoder, Window
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -55,10 +54,8 @@ class Embedder:
         self.encoder.yield_point = callback
 
     @classmethod
-    def load(cls, name: str = DEFAULT, reference: bool = False) -> Embedder:
+    def load(cls, name: str = DEFAULT) -> Embedder:
         """Load a bundled embedder by name, or one from a local folder or the hub.
-
-        reference: run it with sentence-transformers, even if bert.py supports it.
 
         Raises ModelError when it cannot be found or loaded, or is no sentence-transformers model.
         """
@@ -69,7 +66,10 @@ class Embedder:
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
         try:
-            return cls(_load_encoder(folder, reference), name, fingerprint_of(folder))
+            if plain := BertFolder.read(folder):
+                return cls(Bert(plain), name, fingerprint_of(folder))
+            with quiet():
+                return cls(SentenceTransformersEncoder(folder), name, fingerprint_of(folder))
         except Exception as error:  # the libraries raise whatever their parts raise
             raise ModelError(
                 f"embedder {name!r} cannot be loaded from {folder} ({first_line(error)}): "
@@ -95,10 +95,12 @@ class Embedder:
     ) -> np.ndarray:
         """Unit vectors, [n, dimension] float32; windows of like length form a batch, longest first."""
         vectors = np.zeros((len(windows), self.dimension), np.float32)
-        done = 0
-        for rows in self._batches(sorted(range(len(windows)), key=lambda n: -len(windows[n].ids)), windows):
+        order, done = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids)), 0
+        while done < len(windows):
             if progress:
                 progress(done, len(windows))
+            longest = len(windows[order[done]].ids) + self.encoder.overhead
+            rows = order[done : done + max(1, self.encoder.batch_tokens // longest)]
             vectors[rows] = _unit(self.encoder.encode([windows[n] for n in rows], is_question))
             done += len(rows)
         if progress:
@@ -154,20 +156,6 @@ class Embedder:
     def _tokenise(self, text: str) -> Any:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _batches(self, rows: Sequence[int], windows: Sequence[Window]) -> Iterator[list[int]]:
-        """Rows in their order, as many at a time as the encoder reads at once; at least one."""
-        batch: list[int] = []
-        tokens = 0
-        for n in rows:
-            size = len(windows[n].ids) + self.encoder.overhead
-            if batch and tokens + size > self.encoder.batch_tokens:
-                yield batch
-                batch, tokens = [], 0
-            batch.append(n)
-            tokens += size
-        if batch:
-            yield batch
-
 
 def _head(title: str) -> str:
     return f"{title}\n" if title else ""
@@ -191,19 +179,6 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: np.ndarray = vectors / np.maximum(norms, np.finfo(np.float32).tiny)
     return unit
-
-
-def _load_encoder(folder: Path, reference: bool) -> Encoder:
-    if not reference and (plain := BertFolder.read(folder)):
-        return Bert(plain)
-    try:
-        from blendserve.retrieve.sentence_transformers import SentenceTransformersEncoder  # start-up: seconds
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"this embedder needs the package sentence-transformers: {install_hint('embedders')} ({error})"
-        ) from None
-    with quiet():
-        return SentenceTransformersEncoder(folder)
 
 
 def model_folder(name: str) -> Path:

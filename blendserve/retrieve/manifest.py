@@ -85,8 +85,7 @@ def read(folder: Path) -> tuple[Manifest, dict[str, bytes], str]:
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
     """The manifest without the other files, and its digest. Raises as `read`."""
-    path = folder / MANIFEST
-    raw = _read(path)
+    raw = _read(folder / MANIFEST)
     if raw is None:
         message = f"there is no index at {folder}: build one with `blendserve index build`"
         raise IndexMissing(message, path=folder)
@@ -102,7 +101,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
         values.setdefault("embedder_dtype", "float32")
         return Manifest(**{field.name: values[field.name] for field in fields(Manifest)}), _digest(raw)
     except (ValueError, TypeError, KeyError):
-        raise IndexDamaged(f"index {folder}: {MANIFEST} cannot be parsed: {REBUILD}", path=path) from None
+        message = f"index {folder}: {MANIFEST} cannot be parsed: {REBUILD}"
+        raise IndexDamaged(message, path=folder / MANIFEST) from None
 
 
 def manifest_digest(folder: Path) -> str | None:
@@ -131,7 +131,12 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: st
             for name, content in files.items():
                 _replace(_path(folder, name, seals[name]), content)
             _replace(folder / MANIFEST, raw)
-            _sync(folder)
+            if os.name == "posix":  # make the renames durable; other systems cannot sync a folder
+                handle = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
         finally:
             _delete_unused(folder, files)
     return _digest(raw)
@@ -198,23 +203,14 @@ def _replace(path: Path, content: bytes) -> None:
     """Write a file in one step, synced."""
     new = path.with_name(".new")
     try:
-        new.write_bytes(content)
-        _sync(new)
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, path)
     except OSError:
         new.unlink(missing_ok=True)  # a full disk needs the room
         raise
-
-
-def _sync(path: Path) -> None:
-    """Make a file's content durable, or a folder's renames; not all systems can sync a folder."""
-    if path.is_dir() and os.name != "posix":
-        return
-    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _seal(content: bytes) -> str:

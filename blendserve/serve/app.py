@@ -11,15 +11,16 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import blendserve
-from blendserve.errors import BlendserveError, NotFound
-from blendserve.serve import documents, openai, ops, rag
-from blendserve.serve.auth import Backend
+from blendserve.errors import BlendserveError, NotFound, PermissionDenied
+from blendserve.serve import documents, openai, rag
+from blendserve.serve.auth import Backend, BackendDep, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware
 from blendserve.serve.responses import ClientDisconnected, error_body, error_response
@@ -37,8 +38,33 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # the browser revalidates by ETag, so that a new version shows at once
 }
 
+operations = APIRouter(tags=["operations"])
 page = APIRouter(include_in_schema=False)
 _files = StaticFiles(directory=PAGE)
+
+
+@operations.get("/health")
+async def health() -> dict[str, Any]:
+    """The process is running."""
+    return {"status": "ok"}
+
+
+@operations.get("/ready")
+async def ready(backend: BackendDep) -> JSONResponse:
+    """The server accepts requests; 503 while it shuts down."""
+    alive = backend.is_alive
+    return JSONResponse({"status": "ready" if alive else "stopping"}, 200 if alive else 503)
+
+
+@operations.get("/metrics")
+def metrics(backend: BackendDep, tenant: TenantDep) -> Response:
+    """Metrics of all tenants for Prometheus. A server with keys requires an admin's.
+
+    Not a coroutine: it reads the store, so FastAPI runs it on a thread.
+    """
+    if not tenant.admin:
+        raise PermissionDenied("the metrics cover all tenants: use an admin's key")
+    return Response(backend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @page.get("/")
@@ -64,7 +90,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
-    app = create_app(client, (openai.router, rag.router, ops.router, *local))
+    app = create_app(client, (openai.router, rag.router, *local))
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
@@ -73,7 +99,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.openapi = partial(_openapi, app, client.model.names)  # type: ignore[method-assign]
+    app.openapi = partial(_openapi, app, client.model_names)  # type: ignore[method-assign]
     return app
 
 
@@ -88,7 +114,7 @@ def create_app(backend: Backend, routers: Sequence[APIRouter]) -> FastAPI:
 
     app = FastAPI(title="blendserve", version=blendserve.__version__, lifespan=lifespan)
     app.state.backend = backend
-    for router in routers:
+    for router in (*routers, operations):
         app.include_router(router)
     app.add_exception_handler(BlendserveError, _error)
     app.add_exception_handler(ClientDisconnected, _error)

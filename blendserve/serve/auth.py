@@ -12,8 +12,7 @@ from starlette.requests import HTTPConnection
 
 from blendserve.config import HttpConfig
 from blendserve.errors import NotAuthenticated
-from blendserve.serve.keys import ApiKeys, Tenant
-from blendserve.serve.limits import Limits
+from blendserve.serve.keys import ApiKeys, Limits, Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.notices import Notices
 

@@ -29,12 +29,10 @@ from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import set_pins, unpublish
-from blendserve.serve import ops
 from blendserve.serve.app import create_app
 from blendserve.serve.auth import Backend, TenantDep, backend_of
 from blendserve.serve.engine_client import run_on
-from blendserve.serve.keys import Tenant
-from blendserve.serve.limits import TokenBucket
+from blendserve.serve.keys import Tenant, TokenBucket
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import HttpServer, check_http
 from blendserve.store import ChunkKey, KVStore, read_record
@@ -349,7 +347,7 @@ class RangeResponse(Response):
 
 def create_delivery_app(backend: DeliveryBackend) -> FastAPI:
     """The application of a delivery service, which it closes."""
-    return create_app(backend, [router, ops.router])
+    return create_app(backend, [router])
 
 
 def serve(settings: Config) -> None:

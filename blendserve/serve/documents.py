@@ -153,61 +153,101 @@ async def delete_document(
 # KV of chunks
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The chunks that a cache request selects, in the namespace of its key."""
+
+    body: CacheRequest
+    client: ClientDep
+    tenant: LimitedTenantDep
+
+    def passages(self) -> list[Passage]:
+        """On the retrieval thread. Raises InputError, NotFound."""
+        body = self.body
+        if body.passages is not None:
+            if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
+                raise InputError("send either passages, or a collection with documents or ids")
+            return [passage.passage() for passage in body.passages]
+        passages = self.client.collections.find(self.tenant, body.collection)[1].passages
+        documents, ids = (None if names is None else set(names) for names in (body.documents, body.ids))
+        return [
+            p
+            for p in passages
+            if (documents is None or p.doc_id in documents) and (ids is None or p.id in ids)
+        ]
+
+    async def keys(self) -> list[ChunkKey]:
+        """The keys of the chunks, without empty passages."""
+        blender, prompts = self.client.batch.blender(self.tenant.namespace), self.client.engine.prompts
+
+        def find() -> list[ChunkKey]:
+            chunks = map(prompts.chunk, self.passages())
+            return [blender.key(chunk.ids) for chunk in chunks if len(chunk)]
+
+        return await self.client.collections.run(self.tenant, find, background=True)
+
+    async def call(self, name: str, call: Callable[[Sequence[ChunkKey]], int]) -> dict[str, Any]:
+        """Call the store for the chunks -> their number and, as `name`, the sum of the calls."""
+        keys, storage = await self.keys(), self.client.storage
+        n = sum([await run_on(storage, self.tenant, call, some) for some in _batches(keys, KEYS_PER_CALL)])
+        return {"chunks": len(keys), name: n, **self.client.notices.as_extras(self.body)}
+
+
+SelectionDep = Annotated[Selection, Depends()]
+
+
 @router.post("/cache/warm", status_code=202)
-async def warm(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def warm(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
-    passages = await client.collections.run(tenant, _selected, client, tenant, body)
-    return _start_job(client, tenant, body, "warm", partial(_precompute, client, tenant, passages))
+    client, tenant = chosen.client, chosen.tenant
+    passages = await client.collections.run(tenant, chosen.passages)
+    return _start_job(client, tenant, chosen.body, "warm", partial(_precompute, client, tenant, passages))
 
 
 @router.post("/cache/fetch", status_code=202)
-async def fetch(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def fetch(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that copies the KV of chunks from the remote store into the local one."""
-    keys = await _keys(client, tenant, body)
+    client, keys = chosen.client, await chosen.keys()
 
     async def work(job: Job) -> None:
         job.chunks = len(keys)
         for some in _batches(keys, BATCH):
-            job.computed += await run_on(client.storage, tenant, client.engine.fetcher.copy_here, some)
+            job.computed += await run_on(client.storage, chosen.tenant, client.engine.fetcher.copy_here, some)
 
-    return _start_job(client, tenant, body, "fetch", work)
+    return _start_job(client, chosen.tenant, chosen.body, "fetch", work)
 
 
 @router.post("/cache/pin")
-async def pin(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def pin(chosen: SelectionDep) -> dict[str, Any]:
     """Pin chunks: they are not evicted."""
-    return await _for_keys(client, tenant, body, "pinned", client.engine.store.pin)
+    return await chosen.call("pinned", chosen.client.engine.store.pin)
 
 
 @router.post("/cache/unpin")
-async def unpin(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def unpin(chosen: SelectionDep) -> dict[str, Any]:
     """Unpin chunks."""
-    unpin_keys = partial(client.engine.store.pin, pinned=False)
-    return await _for_keys(client, tenant, body, "unpinned", unpin_keys)
+    return await chosen.call("unpinned", partial(chosen.client.engine.store.pin, pinned=False))
 
 
 @router.post("/cache/lookup")
-async def lookup(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def lookup(chosen: SelectionDep) -> dict[str, Any]:
     """Whether chunks are in the store, in this key's namespace. Does not count as a use of them."""
     is_cached = list[bool]()
 
     def look_up(keys: Sequence[ChunkKey]) -> int:
-        cached = client.engine.fetcher.locate(keys, remote=True)
+        cached = chosen.client.engine.fetcher.locate(keys, remote=True)
         is_cached.extend(key in cached for key in keys)
         return sum(key in cached for key in keys)
 
-    return {
-        **await _for_keys(client, tenant, body, "found", look_up),
-        "cached": is_cached,
-        "there": is_cached,
-    }
+    found = await chosen.call("found", look_up)
+    return {**found, "cached": is_cached, "there": is_cached}
 
 
 @router.post("/cache/delete")
-async def delete_kv(body: CacheRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def delete_kv(chosen: SelectionDep) -> dict[str, Any]:
     """Delete the KV of chunks from this key's namespace, pinned or not. Documents stay; KV is computed on demand."""
-    tenant.require_write_access()
-    engine = client.engine
+    chosen.tenant.require_write_access()
+    engine = chosen.client.engine
 
     def delete(keys: Sequence[ChunkKey]) -> int:
         engine.fetcher.forget(keys)
@@ -215,7 +255,7 @@ async def delete_kv(body: CacheRequest, client: ClientDep, tenant: LimitedTenant
         engine.fetcher.forget(keys)  # also copies that a request made in the meantime
         return deleted
 
-    return await _for_keys(client, tenant, body, "deleted", delete)
+    return await chosen.call("deleted", delete)
 
 
 @router.get("/cache/chunks")
@@ -237,14 +277,10 @@ async def list_chunks(client: ClientDep, tenant: LimitedTenantDep, query: ListDe
     for passage, ids, key in page:
         info = infos.get(key)
         names = {"id": passage.id, "doc_id": passage.doc_id, "title": passage.title}
-        about = {
-            "text": passage.text[:EXCERPT],
-            "tokens": len(ids),
-            "stored": key in tiers,
-            "tier": tiers.get(key),
-        }
+        text = {"text": passage.text[:EXCERPT], "tokens": len(ids)}
+        state = {"stored": key in tiers, "tier": tiers.get(key), "pinned": info is not None and info.pinned}
         sizes = {"bytes": info.n_bytes if info else 0, "raw_bytes": info.raw_bytes if info else 0}
-        data.append({**names, **about, **sizes, "pinned": info is not None and info.pinned})
+        data.append({**names, **text, **state, **sizes})
     return query.answer(name, total, data)
 
 
@@ -300,7 +336,7 @@ async def _precompute(
 
 def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[TokenIds]:
     """Raises InputError for a passage that no request could hold."""
-    limit, prompts = client.model.max_tokens, client.engine.prompts
+    limit, prompts = client.max_tokens, client.engine.prompts
     # A lower bound of the length, before anything is tokenised
     too_long = [p for p in passages if prompts.at_least((p.title, p.text), limit)]
     chunks = [] if too_long else prompts.chunk_ids(passages)
@@ -309,44 +345,6 @@ def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[T
         start = repr(passage_text(too_long[0])[:40])
         raise InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
     return chunks
-
-
-def _selected(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> list[Passage]:
-    """The passages that a cache request selects. Raises InputError, NotFound."""
-    if body.passages is not None:
-        if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
-            raise InputError("send either passages, or a collection with documents or ids")
-        return [passage.passage() for passage in body.passages]
-    passages = client.collections.find(tenant, body.collection)[1].passages
-    documents, ids = (None if names is None else set(names) for names in (body.documents, body.ids))
-    return [
-        p for p in passages if (documents is None or p.doc_id in documents) and (ids is None or p.id in ids)
-    ]
-
-
-async def _keys(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
-    """The keys of the chunks that a cache request selects, without empty passages."""
-    blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
-
-    def keys() -> list[ChunkKey]:
-        chunks = map(prompts.chunk, _selected(client, tenant, body))
-        return [blender.key(chunk.ids) for chunk in chunks if len(chunk)]
-
-    return await client.collections.run(tenant, keys, background=True)
-
-
-async def _for_keys(
-    client: LocalEngineClient,
-    tenant: Tenant,
-    body: CacheRequest,
-    name: str,
-    call: Callable[[Sequence[ChunkKey]], int],
-) -> dict[str, Any]:
-    """Call the store for the chunks that a request selects -> their number and, as `name`, the sum of the calls."""
-    keys = await _keys(client, tenant, body)
-    storage = client.storage
-    n = sum([await run_on(storage, tenant, call, some) for some in _batches(keys, KEYS_PER_CALL)])
-    return {"chunks": len(keys), name: n, **client.notices.as_extras(body)}
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -26,8 +26,7 @@ from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import Backend, backend_of
 from blendserve.serve.jobs import Jobs
-from blendserve.serve.keys import Tenant
-from blendserve.serve.limits import counted
+from blendserve.serve.keys import Tenant, counted
 from blendserve.serve.metrics import HttpMetrics, Metrics
 from blendserve.timing import Clock
 
@@ -74,19 +73,6 @@ class RequestHandle:
         (*_, last) = [event async for event in self.events()]
         assert isinstance(last, Finished)
         return last.answer
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model of a server. names: accepted in requests; the first one is in responses."""
-
-    names: tuple[str, ...]
-    tokenizer: Any
-    max_tokens: int  # of a request's prompt and answer
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
 
 def served_names(model: str, served: str | None) -> tuple[str, ...]:
@@ -146,13 +132,21 @@ class EngineClient(Backend):
     """Answers questions, wherever the engine runs."""
 
     http: ServeConfig
-    model: ServedModel
     collections: TenantCollections
 
-    def __init__(self, config: Config, http: ServeConfig, metrics: HttpMetrics) -> None:
-        """config: of the engine."""
+    def __init__(
+        self,
+        config: Config,
+        http: ServeConfig,
+        metrics: HttpMetrics,
+        model: str,
+        tokenizer: Any,
+        max_tokens: int,
+    ) -> None:
+        """config: of the engine. model: its name there. max_tokens: of a request's prompt and answer."""
         super().__init__(http, metrics, config.store.namespace)
-        self.config = config
+        self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """Retrieve, build the prompt and queue. Raises RateLimited, NotFound and other BlendserveErrors."""
@@ -167,13 +161,13 @@ class LocalEngineClient(EngineClient):
 
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
-        metrics = Metrics()
-        super().__init__(engine.config, http, metrics)
+        metrics, reader = Metrics(), engine.reader
         self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, **http.batching)
+        super().__init__(
+            engine.config, http, metrics, reader.name, reader.tokenizer, self.batch.pool.n_tokens
+        )
         self.scheduler = self.batch.scheduler
         metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
-        names = served_names(engine.reader.name, http.served_model_name)
-        self.model = ServedModel(names, engine.reader.tokenizer, self.batch.pool.n_tokens)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
@@ -211,7 +205,7 @@ class LocalEngineClient(EngineClient):
 
         def prepare() -> Sequence:
             """On the retrieval thread: checks, searches and tokenises."""
-            request = self.engine.prepare(query.seeded(), search, clock, self.model.max_tokens)
+            request = self.engine.prepare(query.seeded(), search, clock, self.max_tokens)
             return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):

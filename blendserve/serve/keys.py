@@ -1,4 +1,4 @@
-"""API keys: each belongs to a tenant with a namespace and collections. Files hold hashes, never keys.
+"""API keys, and the limits of their tenants. A tenant has a namespace and collections. Files hold hashes, never keys.
 
 Created keys are long and random, so a plain SHA-256 cannot be inverted. A key is compared with every entry in constant
 time: neither the time nor the position of an entry leaks anything.
@@ -10,13 +10,22 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from blendserve.config import HttpConfig
-from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied
+from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied, RateLimited
+
+BYTES_PER_S = 8 << 20  # of one tenant's bodies: parsing them takes a tenth of the event loop's time
+BURST_BYTES = 256 << 10  # accepted without a wait
+MAX_TENANTS = 10_000  # remembered; only a server without keys, where each address is a tenant, has more
 
 log = logging.getLogger(__name__)
 
@@ -134,3 +143,79 @@ class ApiKeys:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class TokenBucket:
+    """A token bucket for each tenant: tokens that the tenant has used, less those refilled since.
+
+    Of more than MAX_TENANTS tenants, the one idle for longest is forgotten.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._used: dict[str, tuple[float, float]] = {}  # tenant -> used tokens, and the time of this count
+
+    def use(self, tenant: str, n: float, per_s: float) -> None:
+        """Use `n` tokens of a bucket that is refilled by `per_s` a second."""
+        used = self._in_use(tenant, per_s) + n
+        self._used.pop(tenant, None)
+        self._used[tenant] = used, self._now()
+        if len(self._used) > MAX_TENANTS:
+            del self._used[next(iter(self._used))]
+
+    def wait_s(self, tenant: str, limit: float, per_s: float) -> float:
+        """Seconds until at most `limit` tokens are in use."""
+        return max(0.0, self._in_use(tenant, per_s) - limit) / per_s
+
+    def _in_use(self, tenant: str, per_s: float) -> float:
+        used, since = self._used.get(tenant, (0.0, 0.0))
+        return max(0.0, used - (self._now() - since) * per_s)
+
+
+class Limits:
+    """Limits of concurrent requests, requests per minute and body bytes per second, and what tenants use of them.
+
+    A tenant's own limits replace the server's. For the event loop only.
+    """
+
+    def __init__(
+        self, max_concurrent: int, max_per_minute: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_concurrent, self._max_per_minute = max_concurrent, max_per_minute
+        self._running: Counter[str] = Counter()
+        self._uploading: Counter[str] = Counter()
+        self._requests, self._body_bytes = TokenBucket(now), TokenBucket(now)
+
+    def take_request(self, tenant: Tenant) -> None:
+        """Count a request. Raises RateLimited above the tenant's rate."""
+        rate = tenant.max_per_minute or self._max_per_minute
+        if wait_s := self._requests.wait_s(tenant.name, rate - 1, rate / 60):
+            raise RateLimited(f"rate limit of {rate} requests per minute", math.ceil(wait_s))
+        self._requests.use(tenant.name, 1, rate / 60)
+
+    def throttle(self, tenant: Tenant, n_bytes: int) -> float:
+        """Count bytes of a body -> seconds to wait before the next ones are read."""
+        self._body_bytes.use(tenant.name, n_bytes, BYTES_PER_S)
+        return self._body_bytes.wait_s(tenant.name, BURST_BYTES, BYTES_PER_S)
+
+    @contextmanager
+    def concurrency_slot(self, tenant: Tenant, upload: bool = False) -> Iterator[None]:
+        """Count a running request, or the upload of its body. Raises RateLimited if the tenant has too many."""
+        limit = tenant.max_concurrent or self._max_concurrent
+        n_uploads = self._uploading[tenant.name] if upload else 0
+        if self._running[tenant.name] + n_uploads >= limit:
+            raise RateLimited(f"limit of {limit} concurrent requests", 1)
+        with counted(self._uploading if upload else self._running, tenant.name):
+            yield
+
+
+@contextmanager
+def counted(counter: Counter[str], name: str) -> Iterator[None]:
+    """Count one more inside the block."""
+    counter[name] += 1
+    try:
+        yield
+    finally:
+        counter[name] -= 1
+        if not counter[name]:
+            del counter[name]

@@ -52,8 +52,8 @@ async def complete(
 @router.get("/models")
 async def models(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The served model, and the collections that this key may use."""
-    extras = {"collections": client.collections.names(tenant), "slot_tokens": client.model.max_tokens}
-    names = {"id": client.model.name, "object": "model", "created": 0, "owned_by": "blendserve"}
+    extras = {"collections": client.collections.names(tenant), "slot_tokens": client.max_tokens}
+    names = {"id": client.model_names[0], "object": "model", "created": 0, "owned_by": "blendserve"}
     return {"object": "list", "data": [{**names, "x_blendserve": extras}]}
 
 
@@ -66,9 +66,8 @@ async def model(model: str, client: ClientDep, tenant: TenantDep) -> dict[str, A
 
 
 def _require_model(client: EngineClient, name: str) -> None:
-    model = client.model
-    if name not in model.names:
-        raise NotFound(f"there is no model {name!r} here: this server runs {model.name!r}")
+    if name not in client.model_names:
+        raise NotFound(f"there is no model {name!r} here: this server runs {client.model_names[0]!r}")
 
 
 async def _respond(
@@ -94,10 +93,8 @@ class OpenAIFormat:
         self._client, self._retrieves = client, retrieves
         self._is_chat = isinstance(body, ChatRequest)
         self._notices = client.notices.ignored(body)
-        self._id, self._created = (
-            f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            int(time.time()),
-        )
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
@@ -137,7 +134,7 @@ class OpenAIFormat:
         kind = kind if self._is_chat else "text_completion"
         choices = [{"index": 0, **choice, "finish_reason": finish_reason, "logprobs": None}]
         names = {"id": self._id, "object": kind, "created": self._created}
-        return {**names, "model": self._client.model.name, "choices": choices}
+        return {**names, "model": self._client.model_names[0], "choices": choices}
 
 
 def _figures(answer: Answer) -> dict[str, Any]:

@@ -33,7 +33,7 @@ async def query(body: RagRequest, request: Request, client: ClientDep, tenant: T
     explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
     """
     asked = body.query(body.question, body).split(client.config.prompt.separator)
-    form = RagFormat(client.model.tokenizer, body.explain, client.notices.as_extras(body))
+    form = RagFormat(client.tokenizer, body.explain, client.notices.as_extras(body))
     return await respond(request, client, tenant, asked, form, bool(body.stream))
 
 
@@ -43,7 +43,7 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     config = client.config
     return {
         "version": blendserve.__version__,
-        "model": client.model.name,
+        "model": client.model_names[0],
         "defaults": {
             **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
             "top_k": config.retrieve.top_k,
@@ -57,7 +57,7 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
             {"name": name, "passages": len(client.collections.find(tenant, name)[1])}
             for name in client.collections.names(tenant)
         ],
-        "slot_tokens": client.model.max_tokens,
+        "slot_tokens": client.max_tokens,
         "max_body_bytes": client.http.max_body_kb * 1024,
         "key": {"needed": client.keys.are_needed, "admin": tenant.admin, "read_only": tenant.read_only},
     }

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -73,22 +73,18 @@ def check_http(http: HttpConfig) -> None:
         ) from None
 
 
-def run(
-    engine: Engine, library: Collections, serve: ServeConfig, announce: Callable[[str], None] = console.note
-) -> None:
+def run(engine: Engine, library: Collections, serve: ServeConfig) -> None:
     """Serve an open engine until told to stop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     client = LocalEngineClient(engine, library, serve)
-    HttpServer(create_engine_app(client), client, announce).run()
+    HttpServer(create_engine_app(client), client).run()
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, exiting with 0 on SIGTERM: it would raise the signal again."""
 
-    def __init__(
-        self, app: FastAPI, backend: Backend, announce: Callable[[str], None] = console.note
-    ) -> None:
-        """backend: of the app; drained on a signal, closed at the end of `run`. announce: gets `Listening on URL`."""
+    def __init__(self, app: FastAPI, backend: Backend) -> None:
+        """backend: of the app; drained on a signal, closed at the end of `run`."""
         log_json_to_stderr()
         super().__init__(
             uvicorn.Config(
@@ -104,7 +100,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(backend.http.drain_s),
             )
         )
-        self._backend, self._announce = backend, announce
+        self._backend = backend
 
     def run(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         try:
@@ -116,7 +112,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(None)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._announce(f"Listening on http://{host}:{port}")
+            console.note(f"Listening on http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._backend.drain()

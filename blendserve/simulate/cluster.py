@@ -22,9 +22,8 @@ import numpy as np
 from blendserve.registry import ADMISSIONS
 from blendserve.simulate.cache import Cache, key_of
 from blendserve.simulate.config import Routing, SimulateConfig
-from blendserve.simulate.processor_sharing import Machine
 from blendserve.simulate.routing import ChunkDirectory, Loads, make_router
-from blendserve.simulate.service_time import ServiceTime, StoreLink
+from blendserve.simulate.service_time import Machine, ServiceTime, StoreLink
 from blendserve.simulate.workload import Floats, Ints
 from blendserve.store.policies import Admission, Always
 
@@ -80,14 +79,10 @@ class Cluster:
         self._config, compute, tiers = config, config.compute, config.tiers
         self._chunk_bytes = compute.stored_bytes * config.corpus.chunk_tokens
         self._holds_all = tiers.precomputed and tiers.remote_bytes == "all"
-        remote_bytes = inf if tiers.remote_bytes == "all" else float(tiers.remote_bytes)
-        self._remote = Cache(remote_bytes // self._chunk_bytes if remote_bytes < inf else inf)
+        self._remote = Cache(inf if tiers.remote_bytes == "all" else tiers.remote_bytes // self._chunk_bytes)
         self._prefill_s = cache(ServiceTime(compute, config.corpus, config.requests).prefill)
-        self._loads, self._link, directory = (
-            Loads(nodes, config.bound),
-            StoreLink(config.links),
-            ChunkDirectory(),
-        )
+        self._loads, self._link = Loads(nodes, config.bound), StoreLink(config.links)
+        directory = ChunkDirectory()
         self._route = make_router(routing, self._loads, directory)
         self._nodes = [self._make_node(number, directory, routing) for number in range(nodes)]
         # (time, order of equals, node, request); a machine's next completion: (time, -1, machine, None)
@@ -99,10 +94,7 @@ class Cluster:
         self._sent = 0
 
     def run(
-        self,
-        blocks: Iterable[tuple[Floats, Ints]],
-        number: int,
-        update: Update = lambda done, total: None,
+        self, blocks: Iterable[tuple[Floats, Ints]], number: int, update: Update = lambda done, total: None
     ) -> SimulationResult:
         """Run all `number` requests of the blocks. Without a rate in the settings, in a closed loop."""
         began, events = process_time(), self._events

@@ -107,8 +107,7 @@ def plot(metrics: Metrics) -> bytes:
     ):
         lines: dict[str, list[Point]] = {}
         for cell in sorted(metrics["cells"], key=lambda cell: int(cell["nodes"])):
-            y = cell[part][name]
-            lines.setdefault(cell["routing"], []).append(Point(cell["nodes"], y, y, y))
+            lines.setdefault(cell["routing"], []).append(Point(cell["nodes"], *[cell[part][name]] * 3))
         panels.append(Panel("nodes", title, lines, log="x"))
     settings = metrics["settings"]
     corpus, requests, memory = settings["corpus"], settings["requests"], settings["tiers"]["memory_bytes"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count
 
 import xxhash
 
@@ -70,34 +70,20 @@ class ChunkDirectory:
     """Which nodes hold a chunk in memory."""
 
     def __init__(self) -> None:
-        self._nodes: dict[int, int | dict[int, None]] = {}  # most chunks have one node: a number saves memory
+        self._nodes: dict[int, tuple[int, ...]] = {}  # most chunks have one node: a tuple saves memory
 
     def add(self, node: int, chunk: int) -> None:
         """The node holds the chunk from now on."""
-        nodes = self._nodes.get(chunk)
-        if nodes is None:
-            self._nodes[chunk] = node
-        elif isinstance(nodes, dict):
-            nodes[node] = None
-        else:
-            self._nodes[chunk] = {nodes: None, node: None}
+        self._nodes[chunk] = (*self._nodes.get(chunk, ()), node)
 
     def remove(self, node: int, chunk: int) -> None:
         """The node has evicted the chunk."""
-        nodes = self._nodes[chunk]
-        if not isinstance(nodes, dict):
-            del self._nodes[chunk]
-            return
-        del nodes[node]
-        if len(nodes) == 1:
-            self._nodes[chunk] = next(iter(nodes))
+        if left := tuple(other for other in self._nodes.pop(chunk) if other != node):
+            self._nodes[chunk] = left
 
     def holders(self, chunk: int) -> Sequence[int]:
         """At most MAX_HOLDERS nodes."""
-        nodes = self._nodes.get(chunk)
-        if nodes is None:
-            return ()
-        return tuple(islice(nodes, MAX_HOLDERS)) if isinstance(nodes, dict) else (nodes,)
+        return self._nodes.get(chunk, ())[:MAX_HOLDERS]
 
 
 def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Router:
@@ -121,11 +107,9 @@ def _by_chunks(chunks: Sequence[int], loads: Loads, directory: ChunkDirectory) -
     free = [(-n, at[node], node) for node, n in hits.items() if at[node] < bound]
     if not free:
         return loads.from_home(xxhash.xxh3_64_intdigest(anchor(map(key_of, chunks))))
-    most, load, first = min(free)
-    best = [node for n, own, node in free if (n, own) == (most, load)]
-    if len(best) == 1:
-        return first
+    most, load, _ = min(free)
     home = anchor(map(key_of, chunks))
+    best = (node for n, own, node in free if (n, own) == (most, load))
     return max(best, key=lambda node: weight(name_of(node), home))
 
 

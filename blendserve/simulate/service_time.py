@@ -1,4 +1,4 @@
-"""Prefill time from hits and misses alone, by the engine's cost model (blend/cost.py), and time of transfers.
+"""Prefill time from hits and misses alone, by the engine's cost model (blend/cost.py), transfers, and shared machines.
 
 Chunks of C tokens follow a prefix of P tokens; the question's Q tokens come last. All rows of a missing chunk run. Of
 the cached tokens a ratio is recomputed, at positions that see a mean number of keys. A cached first chunk is exact: its
@@ -8,6 +8,8 @@ tokens count for the ratio and need no recomputation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
 
 from blendserve.simulate.config import ComputeConfig, CorpusConfig, LinksConfig, RequestsConfig
 
@@ -64,6 +66,38 @@ class StoreLink:
         begins = max(now + self._delay, self._free_at)
         self._free_at = begins + n_bytes * self._store
         return max(self._free_at, begins + n_bytes * self._node) - now
+
+
+class Machine:
+    """The nodes of one machine that compute. They slow each other down (processor sharing).
+
+    All compute at one rate, which changes when one begins or ends. So the service attained since the machine started
+    orders their completions, whatever the rate was.
+    """
+
+    def __init__(self, slowdown: Sequence[float]) -> None:
+        """slowdown: the n-th is the factor while n nodes compute."""
+        self._slowdown = slowdown
+        self._attained = self._now = 0.0  # service of a node that always computes; time of its last update
+        self._ends: list[tuple[float, int]] = []  # heap: attained service at which a node's work is done
+        self.due = inf  # time of the next completion if no node begins
+
+    def add(self, now: float, node: int, work: float) -> None:
+        """A node starts to compute."""
+        if self._ends:
+            self._attained += (now - self._now) / self._slowdown[len(self._ends) - 1]
+        heappush(self._ends, (self._attained + work, node))
+        self._schedule(now)
+
+    def complete(self) -> int:
+        """The node that completes at `due`."""
+        self._attained, node = heappop(self._ends)
+        self._schedule(self.due)
+        return node
+
+    def _schedule(self, now: float) -> None:
+        self._now, n = now, len(self._ends)
+        self.due = now + (self._ends[0][0] - self._attained) * self._slowdown[n - 1] if n else inf
 
 
 def _pairs(before: int, rows: int) -> float:

@@ -55,12 +55,9 @@ class Zipf:
 def requests(config: SimulateConfig, nodes: int) -> Iterator[tuple[Floats, Ints]]:
     """Blocks of (arrival times [B], different chunks of each request [B, n]), in order.
 
-    In a closed loop all times are 0. A seed gives the same chunks for any number of nodes. Raises ValueError when the
-    corpus is smaller than a request.
+    In a closed loop all times are 0. A seed gives the same chunks for any number of nodes.
     """
-    wanted, corpus = config.requests, config.corpus
-    if wanted.chunks > corpus.chunks:
-        raise ValueError(f"a request of {wanted.chunks} chunks cannot be drawn from {corpus.chunks}")
+    wanted = config.requests
     rng, clock = np.random.default_rng([config.seed, 0]), np.random.default_rng([config.seed, 1])
     popularity, now = _Popularity(config), 0.0
     for first in range(0, wanted.number, BLOCK):
@@ -76,8 +73,8 @@ class _Popularity:
     """Topics by Zipf, chunks of a topic by Zipf; the topic of a popularity rank changes with time."""
 
     def __init__(self, config: SimulateConfig) -> None:
-        self._corpus, self._wanted = config.corpus, config.requests.chunks
-        corpus = config.corpus
+        self._corpus = corpus = config.corpus
+        self._wanted = config.requests.chunks
         self._per_topic = min(corpus.topic_chunks, corpus.chunks)
         self._n_topics = -(-corpus.chunks // self._per_topic)
         self._topic = Zipf(self._n_topics, corpus.zipf)

@@ -211,7 +211,7 @@ class KVStore(ABC):
         self.close()
 
     def _make_stats(self, totals: Totals, counts: Counter[str], namespace: str | None) -> StoreStats:
-        """Statistics from the sums over chunks and the counters of usage.py."""
+        """Statistics from the sums over chunks and the counters of ledger.py."""
         infos, is_whole = self.blobs.list() if namespace is None else (), namespace is None
         return StoreStats(
             kind=self.kind,

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable, unraised
+from blendserve.errors import StoreCircuitOpen, StoreError, StoreUnavailable, unraised
 from blendserve.store.clock import Clock
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -77,7 +77,7 @@ class Breaker:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Ask before a call. Raises StoreLeftAlone while it is open."""
+        """Ask before a call. Raises StoreCircuitOpen while it is open."""
         with self._lock:
             if self._pause_s:
                 if self._is_trying or self._now() < self._until:
@@ -93,7 +93,7 @@ class Breaker:
                 self._pause_s = self._until = 0.0
                 self._by_reading = False
 
-    def failure(self, why: str, reading: bool = False) -> StoreLeftAlone:
+    def failure(self, why: str, reading: bool = False) -> StoreCircuitOpen:
         """The server did not answer, or answered that it cannot -> the error to raise."""
         with self._lock:
             if not self._pause_s:
@@ -112,7 +112,7 @@ class Breaker:
 
     @contextmanager
     def call(self, reading: bool = False) -> Iterator[None]:
-        """One call, inside: StoreUnavailable opens the breaker. Raises StoreLeftAlone while it is open."""
+        """One call, inside: StoreUnavailable opens the breaker. Raises StoreCircuitOpen while it is open."""
         self.enter()
         try:
             yield
@@ -124,9 +124,9 @@ class Breaker:
             raise
         self.success(reading)
 
-    def _error(self) -> StoreLeftAlone:
+    def _error(self) -> StoreCircuitOpen:
         wait_s = max(0.0, self._until - self._now())
-        return StoreLeftAlone(f"{self._server} {self._why}; it is asked again in {wait_s:.1f} s")
+        return StoreCircuitOpen(f"{self._server} {self._why}; it is asked again in {wait_s:.1f} s")
 
 
 class Peer(Protocol):

@@ -26,10 +26,9 @@ from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
-from blendserve.store.ledger import ENTRY, Entry, Ledger, Txn, seal, unpack_sealed, unseal
+from blendserve.store.ledger import ENTRY, Entry, Ledger, Notes, Txn, UsageLog, seal, unpack_sealed, unseal
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Refuse
 from blendserve.store.record import ChunkRecord, decode_header, ignore
-from blendserve.store.usage import Notes, UsageLog
 
 HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
 LEASE_WAIT_S = 1.0  # for other writers: computing a chunk twice is better than later

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
+from blendserve.store import valkey_layout as layout
 from blendserve.store.base import (
     REMOTE,
     ChunkInfo,
@@ -36,31 +37,11 @@ from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
-from blendserve.store.ledger import Totals
+from blendserve.store.ledger import NOTE_EVERY_S, Totals, UsageLog
 from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
-from blendserve.store.usage import NOTE_EVERY_S, UsageLog
 from blendserve.store.valkey_client import Client, ValkeyPeer
-from blendserve.store.valkey_layout import (
-    HEADER,
-    RELEASE,
-    Accounts,
-    Entry,
-    Reserved,
-    Room,
-    ServerBlobs,
-    all_chunks,
-    by_namespace,
-    checked,
-    chunk_name,
-    expire,
-    lease_name,
-    namespace_name,
-    persist,
-    read_fields,
-    run_each,
-    segment_name,
-)
+from blendserve.store.valkey_layout import Accounts, Entry, Reservation, ServerBlobs
 
 T = TypeVar("T")
 SCAN_S = 600.0  # deadline for the names of all chunks
@@ -122,11 +103,11 @@ class ValkeyStore(KVStore):
     def read(self, keys: Sequence[ChunkKey], count: bool = True) -> dict[ChunkKey, ChunkRecord | StoreError]:
         """The stored ones, or why one cannot be read; one round trip. count: as uses. Raises StoreUnavailable."""
         found: dict[ChunkKey, ChunkRecord | StoreError] = {}
-        hashes = self._ask(partial(read_fields, keys=keys), reading=True) if keys else []
+        hashes = self._ask(partial(layout.read_fields, keys=keys), reading=True) if keys else []
         for key, fields in zip(keys, hashes, strict=True):
             try:
                 if fields:
-                    found[key] = replace(checked(key, fields), report=partial(self._usage.count, key))
+                    found[key] = replace(layout.checked(key, fields), report=partial(self._usage.count, key))
                 if count:
                     self._usage.look_up(key, bool(fields))
             except (CorruptRecord, StoreVersion) as error:
@@ -139,15 +120,15 @@ class ValkeyStore(KVStore):
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         asked = list(keys)
-        found = self._each(asked, lambda pipeline, key: pipeline.exists(chunk_name(key)))
+        found = self._each(asked, lambda pipeline, key: pipeline.exists(layout.chunk_name(key)))
         return {key for key, is_stored in zip(asked, found, strict=True) if is_stored}
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
 
         def ask(pipeline: Client, key: ChunkKey) -> None:
-            pipeline.hget(chunk_name(key), HEADER)
-            pipeline.sismember(namespace_name(key[:TAG_BYTES], "pins"), key)
+            pipeline.hget(layout.chunk_name(key), layout.HEADER)
+            pipeline.sismember(layout.namespace_name(key[:TAG_BYTES], "pins"), key)
 
         replies = self._each(asked, ask)
         for key, raw, pinned in zip(asked, replies[::2], replies[1::2], strict=True):
@@ -161,7 +142,7 @@ class ValkeyStore(KVStore):
         tags = self._accounts.tags(namespace)
 
         def job(client: Client) -> list[ChunkKey]:
-            scans = (client.hscan_iter(namespace_name(tag, "entries"), count=1000) for tag in tags)
+            scans = (client.hscan_iter(layout.namespace_name(tag, "entries"), count=1000) for tag in tags)
             return sorted({key for scan in scans for key, _ in scan})
 
         return iter(self._ask(job, SCAN_S))
@@ -186,7 +167,7 @@ class ValkeyStore(KVStore):
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         self._check(writing=True)
         asked = list(keys)
-        deleted = sum(map(int, self._each(asked, lambda pipeline, key: pipeline.unlink(chunk_name(key)))))
+        deleted = sum(map(int, self._each(asked, layout.unlink)))
         self._accounts.remove(asked)
         return deleted
 
@@ -194,7 +175,7 @@ class ValkeyStore(KVStore):
         self._check(writing=True)
         present = sorted(self.contains(keys))
         self._accounts.touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
-        self._each(present, persist if pinned else expire)
+        self._each(present, layout.persist if pinned else layout.expire)
         return len(present)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
@@ -205,11 +186,9 @@ class ValkeyStore(KVStore):
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         self._check()
-        milliseconds = max(1, round(seconds * 1000))
+        options = {"nx": True, "px": max(1, round(seconds * 1000))}
         try:
-            replies = self._each(
-                keys, lambda p, key: p.set(lease_name(key), self._owner, nx=True, px=milliseconds)
-            )
+            replies = self._each(keys, lambda p, key: p.set(layout.lease_name(key), self._owner, **options))
         except StoreError:
             return set(keys)
         granted = {key for key, leased in zip(keys, replies, strict=True) if leased}
@@ -221,9 +200,12 @@ class ValkeyStore(KVStore):
         with self._lock:
             held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
-        with suppress(StoreError):  # they expire
+        with suppress(StoreError):  # they layout.expire
             self._each(
-                held, lambda p, key: p.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
+                held,
+                lambda p, key: p.execute_command(
+                    "EVAL", layout.RELEASE, 1, layout.lease_name(key), self._owner
+                ),
             )
 
     # The whole
@@ -239,7 +221,7 @@ class ValkeyStore(KVStore):
         return self._make_stats(totals, counts, namespace)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Every chunk on the server is checked, entered or not; its entry is made what it should be.
+        """Every chunk on the server is layout.checked, entered or not; its entry is made what it should be.
 
         Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
         """
@@ -247,7 +229,7 @@ class ValkeyStore(KVStore):
         entries: dict[ChunkKey, Entry] = {}
         for tag in self._accounts.tags(None):
             entries |= self._accounts.entries(tag)
-        keys = entries.keys() | self._ask(all_chunks, SCAN_S)
+        keys = entries.keys() | self._ask(layout.all_chunks, SCAN_S)
         return self._check_all(keys, lambda key: self._problem(key, entries.get(key)), progress)
 
     # Inside
@@ -269,19 +251,19 @@ class ValkeyStore(KVStore):
         return self._ask(job)
 
     def _each(self, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]) -> list[Any]:
-        return self._ask(partial(run_each, keys=keys, command=command)) if keys else []
+        return self._ask(partial(layout.run_each, keys=keys, command=command)) if keys else []
 
-    def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reserved | None:
+    def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reservation | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
-        reserve = partial(self._accounts.reserve, key, entry, pin, self._usage.now() // 1000, self.cap_bytes)
+        reserve = partial(self._accounts.reserve, key, entry, self.cap_bytes, self._usage.now() // 1000, pin)
         found = reserve()
-        if isinstance(found, Room):
+        if not found.is_entered:
             if not self._is_worth_room(key, entry.n_bytes, pin):
                 return None
             found = reserve(evict=True)
-        if isinstance(found, Room):  # another engine has pinned the victims
+        if not found.is_entered:  # another engine has pinned the victims
             raise self._full(found, entry.n_bytes)
-        self._each(found.evicted, lambda pipeline, victim: pipeline.unlink(chunk_name(victim)))
+        self._each([victim.key for victim in found.victims], layout.unlink)
         return found
 
     def _is_worth_room(self, key: ChunkKey, n_bytes: int, pin: bool = False) -> bool:
@@ -293,27 +275,29 @@ class ValkeyStore(KVStore):
         victims = self._eviction.victims(room.victims, room.others + n_bytes - self.cap_bytes)
         if victims is None:
             raise self._full(room, n_bytes)
-        if not victims or pin or room.is_known:
+        if not victims or pin or room.layers_before >= 0:
             return True
         if self._admission.admits(key, n_bytes, victims, room.n_chunks):
             return True
         self._usage.count(key, "refused")
         return False
 
-    def _full(self, room: Room, n_bytes: int) -> StoreFull:
+    def _full(self, room: Reservation, n_bytes: int) -> StoreFull:
         return store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
 
-    def _write(self, client: Client, record: ChunkRecord, reserved: Reserved) -> None:
+    def _write(self, client: Client, record: ChunkRecord, reserved: Reservation) -> None:
         """In place of the chunk before; the lease on it ends."""
-        name, key = chunk_name(record.key), record.key
-        fields: dict[bytes, Buffer] = {HEADER: record.header_bytes()}
-        fields |= {segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())}
+        name, key = layout.chunk_name(record.key), record.key
+        fields: dict[bytes, Buffer] = {layout.HEADER: record.header_bytes()}
+        fields |= {
+            layout.segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())
+        }
         pipeline = client.pipeline(transaction=False)
         pipeline.hset(name, mapping=fields)
-        (persist if reserved.pinned else expire)(pipeline, key)
-        if surplus := [segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
+        (layout.persist if reserved.is_pinned else layout.expire)(pipeline, key)
+        if surplus := [layout.segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
             pipeline.hdel(name, *surplus)
-        pipeline.unlink(lease_name(key))
+        pipeline.unlink(layout.lease_name(key))
         pipeline.execute()
         with self._lock:
             self._leased.discard(key)
@@ -325,7 +309,7 @@ class ValkeyStore(KVStore):
             return
         settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
         for tag in self._accounts.tags(None):
-            for _, some in by_namespace(self._accounts.entries(tag)):
+            for _, some in layout.by_namespace(self._accounts.entries(tag)):
                 self._accounts.remove(set(some) - self.contains(some), settled)
 
     def _write_notes(self) -> None:
@@ -337,19 +321,19 @@ class ValkeyStore(KVStore):
             try:
                 free = self._accounts.touch("use", {key: used // 1000 for key, used in notes.used.items()})
                 self._accounts.count(notes.counts)
-                self._each(free, expire)
+                self._each(free, layout.expire)
             except StoreError:
                 self._usage.restore(notes)
 
     def _problem(self, key: ChunkKey, entry: Entry | None) -> str:
         """What is wrong with a chunk, "" for a whole one. Needs no codec. Corrects a wrong entry."""
-        fields = self._ask(partial(read_fields, keys=[key]))[0]
-        record = checked(key, fields)
+        fields = self._ask(partial(layout.read_fields, keys=[key]))[0]
+        record = layout.checked(key, fields)
         if len(fields) > record.n_layers + 1:
             return f"it has more layers than the {record.n_layers} of its header"
         stored = Entry.of(record)
         if entry != stored and not self.read_only:
-            self._accounts.reserve(key, stored, False, self._usage.now() // 1000, NO_QUOTA)
+            self._accounts.reserve(key, stored, NO_QUOTA, self._usage.now() // 1000)
         return "its entry is of another size" if self.read_only and entry not in (None, stored) else ""
 
 

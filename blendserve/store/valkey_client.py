@@ -40,18 +40,12 @@ class ValkeyPeer:
 
     def connect(self) -> Client:
         """A client of the server or cluster. Raises PeerUnusable, and what valkey-py does: see `explain`."""
-        config, options = self._config, self._options()
-        if config.socket:
-            client = self._lib.Valkey(unix_socket_path=config.socket, **options)
-        else:
-            options |= {"socket_connect_timeout": config.deadline_s, "socket_keepalive": True}
-            client = self._lib.Valkey(host=config.host, port=config.port, db=config.database, **options)
+        url, options = self._config.url, self._options()
+        client = self._lib.Valkey.from_url(url, **options)
         if not self._is_cluster(client):
             return client
         client.close()
-        return self._lib.ValkeyCluster(
-            host=config.host, port=config.port, cluster_error_retry_attempts=1, **options
-        )
+        return self._lib.ValkeyCluster.from_url(url, cluster_error_retry_attempts=1, **options)
 
     def disconnect(self, client: Client) -> None:
         """Cut every connection, those in use too: a thread that waits for one gets an error."""
@@ -105,12 +99,13 @@ class ValkeyPeer:
         config, password = self._config, os.environ.get(PASSWORD)
         if config.secret_file:
             password = read_file(config.secret_file, "secret_file").strip()
-        options: dict[str, Any] = {"username": config.username or None, "password": password or None}
-        if config.tls:
-            options |= {"ssl": True, "ssl_ca_certs": config.ca_file and str(config.ca_file)}
-            if config.ca_file:
-                read_file(config.ca_file, "ca_file")  # valkey-py does not say which file it cannot read
-        return options | {"socket_timeout": config.deadline_s}
+        options: dict[str, Any] = {"password": password or None, "socket_timeout": config.deadline_s}
+        if not config.url.startswith("unix:"):
+            options |= {"socket_connect_timeout": config.deadline_s, "socket_keepalive": True}
+        if config.tls and config.ca_file:
+            read_file(config.ca_file, "ca_file")  # valkey-py does not say which file it cannot read
+            options["ssl_ca_certs"] = str(config.ca_file)
+        return options
 
     def _is_cluster(self, client: Client) -> bool:
         """Raises PeerUnusable for another server or version."""

@@ -6,7 +6,7 @@
     blendserve:{TAG}:used        zset     key -> last use, microseconds since 1970
     blendserve:{TAG}:pins        set      of keys
     blendserve:{TAG}:bytes       string   of all entries together
-    blendserve:{TAG}:counts      hash     of look-ups, evictions, ... (usage.py)
+    blendserve:{TAG}:counts      hash     of look-ups, evictions, ... (ledger.py)
     blendserve:namespaces        set      of TAGs
     blendserve:tables            hash     hash of a blob -> its description (blobs.py)
     blendserve:tables:HASH       string   the blob
@@ -54,10 +54,8 @@ local function remove(key)
     redis.call('SREM', pins, key)
 end
 """
-# key, n_bytes, quota, entry, now, pin, evict. Victims are the least recently used unpinned chunks that make room.
-# Enters the chunk in their place -> 1, layers of the chunk that it replaces (-1: none), whether it is pinned, victims.
-# If there are too few, or some and evict is 0, or the entry is empty, nothing changes -> 0, bytes of the other chunks,
-# number of chunks, whether the key has an entry, bytes of the victims, victims.
+# key, n_bytes, quota, entry, now, pin, evict -> Reservation. Victims are the least recently used unpinned chunks that
+# make room. Nothing changes if there are too few, or some and evict is 0, or the entry is empty.
 RESERVE = (
     _START
     + """
@@ -76,18 +74,19 @@ while lacking > 0 do
     end
     at = at + 64
 end
-if lacking > 0 or (#victims > 0 and ARGV[7] == '0') or ARGV[4] == '' then
-    return {0, others, redis.call('HLEN', entries), before and 1 or 0, sizes, victims}
+local enters = lacking <= 0 and (#victims == 0 or ARGV[7] == '1') and ARGV[4] ~= ''
+if enters then
+    for _, victim in ipairs(victims) do
+        remove(victim)
+        redis.call('HINCRBY', counts, 'evictions', 1)
+    end
+    if ARGV[6] == '1' then redis.call('SADD', pins, key) end
+    redis.call('INCRBY', bytes, n - size(key))
+    redis.call('HSET', entries, key, ARGV[4])
+    redis.call('ZADD', used, ARGV[5], key)
 end
-for _, victim in ipairs(victims) do
-    remove(victim)
-    redis.call('HINCRBY', counts, 'evictions', 1)
-end
-if ARGV[6] == '1' then redis.call('SADD', pins, key) end
-redis.call('INCRBY', bytes, n - size(key))
-redis.call('HSET', entries, key, ARGV[4])
-redis.call('ZADD', used, ARGV[5], key)
-return {1, before and tonumber(string.match(before, '%d+$')) or -1, is_pinned(key) and 1 or 0, victims}
+return {enters and 1 or 0, before and tonumber(string.match(before, '%d+$')) or -1, is_pinned(key) and 1 or 0,
+    others, redis.call('HLEN', entries), victims, sizes}
 """
 )
 # "use", "pin" or "unpin", then key, when, ... -> the unpinned ones, which may expire
@@ -136,21 +135,15 @@ class Entry(NamedTuple):
         return cls(record.n_bytes, record.raw_bytes, record.n_tokens, record.n_layers)
 
 
-class Reserved(NamedTuple):
-    """A chunk was entered."""
+class Reservation(NamedTuple):
+    """Whether a chunk was entered, and what it finds."""
 
-    layers_before: int  # of the chunk that it replaces; -1 for a new one
-    pinned: int
-    evicted: list[ChunkKey]  # their entries are removed
-
-
-class Room(NamedTuple):
-    """A chunk was not entered."""
-
+    is_entered: int
+    layers_before: int  # of the chunk that it replaces; -1 for none
+    is_pinned: int
     others: int  # bytes of all other chunks of the namespace
     n_chunks: int
-    is_known: int  # whether it would replace a chunk
-    victims: list[Candidate]
+    victims: list[Candidate]  # the chunks that make room; their entries are removed if it was entered
 
 
 def chunk_name(key: ChunkKey) -> bytes:
@@ -221,6 +214,11 @@ def all_chunks(client: Client) -> set[ChunkKey]:
     return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
 
 
+def unlink(pipeline: Client, key: ChunkKey) -> None:
+    """Delete a chunk."""
+    pipeline.unlink(chunk_name(key))
+
+
 def persist(pipeline: Client, key: ChunkKey) -> None:
     """Let a chunk never expire."""
     pipeline.persist(chunk_name(key))
@@ -256,19 +254,19 @@ class Accounts:
         return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
 
     def reserve(
-        self, key: ChunkKey, entry: Entry, pin: bool, now: int, quota: int, evict: bool = False
-    ) -> Reserved | Room:
+        self, key: ChunkKey, entry: Entry, quota: int, now: int, pin: bool = False, evict: bool = False
+    ) -> Reservation:
         """Enter a chunk if it fits, and if `evict` in place of others. now: microseconds."""
         self._ask(lambda client: client.sadd(NAMESPACES, key[:TAG_BYTES]))
-        text = b"%d %d %d %d" % entry
-        is_entered, *reply = self._script(
-            RESERVE, key[:TAG_BYTES], key, entry.n_bytes, quota, text, now, int(pin), int(evict)
-        )
-        return Reserved(*reply) if is_entered else _room(reply)
+        return self._reserve(key, entry.n_bytes, quota, b"%d %d %d %d" % entry, now, int(pin), int(evict))
 
-    def room(self, key: ChunkKey, n_bytes: int, quota: int) -> Room:
+    def room(self, key: ChunkKey, n_bytes: int, quota: int) -> Reservation:
         """What a chunk would find; changes nothing."""
-        return _room(self._script(RESERVE, key[:TAG_BYTES], key, n_bytes, quota, b"", 0, 0, 0)[1:])
+        return self._reserve(key, n_bytes, quota, b"", 0, 0, 0)
+
+    def _reserve(self, key: ChunkKey, *args: Any) -> Reservation:
+        *found, victims, sizes = self._script(RESERVE, key[:TAG_BYTES], key, *args)
+        return Reservation._make([*found, list(map(Candidate, victims, sizes))])
 
     def touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
         """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""
@@ -304,11 +302,6 @@ class Accounts:
             pipeline.execute()
 
         self._ask(job)
-
-
-def _room(reply: list[Any]) -> Room:
-    others, n_chunks, is_known, sizes, victims = reply
-    return Room(others, n_chunks, is_known, list(map(Candidate, victims, sizes)))
 
 
 class ServerBlobs(BlobStore):

@@ -33,7 +33,7 @@ def generate(seed: int = SEED) -> tuple[Records, Records]:
     """Corpus and questions; deterministic in `seed`."""
     rng = random.Random(seed)
     made = world.build(rng)
-    corpus = [{"title": film.title, "text": prose.film_text(film, rng)} for film in made.films]
+    corpus = [{"title": film.name, "text": prose.film_text(film, rng)} for film in made.films]
     corpus += _people(made, rng)
     corpus += [{"title": u.name, "text": prose.university_text(u, rng)} for u in made.universities]
     asked = [
@@ -42,7 +42,7 @@ def generate(seed: int = SEED) -> tuple[Records, Records]:
             "type": question.type,
             "question": question.text,
             "answers": list(question.answers),
-            "mentioned_titles": [questions.title_of(entity) for entity in question.needed],
+            "mentioned_titles": [entity.name for entity in question.needed],
             "contexts": questions.contexts(question, made, rng),
             "evidences": [list(triple) for triple in question.evidence],
         }

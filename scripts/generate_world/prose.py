@@ -32,7 +32,7 @@ def person_text(person: Person, films: Sequence[Film], rng: random.Random) -> st
     words = {
         "he": he, "He": he.title(), "his": his, "His": his.title(), "him": him, "child": child, "partner": partner,
         "name": person.name, "surname": person.surname, "father": person.father, "mother": person.mother,
-        "spouse": person.spouse, "married": person.marriage.year, "children": _NUMBERS[person.marriage.children],
+        "spouse": person.spouse, "married": person.married, "children": _NUMBERS[person.children],
         "home": f"{person.birthplace.name}, {person.birthplace.country}", "n": _NUMBERS[person.siblings],
         "nth": rng.choice(("first", "second", "youngest")), "trade": f"{_a(demonym(person.country))} {person.occupation}",
         "university": person.university.name, "subject": rng.choice(WORDS["subjects"]),
@@ -41,21 +41,14 @@ def person_text(person: Person, films: Sequence[Film], rng: random.Random) -> st
     career = next((s for man, woman, s in WORDS["occupations"] if person.occupation in (man, woman)), "")
     if films:
         first, *_, last = sorted(films, key=lambda film: film.released)
-        words |= {
-            "first": first.title,
-            "begun": first.released.year,
-            "last": last.title,
-            "ended": last.released.year,
-        }
+        words |= {"first": first.name, "begun": first.released.year}
+        words |= {"last": last.name, "ended": last.released.year}
         career = rng.choice(SENTENCES["careers"])
-    sentences = [
-        _lead(person),
-        rng.choice(SENTENCES["births"]),
-        rng.choice(SENTENCES["studies"]),
-        career,
-        rng.choice(SENTENCES["marriages"]),
-        rng.choice(SENTENCES["honours"]),
-    ]
+    births, studies, marriages, honours = (
+        SENTENCES[n] for n in ("births", "studies", "marriages", "honours")
+    )
+    sentences = [_lead(person), rng.choice(births), rng.choice(studies), career]
+    sentences += [rng.choice(marriages), rng.choice(honours)]
     if person.died and person.deathplace:
         words |= {"grave": person.deathplace.name, "died": day(person.died)}
         sentences.append(rng.choice(SENTENCES["deaths"]))
@@ -64,7 +57,7 @@ def person_text(person: Person, films: Sequence[Film], rng: random.Random) -> st
 
 def film_text(film: Film, rng: random.Random) -> str:
     words = {
-        "title": film.title, "year": film.released.year, "what": f"{demonym(film.country)} {film.genre} film",
+        "title": film.name, "year": film.released.year, "what": f"{demonym(film.country)} {film.genre} film",
         "a_what": f"{_a(demonym(film.country))} {film.genre} film",
         "director": film.director.name, "he": film.stars[0], "she": film.stars[1], "writer": film.writer,
         "composer": film.composer, "role": rng.choice(WORDS["roles"]), "place": film.setting.name,
@@ -84,10 +77,10 @@ def university_text(university: University, rng: random.Random) -> str:
         "books": rng.choice(("half a million", "some two million", "more than a million")),
         "kind": rng.choice(("a public", "a private", "the oldest")),
     }  # fmt: skip
-    sentences = [
-        *(rng.choice(SENTENCES[part]) for part in ("seats", "foundings", "sizes", "schools", "libraries"))
-    ]
-    return " ".join(sentence.format_map(words) for sentence in sentences)
+    parts = ("seats", "foundings", "sizes", "schools", "libraries")
+    return " ".join(
+        sentence.format_map(words) for sentence in [rng.choice(SENTENCES[part]) for part in parts]
+    )
 
 
 def _lead(person: Person) -> str:

@@ -9,24 +9,29 @@ bridge_comparison   two films, a property of the director of each
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import combinations
-from typing import Any
+from typing import NamedTuple
 
 from scripts.generate_world.prose import MONTHS, day, demonym
 from scripts.generate_world.world import Film, Person, University, World
 
 PER_TYPE = 60
 CONTEXTS = 10
+DATES = {
+    "born": "date of birth",
+    "died": "date of death",
+    "released": "publication date",
+    "founded": "inception",
+}
+RELATIVES = ("father", "mother", "spouse")
 
 Triple = tuple[str, str, str]  # subject, relation, object
 Entity = Film | Person | University
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """`needed` are the entities whose passages answer it; `form` tells templates apart, to take them in equal shares."""
 
     type: str
@@ -39,41 +44,28 @@ class Question:
 
 def ask(world: World, rng: random.Random) -> list[Question]:
     """PER_TYPE questions of each type, its forms in equal shares as far as they go, yes and no in equal shares."""
-    chosen: list[Question] = []
-    for make in (_comparisons, _inferences, _compositions, _bridges):
-        chosen += _balanced(list(make(world)), PER_TYPE, rng)
-    return chosen
-
-
-def title_of(entity: Entity) -> str:
-    return entity.title if isinstance(entity, Film) else entity.name
+    makers = (_comparisons, _inferences, _compositions, _bridges)
+    return [question for make in makers for question in _balanced(list(make(world)), PER_TYPE, rng)]
 
 
 def contexts(question: Question, world: World, rng: random.Random) -> list[str]:
     """Titles of the needed passages among distractors of the same kinds, half of them look-alikes; shuffled."""
-    pools: dict[type, list[Entity]] = {
-        Film: list(world.films), Person: list(world.people.values()), University: list(world.universities),
-    }  # fmt: skip
+    every = (*world.films, *world.people.values(), *world.universities)
     chosen = list(question.needed)
     while len(chosen) < CONTEXTS:
         kind = type(rng.choice(question.needed))
-        others = [entity for entity in pools[kind] if entity not in chosen]
+        others = [entity for entity in every if type(entity) is kind and entity not in chosen]
         sample = rng.sample(others, rng.choice((1, min(10, len(others)))))
         chosen.append(max(sample, key=lambda entity: _likeness(entity, question.needed)))
-    titles = [title_of(entity) for entity in chosen]
+    titles = [entity.name for entity in chosen]
     rng.shuffle(titles)
     return titles
 
 
 def _likeness(entity: Entity, needed: Sequence[Entity]) -> int:
     """Words of the name and countries in common with the entities that the question needs."""
-    names = {word for other in needed for word in title_of(other).split()} - {"The", "University", "of"}
-    lands = {_country(other) for other in needed}
-    return len(names & set(title_of(entity).split())) + (_country(entity) in lands)
-
-
-def _country(entity: Entity) -> str:
-    return entity.city.country if isinstance(entity, University) else entity.country
+    names = {word for other in needed for word in other.name.split()} - {"The", "University", "of"}
+    return len(names & set(entity.name.split())) + (entity.country in {other.country for other in needed})
 
 
 def _balanced(pool: list[Question], n: int, rng: random.Random) -> list[Question]:
@@ -93,24 +85,16 @@ def _balanced(pool: list[Question], n: int, rng: random.Random) -> list[Question
 
 def _comparisons(world: World) -> Iterator[Question]:
     for a, b in combinations(world.people.values(), 2):
-        born = _evidence("date of birth", a, b, lambda p: day(p.born))
-        yield from _ordered("born first", "Who was born first, {} or {}?", a, b, a.born, b.born, born)
-        if a.died and b.died:
-            died = _evidence("date of death", a, b, lambda p: day(p.died))
-            yield from _ordered("died first", "Who died first, {} or {}?", a, b, a.died, b.died, died)
-        text = "Are {} and {} of the same nationality?"
-        yield _same("nationality", text, a, b, a, b)
+        yield from _ordered("born first", "Who was born first, {} or {}?", a, b, "born")
+        yield from _ordered("died first", "Who died first, {} or {}?", a, b, "died")
+        yield _same("nationality", "Are {} and {} of the same nationality?", a, b, a, b)
     for f, g in combinations(world.films, 2):
-        out = _evidence("publication date", f, g, lambda x: day(x.released))
-        yield from _ordered(
-            "came first", "Which film came out first, {} or {}?", f, g, f.released, g.released, out
-        )
+        yield from _ordered("came first", "Which film came out first, {} or {}?", f, g, "released")
         text = "Which film was released more recently, {} or {}?"
-        yield from _ordered("came later", text, f, g, f.released, g.released, out)
+        yield from _ordered("came later", text, f, g, "released")
     for u, v in combinations(world.universities, 2):
-        begun = _evidence("inception", u, v, lambda x: str(x.founded))
         text = "Which was founded first, the {} or the {}?"
-        yield from _ordered("founded first", text, u, v, date(u.founded, 1, 1), date(v.founded, 1, 1), begun)
+        yield from _ordered("founded first", text, u, v, "founded")
 
 
 def _inferences(world: World) -> Iterator[Question]:
@@ -130,44 +114,35 @@ def _inferences(world: World) -> Iterator[Question]:
 
 
 def _compositions(world: World) -> Iterator[Question]:
-    for film in world.films:
-        for form, text, relation, answers in asked_of(film.director):
-            evidence = (
-                (film.title, "director", film.director.name),
-                (film.director.name, relation, answers[0]),
-            )
-            asked = text.format(f"the director of film {film.title}")
-            yield Question(
-                "compositional", f"director {form}", asked, answers, evidence, (film, film.director)
-            )
-    for person in world.people.values():
-        for step in ("father", "mother", "spouse"):
-            relative = world.people.get(getattr(person, step))
-            if relative:
-                for form, text, relation, answers in asked_of(relative):
-                    if relation not in ("father", "mother", "spouse"):  # those would be inferences
-                        evidence = (person.name, step, relative.name), (relative.name, relation, answers[0])
-                        asked = text.format(f"{person.name}'s {step}")
-                        yield Question(
-                            "compositional", f"relative {form}", asked, answers, evidence, (person, relative)
-                        )
+    """Of a film's director, and of a person's relative."""
+    films: list[tuple[str, str, Entity, Person]] = [
+        ("director", f"the director of film {f.name}", f, f.director) for f in world.films
+    ]
+    people: list[tuple[str, str, Entity, Person]] = [
+        (step, f"{person.name}'s {step}", person, relative)
+        for person in world.people.values()
+        for step in RELATIVES
+        if (relative := world.people.get(getattr(person, step)))
+    ]
+    for step, who, entity, person in (*films, *people):
+        kind = step if step == "director" else "relative"
+        for form, text, relation, answers in asked_of(person):
+            if kind == "director" or relation not in RELATIVES:  # those would be inferences
+                evidence = (entity.name, step, person.name), (person.name, relation, answers[0])
+                asked, needed = text.format(who), (entity, person)
+                yield Question("compositional", f"{kind} {form}", asked, answers, evidence, needed)
 
 
 def asked_of(p: Person) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """What can be asked of someone who is described: form, text, relation, golds."""
     yield "birthplace", "Where was {} born?", "place of birth", (p.birthplace.name,)
     yield "birth", "When was {} born?", "date of birth", _dates(p.born)
-    yield (
-        "country",
-        "What is the nationality of {}?",
-        "country of citizenship",
-        (p.country, demonym(p.country)),
-    )
+    country = p.country, demonym(p.country)
+    yield "country", "What is the nationality of {}?", "country of citizenship", country
     yield "university", "Where did {} study?", "educated at", (p.university.name,)
     yield "award", "Which award did {} receive?", "award received", (p.award,)
-    yield "father", "Who is the father of {}?", "father", (p.father,)
-    yield "mother", "Who is the mother of {}?", "mother", (p.mother,)
-    yield "spouse", "Who is the spouse of {}?", "spouse", (p.spouse,)
+    for relative in RELATIVES:
+        yield relative, f"Who is the {relative} of {{}}?", relative, (getattr(p, relative),)
     if p.died and p.deathplace:
         yield "deathplace", "Where did {} die?", "place of death", (p.deathplace.name,)
         yield "death", "When did {} die?", "date of death", _dates(p.died)
@@ -178,43 +153,38 @@ def _bridges(world: World) -> Iterator[Question]:
         a, b = f.director, g.director
         if a == b:
             continue
-        led = (f.title, "director", a.name), (g.title, "director", b.name)
-        asked = [
-            _same(
-                "country", "Do the directors of both films {} and {} have the same nationality?", f, g, a, b
-            )
-        ]
+        led = (f.name, "director", a.name), (g.name, "director", b.name)
+        text = "Do the directors of both films {} and {} have the same nationality?"
+        asked = [_same("country", text, f, g, a, b)]
         for order in ("first", "later"):
-            born = _evidence("date of birth", a, b, lambda p: day(p.born))
-            text = f"Which film has the director who was born {order}, {{}} or {{}}?"
-            asked += _ordered(f"born {order}", text, f, g, a.born, b.born, born)
-            if a.died and b.died:
-                died = _evidence("date of death", a, b, lambda p: day(p.died))
-                text = f"Which film has the director who died {order}, {{}} or {{}}?"
-                asked += _ordered(f"died {order}", text, f, g, a.died, b.died, died)
+            for field, verb in (("born", "was born"), ("died", "died")):
+                text = f"Which film has the director who {verb} {order}, {{}} or {{}}?"
+                asked += _ordered(f"{field} {order}", text, f, g, field, a, b)
         for q in asked:
-            yield replace(q, type="bridge_comparison", evidence=(*led, *q.evidence), needed=(f, g, a, b))
+            yield q._replace(type="bridge_comparison", evidence=(*led, *q.evidence), needed=(f, g, a, b))
 
 
-def _ordered(
-    form: str, text: str, a: Entity, b: Entity, one: date, other: date, evidence: tuple[Triple, ...]
-) -> Iterator[Question]:
-    """Which of two comes first (or later, by the form's last word), unless they lie within two years."""
-    if abs(one.year - other.year) > 2:
-        first, last = (a, b) if one < other else (b, a)
-        answer = title_of(first if form.endswith("first") else last)
-        yield Question("comparison", form, text.format(title_of(a), title_of(b)), (answer,), evidence, (a, b))
+def _ordered(form: str, text: str, a: Entity, b: Entity, field: str, *ends: Person) -> Iterator[Question]:
+    """Which of two comes first (or later, by the form's last word), unless a date is unknown or within two years.
+
+    ends: the people that a and b lead to, whose dates count.
+    """
+    dated = ends or (a, b)
+    dates = [getattr(end, field) for end in dated]
+    years = [when.year if isinstance(when, date) else when for when in dates]
+    if all(dates) and abs(years[0] - years[1]) > 2:
+        first, last = (a, b) if years[0] < years[1] else (b, a)
+        answer = (first if form.endswith("first") else last).name
+        said = (day(when) if isinstance(when, date) else str(when) for when in dates)
+        evidence = tuple((end.name, DATES[field], when) for end, when in zip(dated, said, strict=True))
+        yield Question("comparison", form, text.format(a.name, b.name), (answer,), evidence, (a, b))
 
 
 def _same(form: str, text: str, a: Entity, b: Entity, one: Person, other: Person) -> Question:
     """Whether two people, asked after by way of a and b, are of one nationality."""
-    evidence = _evidence("country of citizenship", one, other, lambda p: p.country)
+    evidence = tuple((p.name, "country of citizenship", p.country) for p in (one, other))
     answer = "yes" if one.country == other.country else "no"
-    return Question("comparison", form, text.format(title_of(a), title_of(b)), (answer,), evidence, (a, b))
-
-
-def _evidence(relation: str, a: Entity, b: Entity, value: Callable[[Any], str]) -> tuple[Triple, Triple]:
-    return (title_of(a), relation, value(a)), (title_of(b), relation, value(b))
+    return Question("comparison", form, text.format(a.name, b.name), (answer,), evidence, (a, b))
 
 
 def _dates(when: date) -> tuple[str, str]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from blendserve.bench.harness import (
     ANY,
@@ -24,14 +21,11 @@ from blendserve.bench.harness import (
     read_result,
     select,
     speedup,
-    summarize,
     table,
 )
-from blendserve.bench.plots import Plot
 from blendserve.errors import InputError
 
 HEADER = {"bench": "toy", "config": {"repeats": 3}, "environment": {"machine": {"cpu": "C", "threads": 1}}}
-seconds = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9)
 
 
 def samples(**methods: list[float]) -> list[Sample]:
@@ -61,17 +55,10 @@ def test_rounds_warm_up_first_and_each_begins_with_another_case() -> None:
     assert log.groups[1]["samples"] == [[{"cold": 1, "case": "a"}, 0, {"calls": 13}]]
 
 
-@given(seconds, st.floats(0.01, 100))
-def test_a_machine_that_slows_one_round_changes_no_ratio(values: list[float], factor: float) -> None:
-    """The ratio of medians would change; the median of ratios does not."""
-    slow = samples(
-        a=[10 * factor * values[0], *(factor * v for v in values[1:])], b=[10 * values[0], *values[1:]]
-    )
-    found = speedup("", "ttft_s", method="a").values(slow, {"method": "b"})
-    assert summarize(found).median == pytest.approx(factor)
-
-
 def test_columns_compare_with_a_case_of_the_same_round() -> None:
+    """So a machine that slows one round changes no ratio."""
+    slow_round = samples(full=[40.0, 4.0, 4.0], fast=[20.0, 2.0, 2.0])
+    assert speedup("", "ttft_s", method="full").values(slow_round[::-1], {"method": "fast"}) == [2.0] * 3
     found = samples(full=[4.0, 8.0], fast=[2.0, 2.0], slow=[1.0, 16.0])
     assert speedup("", "ttft_s", method="full").values(found, {"method": "fast"}) == [2.0, 4.0]
     assert ratio("", "ttft_s", method="full").values(found, {"method": "fast"}) == [0.5, 0.25]
@@ -97,14 +84,12 @@ def test_a_table_names_what_rows_share_in_its_title() -> None:
 
 
 def test_one_row_is_selected_or_an_error() -> None:
-    result = {
-        **HEADER,
-        "groups": [{"group": {}, "facts": {}, "samples": [list(s) for s in samples(a=[1.0], b=[2.0])]}],
-    }
+    rows = [list(sample) for sample in samples(a=[1.0], b=[2.0])]
+    result = {**HEADER, "groups": [{"group": {}, "facts": {}, "samples": rows}]}
     assert select(result, Column("", "ttft_s"), {"method": "b"}) == [2.0]
-    for column, where in ((Column("", "ttft_s"), {}), (Column("", "no"), {"method": "a"})):
+    for metric, where in (("ttft_s", {}), ("no", {"method": "a"})):
         with pytest.raises(InputError):
-            select(result, column, where)
+            select(result, Column("", metric), where)
 
 
 def groups(names: str, ran: list[str]) -> Iterator[Group]:
@@ -130,11 +115,10 @@ def test_a_killed_run_resumes_after_its_last_whole_group(tmp_path: Path) -> None
     with file.with_name("toy.jsonl.part").open("a") as out:
         out.write('{"group": {"point": "c"}, "sam')
     again = SampleLog(HEADER, file)
-    assert not again.is_complete
     measure(groups("abcd", ran), 1, again)
     assert "".join(ran) == "aabb!ccdd"  # with warm-up rounds
     assert again.result == read_result(file) == SampleLog(HEADER, file).result
-    assert SampleLog(HEADER, file).is_complete
+    assert (again.is_complete, SampleLog(HEADER, file).is_complete) == (False, True)  # when they were opened
     assert again.result["environment"]["model"] == "M"
     assert [group["facts"] for group in again.groups] == [{"fact": n} for n in (2, 4, 7, 9)]
     with pytest.raises(InputError):
@@ -142,12 +126,3 @@ def test_a_killed_run_resumes_after_its_last_whole_group(tmp_path: Path) -> None
     file.write_text("{}\nnonsense\n")
     with pytest.raises(InputError):
         read_result(file)
-
-
-@pytest.mark.parametrize("x", ["context", "link"])
-def test_a_plot_has_every_series(x: str) -> None:
-    point: dict[str, Any] = {"context": 512, "link": "slow"}
-    drawn = [[{**point, "method": m}, n, {"ttft_s": 1.0 + n}] for m in ("full", "reuse") for n in range(2)]
-    svg = Plot(y="ttft_s", series="method", x=x).draw({**HEADER, "groups": [{"samples": drawn}]}).decode()
-    assert "full" in svg
-    assert "reuse" in svg

@@ -1,42 +1,43 @@
-"""Requests against stores that hold everything, something, nothing, or damage; the model is left as it was."""
+"""Requests against stores that hold everything, something or damage, are closed, or lie behind a slow link."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from pathlib import Path
+from itertools import count, islice
 from typing import Any
 
 import pytest
 import torch
 
-from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Reason, Span, TokenIds, run
+from blendserve.blend.blender import Blender, Prefilled
+from blendserve.blend.cost import CostModel
+from blendserve.config import BlendConfig, changed
+from blendserve.core import BlendReport, Reason, Span, Steps, run
 from blendserve.errors import ConfigError
+from blendserve.fetch import TieredStore
+from blendserve.models.kv_cache import KVCache
 from blendserve.store import ChunkRecord, MemoryStore, read_record
-from blendserve.store.codecs.base import Coding
-from blendserve.store.view import RecordView
+from blendserve.store.base import LOCAL
+from blendserve.store.codecs.base import SLOW, Coding
 from tests.support.blending import (
     LeakyStore,
     assert_near,
     check_report,
+    missing,
     model_logits,
     some_ids,
     some_prompt,
     tiny_blender,
 )
-from tests.support.damages import DAMAGES, Damage
+from tests.support.links import FarSource
 from tests.support.models import fresh_model, tiny_adapter
-from tests.support.places import OnDisk
 from tests.support.stores import ROOMY, FaultyStore, put_kv
 
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
 CHUNKS = [chunk.ids for chunk in PROMPT.chunks]
+FILLED = 5  # chunks that are not empty
 BLEND = BlendConfig(method="blend")
-
-
-def named(damage: str) -> Damage:
-    return next(one for one in DAMAGES if one.name == damage)
 
 
 def found(report: BlendReport) -> tuple[int, int, int]:
@@ -44,63 +45,47 @@ def found(report: BlendReport) -> tuple[int, int, int]:
     return report.chunks_hit, report.chunks_missing, report.chunks_corrupt
 
 
-def flip_header(place: OnDisk, maker: Blender) -> None:
-    place.damage(maker.key(CHUNKS[1]), named("flipped header"))
+def damage_a_layer(store: LeakyStore, maker: Blender) -> None:
+    store.broken = {maker.key(CHUNKS[1])}
 
 
-def flip_layers(place: OnDisk, maker: Blender) -> None:
-    place.damage(maker.key(CHUNKS[1]), named("flipped layer 1"))
-
-
-def put_wrong_record(place: OnDisk, maker: Blender) -> None:
+def put_wrong_record(store: LeakyStore, maker: Blender) -> None:
     """Of another chunk, under a chunk's key."""
-    with place.open() as store:
-        put_kv(store, maker.key(CHUNKS[1]), maker.writer.chunks.compute([some_ids(3)])[0])
+    put_kv(store, maker.key(CHUNKS[1]), maker.writer.chunks.compute([some_ids(3)])[0])
 
 
-def put_foreign_codec(place: OnDisk, maker: Blender) -> None:
-    with place.open() as store:
-        key = maker.key(CHUNKS[1])
-        record: Any = read_record(store, key)
-        coding = Coding("alien", 3, bytes(range(16)))
-        store.put(key, ChunkRecord.from_segments(key, record.shape, coding, record.segments()))
+def put_foreign_codec(store: LeakyStore, maker: Blender) -> None:
+    key = maker.key(CHUNKS[1])
+    record: Any = read_record(store, key)
+    coding = Coding("alien", 3, bytes(range(16)))
+    store.put(key, ChunkRecord.from_segments(key, record.shape, coding, record.segments()))
 
 
 @pytest.mark.parametrize(
-    ("damage", "counts", "kind", "absent"),
+    ("damage", "counts", "kind"),
     [
-        (flip_header, (4, 0, 1), "corrupt", (CHUNKS[1],)),
-        (flip_layers, (4, 0, 1), "corrupt", (CHUNKS[1],)),
-        (put_wrong_record, (4, 0, 1), "corrupt", (CHUNKS[1],)),
-        (put_foreign_codec, (4, 1, 0), "codec", (CHUNKS[1],)),
+        (damage_a_layer, (4, 0, 1), "corrupt"),
+        (put_wrong_record, (4, 0, 1), "corrupt"),
+        (put_foreign_codec, (4, 1, 0), "codec"),
     ],
 )
 def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
-    damage: Callable[[OnDisk, Blender], None],
-    counts: tuple[int, int, int],
-    kind: str,
-    absent: tuple[TokenIds, ...],
-    tmp_path: Path,
+    damage: Callable[[LeakyStore, Blender], None], counts: tuple[int, int, int], kind: str
 ) -> None:
-    place, as_if_missing = OnDisk(tmp_path, ROOMY), tiny_blender(MemoryStore(ROOMY), *CHUNKS)
-    whole = as_if_missing.run(PROMPT, BLEND)
-    for ids in absent:
-        as_if_missing.store.delete([as_if_missing.key(ids)])
-    with place.open() as store:
-        maker = tiny_blender(store, *CHUNKS)
-    damage(place, maker)
-    with place.open() as store:
-        maker = tiny_blender(store)
-        hurt = maker.run(PROMPT, BLEND)
-        assert found(hurt.report) == counts
-        assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
-        assert tuple(chunk.ids for chunk in hurt.missing) == absent
-        assert torch.equal(hurt.result.logits, as_if_missing.run(PROMPT, BLEND).result.logits)
-        assert run(maker.writer.write_back(hurt.missing)) == len(absent)
-        healed = maker.run(PROMPT, BLEND)
-        assert_near(healed.result.logits, whole.result.logits)
-        assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), ())
-        assert not store.verify().bad
+    store = LeakyStore()
+    maker, as_if_missing = tiny_blender(store, *CHUNKS), tiny_blender(None, *CHUNKS)
+    whole = maker.run(PROMPT, BLEND)
+    as_if_missing.store.delete([as_if_missing.key(CHUNKS[1])])
+    damage(store, maker)
+    hurt = maker.run(PROMPT, BLEND)
+    assert found(hurt.report) == counts
+    assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
+    assert [chunk.ids for chunk in hurt.missing] == [CHUNKS[1]]
+    assert torch.equal(hurt.result.logits, as_if_missing.run(PROMPT, BLEND).result.logits)
+    assert run(maker.writer.write_back(hurt.missing)) == 1
+    healed = maker.run(PROMPT, BLEND)
+    assert_near(healed.result.logits, whole.result.logits)
+    assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), ())
 
 
 def test_kv_of_another_model_tenant_prefix_or_dtype_is_not_found() -> None:
@@ -140,7 +125,7 @@ def test_precompute_skips_stored_chunks_and_duplicates_and_counts() -> None:
         ({"method": "blend"}, (), False, "stored | stored, not stored, moved, not stored, moved"),
         ({"method": "prefix"}, (), False, "stored | stored" + 4 * ", not looked up"),
         ({"method": "full"}, (), False, "not looked up | not looked up" + 4 * ", not looked up"),
-        ({"method": "blend"}, (), True, "stored | unusable" + 4 * ", unusable"),
+        ({"method": "blend", "near": True}, (), True, "stored | unusable" + 4 * ", unusable"),
         ({"method": "blend"}, (3,), False, "stored | stored, not stored, unusable, not stored, moved"),
         ({"near": True, "method": "blend"}, (), False, "stored | stored, no donor, moved, no donor, moved"),
     ],
@@ -167,29 +152,114 @@ def test_parts_cover_the_prompt_in_order_each_with_its_reason(
     assert done.report.chunks_corrupt == len(damaged)
 
 
-def test_weights_stay_and_answers_are_the_same_after_damage_and_an_exception(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    adapter, store = fresh_model("llama"), LeakyStore()
+def test_the_models_weights_stay_as_they_are() -> None:
+    adapter = fresh_model("llama")
     before = {name: tensor.clone() for name, tensor in adapter.reference.state_dict().items()}
-    maker = tiny_blender(store, *CHUNKS, adapter=adapter)
-    good = maker.run(PROMPT, BLEND)
-    for policy in ("deviation", "all"):
+    maker = tiny_blender(None, *CHUNKS, adapter=adapter)
+    for policy in ("query", "deviation", "all"):
         maker.run(PROMPT, BlendConfig(policy=policy))
-    store.broken = {maker.key(CHUNKS[1])}
-    assert maker.run(PROMPT, BLEND).report.chunks_corrupt == 1
-    store.broken = set()
-
-    layer = RecordView.layer
-
-    def fails(self: RecordView, l: int) -> Any:
-        if l == 2:
-            raise KeyboardInterrupt
-        return layer(self, l)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordView, "layer", fails)
-        with pytest.raises(KeyboardInterrupt):
-            maker.run(PROMPT, BLEND)
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.reference.state_dict().items())
-    assert torch.equal(maker.run(PROMPT, BLEND).result.logits, good.result.logits)
+
+
+# Work that is closed before a layer
+
+
+def advance(steps: Steps[Any], n: int) -> bool:
+    """Whether there are so many pauses."""
+    return len(list(islice(steps, n))) == n
+
+
+def loader_threads() -> int:
+    return sum(thread.name.startswith("blendserve-") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("policy", ["query", "deviation"])
+def test_a_prefill_closed_before_any_layer_leaves_nothing_open(policy: Any) -> None:
+    blend, store = changed(BLEND, policy=policy, ratio=0.5), LeakyStore()
+    made, before, n = tiny_blender(store, *CHUNKS[:-1]), loader_threads(), 0
+    expected = made.run(PROMPT, blend).result.logits
+    for n in count(1):
+        steps = made.prefill(PROMPT, blend, cache=KVCache(made.model, len(PROMPT)))
+        if not advance(steps, n):
+            break
+        assert store.snapshots == 1
+        steps.close()
+        assert (store.snapshots, loader_threads()) == (0, before)
+    assert n == 1 + made.model.n_layers * (1 + (policy == "query"))
+    assert torch.equal(made.run(PROMPT, blend).result.logits, expected)
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_a_chunk_whose_computation_is_closed_can_be_computed_by_another(precompute: bool) -> None:
+    writer, last = tiny_blender(None, *CHUNKS[:-2]).writer, CHUNKS[-1]
+    for n in count(1):
+        steps: Any = writer.precompute_one(last, "skip") if precompute else writer.write_back(missing(last))
+        if not advance(steps, n):
+            break
+        assert last in writer.missing(CHUNKS)
+        steps.close()
+    assert last not in writer.missing(CHUNKS)
+    assert run(writer.write_back(missing(last))) == 0
+
+
+# Chunks on another machine
+
+
+def far_source() -> FarSource:
+    """A machine that has the chunks, behind a link that takes a second a token; a probe has found that out."""
+    store = MemoryStore(ROOMY)
+    made = tiny_blender(store, *CHUNKS)
+    source = FarSource(store)
+    source.token_s = 1.0
+    tiny_blender(TieredStore(MemoryStore(0), source)).fetcher.warm_up([made.key(CHUNKS[0])])
+    return source
+
+
+def over(source: FarSource, local: MemoryStore, row_s: float = 1e-3) -> Blender:
+    """row_s: computing a row; 1 ms by default, which is 62 ms for the whole prompt."""
+    return tiny_blender(TieredStore(local, source), costs=CostModel(0.0, row_s, 0.0, 0.0))
+
+
+def kinds(done: Prefilled) -> list[tuple[int, str]]:
+    check_report(done.report, PROMPT)
+    return [(unusable.chunk, unusable.kind) for unusable in done.report.unusable]
+
+
+def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_them() -> None:
+    source = far_source()
+    made = over(source, MemoryStore(0))
+    left = made.run(PROMPT, BlendConfig(method="auto"))
+    made.fetcher.wait()
+    assert kinds(left) == [(i, SLOW) for i, ids in enumerate(CHUNKS) if ids]
+    assert (left.report.method, found(left.report)) == ("prefix", (0, FILLED, 0))
+    assert source.fetched.total() == 0
+    fresh = tiny_blender(MemoryStore(ROOMY)).run(PROMPT, BlendConfig())
+    assert torch.equal(left.result.logits, fresh.result.logits)
+    fixed = made.run(PROMPT, BLEND)
+    assert (found(fixed.report), kinds(fixed)) == ((FILLED, 0, 0), [])
+    assert set(source.fetched) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
+
+
+def test_chunks_of_this_machine_are_used_and_those_left_on_a_slow_link_are_stored_here() -> None:
+    local = MemoryStore(ROOMY)
+    tiny_blender(local, *(ids for ids in CHUNKS if ids != CHUNKS[3]))
+    made = over(far_source(), local)
+    done = made.run(PROMPT, BlendConfig(method="auto"))
+    made.fetcher.wait()
+    assert kinds(done) == [(3, SLOW)]
+    assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
+    assert run(made.writer.write_back(done.missing)) == 1
+    assert len(list(local.keys())) == FILLED
+
+
+def test_requests_tell_what_their_chunks_save_and_take_to_compute() -> None:
+    """With a row a second: the rows that a prefill does not run, and those of the chunk alone."""
+    made, blend = over(far_source(), MemoryStore(0), row_s=1.0), changed(BLEND, ratio=0.5)
+    keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS) if ids}
+    requests = made.planner.requests(PROMPT, changed(blend, method="auto"), keys, PROMPT.prefix)
+    ran = made.run(PROMPT, blend).result.cost * len(PROMPT)
+    n_saved = sum(map(len, CHUNKS)) + len(PROMPT.suffix) - ran
+    assert sum(r.saved_s or 0.0 for r in requests.values()) == pytest.approx(n_saved)
+    assert [(r.key, r.n_tokens, r.compute_s) for r in requests.values()] == [
+        (keys[i], len(CHUNKS[i]), len(CHUNKS[i])) for i in keys
+    ]

@@ -17,9 +17,8 @@ from blendserve.blend import cost
 from blendserve.blend.cost import CostModel, Work, calibrated, count_work, measure
 from blendserve.blend.layout import Layout
 from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, changed
-from blendserve.fetch.link import MEAN_WEIGHT, TokenRate
 from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_adapter
 
@@ -120,13 +119,3 @@ def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() ->
     auto = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio="auto:0.2")
     fixed = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio=0.2)
     assert auto.recomputed.tolist() == fixed.recomputed.tolist()
-
-
-def test_rates_are_a_running_mean() -> None:
-    rate = TokenRate()
-    rate.record(1.0, 0)
-    assert rate.per_token is None
-    rate.record(2.0, 10)
-    assert rate.per_token == 0.2
-    rate.record(1.0, 10)
-    assert rate.per_token == pytest.approx(0.2 * (1 - MEAN_WEIGHT) + 0.1 * MEAN_WEIGHT)

@@ -26,14 +26,13 @@ from tests.support.blending import (
     check_report,
     model_kv,
     model_logits,
-    model_says,
     some_ids,
     some_priors,
     some_prompt,
     tiny_blender,
 )
 from tests.support.models import BLEND_KINDS, tiny_adapter
-from tests.support.twin import Correct, Piece, Start, naive_prefill, question_scores, ridge, shift, start_from
+from tests.support.twin import Correct, Piece, Start, correction, naive_prefill, question_scores, start_from
 
 DONOR = some_ids(45, 99)  # stored, where a chunk of the prompt is an edited copy of it
 BOUND = 3e-4
@@ -193,7 +192,7 @@ def correction_of(case: Case, start: Start, rows: Sequence[Tensor]) -> Correct |
     if name == "none" or not start.spans:
         return None
     expected = known.layer if known and name == "prior" else None
-    formula = shift(start.spans) if name == "shift" else ridge(start.spans, len(rows) - 1, expected)
+    formula = correction(name, start.spans, len(rows) - 1, expected)
 
     def correct(l: int, stored: Any, fresh: Any, at: list[int]) -> Any:
         return stored if narrows(case, start, l, rows) else formula(l, stored, fresh, at)
@@ -316,13 +315,6 @@ def test_a_prior_counts_less_where_few_tokens_are_recomputed_or_they_contradict_
     check(replace(example(policy="random", ratio=ratio, correction="prior"), prior=prior))
 
 
-@pytest.mark.parametrize("n_damaged", [1, 2])
-@pytest.mark.parametrize("method", ["blend", "prefix", "reuse"])
-def test_damaged_chunks_are_computed_in_the_same_request(method: str, n_damaged: int) -> None:
-    case = example(method=method, policy="query", correction="ridge")
-    check(replace(case, damaged=frozenset([case.prompt.chunks[0].ids, DONOR][:n_damaged])))
-
-
 @pytest.mark.parametrize("context", [0, 1, 3])
 def test_the_first_chunk_is_exact_only_behind_its_own_prefix(context: int) -> None:
     case = example(policy="none", correction="none")
@@ -347,18 +339,6 @@ def test_the_twin_is_the_models_forward_if_what_is_stored_is_exact(kind: str, fo
     assert_near(twin.keys, keys)
     assert_near(twin.values, values)
     assert int(start.exact.sum()) == sum(map(len, prompt.chunks[:found]))
-
-
-@EVERY_KIND
-def test_the_twin_moves_stored_kv_to_where_the_model_computes_it_at_later_positions(kind: str) -> None:
-    adapter, prompt = tiny_adapter(kind), some_prompt([12, 14])
-    span, chunk = prompt.spans[1], prompt.chunks[1]
-    start, at = start_from(adapter, prompt, [Piece(span, chunk.ids, 0, ())]), torch.arange(len(prompt))
-    here, ropes = slice(span.start, span.stop), adapter.rope(at)
-    layers = model_says(adapter, chunk.ids, position_ids=at[None, here]).past_key_values.layers
-    for l, layer in enumerate(layers):
-        assert_near(adapter.rotate(start.keys[l], ropes[l])[:, here], layer.keys[0])
-        assert_near(start.values[l][:, here], layer.values[0])
 
 
 def test_the_check_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -14,6 +13,7 @@ from blendserve.errors import CorruptRecord
 from blendserve.fetch.layers import HOST_AHEAD, LayerReader
 from blendserve.kernels import team
 from blendserve.store.view import TensorView
+from tests.support.kernels import threads
 from tests.support.waiting import eventually, is_blocked
 
 LAYERS = 5
@@ -43,42 +43,33 @@ class Watched(TensorView):
         return self.chunk.layer(l)
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("coded", [False, True])
 def test_every_layer_is_read_once_ahead_by_threads_of_one_core(coded: bool) -> None:
     """Chunks are decoded side by side."""
     views = [Watched(coded=coded), Watched(coded=coded)]
-    with closing(LayerReader(views, LAYERS)) as reader:
+    with threads(3), closing(LayerReader(views, LAYERS)) as reader:
         for l in range(LAYERS):
             for view, pair in zip(views, reader.take(l), strict=True):
                 assert all(map(torch.equal, pair, view.chunk.layer(l)))
             eventually(lambda: reader.is_ahead)
             assert len(views[0].reads) == min(l + 1 + HOST_AHEAD, LAYERS)
+        assert torch.get_num_threads() == 3
     assert [view.reads for view in views] == [list(range(LAYERS))] * 2
     assert [view.teams for view in views] == [{1}, {1}]
     names = views[0].threads | views[1].threads
     assert threading.current_thread().name not in names
     assert any("decode" in name for name in names) == coded
-    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize(
-    ("threads", "views", "coded", "left"),
+    ("n_threads", "views", "coded", "left"),
     [(1, 3, True, 1), (2, 3, True, 1), (4, 2, True, 2), (4, 9, True, 3), (4, 9, False, 0)],
 )
 def test_cores_are_left_to_decoding_while_the_next_layer_is_late(
-    threads: int, views: int, coded: bool, left: int
+    n_threads: int, views: int, coded: bool, left: int
 ) -> None:
-    torch.set_num_threads(threads)
     late, others = Watched(slow=2, coded=coded), [Watched(coded=coded) for _ in range(views - 1)]
-    with closing(LayerReader([late, *others], LAYERS)) as reader:
+    with threads(n_threads), closing(LayerReader([late, *others], LAYERS)) as reader:
         reader.take(0)
         eventually(lambda: 1 in late.reads)
         reader.take(1)

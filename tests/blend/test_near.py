@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +17,13 @@ from blendserve.blend.cost import CostModel
 from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, matching_runs
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
-from blendserve.errors import StoreUnavailable
 from blendserve.fetch import TieredStore
 from blendserve.fetch.tiered import REST_S
-from blendserve.store import KVStore, LMDBStore, MemoryStore
+from blendserve.store import LMDBStore, MemoryStore
 from blendserve.store import shingles as near_index
-from blendserve.store.base import ChunkInfo
-from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.shingles import SURE, NearIndex, fingerprints
-from tests.support.blending import PREFIX, LeakyStore, check_report, missing, some_ids, tiny_blender
-from tests.support.codecs import Toy
+from tests.support.blending import PREFIX, check_report, missing, some_ids, tiny_blender
 from tests.support.links import FarSource
 from tests.support.stores import ROOMY, FaultyStore
 from tests.support.waiting import ManualClock
@@ -110,59 +106,41 @@ def test_an_index_that_grew_and_shrank_finds_what_a_new_one_finds_in_little_memo
     assert grown.find(fingerprints(some_ids(100, 1000)), 4) == []
 
 
-def whose_blender(store: KVStore, reader: str, prefix: TokenIds, namespace: str) -> Blender:
-    return tiny_blender(store, fingerprint=reader, prefix=prefix, namespace=namespace)
+def test_of_chunks_that_begin_alike_the_latest_is_found() -> None:
+    """It has all that any of them has."""
+    index, header = NearIndex(), some_ids(100, 50)
+    keys, marks = [bytes([n // 256, n % 256]) for n in range(10_000)], fingerprints(header)
+    index.add((key, np.unique((*marks, np.uint64(n)))) for n, key in enumerate(keys))
+    assert index.find(fingerprints((*header, *some_ids(40, 200))), 4) == keys[-1:]
 
 
-WHOSE = [(reader, prefix, name) for reader in "ab" for prefix in (PREFIX, SUFFIX) for name in ("", "other")]
-
-
-@given(st.sets(st.sampled_from(WHOSE)), st.sampled_from(WHOSE))
-def test_donors_are_of_the_same_reader_prefix_and_namespace(
-    stored: set[tuple[str, TokenIds, str]], asking: tuple[str, TokenIds, str]
-) -> None:
+def test_donors_are_of_the_same_reader_prefix_and_namespace() -> None:
     store = MemoryStore(ROOMY)
-    of = {whose: whose_blender(store, *whose) for whose in WHOSE}
-    for whose in stored:
-        of[whose].writer.precompute([OLD])
-    mine = [of[asking].key(OLD).hex()] if asking in stored else []
-    assert donors_of(ask(of[asking], FIRST, NEW, prefix=asking[1])) == mine
-    run(of[asking].writer.write_back(missing(NEW)))
-    for whose, by in of.items():
-        theirs = {by.key(ids).hex() for ids in (OLD, NEW)}
-        assert set(donors_of(ask(by, FIRST, (*NEW, 3), prefix=whose[1]))) <= theirs
+    of = {
+        (reader, prefix, name): tiny_blender(store, fingerprint=reader, prefix=prefix, namespace=name)
+        for reader, prefix, name in product("ab", (PREFIX, SUFFIX), ("", "other"))
+    }
+    mine, *_ = of.values()
+    mine.writer.precompute([OLD])
+    for (_, prefix, _), by in of.items():
+        by.near.refresh()
+        donors = donors_of(ask(by, FIRST, NEW, prefix=prefix))
+        assert donors == ([mine.key(OLD).hex()] if by is mine else [])
 
 
-def test_a_donor_that_was_deleted_is_a_miss_until_it_is_stored_again() -> None:
-    by = tiny_blender(None, FIRST, OLD)
-    assert donors_of(ask(by, FIRST, NEW))
-    by.store.delete([by.key(OLD)])
-    assert not donors_of(ask(by, FIRST, NEW))
-    by.writer.precompute([OLD])
-    assert donors_of(ask(by, FIRST, NEW))
-
-
-@pytest.mark.parametrize("store", [FaultyStore(MemoryStore(ROOMY)), LeakyStore()], ids=["header", "layer"])
-def test_a_damaged_donor_is_a_miss(store: FaultyStore | LeakyStore) -> None:
+def test_a_donor_that_is_damaged_or_deleted_is_a_miss_until_it_is_stored_again() -> None:
+    store = FaultyStore(MemoryStore(ROOMY))
     by = tiny_blender(store, FIRST, OLD)
     without = ask(by, FIRST, NEW, blend=NEAR.model_copy(update={"near": False}))
-    damaged = store.damaged if isinstance(store, FaultyStore) else store.broken
-    damaged.add(by.key(OLD))
+    store.damaged.add(by.key(OLD))
     done = ask(by, FIRST, NEW)
     assert torch.equal(done.result.logits, without.result.logits)
     assert done.report.tokens_computed == len(NEW)
-    assert not donors_of(done)
     assert done.explanation.parts[2].code is Reason.DONOR_UNUSABLE
-
-
-def test_a_donor_whose_tables_are_missing_is_a_miss(toy_codec: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    by = tiny_blender(MemoryStore(ROOMY), FIRST, OLD, codec=Toy())
+    store.delete([by.key(OLD)])
+    assert ask(by, FIRST, NEW).explanation.parts[2].code is Reason.NO_DONOR
+    by.writer.precompute([OLD])
     assert donors_of(ask(by, FIRST, NEW))
-    forget_ready()
-    monkeypatch.setattr(Toy, "tables_here", {})
-    done = ask(by, FIRST, NEW)
-    assert not donors_of(done)
-    assert done.explanation.parts[2].code is Reason.DONOR_UNUSABLE
 
 
 def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored() -> None:
@@ -188,24 +166,6 @@ def test_text_that_repeats_itself_is_given_up_and_empty_chunks_have_no_donor() -
     assert done.result.logits.isfinite().all()
 
 
-def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch: pytest.MonkeyPatch) -> None:
-    header, store = some_ids(100, 50), MemoryStore(ROOMY)
-    by = tiny_blender(store, *((*header, *some_ids(40, n)) for n in range(100, 110)))
-    by.near.refresh()
-    marks, own = fingerprints(header), np.arange(10_000, dtype=np.uint64)
-    by.near.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
-    asked: list[int] = []
-
-    def describe(keys: Iterable[bytes]) -> dict[bytes, ChunkInfo]:
-        asked.append(len(list(keys)))
-        return {}
-
-    monkeypatch.setattr(store, "describe", describe)
-    new = (*header, *some_ids(40, 200))
-    assert by.near.donors({0: new, 1: new}) == {0: {}, 1: {}}
-    assert asked == [1]  # the latest has all that any has
-
-
 def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) -> None:
     with LMDBStore(tmp_path, ROOMY) as store:
         by = tiny_blender(store, FIRST, codec=Int8())
@@ -226,19 +186,14 @@ OTHER = some_ids(80, 3)
 NEWER = (*OTHER[:30], 96, *OTHER[31:])
 
 
-def searching(store: KVStore, **options: Any) -> Blender:
-    by = tiny_blender(store, **options)
-    by.near.refresh()
-    return by
-
-
 def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
     clock, near, far = ManualClock(), MemoryStore(ROOMY), MemoryStore(ROOMY)
     remote = FaultyStore(far, clock)
     tiny_blender(far, OTHER)
     tiny_blender(near, OLD)
     with TieredStore(near, remote, clock=clock) as store:
-        by = searching(store)
+        by = tiny_blender(store)
+        by.near.refresh()
         here, there = by.key(OLD), by.key(OTHER)
         assert donors_of(ask(by, NEW, NEWER)) == [here.hex(), there.hex()]
         by.fetcher.flush()
@@ -253,19 +208,6 @@ def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
         remote.down = False
         clock.advance(REST_S)
         assert donors_of(ask(by, NEWER)) == [there.hex()]
-
-
-def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
-    store = FaultyStore(MemoryStore(ROOMY))
-    tiny_blender(store, OLD)
-    by = searching(store)
-    assert donors_of(ask(by, NEW))
-    store.down = True
-    with pytest.raises(StoreUnavailable):
-        store.describe([by.key(OLD)])
-    report = ask(by, NEW).report
-    assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", len(PREFIX), 0)
-    assert by.key(OLD) in by.near.index
 
 
 @pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])

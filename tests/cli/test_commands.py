@@ -1,17 +1,34 @@
-"""Commands from their arguments to their exit code and JSON."""
+"""Commands from their arguments to their exit code and JSON; their help, and the options made of settings."""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
+import typer
 
+import blendserve
+from blendserve.cli.app import COMMANDS, app, run
+from blendserve.cli.options import Options, make_app, with_options
+from blendserve.cli.reference import MARKER, pages
+from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.registry import CODECS
+from blendserve.store import LMDBStore
 from blendserve.store.codecs.base import known_codec
-from tests.cli import stops_itself
 from tests.cli.conftest import write_corpus
 from tests.support.commands import cli
-from tests.support.forked import process
+from tests.support.pages import walk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORED = 6  # chunks when a run is stopped: of 24 that are computed in batches of 8, so some are missing
@@ -71,9 +88,7 @@ def test_doctor_reports_every_check() -> None:
     report = done.json()
     assert (done.code, report["passed"], len(report["rows"]) > 5) == (0, True, True)
     assert report["kernels"]["measured"] == []  # the suite turns measuring off
-    assert min(report["kv_bytes_per_token"], report["context_tokens"]) > 0
-    assert report["exact"]
-    assert report["approximate"]
+    assert all(report[name] for name in ("kv_bytes_per_token", "context_tokens", "exact", "approximate"))
 
 
 @pytest.mark.skipif(known_codec("cachegen") is None, reason="constriction is not installed")
@@ -101,18 +116,103 @@ def test_results_are_tables_without_json(index: Path) -> None:
         assert (done.code, done.out.count("\n") > 3) == (0, True), command
 
 
-def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(tmp_path: Path) -> None:
+def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every chunk is good, none is computed twice. tests/endurance/crash.py does the same with SIGKILL."""
     corpus, index, store = write_corpus(tmp_path / "corpus.jsonl", 24), tmp_path / "index", tmp_path / "kv"
     assert cli("index", "build", corpus, index).code == 0
-    script = (STORED, SCRIPTS / "precompute_kv.py", str(index), "--store", str(store))
-    with process(stops_itself.run, tmp_path / "log", *script) as (stopped, _):
-        stopped.join()
-    assert stopped.exitcode == 130
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    put, puts = LMDBStore.put, count(1)
+
+    def interrupted(*args: Any, **options: Any) -> bool:
+        stored = put(*args, **options)
+        if next(puts) == STORED:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return stored
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    with monkeypatch.context() as patch:
+        patch.setattr(LMDBStore, "put", interrupted)
+        patch.setattr("sys.argv", ["precompute_kv.py", str(index), "--store", str(store)])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(SCRIPTS / "precompute_kv.py"), run_name="__main__")
+    signal.signal(signal.SIGINT, before)
+    assert stopped.value.code == 130
     done = cli("precompute", index, "--store", store, "--json")
     report = done.json()
     assert report["computed"] + report["skipped"] == report["chunks"] == 24
     assert STORED <= report["skipped"] < 24  # the chunks of the stopped batch are stored before the exit
     verified = cli("store", "verify", index, "--store", store, "--json").json()
     assert (verified["good"], verified["bad"]) == (24, [])
+
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+FRESH = """
+import json, sys
+from blendserve.cli import main
+codes = main(["--help"]), main(["--version"])
+heavy = {"torch", "transformers", "numpy", "faiss", "lmdb", "fastapi"} & set(sys.modules)
+print(json.dumps({"codes": codes, "heavy": sorted(heavy)}))
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), pages().items(), ids=pages())
+def test_generated_pages_are_current(name: str, text: str) -> None:
+    written = (REFERENCE / name).read_text().partition(f"{MARKER}\n\n")[2]
+    assert written == text, "run scripts/make_reference.py"
+
+
+def test_every_command_and_option_has_help() -> None:
+    found = dict(walk(typer.main.get_command(app)))
+    assert {words[0] for words in found if words} == set(COMMANDS.names)
+    for words, command in found.items():
+        assert command.help, words
+        assert [p.name for p in command.params if not p.help] == [], words
+    basic, whole = cli("ask", "--help"), cli("ask", "--help-all")
+    assert [done.code for done in (basic, whole)] == [0, 0]
+    assert ["--top-p" in done.out for done in (basic, whole)] == [False, True]
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    *_, line, told = done.stdout.splitlines()
+    assert json.loads(told) == {"codes": [0, 0], "heavy": []}
+    assert {blendserve.__version__, version("torch"), platform.python_version()} <= set(
+        re.split("[ ,]", line)
+    )
+
+
+def called(options: Options, *words: str) -> Any:
+    """The settings that a command with these options gets."""
+    got: list[Any] = []
+    toy = make_app()
+
+    @toy.command()
+    @with_options(settings=options)
+    def command(what: Annotated[str, typer.Argument()], settings: Any) -> None:
+        got.append(settings)
+
+    assert run(toy, ["this", *words]) == 0
+    return got[0]
+
+
+def test_options_set_the_fields_they_are_named_after() -> None:
+    base = Config(blend=BlendConfig(ratio=0.3))
+    assert called(Options(base, "blend.ratio", "decode.stop")) == base
+    fields = ("blend.ratio", "blend.check_layers", "store.location", "store.memory_bytes", "store.write_back")
+    options = Options(Config(), *fields, load=Config.load)
+    words = "--ratio auto --check-layers 1,3 --check-layers 5 --store here --memory-bytes 8 --no-write-back"
+    got = called(options, *words.split())
+    assert (got.blend.ratio, got.blend.check_layers) == ("auto", (1, 3, 5))
+    assert (got.store.path, got.store.memory_bytes, got.store.write_back) == (Path("here"), 8, False)
+    options = Options(Config(), "decode.seed", "decode.stop")
+    got = called(options, "--seed", "3", "--stop", "a, b", "--stop", "c")
+    assert (got.decode.seed, got.decode.stop) == (3, ("a, b", "c"))
+
+
+def test_an_option_overrides_the_file_and_the_file_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("decode: {max_new_tokens: 5, top_p: 0.5}")
+    fields = ("decode.max_new_tokens", "decode.top_p", "decode.temperature")
+    got = called(Options(Config(), *fields, load=Config.load), "-c", str(file), "--max-new-tokens", "7")
+    assert got.decode == DecodeConfig(max_new_tokens=7, top_p=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from blendserve.cli import main
 from blendserve.core import ChunkKV
-from blendserve.cost import STORED, CostConfig, estimates, with_bench, with_store
+from blendserve.cost import STORED, CostConfig, estimates, with_store
 from blendserve.errors import InputError
 from blendserve.store import MemoryStore
 from tests.golden import research
@@ -55,28 +54,6 @@ def test_a_store_tells_its_bytes() -> None:
     level = with_store(CostConfig(**BY_HAND), store).levels[STORED]
     assert level.bytes_per_token == 2 * 2 * 4 * 4  # keys and values, layers, dimensions, bytes
     assert level.decode_seconds == 0.0
-
-
-def test_a_bench_tells_its_levels(tmp_path: Path) -> None:
-    file = tmp_path / "codec.json"
-    speed = [
-        [{"of": "speed", "operation": "prefill"}, 0, {"time_s": 2.0}],
-        [{"of": "speed", "operation": "decode", "codec": "int8"}, 0, {"tokens_per_s": 50.0}],
-    ]
-    size = [[{"of": "size", "codec": "int8"}, 0, {"bytes_per_token": 12.0}]]
-    result = {
-        "config": {"chunks": 4, "chunk_tokens": 100, "suffix_tokens": 100},
-        "groups": [{"samples": size}, {"samples": speed}],
-    }
-    for wrong in ("", "{}", json.dumps({**result, "groups": []})):
-        file.write_text(wrong)
-        with pytest.raises(InputError):
-            with_bench(CostConfig(**BY_HAND), file)
-    file.write_text(f"a table\n{json.dumps(result)}\n")
-    config = with_bench(CostConfig(**BY_HAND), file)
-    assert config.prefill_seconds == pytest.approx(2 / 500)
-    assert config.levels["int8"].decode_seconds == pytest.approx(0.02)
-    assert "raw" in config.levels
 
 
 def test_the_command_prints_the_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,57 +16,91 @@ from hypothesis import strategies as st
 
 from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
-from blendserve.config import RemoteConfig, StoreConfig, changed
+from blendserve.config import BlendConfig, RemoteConfig, StoreConfig, changed
 from blendserve.core import Prompt
+from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, NotFound, StoreUnavailable
 from blendserve.fetch import TieredStore, open_store
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
 from blendserve.fetch.kdn.source import KdnSource
+from blendserve.fetch.layers import Layer, LayerReader
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
 from blendserve.retrieve.manifest import read as read_index
-from blendserve.store import KVStore, LMDBStore
+from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 from blendserve.store.base import REMOTE
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.support import peers
-from tests.support.engines import CONFIG, PASSAGES
+from tests.support.engines import CONFIG
+from tests.support.engines import toy_reader as reader
 from tests.support.http import DOCUMENTS
+from tests.support.links import Known
 from tests.support.peers import (
+    LEVELS,
     NAME,
     PATIENT_S,
     Service,
     answered,
     blender,
     check,
+    delivered,
     kdn_store,
     published,
     settings,
+    some_key,
 )
+from tests.support.waiting import ManualClock, eventually
 
 Made = tuple[KVStore, Collection]
 
 
-@pytest.mark.parametrize("level", peers.LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_delivered_answers_as_a_local_store_at_that_level(
     service: Service, prompt: Prompt, level: str
 ) -> None:
     with kdn_store(settings(service.url, level=level)) as store:
-        done = blender(store).run(prompt, peers.BLEND)
-    check(done, prompt, level=level)
-    assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(PASSAGES)}, ())
+        check(blender(store).run(prompt, peers.BLEND), prompt, level=level)
+
+
+@pytest.mark.parametrize(
+    ("policy", "method"), [("query", "blend"), ("deviation", "blend"), ("query", "auto")]
+)
+def test_a_prefill_asks_for_a_layer_before_the_peer_sends_it(
+    service: Service, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, policy: Any, method: Any
+) -> None:
+    """Of the last two chunks, which come at a time; over a fast link of all of them, interleaved in one request."""
+    is_auto, in_time, take = method == "auto", list[bool](), LayerReader.take
+    asked_for = [threading.Event() for _ in range(reader().adapter.n_layers)]
+    late = [blender(MemoryStore(1)).key(c.ids) for c in prompt.chunks[0 if is_auto else -2 :]]
+
+    def noted(self: LayerReader, l: int) -> Layer:
+        asked_for[l].set()
+        return take(self, l)
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key in late and l >= 0:
+            in_time.append(asked_for[l].wait(PATIENT_S / 2))
+
+    monkeypatch.setattr(LayerReader, "take", noted)
+    blend, link = BlendConfig(method=method, policy=policy), Known(1e6) if is_auto else None
+    with delivered(service, before, link=link) as (store, paced):
+        check(blender(store, costs=peers.SLOW).run(prompt, blend), prompt, blend)
+    assert in_time == [True] * len(asked_for) * len(late)
+    assert set(paced.asked.values()) == {1}
+    assert paced.most_at_once == (len(late) if is_auto else 1)
 
 
 def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: Path) -> None:
     with TieredStore(LMDBStore(tmp_path / "kv", 2**28), KdnSource(settings(service.url))) as store:
-        assert answered(store).report.tiers == {REMOTE: 4}
-        store.flush()
-        assert answered(store).report.tiers == {"local": 4}
+        for tier in (REMOTE, "local"):
+            assert answered(store).report.tiers == {tier: 4}
+            store.flush()
         blender(store).writer.precompute(
             [peers.question(1).chunks[0].ids]
-        )  # the service is not asked to store it
+        )  # which is not sent to the service
         assert not store.delete([b"\0" * KEY_BYTES])
-        assert store.stats().remote is not None
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -73,19 +109,17 @@ def test_a_connection_that_is_cut_is_resumed(
 ) -> None:
     """Each lets less than one chunk pass, or less than all interleaved ones: only the rest is asked for again."""
     n_bytes = [entry.bodies[interleaved] for entry in Catalogue(made[0]).directory(made[1]).values()]
-    level, blend = peers.LEVELS[interleaved], changed(peers.BLEND, method="auto" if interleaved else "blend")
+    level, blend = LEVELS[interleaved], changed(peers.BLEND, method="auto" if interleaved else "blend")
     with Proxy(service.port) as link:
         config = settings(f"http://127.0.0.1:{link.port}", level=level)
-        with kdn_store(config, peers.Unprobed, link=peers.Known(1e6)) as store:
+        with kdn_store(config, peers.Unprobed, link=Known(1e6)) as store:
             store.source.contains([])
             before = link.down.n_bytes
             link.conditions = LinkConditions(
                 close_after=(sum(n_bytes) if interleaved else max(n_bytes)) * 2 // 3
             )
-            done = blender(store, costs=peers.SLOW).run(prompt, blend)
+            check(blender(store, costs=peers.SLOW).run(prompt, blend), prompt, blend, level)
             assert sum(n_bytes) < link.down.n_bytes - before < 1.5 * sum(n_bytes)
-    assert done.report.tiers == {REMOTE: len(PASSAGES)}
-    check(done, prompt, changed(blend, method=done.report.method), level=level)
 
 
 def test_a_service_that_goes_is_a_miss_and_one_that_comes_is_used(made: Made) -> None:
@@ -101,8 +135,7 @@ def test_a_service_that_goes_is_a_miss_and_one_that_comes_is_used(made: Made) ->
 def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     monkeypatch.setattr(priors, "CHUNKS_PER_PROMPT", 2)
-    store, collection = published(tmp_path)
-    assert any(tables.codec == priors.NAME for tables in collection.tables)
+    store, _ = published(tmp_path)
     with Service(store) as running, kdn_store(settings(running.url)) as far:
         there, here = answered(far), answered(store)
     assert there.report.prior
@@ -124,6 +157,57 @@ def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made,
                 report = answered(store).report
                 assert report.chunks_hit == hits
                 assert {why.kind for why in report.unusable} == (set() if hits else {"unreachable"})
+
+
+# What a probe measures
+
+
+def test_decoding_is_measured_before_the_first_request(service: Service) -> None:
+    source = KdnSource(settings(service.url, level="auto"))
+    assert [source.link.decode_s(level) for level in LEVELS] == [0.0, 0.0]
+    sample = source.probe([some_key()], 1)
+    assert sample
+    assert sample.n_bytes > 0
+    assert 0 < sample.round_trip_s < sample.seconds * 100
+    assert source.link.decode_s("int8") > 0 == source.link.decode_s("raw")
+    assert source.probe([b"\0" * 28], 1) is None  # not of this collection
+    source.close()
+
+
+def test_an_engine_without_an_index_measures_its_link_when_it_opens(service: Service) -> None:
+    config = changed(CONFIG, store={"location": f"{service.url}/{NAME}"})
+    with Engine.open(config, reader=reader()) as engine:
+        source = engine.fetcher.source
+        assert source
+        eventually(lambda: source.link.rate)
+
+
+def test_a_round_trip_is_the_shortest_of_three(service: Service) -> None:
+    """The seconds of a slow start would be left out of every transfer: the link would look faster each time."""
+    clock, seconds = ManualClock(), iter([3.0, 0.5, 1.0])
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if l == peers.HEADER:
+            clock.advance(next(seconds, 0.0))
+
+    with peers.Peer(peers.Paced(service.url, before)) as peer:
+        source = KdnSource(settings(peer.url), clock=clock)
+        sample = source.probe([some_key()], 1)
+        assert sample
+        assert sample.round_trip_s == pytest.approx(0.5)
+        source.close()
+
+
+def test_the_settings_choose_the_levels(service: Service) -> None:
+    asked = [ChunkRequest(some_key(), 1), ChunkRequest(b"\0" * 28, 1)]
+    for level, known in (("auto", LEVELS), *((level, (level,)) for level in LEVELS)):
+        source = KdnSource(settings(service.url, level=level))
+        assert {key: tuple(sizes) for key, sizes in source.sizes(asked).items()} == {some_key(): known}
+        source.close()
+    source = KdnSource(settings(service.url, level="cachegen"))
+    with pytest.raises(StoreUnavailable):
+        source.sizes(asked)
+    source.close()
 
 
 # Indexes
@@ -174,7 +258,7 @@ def test_a_fetched_index_is_used_while_the_service_is_away(
 def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
     store, first = published(tmp_path)
     engine = peers.publisher(tmp_path, store)
-    same_again = publish(engine, NAME, peers.LEVELS[1:])
+    same_again = publish(engine, NAME, LEVELS[1:])
     assert (same_again.directory, same_again.files) == (first.directory, first.files)
     assert engine.index is not None
     engine.index.delete(str(DOCUMENTS[0].id))
@@ -217,13 +301,13 @@ def test_other_bytes_and_a_newer_format_are_refused(made: Made, raw: bytes | Non
         read_directory(bytes(KEY_BYTES), 1)  # half a row
 
 
-@given(*[st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)] * 2)
-def test_levels_lie_apart_in_the_same_namespace(a: bytes, b: bytes) -> None:
+@given(st.sets(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), min_size=1, max_size=2))
+def test_levels_lie_apart_in_the_same_namespace(keys: set[bytes]) -> None:
     levels = ("raw", "int8", "predict@1")
-    found = {(key, word): level_key(key, word, levels) for key in (a, b) for word in levels}
+    found = {(key, word): level_key(key, word, levels) for key in keys for word in levels}
     assert len(set(found.values())) == len(found)
     assert all(stored[:TAG_BYTES] == key[:TAG_BYTES] for (key, _), stored in found.items())
-    assert found[a, "raw"] == a
+    assert all(found[key, "raw"] == key for key in keys)
 
 
 @pytest.mark.parametrize("name", ["", "..", ".x", "a/b", "a b", "x" * 65, "é", "a\n"])

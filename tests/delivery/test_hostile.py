@@ -20,10 +20,10 @@ from blendserve.fetch.kdn.manifest import Collection
 from blendserve.kdn.pull import pull
 from blendserve.store import KVStore, MemoryStore
 from blendserve.store.codecs.base import tables_hash
+from tests.support.links import Known
 from tests.support.peers import (
     NAME,
     SLOW,
-    Known,
     Peer,
     Service,
     answered,
@@ -41,17 +41,14 @@ MOST_SENT = 16 << 20  # bytes that sockets may hold between two processes, and a
 MOST_TRIES = 4 * 2 * 2 * 2
 ASKED = 3  # passages
 
-ZEROS = bytes(1 << 16)
+ZEROS, CHUNKED = bytes(1 << 16), "Transfer-Encoding: chunked\r\n"
 Lie = Callable[[bytes], tuple[bytes, "bytes | None"]]
 """the true body -> what is sent, and what is then sent for ever; None = the connection ends"""
 LIES: dict[str, Lie] = {
     "flipped": lambda body: (head(len(body)) + body[:-9] + bytes([body[-9] ^ 4]) + body[-8:], b""),
     "longer": lambda body: (head(1 << 40), ZEROS),
     "no length": lambda body: (head(None), ZEROS),
-    "pieces": lambda body: (
-        head(None, more="Transfer-Encoding: chunked\r\n"),
-        b"10000\r\n" + ZEROS + b"\r\n",
-    ),
+    "pieces": lambda body: (head(None, more=CHUNKED), b"10000\r\n" + ZEROS + b"\r\n"),
     "headers": lambda body: (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 1000),
     "large header": lambda body: (head(len(body)) + b"\xff\xff\xff\x7f" + body[4:], b""),
     "short": lambda body: (head(len(body)) + body[:10], None),
@@ -106,7 +103,7 @@ def test_a_lie_about_a_chunk_is_a_miss_and_bounded(service: Service, plain: torc
     with Liar(service, lie) as liar, kdn_store(settings(liar.url), clock=clock) as store:
         of = blender(store)
         done = of.run(question(ASKED), BlendConfig(method="blend"))
-        of.fetcher.wait()
+        of.fetcher.flush()
         tries = sum("/chunks/" in path for path in liar.paths)
         clock.advance(600)  # after a failure the service is left alone
         with suppress(StoreError):

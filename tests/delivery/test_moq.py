@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -26,18 +27,20 @@ Made = tuple[KVStore, Collection]
 Frames = list[bytes]
 
 
-class Relay:
-    """A relay and a publisher on a loop of their own. A context manager."""
+class Relay(ExitStack):
+    """A relay and a publisher on a loop of their own, until it is closed."""
 
     def __init__(self, store: KVStore) -> None:
-        self._store, self._loop = store, asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._ready, self._over = threading.Event(), asyncio.Event()
-        self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
-        assert self._ready.wait(60), self._running
+        super().__init__()
+        self._store, self._ready = store, threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        thread.start()
+        assert self._ready.wait(60)
+        self.callback(thread.join)
+        self.callback(self._loop.call_soon_threadsafe, self._over.set)
 
     async def _run(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         async with relay("127.0.0.1:0") as server:
             self.options = {
                 "relay": f"https://{server.local_addr}",
@@ -47,20 +50,6 @@ class Relay:
             feeding = asyncio.create_task(self.publisher.run(self._ready.set))
             await self._over.wait()
             feeding.cancel()
-
-    def kill(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._over.set)
-            self._running.result(60)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
 
 @pytest.fixture
@@ -92,13 +81,12 @@ def is_right(done: Any, made: Made, passages: int = 3) -> bool:
 
 def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Service, by_http: Any) -> None:
     with Relay(made[0]) as there:
-        stores = [kdn_store(settings(service.url, **there.options), MoqSource) for _ in range(READERS)]
-        try:
-            with ThreadPoolExecutor(READERS) as pool:
-                done = list(pool.map(lambda store: answered(store, 3), stores))
-        finally:
-            for each in stores:
-                each.close()
+        stores = [
+            there.enter_context(kdn_store(settings(service.url, **there.options), MoqSource))
+            for _ in range(READERS)
+        ]
+        with ThreadPoolExecutor(READERS) as pool:
+            done = list(pool.map(lambda store: answered(store, 3), stores))
     assert all(is_right(d, made) for d in done)
     assert by_http() == 0
     directory, of, prompt = Catalogue(made[0]).directory(made[1]), blender(made[0]), question(3)
@@ -137,7 +125,7 @@ def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_ti
         )  # of the deadline: how long the relay is waited for
         asked = pool.submit(answered, store, 5)
         assert some.wait(60)  # a part of a chunk is here
-        there.kill()
+        there.close()
         assert is_right(asked.result(120), made, 5)
         assert by_http() > 0
         assert is_right(answered(store, 5), made, 5)

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from blendserve.config import BlendConfig
+from blendserve.config import changed
 from blendserve.core import Prompt
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.incoming import IncomingChunk
 from blendserve.fetch.plan import Candidate, LinkState, Plan, plan
 from blendserve.fetch.source import StoreSource
-from blendserve.fetch.transfer import TransferOptions
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, MemoryStore, read_record
 from blendserve.store.codecs.base import SLOW as SLOW_LINK
 from blendserve.store.codecs.base import Coding
 from blendserve.store.view import RecordView
-from tests.support.peers import BLEND, SLOW, Service, blender, delivered, last_two
+from tests.support.peers import BLEND, SLOW, Service, blender, delivered, some_key
 from tests.support.stores import flip, tamper
 from tests.support.waiting import eventually
 
@@ -36,17 +35,13 @@ def tracked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """Every object of these classes that is made from now on. The collector does not run."""
     found: Made = []
 
-    def note(cls: Any) -> None:
-        begin = cls.__init__
+    for cls in HELD:
 
-        def noted(self: Any, *args: Any, **options: Any) -> None:
+        def noted(self: Any, *args: Any, begin: Any = cls.__init__, **options: Any) -> None:
             found.append(weakref.ref(self))
             begin(self, *args, **options)
 
         monkeypatch.setattr(cls, "__init__", noted)
-
-    for cls in HELD:
-        note(cls)
     gc.disable()
     yield found
     gc.enable()
@@ -57,32 +52,25 @@ def become_free(tracked: Made) -> None:
     eventually(lambda: not any(ref() for ref in tracked))
 
 
-def troubles(
-    store: KVStore, prompt: Prompt, blend: BlendConfig = BLEND, transfers: TransferOptions | None = None
-) -> set[str]:
-    done = blender(store, transfers=transfers, costs=SLOW).run(prompt, blend)
-    return {why.kind for why in done.report.unusable}
-
-
 @pytest.mark.parametrize("kind", ["", SLOW_LINK, "corrupt", "unreachable"])
 @pytest.mark.parametrize("method", ["blend", "auto"])
 def test_of_a_delivered_chunk(
     service: Service, prompt: Prompt, kind: str, method: str, tracked: Made
 ) -> None:
-    late = last_two(prompt)
+    bad = some_key()
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        if key in late and kind == "unreachable":
+        if key == bad and kind == "unreachable":
             raise ConnectionError
-        part[-1] ^= key in late and kind == "corrupt"
+        part[-1] ^= key == bad and kind == "corrupt"
 
     def skip(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
         return Plan("raw", 0, n_skipped=len(todo)) if kind == SLOW_LINK else plan(todo, link, current)
 
     with delivered(service, before) as (store, _):
-        kinds = troubles(
-            store, prompt, BlendConfig.model_validate({"method": method}), TransferOptions(plan=skip)
-        )
+        of = blender(store, fetcher=KVFetcher(store, planner=skip), costs=SLOW)
+        kinds = {why.kind for why in of.run(prompt, changed(BLEND, method=method)).report.unusable}
+        del of
         become_free(tracked)
     assert kinds == ({kind} if kind else set())
 

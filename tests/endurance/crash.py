@@ -23,10 +23,10 @@ from contextlib import ExitStack, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+from blendserve.blend import precompute
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import STACK_TOKENS
 from blendserve.core import ChunkKV, TokenIds
@@ -48,6 +48,7 @@ CAP = 1 << 30
 AIMS = {"opens": 1, "begins": 5, "stored": 4}  # weights: the message after which a writer is killed
 
 Chunks = dict[ChunkKey, ChunkKV]
+Said = tuple[str, ChunkKey, float]  # a writer's message: opens | begins | stored | done; when it came
 
 
 def corpus(chunks: int) -> list[TokenIds]:
@@ -101,37 +102,21 @@ def read(line: Connection, folder: Path, chunks: int) -> None:
             line.send((counts, seen))
 
 
-class Said(NamedTuple):
-    """A writer's message."""
-
-    what: str  # opens | begins | stored | done
-    key: ChunkKey
-    at: float  # of the clock that all processes share
-
-
-class Announcing(LMDBStore):
-    """Says which chunk it is about to store, and which it has stored."""
-
-    def __init__(self, folder: Path, line: Connection) -> None:
-        self._line = line
-        self.say("opens")
-        super().__init__(folder, CAP)
-
-    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        self.say("begins", key)
-        stored = super().put(key, record, pin)
-        self.say("stored", key)
-        return stored
-
-    def say(self, what: str, key: ChunkKey = b"") -> None:
-        self._line.send(Said(what, key, time.monotonic()))
-
-
 def write(line: Connection, folder: Path, chunks: int, is_doomed: bool) -> None:
-    """The writer: precompute what is missing; a doomed one waits for its kill at the end."""
-    with Announcing(folder, line) as store:
+    """The writer: precompute what is missing, and say so; a doomed one waits for its kill at the end."""
+
+    class Announcing(LMDBStore):
+        def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+            line.send(("begins", key))
+            stored = super().put(key, record, pin)
+            line.send(("stored", key))
+            return stored
+
+    precompute.FIRST_TOKEN_S = 1e-4  # or it waits ten seconds for what the killed one has leased
+    line.send(("opens", b""))
+    with Announcing(folder, CAP) as store:
         blender(store).writer.precompute(corpus(chunks))
-        store.say("done")
+        line.send(("done", b""))
         if is_doomed:
             line.recv()
 
@@ -184,21 +169,21 @@ class Crashes:
         with process(write, self.folder, self.chunks, bool(what)) as (running, line):
             with suppress(EOFError, OSError):
                 while True:  # until the process ends, and the connection with it
-                    heard.append(line.recv())
-                    is_nth = [said.what for said in heard].count(what) == nth
-                    if what and (heard[-1].what == "done" or (heard[-1].what == what and is_nth)):
+                    heard.append((*line.recv(), time.monotonic()))
+                    said = [message[0] for message in heard]
+                    if what and (said[-1] == "done" or (said[-1] == what and said.count(what) == nth)):
                         time.sleep(delay_s)  # allow: the moment of a real kill
                         running.kill()
             running.join()
         if running.exitcode == -signal.SIGKILL:
-            self.counts[f"kills_after_{heard[-1].what}"] += 1
+            self.counts[f"kills_after_{heard[-1][0]}"] += 1
         self.counts["writers_failed"] += running.exitcode not in ({0, -signal.SIGKILL} if what else {0})
-        self.lasts_s |= {one.what: other.at - one.at for one, other in pairwise(heard)}
+        self.lasts_s |= {what: then - at for (what, _, at), (_, _, then) in pairwise(heard)}
         self.judge(heard)
 
     def judge(self, heard: list[Said]) -> None:
         """Compare the stored chunks with what the writer said and the reader saw."""
-        begun, stored = ({s.key for s in heard if s.what == word} for word in ("begins", "stored"))
+        begun, stored = ({key for what, key, _ in heard if what == word} for word in ("begins", "stored"))
         self.counts["computed_twice"] += len(begun & self.committed)
         self.counts["commits"] += len(stored)
         self.committed |= stored | self._ask_reader()

@@ -15,20 +15,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks.support.proxy import Proxy
+from benchmarks.support.proxy import LinkConditions, Proxy
 from benchmarks.support.valkey import Server
-from blendserve.bench.fixture import TimedFetcher
 from blendserve.blend.blender import Blender, Prefilled
-from blendserve.config import BlendConfig, ModelConfig, ValkeyConfig
+from blendserve.config import BlendConfig, ValkeyConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, run
 from blendserve.errors import StoreError
-from blendserve.models.loader import LoadedModel, load_model
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.policies import LRU
@@ -44,7 +42,8 @@ HUNG_S = 60.0  # a request that lasts so long counts as hung
 RECOVERY_S = 60.0  # until chunks have to be found again
 SLOW_BYTES_PER_S = 100_000
 CLOSE_AFTER = 20_000  # bytes: in the middle of the first record
-PREFIX, SUFFIX = 12, 12  # tokens
+CHUNKS, POOL = 3, 6  # of a prompt; that prompts are drawn from
+PREFIX, SUFFIX, CHUNK_TOKENS = 12, 12, 40
 ROOM = 1 << 40
 KILLS, KILL_S = 8, 0.05  # writers that are killed, and the longest that each may write
 
@@ -57,39 +56,29 @@ class FaultResult:
     looked_for: int = 0
     wrong: int = 0  # answers
     hung: int = 0
-    waited_s: float = 0.0  # longest wait of a request for the store
+    longest_s: float = 0.0  # request
     reasons: set[str] = field(default_factory=set)  # why stored chunks were not used
     recovery_s: float | None = None  # from the end of the fault to the next chunk found; None = never
 
 
-class FaultFixture:
-    """A server, a link to it, the store over it, and a model that answers. A context manager."""
+class FaultFixture(contextlib.ExitStack):
+    """A server, a link to it, the store over it, and a toy model that answers."""
 
-    def __init__(
-        self, reader: LoadedModel, chunks: int, chunk_tokens: int, pool: int, deadline_s: float, seed: int = 0
-    ) -> None:
-        """chunks: of a prompt; pool: chunks that prompts are drawn from; deadline_s: of a request for the server."""
-        self._reader, self._count, self.dice = reader, chunks, random.Random(seed)
-        most = min(40_000, reader.adapter.vocab_size)
-        sizes = [PREFIX, SUFFIX, *[chunk_tokens] * pool]
+    def __init__(self, deadline_s: float, seed: int = 0) -> None:
+        """deadline_s: of a request for the server."""
+        super().__init__()
+        self._reader, self._deadline_s, self.dice = toy_reader(), deadline_s, random.Random(seed)
         self._prefix, self._suffix, *self.pool = (
-            tuple(self.dice.choices(range(3, most), k=size)) for size in sizes
+            tuple(self.dice.choices(range(3, 40_000), k=size))
+            for size in (PREFIX, SUFFIX, *[CHUNK_TOKENS] * POOL)
         )
         self.truth = self._blender(MemoryStore(ROOM))
         self.truth.writer.precompute(self.pool)
-        self._deadline_s, self._seed = deadline_s, seed
         self._asking = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> FaultFixture:
-        self._stack = contextlib.ExitStack()
-        self.server = self._stack.enter_context(Server())
-        self.link = self._stack.enter_context(Proxy(self.server.port, self._seed))
-        self.store = self.connect(self._deadline_s)
-        self._stack.callback(lambda: self.store.close())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.server = self.enter_context(Server())
+        self.link = self.enter_context(Proxy(self.server.port, seed))
+        self.store = self.connect(deadline_s)
+        self.callback(lambda: self.store.close())
 
     def connect(self, deadline_s: float) -> ValkeyStore:
         return ValkeyStore(ValkeyConfig(url=self.link.url, deadline_s=deadline_s), ROOM, eviction=LRU())
@@ -98,9 +87,7 @@ class FaultFixture:
         """A new store over a server that has the pool and nothing else."""
         self.store.close()
         self.store = self.connect(self._deadline_s)
-        self._timed = TimedFetcher(self.store)
         self._shared = self._blender(self.store)
-        self._shared.fetcher = self._timed
         self.direct().flushall()
         with self.connect(HUNG_S) as patient:
             self._shared.over(patient, "").writer.precompute(self.pool)
@@ -111,43 +98,40 @@ class FaultFixture:
 
     def ask(self, result: FaultResult) -> int:
         """One request, checked, and its missing chunks written back as an engine does -> chunks found."""
-        prompt = Prompt(
-            self._prefix, tuple(map(Chunk, self.dice.sample(self.pool, self._count))), self._suffix
-        )
-        before, blend = self._timed.seconds, BlendConfig(method="blend")
+        chunks = tuple(map(Chunk, self.dice.sample(self.pool, CHUNKS)))
+        prompt, blend = Prompt(self._prefix, chunks, self._suffix), BlendConfig(method="blend")
+        began = time.monotonic()
         try:
             done = self._asking.submit(self._shared.run, prompt, blend).result(HUNG_S)
         except TimeoutError:  # it keeps its thread
             self._asking = ThreadPoolExecutor(1)
             result.hung += 1
             return 0
-        result.waited_s = max(result.waited_s, self._timed.seconds - before)
+        result.longest_s = max(result.longest_s, time.monotonic() - began)
         result.found += done.report.chunks_hit
-        result.looked_for += len(prompt.chunks)
-        expected = only_found(self.truth, prompt, done).run(prompt, blend)
+        result.looked_for += CHUNKS
+        expected = self._with_what_was_found(prompt, done).run(prompt, blend)
         result.wrong += not torch.equal(done.result.logits, expected.result.logits)
         result.reasons |= {unusable.kind for unusable in done.report.unusable}
         with contextlib.suppress(StoreError):
             run(self._shared.writer.write_back(done.missing))
         return int(done.report.chunks_hit)
 
+    def _with_what_was_found(self, prompt: Prompt, done: Prefilled) -> Blender:
+        """Over a local store of these chunks alone: its logits have to be the same, to the bit."""
+        local, missing = self.truth.over(MemoryStore(ROOM), ""), {chunk.ids for chunk in done.missing}
+        for ids in {chunk.ids for chunk in prompt.chunks} - missing:
+            local.store.put(key := self.truth.key(ids), self.record(key))
+        return local
+
+    def record(self, key: ChunkKey) -> ChunkRecord:
+        """As it was computed."""
+        record = read_record(self.truth.store, key)
+        assert record is not None
+        return record
+
     def _blender(self, store: KVStore) -> Blender:
         return Blender(self._reader.adapter, self._reader.fingerprint, store, self._prefix, self._prefix)
-
-
-def only_found(truth: Blender, prompt: Prompt, blended: Prefilled) -> Blender:
-    """Over a local store that holds what a request found, and nothing else: its logits are to be the same, to the bit.
-
-    truth: over a store that has all chunks of the prompt.
-    """
-    local = truth.over(MemoryStore(ROOM), "")
-    absent = {chunk.ids for chunk in blended.missing}
-    for ids in (chunk.ids for chunk in prompt.chunks if chunk.ids not in absent):
-        key = truth.key(ids)
-        record = read_record(truth.store, key)
-        assert record is not None
-        local.store.put(key, record)
-    return local
 
 
 Fault = Callable[[FaultFixture], object]
@@ -181,21 +165,10 @@ def _damage(fixture: FaultFixture) -> None:
         client.hset(name, layer, bytes(raw))
 
 
-def _conditions(**conditions: Any) -> Fault:
-    def fault(fixture: FaultFixture) -> None:
-        for name, value in conditions.items():
-            setattr(fixture.link.conditions, name, value)
-
-    return fault
-
-
 def _kill_writers(fixture: FaultFixture) -> None:
     """Processes that write the pool again and again, each killed by SIGKILL at a random moment."""
-    truth, chunks = fixture.truth, dict[ChunkKey, ChunkKV]()
-    for ids in fixture.pool:
-        record = read_record(truth.store, key := truth.key(ids))
-        assert record is not None
-        chunks[key] = decode(record)
+    keys = map(fixture.truth.key, fixture.pool)
+    chunks = {key: decode(fixture.record(key)) for key in keys}
     for _ in range(KILLS):
         with process(_write, fixture.link.url, chunks) as (running, line):
             line.recv()
@@ -217,22 +190,24 @@ def _write(line: Connection, url: str, chunks: Mapping[ChunkKey, ChunkKV]) -> No
 def _nothing(fixture: FaultFixture) -> None: ...
 
 
-def _reset(fixture: FaultFixture) -> None:
-    fixture.link.reset()
+def _link(**conditions: Any) -> tuple[Fault, Fault]:
+    def begin(fixture: FaultFixture) -> None:
+        fixture.link.conditions = LinkConditions(**conditions)
+
+    return begin, lambda fixture: fixture.link.reset()
 
 
-# name -> how it begins, how it ends
-FAULTS: dict[str, tuple[Fault, Fault]] = {
+FAULTS: dict[str, tuple[Fault, Fault]] = {  # how each begins and ends
     "none": (_nothing, _nothing),
     "killed": (lambda fixture: fixture.server.kill(), lambda fixture: fixture.server.start()),
     "hung": (lambda fixture: fixture.server.hang(), lambda fixture: fixture.server.resume()),
-    "slow": (_conditions(bytes_per_s=SLOW_BYTES_PER_S), _reset),
+    "slow": _link(bytes_per_s=SLOW_BYTES_PER_S),
     "full": (_full, lambda fixture: fixture.direct().config_set("maxmemory", "0")),
     "restarted empty": (lambda fixture: fixture.server.restart(), _nothing),
     "damaged where stored": (_damage, _nothing),
-    "damaged on the way": (_conditions(corrupt=True), _reset),
+    "damaged on the way": _link(corrupt=True),
     "another chunk's bytes": (_exchange, _nothing),
-    "cut within a record": (_conditions(close_after=CLOSE_AFTER), _reset),
+    "cut within a record": _link(close_after=CLOSE_AFTER),
     "writers killed": (_kill_writers, _nothing),
 }
 
@@ -253,30 +228,23 @@ def run_fault(fixture: FaultFixture, name: str, requests: int) -> FaultResult:
     return result
 
 
-def faults(model: str, requests: int, kinds: str, seed: int) -> Workload:
+def faults(requests: int, kinds: str, seed: int) -> Workload:
     """Each part is a fault. kinds: of faults, separated by commas; all if empty."""
-    reader = toy_reader() if model == "tiny" else load_model(ModelConfig(name=model))
     names, results = kinds.split(",") if kinds else list(FAULTS), dict[str, FaultResult]()
-    with FaultFixture(reader, chunks=4, chunk_tokens=64, pool=12, deadline_s=0.5, seed=seed) as fixture:
+    with FaultFixture(deadline_s=0.5, seed=seed) as fixture:
         for n, name in enumerate(names):
             if (yield n, len(names)):
                 break
             results[name] = run_fault(fixture, name, requests)
-    found = results.values()
     return {
-        **{"wrong": sum(r.wrong for r in found), "hung": sum(r.hung for r in found)},
-        "lost": sum(r.recovery_s is None for r in found),
-        "faults": {
-            name: {
-                "found": r.found / max(1, r.looked_for),
-                **{"waited_s": r.waited_s, "recovery_s": r.recovery_s, "reasons": sorted(r.reasons)},
-            }
-            for name, r in results.items()
-        },
+        "wrong": sum(result.wrong for result in results.values()),
+        "hung": sum(result.hung for result in results.values()),
+        "lost": sum(result.recovery_s is None for result in results.values()),
+        "faults": {n: {**asdict(result), "reasons": sorted(result.reasons)} for n, result in results.items()},
     }
 
 
 PROMISES: Promises = none("wrong", "hung", "lost")
 
 if __name__ == "__main__":
-    sys.exit(main(faults, PROMISES, model=ModelConfig().name, requests=100, kinds="", seed=0))
+    sys.exit(main(faults, PROMISES, requests=100, kinds="", seed=0))

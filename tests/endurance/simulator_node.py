@@ -1,4 +1,4 @@
-"""A node of validate_simulator.py: a worker process whose task says which store it opens, and which gets orders."""
+"""A node of validate_simulator.py: a process that calls the methods of a `Node` by name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ from benchmarks.support.worker import serve
 from blendserve.simulate.calibrate import Node
 
 
-def _start(task: dict[str, Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
+def start(task: dict[str, Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
     node = Node(*(task[name] for name in ("model", "pool", "chunk_tokens", "url", "seed")))
-    caches = task["memory"], task["disk"]
-
-    def answer(request: list[Any]) -> Any:
-        order, *arguments = request
-        more = {"open": caches, "measure": (task["request_chunks"], *caches)}.get(order, ())
-        return getattr(node, order)(*arguments, *more) or {}
-
-    return node.prompt_shape, answer
+    return node.prompt_shape, lambda order: getattr(node, order[0])(*order[1:]) or {}
 
 
 if __name__ == "__main__":
-    serve(_start)
+    serve(start)

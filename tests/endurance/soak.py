@@ -1,8 +1,7 @@
 """Ask hundreds of novel queries over a corpus ten times larger than the store may hold, and see that reuse lasts.
 
-Chunks come into the store on demand, through the engine (write-back, LRU, TinyLFU). A
-query has six chunks, Zipf-distributed, in shuffled order; no two queries have the same list, and all blocks have the
-same mix (tests/support/zipf.py).
+Chunks come into the store on demand, through the engine (write-back, LRU, TinyLFU). A query has six chunks, Zipf-
+distributed, in shuffled order; no two queries have the same list, and all blocks have the same mix.
 
 The warm-up ends with the block in which the store first evicted or refused a chunk. After it, neither hit rate nor gain
 (row-layers of full prefill / row-layers run) falls by more than 5% below the best block so far.
@@ -16,8 +15,8 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from blendserve.config import BlendConfig, Config, ModelConfig, StoreConfig
@@ -29,12 +28,13 @@ from blendserve.models.loader import LoadedModel, load_model
 from blendserve.retrieve import language_reference, split
 from tests.endurance.driver import Figures, Promises, Workload, main
 from tests.support.toy import toy_reader
-from tests.support.zipf import zipf_blocks
 
 CHUNKS, CHUNK_TOKENS = 400, 128  # of the corpus; a chunk has 3/4 of these tokens at least
 PER_QUERY = 6
 LARGER = 10  # corpus / cap, in bytes of KV
 FALL = 0.05
+GOLDEN = (5**0.5 - 1) / 2  # steps of it cover a circle evenly
+Query = tuple[int, ...]  # different chunks, 0 is the most popular
 
 
 def corpus(reader: LoadedModel, seed: int) -> tuple[list[Passage], int]:
@@ -53,6 +53,27 @@ def corpus(reader: LoadedModel, seed: int) -> tuple[list[Passage], int]:
     return drawn, sum(map(tokens, drawn))
 
 
+def zipf_blocks(chunks: int, blocks: int, queries: int, seed: int) -> Iterator[list[Query]]:
+    """Blocks of one mix that can be compared. A chunk expected x times stands floor(x) or ceil(x) times in each.
+
+    Systematic resampling: which chunks are rounded up changes from block to block.
+    """
+    dice, asked = random.Random(seed), set[Query]()
+    sums, total = list(accumulate(1 / n for n in range(1, chunks + 1))), queries * PER_QUERY
+    for n in range(blocks):
+        ends = [int(n * GOLDEN % 1 + total * x / sums[-1]) for x in sums[:-1]]
+        counts = [end - begin for begin, end in pairwise([0, *ends, total])]
+        assert max(counts) <= queries, "too few queries in a block for its most popular chunk"
+        cards = [chunk for chunk in dice.sample(range(chunks), chunks) for _ in range(counts[chunk])]
+        hands = [cards[i::queries] for i in range(queries)]  # equal cards lie together: none twice in a hand
+        for hand in hands:
+            dice.shuffle(hand)
+            while tuple(hand) in asked:
+                dice.shuffle(hand)
+            asked.add(tuple(hand))
+        yield [tuple(hand) for hand in hands]
+
+
 def reuse(reader: LoadedModel, blocks: int, queries: int, method: str, seed: int) -> Workload:
     """Each part is a block of queries."""
     passages, tokens = corpus(reader, seed)
@@ -61,7 +82,7 @@ def reuse(reader: LoadedModel, blocks: int, queries: int, method: str, seed: int
         store = StoreConfig.model_validate({"codec": "raw", "cap_gb": cap_bytes / 1e9})
         config = Config(store=store, blend=BlendConfig.model_validate({"method": method}))
         with Engine(config, reader, open_store(store, Path(folder) / "kv")) as engine:
-            for n, block in enumerate(zipf_blocks(CHUNKS, blocks, queries, PER_QUERY, seed)):
+            for n, block in enumerate(zipf_blocks(CHUNKS, blocks, queries, seed)):
                 if (yield n, blocks):
                     break
                 prompts = [[passages[chunk] for chunk in query] for query in block]

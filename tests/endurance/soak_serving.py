@@ -35,12 +35,11 @@ from blendserve.engine.engine import Engine
 from blendserve.retrieve import language_reference
 from blendserve.store import LMDBStore
 from tests.endurance.driver import Promises, Workload, main, none
+from tests.support.http import events
 from tests.support.waiting import eventually
 
-QUESTIONS = ("What is it about?", "Which statement is meant?", "When does that happen?", "Who may do this?")
 KINDS = {"whole": 55, "stream": 28, "cancelled": 10, "refused": 7}  # shares
 ERROR = {"message", "type", "param", "code"}
-DISTINCT = 24  # good requests
 MEMORY_GROWTH = 1.05  # of the last half of the requests
 KILL_AT = 0.3  # of the requests
 CAP = 2 * 10**9
@@ -51,7 +50,6 @@ store: {cap_gb: 2}
 blend: {method: blend}
 serve: {slots: 8, slot_tokens: 1024, log_text: false}
 """
-KEPT_S = 1  # connections: less than the server keeps them, or it closes some that a request uses
 GONE = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 WRONG = (httpx.HTTPError, KeyError, ValueError, AssertionError)
 
@@ -71,7 +69,7 @@ class Serving:
         self.todo = deque((kind, dice.randrange(len(asks)), dice.random()) for kind in kinds)
         self.done, self.wrong, self.memory = Counter[str](), list[str](), list[float]()
         self.documents = dict[str, int]()  # whose job has ended, and their chunks
-        self.cut_off = self.written = 0
+        self.cut_off, self.written, self._is_killed = 0, 0, False
         self._ended, self._name = threading.Event(), f"soak-{time.time_ns():x}"
 
     def run(self) -> Workload:
@@ -97,7 +95,8 @@ class Serving:
 
     def ask(self, server: Any, stop_at: int) -> None:
         """All clients at once, until `stop_at` requests are answered; the server is killed then, unless all are."""
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S)
+        # A connection is kept for less time than the server keeps it, or the server closes some that a request uses.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
         self._ended.clear()
         with (
             httpx.Client(base_url=server.url, timeout=None, limits=limits) as self.http,
@@ -110,21 +109,23 @@ class Serving:
                     self.memory.append(server.memory_mb)
                 self._ended.wait(0.01)
             if stop_at < self.requests:
-                self._ended.set()
+                self._is_killed = True
                 server.kill()
+                self._ended.set()
             for job in jobs:
                 job.result()
             self._ended.set()
             writer.result()
+        self._is_killed = False
 
     def _client(self) -> None:
         with suppress(IndexError):  # nothing is left to do
             while not self._ended.is_set():
                 kind, which, chance = job = self.todo.popleft()
                 try:
-                    getattr(self, f"ask_{kind}")(which, chance)
+                    self.ask_one(kind, which, chance)
                 except WRONG as error:
-                    if self._ended.is_set() and isinstance(error, GONE):
+                    if self._is_killed and isinstance(error, GONE):
                         self.cut_off += 1
                         self.todo.append(job)
                         return
@@ -140,7 +141,7 @@ class Serving:
                 self.written += 1
                 self._write_one(f"{self._name}-{self.written}")
         except WRONG as error:
-            if not (self._ended.is_set() and isinstance(error, GONE)):
+            if not (self._is_killed and isinstance(error, GONE)):
                 self.wrong.append(f"document: {error!r}"[:300])
 
     def _write_one(self, name: str) -> None:
@@ -165,37 +166,34 @@ class Serving:
             if found["cached"] != [True] * chunks:
                 self.wrong.append(f"document {name} of {chunks} chunks after the kill: {found}")
 
-    def ask_whole(self, which: int, chance: float) -> None:
-        answer = self.http.post("/v1/rag/query", json=self.asks[which][0])
-        assert answer.status_code == 200, answer.text[:200]
-        self._compare(which, answer.json()["text"])
+    def ask_one(self, kind: str, which: int, chance: float) -> None:
+        """chance: of 0 to 1, chooses when a request is cancelled, and what is wrong with one that is refused."""
+        ask, expected = self.asks[which]
+        if kind == "refused":
+            self.ask_wrong(ask, chance)
+        elif kind == "cancelled":  # after the passages or after some text
+            next(islice(self.events(ask), int(4 * chance), None), None)
+        elif kind == "stream":
+            text = "".join(event["text"] for event in self.events(ask) if event["event"] == "text")
+            assert text == expected, f"{text!r}, not {expected!r}"
+        else:
+            answer = self.http.post("/v1/rag/query", json=ask)
+            assert (answer.status_code, answer.json()["text"]) == (200, expected), answer.text[:200]
 
-    def ask_stream(self, which: int, chance: float) -> None:
-        self._compare(which, "".join(e["text"] for e in self._events(which) if e["event"] == "text"))
-
-    def _compare(self, which: int, text: str) -> None:
-        assert text == self.asks[which][1], f"{text!r}, not {self.asks[which][1]!r}"
-
-    def ask_cancelled(self, which: int, chance: float) -> None:
-        """Leave after the passages or after some text."""
-        next(islice(self._events(which), int(4 * chance), None), None)
-
-    def ask_refused(self, which: int, chance: float) -> None:
-        """A wrong value, no JSON, an answer that no slot can hold, a body beyond the limit."""
+    def ask_wrong(self, ask: dict[str, Any], chance: float) -> None:
+        """No JSON, a wrong value, an answer that no slot can hold, a body beyond the limit."""
         changes = ("ratio", 7), ("max_tokens", 10**6), ("passages", ["too long" * 2**19])
-        bodies = ["{", *(json.dumps({**self.asks[which][0], name: value}) for name, value in changes)]
+        bodies = ["{", *(json.dumps({**ask, name: value}) for name, value in changes)]
         n, headers = int(len(bodies) * chance), {"Content-Type": "application/json"}
         answer = self.http.post("/v1/rag/query", content=bodies[n], headers=headers)
         assert answer.status_code == (413 if n == 3 else 400), answer.text[:200]
         assert set(answer.json()["error"]) == ERROR, answer.text[:200]
 
-    def _events(self, which: int) -> Iterator[dict[str, Any]]:
-        ask = {**self.asks[which][0], "stream": True}
-        with self.http.stream("POST", "/v1/rag/query", json=ask) as answer:
+    def events(self, ask: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.http.stream("POST", "/v1/rag/query", json={**ask, "stream": True}) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
-                if line.startswith("data: {"):  # neither the end nor a comment that keeps the connection
-                    yield json.loads(line.removeprefix("data: "))
+                yield from events([line])
 
 
 def is_idle(url: str) -> bool:
@@ -209,8 +207,8 @@ def make_asks(engine: Engine, passages: Sequence[Passage], n: int, seed: int) ->
     """Different good requests, and what the engine says to each alone; `auto` would depend on the clock."""
     dice, made = random.Random(seed), []
     engine.precompute(passages)
-    for _ in range(n):
-        question, given = dice.choice(QUESTIONS), dice.sample(passages, dice.randint(1, 3))
+    for line in range(n):
+        question, given = f"What is said in line {line}?", dice.sample(passages, dice.randint(1, 3))
         method, tokens = dice.choice(("blend", "blend", "blend", "prefix", "full")), dice.randint(8, 12)
         sent = [{"text": p.text, "title": p.title} for p in given]
         ask = {"question": question, "passages": sent, "method": method, "max_tokens": tokens}
@@ -236,7 +234,7 @@ def make(out: Path, requests: int, clients: int, seed: int) -> Workload:
     with Engine.open(index, config) as engine:
         assert engine.index is not None
         passages = random.Random(seed).sample(engine.index.passages, 24)
-        asks = make_asks(engine, passages, DISTINCT, seed)
+        asks = make_asks(engine, passages, 24, seed)
     command = serve_command("--index", str(index), "--config", str(settings))
     start = lambda: ServerProcess(command, out / "server.log")  # noqa: E731
     return Serving(start, index / "kv", asks, requests, clients, seed).run()

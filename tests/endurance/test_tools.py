@@ -81,6 +81,15 @@ def test_a_tool_prints_json_and_its_exit_code_tells(
     assert (found["done"], found["broken"]) == (done, ["wrong"] * code)
 
 
+def test_blocks_have_one_mix_and_no_query_twice() -> None:
+    blocks = list(reuse.zipf_blocks(400, 10, 50, 3))
+    queries = {query for block in blocks for query in block}
+    assert ({len(set(query)) for query in queries}, len(queries)) == ({reuse.PER_QUERY}, 500)
+    mixes = [Counter(chunk for query in block for chunk in query) for block in blocks]
+    assert all(abs(mixes[0][n] - mix[n]) <= 1 for mix in mixes for n in range(400))
+    assert mixes[0][0] > 3 * mixes[0][9]
+
+
 def test_reuse_lasts() -> None:
     found = soak(reuse.reuse(reader(), 3, 10, "blend", 0), reuse.PROMISES)
     assert not set(found["broken"]) - {"the hit rate lasts", "the gain lasts"}  # blocks of ten may differ
@@ -89,9 +98,10 @@ def test_reuse_lasts() -> None:
 
 @needs_server
 def test_a_fault_is_counted() -> None:
-    found = soak(faults.faults("tiny", 2, "none,writers killed", 0), faults.PROMISES)
+    """tests/store/valkey/test_faults.py has every one."""
+    found = soak(faults.faults(2, "none", 0), faults.PROMISES)
     assert found["broken"] == [], found
-    assert found["faults"]["none"]["found"] == 1
+    assert found["faults"]["none"]["looked_for"] == 2 * faults.CHUNKS
 
 
 def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
@@ -103,7 +113,7 @@ def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
     assert sum(found["requests"].values()) == 80
     assert found["requests"].keys() == soak_serving.KINDS.keys()
     assert found["cut_off_and_asked_again"] > 0
-    assert found["documents_written"] > 1
+    assert found["documents_written"] > 0
     assert found["good"] > len(PASSAGES)
 
 
@@ -147,11 +157,11 @@ def test_lost_and_wrong_chunks_are_noticed(tmp_path: Path, one_thread: None) -> 
     with LMDBStore(crashes.folder, crash.CAP) as store:
         put_kv(store, whole, crashes.expected[whole])
     there.send((Counter(), {seen}))
-    crashes.judge([crash.Said("begins", said, 0.0), crash.Said("stored", said, 0.1)])
+    crashes.judge([("begins", said, 0.0), ("stored", said, 0.1)])
     assert (crashes.counts["lost_chunks"], crashes.committed) == (2, {whole})
     assert not crashes.counts["wrong_sums"] + crashes.counts["unclean_verifies"]
     there.send((Counter(), set()))
     kv = crashes.expected[whole]
     crashes.expected[whole] = ChunkKV(kv.keys, kv.values + 1e-6)
-    crashes.judge([crash.Said("begins", whole, 0.2)])
+    crashes.judge([("begins", whole, 0.2)])
     assert (crashes.counts["computed_twice"], crashes.counts["corrupt_reads"]) == (1, 1)

@@ -4,8 +4,8 @@
 
 A few minutes; nothing else should run. The constants come from other requests, which one process makes alone before.
 How much slower 1, 2, ... processes are at the same time is measured before and after each run, by other requests again:
-nothing is fitted to what is compared. `isolated` is one node and one client, by the least of some repeats. The last line
-is one JSON object. With --model random:configs/simulate/small_reader other work disturbs the requests less.
+nothing is fitted to what is compared. The last line is one JSON object. With --model random:configs/simulate/small_reader
+other work disturbs the requests less.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import threading
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import fmean
 from typing import Any
 
@@ -40,14 +39,12 @@ from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
 NODE = "tests.endurance.simulator_node"
-REPEATS = 3  # of the isolated run
 ROUNDS, TURN = 2, 3  # of measuring the slowdown, and requests of each process in a turn
 ROUTINGS: tuple[Routing, ...] = ("round_robin", "prefix", "chunks")
 RUNS: tuple[tuple[str, Routing], ...] = (
     *(("full", routing) for routing in ROUTINGS),
     ("empty", ROUTINGS[0]),
-    ("closed", ROUTINGS[-1]),
-)  # store (or a closed loop over the full one), routing
+)  # store, routing
 
 
 class ValidationConfig(Section):
@@ -70,18 +67,17 @@ def validate(config: ValidationConfig) -> Figures:
     """Every run, measured and simulated. Raises InputError."""
     with processes(config) as nodes:
         console.note("Measuring one process")
-        constants = nodes[0].call(["measure"])
+        constants = nodes[0].call(["measure", config.request_chunks, config.memory, config.disk])
         base = simulated(config, constants, nodes[0].about)
         for store, with_chunks in (("full", True), ("empty", False)):
             nodes[0].call(["precompute", store, with_chunks])
-        isolated = {store: one_client(nodes[0], config, base, store) for store in ("full", "empty")}
         runs: list[Figures] = []
         before = slowdown(nodes, config, constants["hot"])
         for store, routing in RUNS:
             console.note(f"{config.requests} requests, {store}, {routing}")
             chosen = settings_of(config, slowed(base, before), store)
             blocks = list(workload.requests(chosen, config.nodes))
-            open_all(nodes, "empty" if store == "empty" else "full")
+            open_all(nodes, config, store)
             measured = serve(nodes, chosen, routing, *blocks[0])
             after = slowdown(nodes, config, constants["hot"])
             chosen = slowed(chosen, np.mean([before, after], axis=0).tolist())
@@ -90,7 +86,7 @@ def validate(config: ValidationConfig) -> Figures:
     return {
         **{"versions": versions(), "machine": machine(), "load_average": os.getloadavg()},
         **{"settings": config.model_dump(mode="json"), "constants": constants},
-        **{"isolated": isolated, "runs": runs},
+        "runs": runs,
     }
 
 
@@ -109,9 +105,7 @@ def simulated(config: ValidationConfig, constants: Constants, shape: dict[str, i
 
 
 def settings_of(config: ValidationConfig, base: SimulateConfig, store: str) -> SimulateConfig:
-    """A closed loop, or a rate that keeps the nodes at the wanted utilization."""
-    if store == "closed":
-        return base
+    """At a rate that keeps the nodes at the wanted utilization."""
     base = over(base, store)
     loop = Cluster(base, config.nodes, ROUTINGS[0]).run(
         workload.requests(base, config.nodes), config.requests
@@ -149,7 +143,7 @@ def compared(
 
 def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -> list[float]:
     """TTFT of a request from memory while 1, 2, ... nodes compute, over `hot`, its TTFT alone."""
-    open_all(nodes, "full")
+    open_all(nodes, config, "full")
     request, n = ["request", list(range(config.request_chunks)), False], len(nodes)
     times: list[list[float]] = [[] for _ in nodes]
     with ThreadPoolExecutor(n) as threads:
@@ -163,30 +157,6 @@ def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -
     return np.maximum.accumulate(factors).tolist()  # type: ignore[no-any-return]
 
 
-def one_client(node: WorkerProcess, config: ValidationConfig, base: SimulateConfig, store: str) -> Figures:
-    """A single node and client: every request finds the same in every repeat, so its least time counts."""
-    known = over(base, store)
-    ((_, chunks),) = workload.requests(known, 1)
-    times = []
-    for repeat in range(REPEATS):
-        namespace = store if store == "full" else f"isolated {repeat}"
-        if store == "empty":
-            node.call(["precompute", namespace, False])
-        node.call(["open", namespace])
-        told = [node.call(["request", wanted, False]) for wanted in chunks.tolist()]
-        times.append([[part["ttft"], part["ttft"] + part["after"]] for part in told])
-    ttft, whole = np.min(times, axis=0).T
-    result = Cluster(known, 1, ROUTINGS[0]).run([(np.zeros(len(chunks)), chunks)], len(chunks))
-    found = np.array([part["found"] for part in told])
-    return {
-        "same_tiers": float((found == result.found).all(axis=1).mean()),
-        "ttft_measured": float(ttft.mean()),
-        "error_of_mean": float(result.ttft.mean() / ttft.mean() - 1),
-        "error_of_a_request": float(np.abs(result.ttft / ttft - 1).mean()),
-        "error_of_whole": float(result.finished_at[-1] / whole.sum() - 1),
-    }
-
-
 def serve(
     nodes: list[WorkerProcess],
     config: SimulateConfig,
@@ -194,58 +164,45 @@ def serve(
     times: workload.Floats,
     chunks: workload.Ints,
 ) -> SimulationResult:
-    """The requests, at their times, answered by real nodes: a queue and a thread each, behind one router."""
+    """The requests, at their times, answered by real nodes, each with a queue, behind one router."""
     loads, directory = Loads(len(nodes), config.bound), ChunkDirectory()
-    route, number, closed = make_router(routing, loads, directory), len(times), not config.requests.rate
-    arrived, ttft, finished = np.zeros(number), np.zeros(number), np.zeros(number)
+    route, number = make_router(routing, loads, directory), len(times)
+    ttft, finished = np.zeros(number), np.zeros(number)
     where, found = np.zeros(number, np.int64), np.zeros((number, len(TIERS)), np.int64)
-    queues: list[SimpleQueue[int | None]] = [SimpleQueue() for _ in nodes]
-    lock, clients = threading.Lock(), threading.Semaphore(config.requests.clients * len(nodes))
-    began = time.perf_counter()
+    hot: list[set[int]] = [set() for _ in nodes]
+    lock, began = threading.Lock(), time.perf_counter()
 
-    def work(n: int) -> None:
-        hot: set[int] = set()
-        while (request := queues[n].get()) is not None:
-            started = time.perf_counter() - began
-            try:
-                told = nodes[n].call(["request", chunks[request].tolist()])
-            finally:
-                clients.release()
-            finished[request] = time.perf_counter() - began
-            ttft[request] = started - arrived[request] + told["ttft"]  # reporting `hot` is no part of it
-            found[request] = told["found"]
-            with lock:
-                loads.add(n, -1)
-                for chunk in hot - set(told["hot"]):
-                    directory.remove(n, chunk)
-                for chunk in set(told["hot"]) - hot:
-                    directory.add(n, chunk)
-            hot = set(told["hot"])
+    def work(n: int, request: int) -> None:
+        started = time.perf_counter() - began
+        told = nodes[n].call(["request", chunks[request].tolist()])
+        finished[request] = time.perf_counter() - began
+        ttft[request] = started - times[request] + told["ttft"]  # reporting `hot` is no part of it
+        found[request] = told["found"]
+        before, hot[n] = hot[n], set(told["hot"])
+        with lock:
+            loads.add(n, -1)
+            for chunk in before - hot[n]:
+                directory.remove(n, chunk)
+            for chunk in hot[n] - before:
+                directory.add(n, chunk)
 
-    with ThreadPoolExecutor(len(nodes)) as threads:
-        workers = [threads.submit(work, n) for n in range(len(nodes))]
+    with ExitStack() as stack:
+        queues = [stack.enter_context(ThreadPoolExecutor(1)) for _ in nodes]
+        jobs = list[Future[None]]()
         for request in range(number):
-            if closed:
-                clients.acquire()
-            else:
-                time.sleep(max(0.0, times[request] - (time.perf_counter() - began)))  # allow: arrival times
-            if any(worker.done() for worker in workers):  # it has failed
-                break
-            arrived[request] = time.perf_counter() - began if closed else times[request]
+            time.sleep(max(0.0, times[request] - (time.perf_counter() - began)))  # allow: arrival times
             with lock:
-                where[request] = route(chunks[request].tolist())
-                loads.add(int(where[request]), 1)
-            queues[where[request]].put(request)
-        for queue in queues:
-            queue.put(None)
-        for worker in workers:
-            worker.result()
-    return SimulationResult(arrived, ttft, finished, where, found)
+                where[request] = n = route(chunks[request].tolist())
+                loads.add(n, 1)
+            jobs.append(queues[n].submit(work, n, request))
+        for job in jobs:
+            job.result()
+    return SimulationResult(times, ttft, finished, where, found)
 
 
-def open_all(nodes: list[WorkerProcess], store: str) -> None:
+def open_all(nodes: list[WorkerProcess], config: ValidationConfig, store: str) -> None:
     for node in nodes:
-        node.call(["open", store])
+        node.call(["open", store, config.memory, config.disk])
 
 
 @contextmanager

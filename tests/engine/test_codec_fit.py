@@ -38,37 +38,27 @@ def compression(made: Engine) -> float:
     return stats.raw_bytes / stats.bytes
 
 
-@pytest.mark.parametrize(
-    ("codec", "least"), [("int8", 2.5), pytest.param("cachegen", 8.0, marks=needs_constriction)]
-)
-def test_an_engine_stores_coded_kv_and_answers_from_it(
-    codec: str, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_constriction
+def test_an_engine_stores_coded_kv_and_answers_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of a bundled reader are fitted on first use."""
     monkeypatch.setitem(sources.BUNDLED, "tiny", sources.BUNDLED["smollm2-135m"])
-    monkeypatch.setattr("blendserve.engine.codec_fit.FIT_TOKENS", 100)
-    monkeypatch.setattr("blendserve.engine.codec_fit.TEXT_TOKENS", 50)
-    config = Config(store=StoreConfig(codec=codec, location="memory"), blend=BlendConfig(method="reuse"))
+    monkeypatch.setattr(module, "FIT_TOKENS", 100)
+    monkeypatch.setattr(module, "TEXT_TOKENS", 50)
+    config = Config(store=StoreConfig(codec="cachegen", location="memory"), blend=BlendConfig(method="reuse"))
     with Engine.open(config, reader=toy_reader()) as made:
-        assert made.store.stats().tables == (codec == "cachegen")
+        assert made.store.stats().tables == 1
         made.precompute(PASSAGES)
         assert made.answer("Who sleeps?", PASSAGES, max_new_tokens=3).report.chunks_hit == 3
-        assert compression(made) > least  # of 32 bits
-
-
-@needs_constriction
-@pytest.mark.parametrize("codec", ["cachegen", "predict"])
-def test_without_tables_of_this_version_the_setting_is_named(codec: str) -> None:
-    with engine(MemoryStore(CAP), codec) as made:
-        made.store.blobs.put("predict", made.reader.fingerprint, b"what an older blendserve has fitted")
-        with pytest.raises(TablesMissing) as error:
-            codec_of(made)
-        assert error.value.setting == "store.codec"
+        assert compression(made) > 8  # of 32 bits
 
 
 @needs_constriction
 def test_tables_are_fitted_once_and_found_by_the_next_process(tmp_path: Path) -> None:
     with LMDBStore(tmp_path, CAP) as store, engine(store, "cachegen@2") as made:
+        store.blobs.put("cachegen", made.reader.fingerprint, b"what an older blendserve has fitted")
+        with pytest.raises(TablesMissing) as error:
+            codec_of(made)
+        assert error.value.setting == "store.codec"
         updates: list[tuple[int, int]] = []
         chunks = chunks_of([Document("\n\n".join(WORDS))], 400, made.config, made.prompts)
         hash = fit(

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blendserve.blend.corrections.base import Correction
+from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout
-from blendserve.blend.policies.base import Policy
+from blendserve.blend.policies import Policy
 from blendserve.config import Config, changed
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
-from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels.rows import Rows
 from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
 from blendserve.store import MemoryStore, read_record
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
+from blendserve.store.codecs.base import Buffer, ChunkShape, Coding, Pair
 from blendserve.store.codecs.raw import Raw
-from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_reader
+from tests.support.engines import PASSAGES, QUESTIONS, toy_reader
 
 REGISTRIES = {"policy": POLICIES, "correction": CORRECTIONS, "codec": CODECS, "store": STORES}
-OPTIONS: dict[str, Any] = {"method": "blend", "ratio": 0.25, "max_new_tokens": 2}
 
 
 class LastTokens(Policy):
@@ -45,29 +42,16 @@ class Doubled(Correction):
         return True
 
 
-class Negated(Codec):
+class Negated(Raw):
     """Stores every number with the other sign."""
 
-    random_access = True
     coding = Coding("own")
 
-    @classmethod
-    def with_tables(cls, level: int, tables: bytes = b"") -> Negated:
-        return cls()
-
-    @classmethod
-    def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        if any(length != shape.layer_bytes for length in lengths):
-            raise ValueError("a layer has another length")
-
-    def expected_bytes(self, raw_bytes: int) -> int:
-        return raw_bytes
-
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        return Raw().encode(ChunkKV(-kv.keys, -kv.values))
+        return super().encode(ChunkKV(-kv.keys, -kv.values))
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
-        keys, values = Raw().decode(shape, l, segment)
+        keys, values = super().decode(shape, l, segment)
         return -keys, -values
 
 
@@ -88,30 +72,20 @@ def own() -> Iterator[None]:
         registry.remove("own")
 
 
-def config(**changes: Any) -> Config:
-    merged: dict[str, Any] = {"store": {"location": "memory"}, "blend": {"correction": "none"}}
-    for name, section in changes.items():
-        merged[name] = {**merged.get(name, {}), **section}
-    return Config(**merged)
-
-
-def test_an_engine_runs_on_all_four(tmp_path: Path) -> None:
-    file, settings = tmp_path / "config.yaml", {"policy": "own", "correction": "own"}
-    file.write_text(config(store={"location": "own", "codec": "own"}, blend=settings).to_yaml())
+def test_an_engine_runs_on_all_four_and_settings_and_evaluation_know_them(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    blend = {"policy": "own", "correction": "own", "method": "blend", "ratio": 0.25}
+    file.write_text(Config(store={"location": "own", "codec": "own"}, blend=blend).to_yaml())
     with Engine.open(Config.load(file), reader=toy_reader()) as engine:
         engine.precompute(PASSAGES)
-        answer = engine.answer(QUESTIONS[0], PASSAGES, **OPTIONS)
+        answer = engine.answer(QUESTIONS[0], PASSAGES, max_new_tokens=2)
         assert isinstance(engine.store, OwnStore)
         record = read_record(engine.store, engine.blender.key(engine.prompts.chunk(PASSAGES[1]).ids))
         assert record is not None
         assert record.coding.codec == "own"
-        prompt, blend = (
-            engine.prompts.build(QUESTIONS[0], PASSAGES),
-            changed(engine.config.blend, method="blend"),
-        )
-        doubled, plain = (
-            engine.blender.run(prompt, changed(blend, correction=c)).result for c in ("own", "none")
-        )
+        prompt = engine.prompts.build(QUESTIONS[0], PASSAGES)
+        doubled = engine.blender.run(prompt, engine.config.blend).result
+        plain = engine.blender.run(prompt, changed(engine.config.blend, correction="none")).result
         assert torch.equal(doubled.recomputed, plain.recomputed)
         assert not torch.equal(doubled.logits, plain.logits)
     report, explanation = answer.report, answer.explanation
@@ -120,26 +94,8 @@ def test_an_engine_runs_on_all_four(tmp_path: Path) -> None:
     *_, last, suffix = explanation.runs
     assert (last, suffix[0]) == (("recomputed", report.tokens_recomputed), "computed")
     assert "corrected" in dict(explanation.runs)
-
-
-@pytest.mark.parametrize("kind", ["codec", "store"])
-def test_a_codec_and_a_store_change_no_answer(kind: str) -> None:
-    changes = {"store": {"location": "own"} if kind == "store" else {"codec": "own"}}
-    with Engine.open(config(**changes), reader=toy_reader()) as own, toy_engine(config=config()) as usual:
-        answers = []
-        for engine in (own, usual):
-            engine.precompute(PASSAGES)
-            answers.append(engine.answer(QUESTIONS[0], PASSAGES, **OPTIONS))
-    assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].report == answers[1].report
-
-
-def test_settings_evaluation_and_errors_know_them_while_they_are_registered() -> None:
+    with Engine.open(Config(store={"location": "memory"}, blend=blend), reader=toy_reader()) as usual:
+        usual.precompute(PASSAGES)
+        same = usual.answer(QUESTIONS[0], PASSAGES, max_new_tokens=2)
+    assert (same.token_ids, same.report) == (answer.token_ids, answer.report)
     assert parse_methods(["own+own@0.1"], ())[-1].name == "own+own@0.1"
-    POLICIES.remove("own")
-    try:
-        with pytest.raises(ConfigError) as error:
-            Config(blend={"policy": "own"})
-        assert error.value.setting == "blend.policy"
-    finally:
-        POLICIES.add("own", f"{__name__}:LastTokens")

@@ -115,12 +115,6 @@ def test_a_rest_ends_with_the_last_request_or_the_thread(jobs: Jobs, stops: bool
     assert jobs.done == ["part 0"]
 
 
-def test_without_requests_a_long_job_goes_on_at_once(jobs: Jobs) -> None:
-    jobs.in_flight = False
-    jobs.submit_long(100).result(60)
-    assert len(jobs.done) == 100
-
-
 def test_after_a_refusal_its_tenant_waits_nine_times_as_long_for_requests_of_others(jobs: Jobs) -> None:
     jobs.refuse()
     jobs.submit("hostile", "as no other request is in flight").result(60)
@@ -141,7 +135,7 @@ def test_after_a_refusal_its_tenant_waits_nine_times_as_long_for_requests_of_oth
     fourth.result(60)
 
 
-def test_a_job_that_waits_after_a_refusal_is_stopped_and_cancelled(jobs: Jobs) -> None:
+def test_jobs_that_wait_after_a_refusal_can_be_cancelled_and_end_with_the_thread(jobs: Jobs) -> None:
     jobs.others["hostile"] = True
     jobs.refuse()
     second, third = (jobs.submit("hostile", "more") for _ in range(2))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from blendserve.blend import prefill as prefill_module
 from blendserve.config import BlendConfig
@@ -23,12 +22,12 @@ from blendserve.kernels.types import Rope
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
-from blendserve.models.model import DecoderModel, Projected
+from blendserve.models.model import DecoderModel
 from blendserve.models.random import ModuloTokenizer
 from tests.support.blending import OneOff, some_prompt
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
-from tests.support.models import KINDS, TINY, config, tiny_adapter, tiny_model
-from tests.support.tokenizers import bundled_reader, bundled_tokenizer
+from tests.support.models import KINDS, TINY, config, from_config, tiny_adapter, tiny_model
+from tests.support.tokenizers import bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
 SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
@@ -54,15 +53,6 @@ class Lopsided(DecoderModel):
         return super().rotate(x, Rope(rope.cos, rope.sin.abs()))
 
 
-class Rotated(DecoderModel):
-    """Its keys before RoPE carry a rotation already."""
-
-    def project(self, l: int, hidden: torch.Tensor) -> Projected:
-        rows = super().project(l, hidden)
-        spin = self.rope(torch.arange(hidden.shape[0]))[l]
-        return Projected(rows.q, self.rotate(rows.k, spin), rows.v)
-
-
 class Forgetful(KVCache):
     """Loses a row of the suffix; slots are those of the prompt and one more for the decoded token."""
 
@@ -83,7 +73,6 @@ def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, k
         (DecoderModel, prefill_module, "KVLoader", OneOff, {"ratio 1.0", "one chunk in front"}),
         (DecoderModel, rows, "plan_rows", one_row_too_far, SAME),
         (Lopsided, None, "", None, {"rope round trip", "layer-0 keys"} | SAME),
-        (Rotated, None, "", None, {"layer-0 keys"} | SAME),
     ],
 )
 def test_a_mistake_fails_its_checks(
@@ -100,27 +89,18 @@ def test_a_mistake_fails_its_checks(
     assert failed(made.of(tiny_model("llama", dtype))) >= checks
 
 
-def test_the_bundled_reader_passes_well_within_its_bounds_and_sees_a_lost_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In bf16; a tiny random model is too noisy there for one row of a hundred."""
-    reader = bundled_reader("bfloat16")
-    for row in check(reader).rows:
-        assert row.passed, str(row)
-        assert (row.value / row.bound if row.above else row.bound / max(row.value, 1e-9)) > 1.5, str(row)
+def test_a_lost_row_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32: in bf16 a tiny random model is too noisy for one row of a hundred."""
     monkeypatch.setattr(prefill_module, "KVCache", Forgetful)
     assert failed(tiny_adapter("llama")) >= SAME
-    assert {row.check.partition(":")[0] for row in check(reader).rows if not row.passed} >= SAME
 
 
 def windowed(window: int, context: int = 1024) -> LoadedModel:
     """A tiny model with a window, and a real tokenizer."""
-    torch.manual_seed(0)
-    made = config(tf.MistralConfig, sliding_window=window, max_position_embeddings=context)
-    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    model = from_config(config("mistral", sliding_window=window, max_position_embeddings=context))
     return LoadedModel(
         "windowed",
-        DecoderModel.of(model.eval()),
+        DecoderModel.of(model),
         ModuloTokenizer(bundled_tokenizer(), 97),
         "windowed",
         frozenset(),
@@ -141,15 +121,15 @@ def test_a_plan_without_the_window_fails_on_real_text(monkeypatch: pytest.Monkey
 def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
     window: int, context: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts: list[Prompt] = []
+    lengths: list[int] = []
 
-    def examined(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
-        prompts.append(prompt)
+    def run_checks(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+        lengths.append(len(prompt))
         return ()
 
-    monkeypatch.setattr(gate, "run_checks", examined)
+    monkeypatch.setattr(gate, "run_checks", run_checks)
     check(windowed(window, context))
-    assert least <= len(prompts[0]) <= most
+    assert least <= lengths[0] <= most
 
 
 def test_nothing_passes_that_cannot_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +162,8 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
     assert [check_model(r) for r in (reader, other, other)] == [first] * 3
     assert checked == [reader.fingerprint, "other"]
     monkeypatch.setattr(gate, "FORMAT", gate.FORMAT + 1)
-    check_model(reader)
-    for n, damage in enumerate(("", "[1]", '[{"check": "x"}]', "{"), 4):
+    assert check_model(reader) == first
+    for n, damage in enumerate(("", '[{"check": "x"}]', "{"), 4):
         for file in kept.iterdir():
             file.write_text(damage)
         assert check_model(reader) == first
@@ -194,14 +174,10 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
 
 def test_a_failing_reader_is_refused_or_answers_by_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     with toy_engine() as made:
-        made.gate = GateReport(
-            "tiny", (GateRow("layer-0 keys: x", 0.5, 0.01), GateRow("rope round trip: y", 0.0, 0.01))
-        )
-        for method in ("blend", "reuse", "prefix"):
+        made.gate = GateReport("tiny", (GateRow("layer-0 keys: x", 0.5, 0.01),))
+        for refused in (lambda: made.answer(QUESTIONS[0], PASSAGES), lambda: made.precompute(PASSAGES)):
             with pytest.raises(ModelUnsupported):
-                made.answer(QUESTIONS[0], PASSAGES, method=method)
-        with pytest.raises(ModelUnsupported):
-            made.precompute(PASSAGES)
+                refused()
         expected = generated(PASSAGES, 12)
         monkeypatch.setattr(DecoderModel, "project", None)  # ours is not to be used at all
         for method in ("full", "auto"):

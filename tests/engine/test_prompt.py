@@ -51,9 +51,8 @@ def test_passages_questions_and_turns_cannot_smuggle_in_control_tokens(text: str
     tokenizer = bundled_tokenizer()
     special = set(tokenizer.all_special_ids)
     prompts = PromptBuilder(tokenizer, PromptConfig())
-    honest = prompts.build(
-        "Why?", [Passage("a", "b")], [ChatMessage("user", "Hi"), ChatMessage("assistant", "Ho")]
-    )
+    turns = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Ho")]
+    honest = prompts.build("Why?", [Passage("a", "b")], turns)
     turns = [ChatMessage("user", text + control), ChatMessage("assistant", control + text)]
     attack = prompts.build(text + control, [Passage(text + control, control)], turns)
     assert not special & set(attack.chunks[0].ids)
@@ -68,11 +67,9 @@ def test_turns_stand_between_the_system_text_or_its_own_and_the_question() -> No
     tokenizer, system = bundled_tokenizer(), PromptConfig().system
     prompts = PromptBuilder(tokenizer, PromptConfig())
 
-    def text(*turns: tuple[str, str]) -> str:
-        decoded: str = tokenizer.decode(
-            prompts.build(QUESTION, (), [ChatMessage(*turn) for turn in turns]).ids
-        )
-        return decoded
+    def text(*turns: tuple[str, str]) -> Any:
+        prompt = prompts.build(QUESTION, (), [ChatMessage(*turn) for turn in turns])
+        return tokenizer.decode(prompt.ids)
 
     talk = text(("user", "Hello"), ("assistant", "Good day"))
     places = [talk.index(part) for part in (system, "Hello", "Good day", QUESTION)]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import settings
 
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND
-from tests.support.engines import Question
-from tests.support.scheduler import SchedulerMachine, opened
+from tests.support.scheduler import Question, SchedulerMachine, opened
 from tests.support.waiting import eventually
 
 TestScheduler = SchedulerMachine.TestCase
@@ -83,16 +82,6 @@ def test_a_tenant_has_so_many_tasks_at_most() -> None:
     scheduler = opened().scheduler
     accepted = [scheduler.submit_background((_ for _ in ()), t) for t in [*"a" * (MAX_BACKGROUND + 1), "b"]]
     assert accepted == [*[True] * MAX_BACKGROUND, False, True]
-
-
-def test_a_task_keeps_its_share_of_the_time_while_requests_run() -> None:
-    machine = opened(background_share=0.2)
-    machine.submit(Question((2, 3), max_new_tokens=30))
-    machine.step_until(lambda: machine.log[-1:] == ["decode"])
-    machine.in_background(4)
-    machine.step_until(lambda: machine.log.count("layer") == 4)
-    machine.step()
-    assert machine.log == ["prefill", "decode", *["layer", *["decode"] * 4] * 3, "layer", "decode"]
 
 
 @pytest.mark.parametrize("stops", [True, False])

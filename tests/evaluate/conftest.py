@@ -13,5 +13,5 @@ from tests.support.evaluations import toy_run
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """One of support.evaluations.RUNS; `raw` and `coded` with their plots."""
-    return cache(lambda kind: toy_run(kind, tmp_path_factory.mktemp(kind), draws=kind in ("raw", "coded")))
+    """One of support.evaluations.RUNS; `coded` with its plots."""
+    return cache(lambda kind: toy_run(kind, tmp_path_factory.mktemp(kind), draws=kind == "coded"))

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
 from blendserve.blend import priors
-from blendserve.config import StoreConfig, changed
+from blendserve.cli import main
+from blendserve.config import changed
 from blendserve.core import Document
 from blendserve.engine.codec_fit import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
 from blendserve.evaluate import datasets, fidelity
-from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
+from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
 from blendserve.evaluate.job import Outcome, evaluate_each
+from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.prompts import PromptSource, open_engine
-from blendserve.evaluate.report import show_all
+from blendserve.evaluate.report import show_all, tables
 from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
+from blendserve.evaluate.summary import Predictions, summarize
 from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.policies import LRU
 from tests.golden import research
 from tests.support.evaluations import (
     CONFIG,
+    HOSTILE,
+    METHODS,
     QUESTIONS,
     RUNS,
     passage,
@@ -49,11 +60,7 @@ Toy = Callable[[str], Outcome]
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_numbers_are_the_recorded_ones(toy: Toy, kind: str) -> None:
     """Within what the kernels of other CPUs round differently."""
-    found, wanted = research.evaluation(toy(kind)), research.golden("evaluate")[kind]
-    for part in wanted:
-        assert found[part].keys() == wanted[part].keys()
-        for name in wanted[part]:
-            assert research.same(found[part][name], wanted[part][name], 2e-3, 1e-7), (name, found[part][name])
+    assert research.evaluation(toy(kind)) == research.golden("evaluate", 2e-3, 1e-7)[kind]
 
 
 def test_every_question_meets_every_method_in_another_order(toy: Toy) -> None:
@@ -74,20 +81,52 @@ def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:
     assert toy("raw").metrics["kl_rounding"] < 1e-9
 
 
+def test_figures_and_tables_are_those_of_the_predictions(toy: Toy) -> None:
+    done, name = toy("raw"), "query+shift@0.25"
+    lines = {(line["id"], line["method"]): line for line in predictions(done)}
+    ids, found = [f"q{n}" for n in range(QUESTIONS)], done.metrics["methods"][name]
+    ttft, full = ([lines[i, method]["seconds"]["ttft"] for i in ids] for method in (name, "full"))
+    assert found["seconds"]["ttft"] == {"median": np.median(ttft), "p95": np.percentile(ttft, 95)}
+    assert found["times_faster"]["mean"] == pytest.approx(np.median(full) / np.median(ttft))
+    assert found["tokens_recomputed"] == np.mean([lines[i, name]["tokens_recomputed"] for i in ids])
+    shown = {table.title: table for table in tables(done.metrics)}
+    for title, column, wanted in (
+        ("Time and work", "TTFT ms", f"{1e3 * np.median(ttft):.0f}"),
+        ("Time and work", "MB loaded", f"{found['bytes_loaded'] / 1e6:.1f}"),
+        ("Quality", "mean KL, nats", "{mean:.4f} ({low:.4f} to {high:.4f})".format(**found["mean_kl"])),
+        (
+            "Quality",
+            "F1 - full's",
+            "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**found["score_against_full"]),
+        ),
+        ("Single prompts", "against", "reuse"),
+    ):
+        row = next(row for row in shown[title].rows if row[0] == name)
+        assert row[shown[title].columns.index(column)] == wanted, column
+
+
+def test_only_questions_that_every_method_answered_count(toy: Toy) -> None:
+    lines = {(line["id"], line["method"]): {**line, "recall": 0.5} for line in predictions(toy("raw"))}
+    questions, methods = {f"q{n}": f"q{n}" for n in range(QUESTIONS)}, parse_methods(METHODS, (0.25,))
+    del lines["q0", "prefix"]
+    answered = Predictions(lines, questions, methods)
+    assert answered.ids == ["q1", "q2"]
+    assert summarize(answered, "F1")["recall"] == {"mean": 0.5, "low": 0.5, "high": 0.5, "n": 2}
+    del lines["q1", "full"], lines["q2", "full"]
+    with pytest.raises(InputError):
+        Predictions(lines, questions, methods)
+
+
 def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
     """Full prefill decodes with the model's own weights; the prefill of `prefix` is exact, its decoding is in int8."""
     reader = tiny_reader.__wrapped__(hidden_size=256, head_dim=64)
     if native_decoder(reader.adapter, int8=True)[0] is None:
         pytest.skip("no native step here: no int8 weights")
-    found, dataset = {}, write_dataset(tmp_path)
-    for name in ("model", "int8"):
-        if name == "int8":
-            decode_in_int8(reader.adapter)
-        engine = Engine(CONFIG, reader, MemoryStore(2**30))
-        found[name] = run(tmp_path, dataset, engine, name, methods=("prefix",)).metrics["methods"]["prefix"]
-        assert found[name]["first_kl"]["mean"] < 1e-9
-    assert found["model"]["mean_kl"]["mean"] < 1e-9
-    assert 1e-7 < found["int8"]["mean_kl"]["mean"] < 0.05
+    decode_in_int8(reader.adapter)
+    engine = Engine(CONFIG, reader, MemoryStore(2**30))
+    found = run(tmp_path, write_dataset(tmp_path), engine, methods=("prefix",)).metrics["methods"]["prefix"]
+    assert found["first_kl"]["mean"] < 1e-9
+    assert 1e-7 < found["mean_kl"]["mean"] < 0.05  # 0 with the model's own weights: see above
 
 
 def test_kv_makes_room_for_the_next_question(tmp_path: Path) -> None:
@@ -139,48 +178,47 @@ def test_a_run_is_extended_by_halves_and_permutations(toy: Toy, tmp_path: Path) 
 
 
 def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"methods": ("none",), "name": "mine"}
     dataset = write_dataset(tmp_path, 1)
-    outcome = run(tmp_path, dataset, methods=("none",), name="mine")
+    folder = run(tmp_path, dataset, **plan).folder
     other = tiny_engine(config=changed(CONFIG, decode={"max_new_tokens": 7}))
     for engine, window, setting in ((None, 16, "window"), (other, None, "decode.max_new_tokens")):
         with pytest.raises(ConfigError) as error:
-            run(tmp_path, dataset, engine, methods=("none",), name="mine", window=window)
+            run(tmp_path, dataset, engine, window=window, **plan)
         assert error.value.setting == setting
-    text = dataset.read_text()
+    text, path, config = dataset.read_text(), folder / "predictions.jsonl", folder / "config.yaml"
     dataset.write_text(text.replace("painted", "sank"))
     with pytest.raises(InputError) as changed_data:
-        run(tmp_path, dataset, methods=("none", "query"), name="mine")
-    assert changed_data.value.path == str(outcome.folder)
+        run(tmp_path, dataset, **{**plan, "methods": ("none", "query")})
+    assert changed_data.value.path == str(folder)
     dataset.write_text(text)
-    path = outcome.folder / "predictions.jsonl"
-    path.write_text("{half\n" + path.read_text())
-    with pytest.raises(InputError) as damaged:
-        run(tmp_path, dataset, methods=("none",), name="mine")
-    assert (damaged.value.path, damaged.value.line) == (str(path), 1)
-    for content in ("- no mapping", "{half"):
-        (outcome.folder / "config.yaml").write_text(content)
-        with pytest.raises(InputError) as unreadable:
-            run(tmp_path, dataset, methods=("none",), name="mine")
-        assert unreadable.value.path == str(outcome.folder / "config.yaml")
+    for file, content, line in (
+        (path, "{half\n" + path.read_text(), 1), (config, "- no mapping", None), (config, "{half", None),
+    ):  # fmt: skip
+        file.write_text(content)
+        with pytest.raises(InputError) as damaged:
+            run(tmp_path, dataset, **plan)
+        assert (damaged.value.path, damaged.value.line) == (str(file), line)
 
 
-def test_a_run_that_cannot_compare_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling, and a reader whose full prefill is no reference."""
-
-    class Failing:
-        def require(self) -> None:
-            raise ModelUnsupported
-
-    dataset = write_dataset(tmp_path, 1)
-    hot = tiny_engine(config=changed(CONFIG, decode={"temperature": 0.5}))
+@pytest.mark.parametrize("decode", [{"temperature": 0.5}, {"stop": ["x"]}])
+def test_sampling_and_stop_strings_are_refused(tmp_path: Path, decode: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        run(tmp_path, dataset, hot, methods=("none",))
-    assert error.value.setting == "decode.temperature"
+        run(tmp_path, write_dataset(tmp_path, 1), tiny_engine(config=changed(CONFIG, decode=decode)))
+    assert error.value.setting == f"decode.{next(iter(decode))}"
+
+
+def test_a_model_whose_full_prefill_is_no_reference_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require() -> None:
+        raise ModelUnsupported
+
     engine = tiny_engine()
-    engine.__dict__["gate"] = Failing()
+    engine.__dict__["gate"] = SimpleNamespace(require=require)
     monkeypatch.setattr(Engine, "open", lambda *_, **__: engine)
     with pytest.raises(ModelUnsupported):
-        open_engine(EvaluateConfig(), load(dataset), CONFIG, tmp_path)
+        open_engine(EvaluateConfig(), load(write_dataset(tmp_path, 1)), CONFIG, tmp_path)
 
 
 def test_a_question_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
@@ -190,24 +228,12 @@ def test_a_question_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
         run(tmp_path, write_dataset(tmp_path, 1, long=0), methods=("query",), name="none")
 
 
-def test_evaluations_own_defaults_give_way_to_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("decode: {max_new_tokens: 5}\nblend: {ratio: 0.3}")
-    settings = settings_from(file)
-    assert settings.decode.max_new_tokens == 5
-    assert settings.prompt == settings_from().prompt == PROMPT
-
-
-# Codecs
-
-
 def test_codecs_begin_with_uncoded_kv_and_the_store_s_tables() -> None:
     pytest.importorskip("constriction")
-    coded = changed(CONFIG, store=StoreConfig(codec="int8").model_dump())
     with pytest.raises(ConfigError) as error:
-        codec_for(tiny_engine(config=coded), "int8")
+        codec_for(tiny_engine(config=CONFIG.replace("store.codec", "int8")), "int8")
     assert error.value.setting == "store.codec"
-    engine = tiny_engine(MemoryStore(2**30))
+    engine = tiny_engine()
     with pytest.raises(TablesMissing):
         codec_for(engine, "cachegen@1")
     document = Document(" ".join(passage(n)["text"] for n in range(40)))
@@ -220,22 +246,13 @@ def test_codecs_begin_with_uncoded_kv_and_the_store_s_tables() -> None:
     assert copy.stats().tables == 1
 
 
-# Corrections that are fitted
-
-
 def test_nothing_is_fitted_on_the_half_that_is_asked(tmp_path: Path) -> None:
-    path = write_dataset(tmp_path, 4)
-    engine, data = tiny_engine(), load(str(path))
-
-    def corpus(half: Any) -> list[Any]:
-        plan = EvaluateConfig(dataset=str(path), half=half)
-        return PromptSource(engine, plan).prior_chunks(data)
-
+    data, engine = load(write_dataset(tmp_path, 4)), tiny_engine()
     source = PromptSource(engine, EvaluateConfig())
     chunks = [[c.ids for c in source.build(e, source.passages(e)).chunks] for e in data.examples]
-    assert corpus("first") == [*chunks[1], *chunks[3]]
-    assert corpus("second") == [*chunks[0], *chunks[2]]
-    assert corpus("both") == [ids for prompt in chunks for ids in prompt]
+    for half, fitted in (("first", chunks[1::2]), ("second", chunks[::2]), ("both", chunks)):
+        found = PromptSource(engine, EvaluateConfig(half=half)).prior_chunks(data)
+        assert found == [ids for prompt in fitted for ids in prompt]
 
 
 def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
@@ -243,22 +260,15 @@ def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
 ) -> None:
     monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     path, methods = write_dataset(tmp_path, 1), ("query", "query+prior", "none+prior/bos")
-
-    def files() -> dict[str, tuple[int, bytes]]:
-        return {f.name: (f.stat().st_mtime_ns, f.read_bytes()) for f in outcome.folder.glob("priors-*")}
-
     outcome = run(tmp_path, path, methods=methods)
-    kept = files()
-    assert sorted(kept) == ["priors-bos-both.safetensors", "priors-run-both.safetensors"]
+    bos, own = files = [outcome.folder / f"priors-{name}-both.safetensors" for name in ("bos", "run")]
     kls = {line["method"]: line["mean_kl"] for line in predictions(outcome)}
     assert kls["query+prior@0.25"] != kls["query@0.25"]
-    (outcome.folder / min(kept)).write_bytes(b"of another version, or damaged")
+    fitted, written = [file.read_bytes() for file in files], own.stat().st_mtime_ns
+    bos.write_bytes(b"of another version, or damaged")
     run(tmp_path, path, methods=(*methods, "query+prior@0.5"))
-    assert {name: content for name, (_, content) in files().items()} == {n: c for n, (_, c) in kept.items()}
-    assert [files()[name][0] == kept[name][0] for name in sorted(kept)] == [False, True]
-
-
-# Other data: edits, continuations, several data sets
+    assert [file.read_bytes() for file in files] == fitted
+    assert own.stat().st_mtime_ns == written
 
 
 def test_a_run_compares_every_edit_with_exact_hits() -> None:
@@ -302,15 +312,47 @@ def test_several_data_sets_make_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Engine, "open", lambda settings: tiny_engine(config=settings))
-    files = [str(tmp_path / "book.txt"), str(tmp_path / "broken.json")]
-    Path(files[0]).write_text(text_of(75))
-    Path(files[1]).write_text("[")
+    book, broken = tmp_path / "book.txt", tmp_path / "broken.json"
+    book.write_text(text_of(75))
+    broken.write_text("[")
     plan = EvaluateConfig(methods=("query",), ratios=(0.25,), limit=1, chunks=2)
-    found = evaluate_each(["generated", *files], plan, CONFIG, tmp_path / "runs")
+    found = evaluate_each(["generated", str(book), str(broken)], plan, CONFIG, tmp_path / "runs")
     metrics = {name: one.metrics for name, one in found.items() if isinstance(one, Outcome)}
-    assert {name: m["metric"] for name, m in metrics.items()} == {
-        "generated": "F1",
-        files[0]: "perplexity",
-    }
+    assert {n: m["metric"] for n, m in metrics.items()} == {"generated": "F1", str(book): "perplexity"}
     show_all({name: metrics.get(name, "unreadable") for name in found})
     assert capsys.readouterr().out.count("unreadable") == 1
+
+
+def test_the_page_stands_alone_and_shows_the_prompts(toy: Toy) -> None:
+    done = toy("coded")
+    page = (done.folder / "report.html").read_text(encoding="utf-8")
+    assert HOSTILE not in page  # neither as HTML nor within a script
+    refers = re.findall(r'(?:src|href)="([^"]*)"', page)
+    pictures = [reference for reference in refers if reference.startswith("data:")]
+    assert all(reference.startswith(("data:", "#")) for reference in refers)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert ElementTree.fromstring(base64.b64decode(picture.partition(",")[2])).tag.endswith("svg")
+    data = json.loads(re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL)[0])
+    assert data["methods"] == list(done.metrics["methods"])
+    for prompt in data["prompts"]:
+        assert HOSTILE in "".join(t for part in prompt["parts"] for t in part)
+        n = sum(map(len, prompt["parts"][:-1]))
+        for shown in data["lines"][prompt["id"]].values():
+            assert all(0 <= a < b <= n for a, b in shown["recomputed"])
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError):
+        run(tmp_path, tmp_path / "none.json", draws=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluate_with_the_bundled_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "evaluate --limit 1 --chunks 4 --methods deviation,query+shift --ratios 0.15 --max-new-tokens 4"
+    assert main([*words.split(), "--runs", str(tmp_path), "--name", "run"]) == 0
+    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    share = {name: m["mean_kl_share"]["mean"] for name, m in figures["methods"].items()}
+    assert share["query+shift@0.15"] < share["deviation@0.15"] < share["reuse"] == 1.0
+    assert "query+shift@0.15" in capsys.readouterr().out

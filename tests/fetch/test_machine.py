@@ -7,7 +7,6 @@ no bytes are ever wrong.
 from __future__ import annotations
 
 import shutil
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +23,8 @@ from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import FAILED_S, ChunkRequest
 from blendserve.fetch.tiered import REST_S, TieredStore
 from blendserve.store.key import ChunkKey
-from tests.support.places import KEYS, REMOTE_STORES, StoreModel, Tiered, content, put
+from tests.support.places import KEYS, REMOTE_STORES, Tiered, content, put
 from tests.support.stores import UNIT, FaultyStore, cache, copy_of, has, same
-from tests.support.waiting import eventually, is_blocked
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another machine's
 TOKENS = 10
@@ -56,11 +54,10 @@ class FetchMachine(RuleBasedStateMachine):
         super().__init__()
         self.place, self.copies = kind(folder), copies
         self.clock = self.place.clock
-        self.model = StoreModel(0, self.clock, lambda key: b"", notes_with_writes=True)  # its leases alone
         self.there, self.seen = set[ChunkKey](), set[ChunkKey]()  # on the other machine; here, too
+        self.broken = set[ChunkKey]()  # that were damaged there at any time
         self.failed: dict[ChunkKey, float] = {}  # damaged chunks, which are not read again until then
         self.well_at = 0.0  # from when on the other machine is asked
-        self.dropped = 0
         self.open()
 
     def open(self) -> None:
@@ -68,17 +65,12 @@ class FetchMachine(RuleBasedStateMachine):
         self.fetcher = self.place.fetcher(self.store, Copies([cache(self.copies)] if self.copies else []))
         self.handles = [self.store, self.place.other()]
         self.fetches: list[OpenFetch] = []
-        self.held: list[tuple[ChunkKey, int]] = []  # leases, and the handle
 
     def close(self) -> None:
         self.close_fetches()
         self.fetcher.close()
         for handle in self.handles:
             handle.close()
-
-    def handle(self, who: int) -> int:
-        self.clock.advance(0.001)
-        return who
 
     @property
     def far(self) -> FaultyStore:
@@ -98,7 +90,7 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(some=st.lists(PUTS, min_size=1, max_size=4), who=handles)
     def put(self, some: list[tuple[ChunkKey, bool, str]], who: int) -> None:
         for key, pin, how in some:
-            self.put_one(self.handle(who), key, pin or how == "behind", how)
+            self.put_one(who, key, pin or how == "behind", how)
 
     def put_one(self, who: int, key: ChunkKey, pin: bool, how: str) -> None:
         reached = who == OTHER or not self.far.down
@@ -119,17 +111,11 @@ class FetchMachine(RuleBasedStateMachine):
                 self.seen.add(key)
         if reached:
             self.there.add(key)
-            self.end_lease(key)
             assert self.handles[OTHER].describe([key])[key].pinned or not pin
-
-    def end_lease(self, key: ChunkKey) -> None:
-        _, owner = self.model.leases.get(key, (0, None))
-        if owner is not None:
-            self.model.release(key, owner)
 
     @rule(key=keys, who=handles)
     def delete(self, key: ChunkKey, who: int) -> None:
-        self.delete_one(key, self.handle(who))
+        self.delete_one(key, who)
 
     def delete_one(self, key: ChunkKey, who: int) -> None:
         here = who == SELF and self.place.near is not None and has(self.place.near, key)
@@ -154,10 +140,6 @@ class FetchMachine(RuleBasedStateMachine):
     # Reading
 
     @rule(some=some_keys)
-    def read(self, some: list[ChunkKey]) -> None:
-        self.handle(SELF)
-        self.check(some)
-
     def check(self, some: list[ChunkKey], changed: frozenset[ChunkKey] = frozenset()) -> None:
         """changed: chunks that another machine stored or deleted since they were prefetched."""
         near = self.place.near
@@ -179,7 +161,7 @@ class FetchMachine(RuleBasedStateMachine):
             miss = fetch.misses[key]
             assert miss.detail or miss.kind == "absent"
             if miss.kind == "corrupt":
-                assert key in self.far.damaged
+                assert key in self.broken
                 self.failed[key] = self.clock.now + FAILED_S
             return False
         try:
@@ -197,7 +179,6 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(some=some_keys, change=st.sampled_from(["", "put", "delete"]), closed=st.booleans(), who=handles)
     def prefetch(self, some: list[ChunkKey], change: str, closed: bool, who: int) -> None:
         """This machine or another one may change a chunk between the prefetch and the request."""
-        self.handle(SELF)
         hold = self.fetcher.prefetch([ChunkRequest(key, TOKENS) for key in some])
         if closed:
             hold.close()
@@ -207,21 +188,6 @@ class FetchMachine(RuleBasedStateMachine):
             self.delete_one(some[0], who)
         self.check(some, frozenset(some[:1] if change == "delete" and who == OTHER else ()))
         hold.close()
-
-    @precondition(lambda self: not self.far.down)
-    @rule(some=st.lists(keys, min_size=2, max_size=2, unique=True), first=st.booleans())
-    def delete_while_reading(self, some: list[ChunkKey], first: bool) -> None:
-        """A chunk that is deleted while a request reads it stays deleted."""
-        self.handle(SELF)
-        with self.fetcher.fetch([ChunkRequest(some[0], TOKENS)]) as fetch:
-            if first:
-                fetch.extend([ChunkRequest(some[1], TOKENS)])
-            self.look(fetch, some[0], self.there | self.seen)
-            self.delete_one(some[1], SELF)
-            fetch.extend([ChunkRequest(some[1], TOKENS)])
-        self.flush()
-        with self.fetcher.fetch([ChunkRequest(some[1], TOKENS)]) as fetch:
-            assert some[1] in fetch.misses
 
     @precondition(lambda self: len(self.fetches) < 3 and not self.far.down)
     @rule()
@@ -234,7 +200,6 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 2), key=keys)
     def read_in_fetch(self, n: int, key: ChunkKey) -> None:
         """What it was at any moment since the opening."""
-        self.clock.advance(0.001)
         opened = self.fetches[n % len(self.fetches)]
         opened.may |= self.there | self.seen
         opened.fetch.extend([ChunkRequest(key, TOKENS)])
@@ -246,32 +211,6 @@ class FetchMachine(RuleBasedStateMachine):
         for opened in self.fetches:
             opened.stack.close()
         self.fetches = []
-        self.flush()
-
-    # Leases
-
-    @rule(key=keys, seconds=st.sampled_from([0.5, 30.0, 600.0]), who=handles)
-    def lease(self, key: ChunkKey, seconds: float, who: int) -> None:
-        """One machine gets it: until it is released, the chunk is stored, or its time is over."""
-        who = self.handle(who)
-        if who == SELF and not self.far.down and not self.reachable:
-            self.clock.advance(REST_S)
-        if who == SELF and not self.reachable:
-            if self.place.near:
-                assert self.store.lease([key], seconds)  # others cannot be asked
-            return
-        granted = self.handles[who].lease([key], seconds)
-        assert granted == ({key} if self.model.lease(key, seconds, self.handles[who]) else set())
-        self.held += [(key, who)] if granted else []
-
-    @precondition(lambda self: self.held and not self.far.down)
-    @rule(n=st.integers(0, 5))
-    def release(self, n: int) -> None:
-        self.clock.advance(0.001)
-        key, who = self.held[n % len(self.held)]
-        for _ in range(2):
-            self.handles[who].release([key])
-        self.model.release(key, self.handles[who])
         self.flush()
 
     # Faults, processes, time
@@ -293,37 +232,7 @@ class FetchMachine(RuleBasedStateMachine):
             self.well_at = self.clock.now + REST_S
         self.far.down, self.far.latency_s = down, latency_s
         self.far.damaged |= damaged & self.there
-
-    @precondition(lambda self: self.place.near and self.place.write == "back" and not self.far.down)
-    @rule(some=st.permutations(KEYS), pin=st.booleans())
-    def far_is_slow(self, some: list[ChunkKey], pin: bool) -> None:
-        """A full write queue drops what a request leaves; a pinned chunk waits for room."""
-        self.handle(SELF)
-        self.flush()
-        self.far.gate.clear()
-        for key in some[:2]:
-            put(self.store, key, content(key), False, "put", self.place)
-        arguments = self.store, some[2], content(some[2]), pin, "put", self.place
-        if pin:
-            last = threading.Thread(target=put, args=arguments)
-            last.start()
-            eventually(lambda: is_blocked(last) or not last.is_alive())
-            self.far.gate.set()
-            last.join()
-        else:
-            put(*arguments)
-            self.far.gate.set()
-        self.flush()
-        self.fetcher.forget(some[:3])
-        self.dropped += not pin
-        self.seen |= set(some[:3])
-        for key in some[: 3 if pin else 2]:
-            self.there.add(key)
-            self.failed.pop(key, None)
-            self.end_lease(key)
-            assert has(self.handles[OTHER], key)
-        if pin:
-            assert self.handles[OTHER].describe(some[2:3])[some[2]].pinned
+        self.broken |= self.far.damaged
 
     def flush(self) -> None:
         self.fetcher.flush()
@@ -332,12 +241,13 @@ class FetchMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_local_store_keeps_its_cap_and_the_remote_one_its_chunks(self) -> None:
+        self.clock.advance(0.001)
         near = self.place.near
         if near and isinstance(self.store, TieredStore):
             stats, remote = near.stats(), self.store.stats().remote
             assert stats.bytes <= stats.cap_bytes
             assert remote is not None
-            assert (remote.waiting_bytes, remote.dropped) == (0, self.dropped)
+            assert (remote.waiting_bytes, remote.dropped) == (0, 0)
         assert set(self.handles[OTHER].keys()) == self.there
 
     def teardown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.copies import Copies
+from blendserve.fetch.fetcher import Hold
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.source import StoreSource
 from blendserve.fetch.tiered import REST_S
@@ -23,15 +25,13 @@ from tests.support.stores import (
     cache,
     chunk,
     copy_of,
-    flip,
     key_of,
     put_kv,
     read,
     same,
     stored,
-    tamper,
 )
-from tests.support.waiting import ManualClock, eventually
+from tests.support.waiting import ManualClock, eventually, is_blocked
 
 TABLES = bytes(range(1, 256)) + b"\0"
 
@@ -47,7 +47,6 @@ class Machine:
         self.near = FaultyStore(LMDBStore(folder / "kv", CAP))
         self.store = TieredStore(self.near, self.far, clock=self.clock)
         self.fetcher = cached(self.store)
-        self.alone = KVFetcher(MemoryStore(0), source=StoreSource(self.far), prefetch_bytes=CAP)
 
 
 @pytest.fixture
@@ -110,7 +109,6 @@ def test_while_the_remote_store_is_down_the_local_one_serves(machine: Machine) -
     assert ask(fetcher, 1, 2) == ["unreachable"] * 2  # it is not asked again at once
     assert store.contains([key_of(0), key_of(1)]) == {key_of(0)}
     assert store.lease([key_of(1)], 1)
-    assert store.admits(key_of(12), UNIT)
     assert not far.calls
     machine.clock.advance(REST_S)
     assert ask(fetcher, 1) == ["remote"]
@@ -150,15 +148,6 @@ def test_a_local_store_without_room_leaves_chunks_to_the_copies_and_the_remote_s
         put_kv(full, key_of(9), kv(9))
 
 
-def test_a_damaged_local_chunk_is_replaced_by_the_remote_one(machine: Machine, tmp_path: Path) -> None:
-    with LMDBStore(tmp_path, CAP) as near:
-        put_kv(near, key_of(0), kv(0))
-    tamper(tmp_path, flip(b"h" + key_of(0), 9))
-    with LMDBStore(tmp_path, CAP) as near, TieredStore(near, machine.far) as store:
-        assert ask(KVFetcher(store), 0) == ["remote"]
-        assert same(read(near, key_of(0)), kv(0))
-
-
 def test_tables_are_copied_with_the_chunks_that_need_them(toy_codec: None) -> None:
     far, near, other = MemoryStore(CAP), MemoryStore(CAP), MemoryStore(CAP)
     hash = far.blobs.put("toy", "reader", TABLES)
@@ -178,45 +167,56 @@ def test_tables_are_copied_with_the_chunks_that_need_them(toy_codec: None) -> No
 
 
 def test_prefetched_chunks_are_bounded_and_end_with_their_holds(machine: Machine) -> None:
-    far = machine.far
-    fetcher = KVFetcher(MemoryStore(0), source=StoreSource(far), prefetch_bytes=2 * UNIT)
+    batches, holds = machine.far.batches, list[Hold]()
+    fetcher = KVFetcher(MemoryStore(0), source=StoreSource(machine.far), prefetch_bytes=2 * UNIT)
     assert fetcher.remote
-    holds = []
-    for n in range(6):
+    for n in range(4):
         holds.append(fetcher.prefetch(requests(n)))
         held = min(n + 1, 2) * UNIT
         eventually(lambda held=held: fetcher.remote.incoming.n_bytes == held)  # type: ignore[misc]
-    assert far.batches == [1, 1]
+    assert batches == [1, 1]
+    assert ask(fetcher, 0, 1, 2) == ["remote"] * 3
+    assert batches == [1, 1, 1]  # of the third chunk alone
     for hold in holds:
         hold.close()
     assert fetcher.remote.incoming.n_bytes == 0
-    fetcher.close()
     KVFetcher(machine.store).prefetch(requests(0))  # by default there is no room to prefetch
-    assert far.batches == [1, 1]
+    assert len(batches) == 3
 
 
-def test_a_request_does_not_wait_for_the_prefetch_of_others(machine: Machine) -> None:
-    put_kv(machine.near, key_of(20), kv(20))
-    machine.far.gate.clear()
-    hold = machine.fetcher.prefetch(requests(0))
-    assert ask(machine.fetcher, 20) == ["local"]
-    machine.far.gate.set()
-    assert ask(machine.fetcher, 0) == ["remote"]
-    hold.close()
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_full_write_queue_drops_what_a_request_leaves_and_a_pinned_chunk_waits_for_room(pin: bool) -> None:
+    far = FaultyStore(MemoryStore(CAP))
+    with TieredStore(MemoryStore(CAP), far, waiting_bytes=2 * UNIT) as store:
+        far.gate.clear()
+        for n in range(2):
+            put_kv(store, key_of(n), kv(n))
+        last = threading.Thread(target=put_kv, args=(store, key_of(2), kv(2), pin))
+        last.start()
+        eventually(lambda: is_blocked(last) if pin else not last.is_alive())
+        far.gate.set()
+        last.join()
+        store.flush()
+        remote = store.stats().remote
+        assert remote
+        assert (stored(far), remote.dropped) == ({0, 1, 2} if pin else {0, 1}, not pin)
+        assert far.stats().pins == pin
 
 
-def test_prefetched_chunks_are_not_fetched_again(machine: Machine) -> None:
-    alone, batches = machine.alone, machine.far.batches
-    holds = [alone.prefetch(requests(0, 1)), alone.prefetch(requests(0, 2))]
-    eventually(lambda: alone.remote and alone.remote.incoming.n_bytes == 3 * UNIT)
-    assert sorted(batches) == [1, 2]
-    assert ask(alone, 0, 1) == ["remote", "remote"]
-    holds[0].close()
-    assert ask(alone, 0, 2) == ["remote", "remote"]
-    assert sum(batches) == 3
-    holds[1].close()
-    assert ask(alone, 0, 3) == ["remote", "remote"]  # without a prefetch, in one batch
-    assert batches[-1] == 2
+@pytest.mark.parametrize("cap", [CAP, 0])
+def test_a_lease_ends_when_its_chunk_is_written_or_cannot_be(cap: int) -> None:
+    """Not before, though the chunk is larger than what may wait."""
+    there = MemoryStore(cap)
+    far = FaultyStore(there)
+    with TieredStore(MemoryStore(CAP), far, waiting_bytes=1) as store:
+        assert store.lease([key_of(0)], 60)
+        far.gate.clear()
+        assert put_kv(store, key_of(0), kv(0))
+        store.release([key_of(0)])
+        assert not there.lease([key_of(0)], 60)
+        far.gate.set()
+        store.flush()
+        assert there.lease([key_of(0)], 60)
 
 
 def test_a_stored_chunk_reaches_the_remote_store_though_copies_of_it_are_forgotten(machine: Machine) -> None:

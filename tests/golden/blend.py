@@ -28,7 +28,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from tests.support.blending import LeakyStore
 from tests.support.kernels import plain_torch
-from tests.support.models import BLEND_KINDS, TINY, tiny_model
+from tests.support.models import BLEND_KINDS, tiny_model
 
 Case = dict[str, Any]
 FILE = Path(__file__).with_name("blend.json")
@@ -102,7 +102,7 @@ def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
 
 
 def fingerprints() -> dict[str, str]:
-    return {kind: fingerprint(model(kind)) for kind in TINY}
+    return {kind: fingerprint(model(kind)) for kind in BLEND_KINDS}
 
 
 def record() -> None:

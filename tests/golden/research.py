@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import pytest
 
 from blendserve.config import changed
 from blendserve.cost import CostConfig, report
@@ -34,11 +35,21 @@ INTERVALS = (
 )
 
 
-def golden(name: str) -> Any:
-    return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+def golden(name: str, rel: float = 0.0, abs: float = 0.0) -> Any:
+    """What was recorded; each float equals every number within these bounds."""
+
+    def near(digits: str) -> Any:
+        return pytest.approx(float(digits), rel=rel, abs=abs)
+
+    return json.loads((FOLDER / f"{name}.json").read_text("utf-8"), parse_float=near)
 
 
-def evaluation(outcome: Outcome) -> dict[str, Any]:
+def plain(value: Any) -> Any:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(value))
+
+
+def evaluation(outcome: Outcome) -> Any:
     """Every prediction, and every method's means with their intervals and tails; of permuted prompts the means alone."""
     with_bounds = outcome.metrics["prompts"] == outcome.metrics["questions"]
     answers = {
@@ -54,10 +65,10 @@ def evaluation(outcome: Outcome) -> dict[str, Any]:
         }
         for name, found in outcome.metrics["methods"].items()
     }
-    return {"answers": answers, "methods": methods}
+    return plain({"answers": answers, "methods": methods})
 
 
-def simulation() -> list[dict[str, Any]]:
+def simulation() -> Any:
     """Four ways of routing over tiers that evict, at a rate and in a closed loop."""
     config = SimulateConfig(
         nodes=(3,),
@@ -69,16 +80,15 @@ def simulation() -> list[dict[str, Any]]:
     loops = (config, changed(config, requests=changed(config.requests, rate=0.0).model_dump()))
     cells = [cell for loop in loops for cell in simulate(loop)["cells"]]
     assert len(cells) == 2 * len(ROUTINGS)
-    return [{n: value for n, value in cell.items() if n != "cpu_seconds"} for cell in cells]
+    return plain([{n: value for n, value in cell.items() if n != "cpu_seconds"} for cell in cells])
 
 
-def costs() -> dict[str, Any]:
+def costs() -> Any:
     """The examples with the example prices."""
     prices = CostConfig.load(EXAMPLES / "prices.yaml").model_dump(include={"tiers"})
     examples = {name: CostConfig.load(EXAMPLES / f"{name}.yaml") for name in ("smollm_cpu", "h100_8b")}
     found = {name: report(changed(config, **prices)) for name, config in examples.items()}
-    parts = {n: {part: f[part] for part in ("verdicts", "missing", "keep")} for n, f in found.items()}
-    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]
+    return plain({n: {part: f[part] for part in ("verdicts", "missing", "keep")} for n, f in found.items()})
 
 
 def evaluations() -> Any:
@@ -86,29 +96,7 @@ def evaluations() -> Any:
     for kind in RUNS:
         with TemporaryDirectory() as folder:
             found[kind] = evaluation(toy_run(kind, Path(folder)))
-    return _rounded(found)
-
-
-def _rounded(value: Any) -> Any:
-    """Five digits: what a CPU computes differs behind them."""
-    if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_rounded(part) for part in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def same(found: Any, wanted: Any, rel: float, abs: float = 0.0) -> bool:
-    """Whether these are equal, floats within bounds."""
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[k], wanted[k], rel, abs) for k in wanted)
-    if isinstance(wanted, list):
-        return len(found) == len(wanted) and all(
-            same(*pair, rel, abs) for pair in zip(found, wanted, strict=True)
-        )
-    return bool(
-        found == wanted or (isinstance(wanted, float) and isclose(found, wanted, rel_tol=rel, abs_tol=abs))
-    )
+    return found
 
 
 def _interval(found: Mapping[str, Any] | None, with_bounds: bool) -> Any:

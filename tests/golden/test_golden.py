@@ -1,4 +1,4 @@
-"""Blending gives what it gave when tests/golden/blend.json was written, on any machine."""
+"""Blending and the server give what they gave when blend.json and http.json were recorded, on any machine."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import json
 import pytest
 import transformers
 
-from tests.golden.blend import FILE, fingerprints, sample
+from tests.golden import blend, http
 from tests.support.kernels import plain_torch
 
-GOLDEN = json.loads(FILE.read_text("utf-8"))
+GOLDEN = json.loads(blend.FILE.read_text("utf-8"))
 KINDS = sorted({case.split(", ")[0] for case in GOLDEN["cases"]})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_selections_reports_reasons_and_logits_stay(kind: str) -> None:
     with plain_torch():
-        cases = dict(sample(kind))
-    before = {case: GOLDEN["cases"][f"{kind}, {case}"] for case in cases}
-    assert {case: values[:-1] for case, values in cases.items()} == {
-        case: values[:-1] for case, values in before.items()
-    }
-    for case, values in cases.items():
-        assert values[-1] == pytest.approx(before[case][-1], abs=1e-4), case
+        cases = dict(blend.sample(kind))
+    for case, (*values, logits) in cases.items():
+        *before, logits_before = GOLDEN["cases"][f"{kind}, {case}"]
+        assert values == before, case
+        assert logits == pytest.approx(logits_before, abs=1e-4), case
 
 
 @pytest.mark.skipif(
@@ -32,4 +30,11 @@ def test_selections_reports_reasons_and_logits_stay(kind: str) -> None:
 )
 def test_fingerprints_stay() -> None:
     """They are part of every chunk's key: a change would make the KV that users have stored useless."""
-    assert fingerprints() == GOLDEN["fingerprints"]
+    assert blend.fingerprints().items() <= GOLDEN["fingerprints"].items()
+
+
+def test_what_the_server_sends_is_as_recorded() -> None:
+    found, recorded = http.transcript(), json.loads(http.FILE.read_text("utf-8"))
+    for name in recorded:
+        assert found.pop(name, None) == recorded[name], name
+    assert not found

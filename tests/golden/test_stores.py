@@ -1,6 +1,6 @@
 """Stores that an earlier release wrote are read as it read them: an LMDB file of format 3, and a Valkey server.
 
-stores/lmdb.gz and stores/valkey.gz hold the records of the commit 974603a: chunks of three codecs, pinned and not, in two
+stores/*.json.gz hold the records of the commit 974603a: chunks of three codecs, pinned and not, in two
 namespaces, tables, a prior and a published collection. stores/stores.json is what that commit read of them.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
@@ -30,41 +29,34 @@ CAP = 1 << 20
 OF_THE_KIND = {"kind", "path", "hits"}  # a server's snapshot counts a chunk once
 
 
-def parts(raw: bytes) -> Iterator[bytes]:
-    """Length 4 | bytes, one after another."""
-    at = 0
-    while at < len(raw):
-        n = int.from_bytes(raw[at : at + 4], "little")
-        yield raw[at + 4 : at + 4 + n]
-        at += 4 + n
-
-
-def pairs(file: str) -> Iterator[tuple[bytes, bytes]]:
-    found = list(parts(gzip.decompress((HERE / file).read_bytes())))
-    return zip(found[::2], found[1::2], strict=True)
+def saved(file: str) -> dict[bytes, Any]:
+    """Names and values; all bytes are hexadecimal."""
+    found = json.loads(gzip.decompress((HERE / file).read_bytes()))
+    return {bytes.fromhex(name): value for name, value in found.items()}
 
 
 def write_lmdb(folder: Path) -> None:
     folder.mkdir()
     with lmdb.open(str(folder), map_size=1 << 28) as env, env.begin(write=True) as txn:
-        for name, value in pairs("lmdb.gz"):
-            txn.put(name, value)
+        for name, value in saved("lmdb.json.gz").items():
+            txn.put(name, bytes.fromhex(value))
 
 
 def write_valkey(folder: Path) -> None:
     client = library().Valkey.from_url(database(folder))
-    for name, value in pairs("valkey.gz"):
-        kind, ttl, *items = parts(value)
-        if kind == b"string":
+    for name, (kind, ttl, *words) in saved("valkey.json.gz").items():
+        items = list(map(bytes.fromhex, words))
+        fields = dict(zip(items[::2], items[1::2], strict=False))
+        if kind == "string":
             client.set(name, items[1])
-        elif kind == b"set":
+        elif kind == "set":
             client.sadd(name, *items)
-        elif kind == b"zset":
-            client.zadd(name, dict(zip(items[::2], map(float, items[1::2]), strict=True)))
+        elif kind == "zset":
+            client.zadd(name, {member: float(score) for member, score in fields.items()})
         else:
-            client.hset(name, mapping=dict(zip(items[::2], items[1::2], strict=True)))
-        if int(ttl) > 0:
-            client.expire(name, int(ttl))
+            client.hset(name, mapping=fields)
+        if ttl > 0:
+            client.expire(name, ttl)
 
 
 def opened(kind: str, folder: Path, **options: Any) -> KVStore:
@@ -79,11 +71,8 @@ def read_all(store: KVStore) -> dict[str, Any]:
         assert record is not None
         bits = b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in (kv.keys, kv.values))
         found[key.hex()] = {
+            **{name: getattr(info, name) for name in ("n_tokens", "n_bytes", "raw_bytes", "pinned")},
             "kv": blake2b(bits, digest_size=16).hexdigest(),
-            "n_tokens": info.n_tokens,
-            "n_bytes": info.n_bytes,
-            "raw_bytes": info.raw_bytes,
-            "pinned": info.pinned,
             "token_ids": list(info.token_ids),
             "codec": record.coding.codec,
         }

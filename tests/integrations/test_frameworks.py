@@ -93,9 +93,9 @@ def ask(request: pytest.FixtureRequest, server: Server) -> Any:
     return ask
 
 
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize(
+    ("order", "stream", "later"), [(1, False, False), (-1, False, True), (-1, True, False), (1, True, True)]
+)
 async def test_documents_are_blended_in_their_order(
     server: Server, ask: Any, order: int, stream: bool, later: bool
 ) -> None:

@@ -6,72 +6,48 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models import gguf as converter
 from blendserve.models.loader import LoadedModel, fingerprint, load_model
-from blendserve.models.sources import BUNDLED
+from blendserve.models.sources import BUNDLED, bundled_folder, gguf_folder
 from tests.support.files import own_cache
 
 gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
 pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
 
-TEXTS = (
-    " The cat sat on 12 mats.\n\nna\u00efve \u6f22\u5b57 \U0001f642\t x",
-    "a<|im_start|>user\nb<|im_end|><|endoftext|> <file_sep>c",
-    "  def f(x):\n\treturn x**2  # \u00b2\r\n",
-)
-HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 64, 96, 4, 2, 16, 2
-SETTINGS = {  # of a llama of two layers
-    "block_count": LAYERS,
-    "context_length": 256,
-    "embedding_length": HIDDEN,
-    "feed_forward_length": INNER,
-    "attention.head_count": HEADS,
-    "attention.head_count_kv": KV_HEADS,
-    "rope.dimension_count": DIM,
-}
-SHAPES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("attn_norm", "ffn_norm"), (HIDDEN,)),
-    **dict.fromkeys(("attn_q", "attn_output"), (HEADS * DIM, HIDDEN)),
-    **dict.fromkeys(("attn_k", "attn_v"), (KV_HEADS * DIM, HIDDEN)),
-    **dict.fromkeys(("ffn_gate", "ffn_up"), (INNER, HIDDEN)),
-    "ffn_down": (HIDDEN, INNER),
-}
-BIASES = {f"attn_{part}.bias": (n * DIM,) for part, n in {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}.items()}
+TEXT = " The  cat sat on 12 mats.\n\nna\u00efve \u6f22\u5b57\U0001f642\t x\r\na<|im_start|>user\nb<|im_end|> <file_sep>c"
 MERGES = ["t h", "th e", "\u0120 a"]
 LETTERS = ["\u0120", "\u010a", *"abcdefghijklmnopqrstuvwxyz"]
 TOKENS = ["<|endoftext|>", "<s>", "</s>", *LETTERS, *(merge.replace(" ", "") for merge in MERGES)]
-
-
-def theirs(file: Path, folder: Path) -> Path:
-    """transformers' conversion."""
-    quantization = GgufConfig(gguf_file=file.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=quantization, dtype=torch.bfloat16
-    )
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    model.save_pretrained(folder)
-    return folder
-
-
-def ours(file: Path, folder: Path) -> Path:
-    folder.mkdir()
-    converter.write_folder(file, folder)
-    return folder
+SETTINGS = {  # of a llama of two layers
+    **{"block_count": 2, "context_length": 256, "embedding_length": 64, "feed_forward_length": 96},
+    **{"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16},
+}
+LAYER: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("attn_norm", "ffn_norm"), (64,)),
+    **dict.fromkeys(("attn_q", "attn_output"), (64, 64)),
+    **dict.fromkeys(("attn_k", "attn_v"), (32, 64)),
+    **dict.fromkeys(("ffn_gate", "ffn_up"), (96, 64)),
+    "ffn_down": (64, 96),
+}
+BIASES = {"attn_q.bias": (64,), "attn_k.bias": (32,), "attn_v.bias": (32,)}
+UNTIED = {"output": (len(TOKENS), 64)}
 
 
 def check_equal(*folders: Path) -> None:
-    """Whether two folders hold the same model, by its fingerprint, and tokenizer."""
+    """Two folders hold the same model, by its fingerprint, and the same tokenizer."""
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in folders]
     assert fingerprint(models[0]) == fingerprint(models[1])
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -81,43 +57,47 @@ def check_equal(*folders: Path) -> None:
     mine, expected = (AutoTokenizer.from_pretrained(folder) for folder in folders)
     assert mine.special_tokens_map == expected.special_tokens_map
     assert len(mine) == len(expected)
-    for text in TEXTS:
-        for options in ({}, {"add_special_tokens": False}, {"split_special_tokens": True}):
-            assert mine(text, **options)["input_ids"] == expected(text, **options)["input_ids"]
+    for options in ({}, {"add_special_tokens": False}, {"split_special_tokens": True}):
+        assert mine(TEXT, **options)["input_ids"] == expected(TEXT, **options)["input_ids"]
     assert mine.chat_template == expected.chat_template
 
 
-def write_tiny(file: Path, kind: str = "F32", **changed: Any) -> Path:
-    """A small model with random weights, by the gguf package. changed: settings that differ."""
-    family = changed.get("architecture", "llama")
+def write_tiny(
+    file: Path,
+    kind: str = "F32",
+    family: str = "llama",
+    changed: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
+    scaling: str | None = None,
+    eos: int = 2,
+) -> Path:
+    """A small model with random weights, by the gguf package. changed: shapes of tensors; None = there is none."""
     writer = gguf.GGUFWriter(file, family)
     writer.add_name("tiny")
     for name, value in SETTINGS.items():
         writer.add_uint32(f"{family}.{name}", value)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    if "scaling" in changed:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(changed["scaling"]))
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(changed.get("eos", 2))
+    writer.add_eos_token_id(eos)
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(False)
-    shapes = {"token_embd": (len(TOKENS), HIDDEN), "output_norm": (HIDDEN,)}
-    shapes |= {"output": (len(TOKENS), HIDDEN)} if changed.get("untied") else {}
-    inside = {**SHAPES, **changed.get("layer", {})}
-    shapes |= {f"blk.{l}.{part}": shape for l in range(LAYERS) for part, shape in inside.items()}
+    layer = LAYER | (BIASES if family == "qwen2" else {})
+    shapes = {"token_embd": (len(TOKENS), 64), "output_norm": (64,)}
+    shapes |= {f"blk.{l}.{part}": shape for l in range(2) for part, shape in layer.items()}
     rng, quantised = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
-    for name, shape in {**shapes, **changed.get("shapes", {})}.items():
-        if shape:  # else it is missing
-            values, is_vector = rng.standard_normal(shape).astype(np.float32), len(shape) == 1
-            data = values if is_vector else gguf.quantize(values, quantised)
+    for name, shape in {**shapes, **changed}.items():
+        if shape:
+            values, is_plain = rng.standard_normal(shape).astype(np.float32), len(shape) == 1 or kind == "F32"
+            data = values if is_plain else gguf.quantize(values, quantised)
             full = name if name.endswith(".bias") else f"{name}.weight"
-            writer.add_tensor(full, data, raw_dtype=None if is_vector or kind == "F32" else quantised)
+            writer.add_tensor(full, data, raw_dtype=None if is_plain else quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,26 +105,22 @@ def write_tiny(file: Path, kind: str = "F32", **changed: Any) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def bundled() -> Path:
-    spec = find_spec(BUNDLED["smollm2-135m"].packages[0])
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / BUNDLED["smollm2-135m"].file
-
-
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_cache(tmp_path / "cache", monkeypatch)
 
 
-def load(model: Path | str, dtype: str = "float32") -> LoadedModel:
-    return load_model(ModelConfig(name=str(model), dtype=dtype, device="cpu"))
+def load(file: Path) -> LoadedModel:
+    return load_model(ModelConfig(name=str(file), dtype="float32", device="cpu"))
 
 
 @pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below
-def test_the_bundled_model_is_converted_as_transformers_converts_it(bundled: Path, tmp_path: Path) -> None:
-    check_equal(ours(bundled, tmp_path / "ours"), theirs(bundled, tmp_path / "theirs"))
+def test_the_bundled_model_is_converted_as_transformers_converts_it(tmp_path: Path) -> None:
+    package = find_spec(BUNDLED["smollm2-135m"].packages[0])
+    assert package
+    assert package.origin
+    (file,) = Path(package.origin).parent.rglob(BUNDLED["smollm2-135m"].file)
+    check_equal(bundled_folder("smollm2-135m"), gguf_folder(file))
 
 
 SLOW_IMPORTS = {"transformers", "torch._dynamo", "gguf", "accelerate", "scipy", "sympy"}
@@ -165,59 +141,55 @@ def test_a_small_llama_is_converted_as_transformers_converts_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(converter, "CHUNK", 7)  # tensors are dequantised in pieces
-    file = write_tiny(tmp_path / "tiny.gguf", kind, untied=kind == "Q8_0")
-    check_equal(ours(file, tmp_path / "ours"), theirs(file, tmp_path / "theirs"))
+    file, ours = (
+        write_tiny(tmp_path / "tiny.gguf", kind, changed=UNTIED if kind == "Q8_0" else {}),
+        tmp_path / "ours",
+    )
+    ours.mkdir()
+    converter.write_folder(file, ours)
+    check_equal(ours, gguf_folder(file))
 
 
 def test_a_user_s_file_is_converted_once_and_known_by_its_content(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "blendserve.models.sources")
-    file = write_tiny(tmp_path / "mine.gguf")
+    file = write_tiny(tmp_path / "mine.gguf", family="qwen2")
     first = load(file)
-    assert first.name == str(file)
+    assert (first.name, first.adapter.config.model_type) == (str(file), "qwen2")
+    assert load(file.rename(tmp_path / "moved.GGUF")).fingerprint == first.fingerprint
     assert len(caplog.records) == 1
-    file.rename(tmp_path / "moved.GGUF")
-    assert load(tmp_path / "moved.GGUF").fingerprint == first.fingerprint
-    assert len(caplog.records) == 1
-    write_tiny(file, untied=True)
-    assert load(file).fingerprint != first.fingerprint
+    assert load(write_tiny(file, family="qwen2", changed=UNTIED)).fingerprint != first.fingerprint
     assert len(caplog.records) == 2
 
 
-def test_another_architecture_is_converted_by_transformers(tmp_path: Path) -> None:
-    file = write_tiny(tmp_path / "qwen.gguf", architecture="qwen2", layer=BIASES)
-    model: Any = load(file).adapter.reference
-    assert model.config.model_type == "qwen2"
+REFUSED: list[dict[str, Any]] = [
+    {"family": "gpt2"},
+    {"family": "deepseek2"},
+    {"family": "qwen2", "scaling": "yarn"},
+    {"changed": {"rope_freqs": (8,)}},  # scales its RoPE
+    {"changed": {"blk.1.ffn_up": None}},
+    {"changed": {"token_embd": None}},
+    {"changed": {"blk.0.attn_k": (64, 64)}},
+    {"eos": 999},
+]
+DAMAGED = [None, b"", b"not at all", b"GGUF\x01\0\0\0" + bytes(16), "short"]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"architecture": "gpt2"},
-        {"architecture": "deepseek2"},
-        {"shapes": {"rope_freqs": (DIM // 2,)}},  # scales its RoPE
-        {"architecture": "qwen2", "scaling": "yarn"},
-        {"shapes": {"blk.1.ffn_up": ()}},
-        {"shapes": {"token_embd": ()}},
-        {"shapes": {"blk.0.attn_k": (HIDDEN, HIDDEN)}},
-        {"eos": 999},
-    ],
-)
-def test_files_that_cannot_be_used_are_refused_by_name(changed: dict[str, Any], tmp_path: Path) -> None:
-    file = write_tiny(tmp_path / "tiny.gguf", **changed)
+@pytest.mark.parametrize("options", REFUSED)
+def test_files_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", **options)
     with pytest.raises(ModelError) as error:
         load(file)
     assert error.value.path == str(file) or isinstance(error.value, ModelUnsupported)
 
 
-@pytest.mark.parametrize("raw", [None, b"", b"not at all", b"GGUF\x01\0\0\0" + bytes(16), "short"])
+@pytest.mark.parametrize("raw", DAMAGED)
 def test_files_that_are_missing_or_damaged_are_refused(raw: bytes | str | None, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     if raw == "short":
-        whole = write_tiny(tmp_path / "whole.gguf").read_bytes()
-        file.write_bytes(whole[: len(whole) // 2])
-    elif isinstance(raw, bytes):
+        raw = write_tiny(file).read_bytes()[:-10_000]
+    if isinstance(raw, bytes):
         file.write_bytes(raw)
     with pytest.raises(ModelError) as error:
         load(file)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blendserve.core import TokenIds
@@ -21,19 +21,9 @@ from blendserve.models.families import FAMILIES, REFUSED, Family, check_supporte
 from blendserve.models.layers import call_norm, norm_heads
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import TextTower
+from tests.support import models as tiny
 from tests.support.blending import assert_near, distance, model_says, some_ids
-from tests.support.models import (
-    CONTEXT,
-    PIXTRAL,
-    TINY,
-    TYPED_ROPE,
-    TYPES,
-    config,
-    rope,
-    tiny_adapter,
-    tiny_model,
-    tower,
-)
+from tests.support.models import CHECKPOINTS, TINY, config, rope, tiny_adapter, tiny_config, tiny_model
 
 IDS = some_ids(40)
 ROOT = Path(__file__).parents[2]
@@ -71,7 +61,7 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     assert layers[0].keys.shape == (1, adapter.n_kv_heads, len(IDS), adapter.head_dim)
     assert adapter.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
     # A model that scales later queries is exact up to the first of them.
-    assert adapter.context_limit == (CONTEXT // 2 if kind == "ministral3" else CONTEXT)
+    assert adapter.context_limit == (tiny.CONTEXT // 2 if kind == "ministral3" else tiny.CONTEXT)
     assert adapter.vocab_size == 97
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
     assert FAMILIES[kind].experts == any(part.endswith("experts") for part in parts)
@@ -142,73 +132,52 @@ def test_each_peculiarity_of_a_family_is_needed(
     assert noticed
 
 
-def test_a_model_that_scales_queries_differs_after_its_context() -> None:
-    adapter = tiny_adapter("ministral3")
-    exact = adapter.context_limit
-    ids = some_ids(exact + 2)
-    said, ours = model_says(adapter, ids).logits[0], dense(adapter, ids)[1]
-    assert_near(ours[:exact], said[:exact])
-    assert distance(ours[exact], said[exact]) > 1e-3
-
-
-def test_a_text_tower_is_the_checkpoint_s_own_text_model() -> None:
-    for name in [name for name in TINY if name.endswith(("-tower", "vl_text", "vl_moe_text"))]:
-        torch.manual_seed(0)
-        checkpoint: Any = tf.AutoModelForImageTextToText.from_config(
-            TINY[name](), attn_implementation="eager"
-        )
-        ids = torch.tensor([IDS])
-        with torch.inference_mode():
-            assert_near(TextTower(checkpoint.eval())(input_ids=ids).logits, checkpoint(input_ids=ids).logits)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_text_tower_is_the_checkpoint_s_own_text_model(name: str) -> None:
+    checkpoint, ids = tiny.from_config(tiny_config(name)), torch.tensor([IDS])
+    with torch.inference_mode():
+        assert_near(TextTower(checkpoint)(input_ids=ids).logits, checkpoint(input_ids=ids).logits)
 
 
 def test_a_setting_that_a_family_does_not_know_changes_nothing() -> None:
     """A Llama whose configuration names a window has none in transformers either."""
-    made = config(tf.LlamaConfig, sliding_window=4)
-    torch.manual_seed(0)
-    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
-    check_every_layer(DecoderModel.of(model))
+    check_every_layer(DecoderModel.of(tiny.from_config(config("llama", sliding_window=4))))
 
 
-LONGROPE = rope(
-    rope_type="longrope",
-    short_factor=[1.0] * 8,
-    long_factor=[2.0] * 8,
-    factor=2.0,
-    original_max_position_embeddings=64,
-)
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-MIXED = {"rope_parameters": {**TYPED_ROPE["rope_parameters"], "full_attention": DYNAMIC}}
-REFUSED_BY: dict[str, list[Any]] = {
-    "rope_parameters": [
-        lambda: config(tf.LlamaConfig, rope(**DYNAMIC)),
-        lambda: config(tf.Phi3Config, LONGROPE),
-        lambda: config(
-            tf.PhimoeConfig, rope(**LONGROPE["rope_parameters"], short_mscale=1.1, long_mscale=1.2)
-        ),
-        lambda: config(tf.Gemma3TextConfig, MIXED, layer_types=TYPES),
-    ],
-    "use_bidirectional_attention": [lambda: config(tf.Gemma3TextConfig, use_bidirectional_attention=True)],
-    "layer_types": [lambda: config(tf.Qwen2Config, layer_types=["chunked_attention"] * 4)],
-    "clip_qkv": [lambda: config(tf.OlmoConfig, clip_qkv=8.0), lambda: config(tf.OlmoeConfig, clip_qkv=8.0)],
-    "use_parallel_residual": [lambda: config(tf.StableLmConfig, use_parallel_residual=True)],
-    "qk_layernorm": [lambda: config(tf.StableLmConfig, qk_layernorm=True)],
-    "model_type": [
-        *(tf.DeepseekV3Config, tf.MambaConfig, tf.JambaConfig, tf.Qwen3NextConfig, tf.GPT2Config),
-        *(tf.BloomConfig, tf.GptOssConfig, tf.MllamaConfig, tf.T5Config),
-        *(tf.PegasusConfig, tf.PersimmonConfig),
-        lambda: tower(tf.Mistral3Config, PIXTRAL, {"model_type": "gpt_oss"}),
-    ],
-}
+DYNAMIC, SHORT = rope("dynamic", factor=2.0), {"original_max_position_embeddings": 64}
+LONGROPE = rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=2.0, **SHORT)
+FACTORS = {"short_mscale": 1.1, "long_mscale": 1.2}
+BOTH = {**tiny.TYPED_ROPE["rope_parameters"], "full_attention": DYNAMIC["rope_parameters"]}
+NO_DECODERS = "deepseek_v3 mamba jamba qwen3_next gpt2 bloom gpt_oss mllama t5 pegasus persimmon"
+REFUSED_BY: list[tuple[str, str, dict[str, Any]]] = [
+    ("rope_parameters", "llama", DYNAMIC),
+    ("rope_parameters", "phi3", LONGROPE),
+    ("rope_parameters", "phimoe", {"rope_parameters": {**LONGROPE["rope_parameters"], **FACTORS}}),
+    ("rope_parameters", "gemma3_text", {"rope_parameters": BOTH, "layer_types": tiny.TYPES}),
+    ("use_bidirectional_attention", "gemma3_text", {"use_bidirectional_attention": True}),
+    ("layer_types", "qwen2", {"layer_types": ["chunked_attention"] * 4}),
+    *(("clip_qkv", kind, {"clip_qkv": 8.0}) for kind in ("olmo", "olmoe")),
+    *((setting, "stablelm", {setting: True}) for setting in ("use_parallel_residual", "qk_layernorm")),
+]
 
 
-@pytest.mark.parametrize(
-    ("setting", "made"), [(setting, made) for setting, all_made in REFUSED_BY.items() for made in all_made]
-)
-def test_models_that_cannot_be_blended_are_refused_by_the_setting(setting: str, made: Any) -> None:
+@pytest.mark.parametrize(("setting", "kind", "settings"), REFUSED_BY)
+def test_models_that_cannot_be_blended_are_refused_by_the_setting(
+    setting: str, kind: str, settings: dict[str, Any]
+) -> None:
     with pytest.raises(ModelUnsupported) as error:
-        check_supported(made())
+        check_supported(config(kind, **settings))
     assert error.value.setting == setting
+
+
+def test_types_without_a_row_are_refused_also_inside_a_checkpoint() -> None:
+    for made in (
+        *map(AutoConfig.for_model, NO_DECODERS.split()),
+        tiny.tower("mistral3", tiny.PIXTRAL, "gpt_oss"),
+    ):
+        with pytest.raises(ModelUnsupported) as error:
+            check_supported(made)
+        assert error.value.setting == "model_type"
 
 
 def test_every_family_has_a_tiny_model_and_refused_names_are_real_and_no_family() -> None:

@@ -1,9 +1,9 @@
-"""Decoding steps as they are captured in a graph: equal to plain steps, with nothing fixed that changes by token."""
+"""Decoding steps captured in a graph equal plain steps, with nothing fixed that changes by token; memory of caches."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.models.forward import Row, run_captured
-from blendserve.models.kv_cache import CachePool, KVCache
+from blendserve.models.kv_cache import ALIGNMENT, CachePool, KVCache, recycled_empty
+from blendserve.models.model import DecoderModel
 from blendserve.models.runner import EAGER_STEPS, Runner, append_each
 from tests.support.blending import assert_near
 from tests.support.kernels import plain_torch
@@ -35,21 +36,22 @@ class Replay:
         return self.out.copy_(self.work())
 
 
-@pytest.fixture
-def plain_kernels() -> Iterator[None]:
-    with plain_torch():
-        yield
+def slots(adapter: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
+    """The random KV of a pool, and a copy of each slot as a cache of its own."""
+    pool = CachePool(adapter, SLOTS, ROOM)
+    for i, part in enumerate((pool.keys, pool.values)):
+        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(i)))
+    pairs = zip(pool.keys.clone(), pool.values.clone(), strict=True)
+    return pool.keys, pool.values, [KVCache.over(*pair) for pair in pairs]
 
 
+@plain_torch()
 @torch.no_grad()
-@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere"])
 def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str) -> None:
     """As a capture does, tracing keeps what was launched and forgets why; it does not see the kernels of a CPU."""
     adapter = tiny_adapter(name)
-    shape = (SLOTS, adapter.n_layers, adapter.n_kv_heads, ROOM, adapter.head_dim)
-    keys, values = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    before, plain = keys[0].clone(), [KVCache.over(keys[b].clone(), values[b].clone()) for b in range(SLOTS)]
+    keys, values, alone = slots(adapter)
 
     def work(keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
         caught: Any = run_captured
@@ -61,41 +63,36 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
     for i in range(3):
         rows = torch.tensor([[0, 8 + i, 0, 7], [0, 20 + i, 0, 33 + i], [39, 20 + i, 39, 33 + i]])
         logits = graph(keys, values, rows)
-        expected = append_each(adapter, [Row(plain[1], 20 + i, 8 + i), Row(plain[3], 33 + i, 7)])
+        expected = append_each(adapter, [Row(alone[1], 20 + i, 8 + i), Row(alone[3], 33 + i, 7)])
         assert_near(logits[[1, 3]], expected, 1e-4)
-    assert_near(keys[0][:, :, :39], before[:, :, :39], 1e-9)  # a slot that has no row keeps its KV
+    assert_near(keys[0][:, :, :39], alone[0].keys[:, :, :39], 1e-9)  # a slot that has no row keeps its KV
 
 
 @EVERY_KIND
 def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     """Plainly for the first steps, and replayed from then on."""
-    adapter, lengths, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()
+    adapter, at, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()
+    keys, values, alone = slots(adapter)
+    for part in (keys, values):
+        part[:, :, :, max(at) :] = float("nan")  # memory that nobody has written
 
     def capture(work: Callable[[], Tensor], device: torch.device) -> Replay:
         captured.append(Replay(work))
         return captured[-1]
 
-    slots, others = CachePool(adapter, SLOTS, ROOM), CachePool(adapter, SLOTS, ROOM)
-    for part in (slots.keys, slots.values, others.keys, others.values):
-        part.fill_(float("nan"))
-    runner = Runner(adapter, slots.keys, slots.values, capture=capture)
-    at, pairs = list(lengths), [(slots.acquire(), others.acquire()) for _ in lengths]
-    for (one, other), n in zip(pairs, lengths, strict=True):
-        for mine, same in ((one.keys, other.keys), (one.values, other.values)):
-            mine[:, :, :n] = torch.randn(mine[:, :, :n].shape, generator=torch.Generator().manual_seed(n))
-            same[:, :, :n] = mine[:, :, :n]
+    runner = Runner(adapter, keys, values, n_used=max(at), capture=capture)
     for made in range(EAGER_STEPS + 8):
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
         got = torch.cat(runner.decode([(b, at[b], [t]) for b, t in zip(rows, tokens, strict=True)]))
-        plain = [Row(pairs[b][1], at[b], t) for b, t in zip(rows, tokens, strict=True)]
+        plain = [Row(alone[b], at[b], t) for b, t in zip(rows, tokens, strict=True)]
         assert_near(got, append_each(adapter, plain), 1e-4)
         assert [graph.calls for graph in captured] == [made - EAGER_STEPS + 1] * (made >= EAGER_STEPS)
         for b in rows:
             at[b] = min(at[b] + 1, ROOM - 2)  # the last place is for slots without a row
-    for (one, other), n in zip(pairs, at, strict=True):
-        assert_near(one.keys[:, :, :n], other.keys[:, :, :n], 1e-4)
-        assert_near(one.values[:, :, :n], other.values[:, :, :n], 1e-4)
+    for b, n in enumerate(at):
+        assert_near(keys[b, :, :, :n], alone[b].keys[:, :, :n], 1e-4)
+        assert_near(values[b, :, :, :n], alone[b].values[:, :, :n], 1e-4)
 
 
 def test_a_failed_capture_is_not_tried_again() -> None:
@@ -112,3 +109,21 @@ def test_a_failed_capture_is_not_tried_again() -> None:
         for _ in range(EAGER_STEPS + 3):
             assert torch.equal(runner.decode([(0, 0, [5])])[0], plain)
     assert len(tried) == 1
+
+
+def test_the_memory_of_a_cache_is_reused_once_no_view_of_it_is_left() -> None:
+    def cache_memory(n: int = 1000, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return recycled_empty((2, n, 3), dtype, torch.device("cpu"))
+
+    first = cache_memory()
+    at, view = first.data_ptr(), first[1, 5:]
+    assert at % ALIGNMENT == 0
+    del first
+    view.fill_(1.0)
+    other = cache_memory()
+    other.fill_(2.0)
+    assert (view == 1.0).all()
+    del other, view  # that of the view is dropped last, and kept
+    assert cache_memory(1100).data_ptr() == at  # a little more fits, too
+    assert cache_memory(900, torch.float32).shape == (2, 900, 3)
+    assert cache_memory(0).shape == (2, 0, 3)

@@ -18,16 +18,11 @@ from tests.support.http import Server, serving
 TIMEOUT_MS = 30_000
 
 
-def chromium() -> str | None:
-    """Debian's or another one; playwright's own download is not searched for."""
-    names = (os.environ.get("BLENDSERVE_CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, filter(None, names))), None)
-
-
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """One for all tests of a process; playwright's event loop ends with it."""
-    path = chromium()
+    names = (os.environ.get("BLENDSERVE_CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         pytest.skip("no Chromium is installed: apt-get install chromium, or set BLENDSERVE_CHROMIUM")
     with sync_playwright() as playwright:

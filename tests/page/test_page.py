@@ -330,16 +330,14 @@ def test_axe_finds_no_serious_fault(page: Page, server: Server) -> None:
     for view in VIEWS:
         page.click(f"#tab-{view}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 340, view
-    page.click("#tab-ask")  # and the look for faults would see some
+    page.click("#tab-ask")  # and the look for faults would see one
     page.evaluate("document.getElementById('about').style.color = '#303030'")
-    page.evaluate("document.getElementById('question').removeAttribute('placeholder')")
-    page.evaluate("document.getElementById('question').previousSibling.remove()")
-    assert {rule for rule, _ in faults(page, "color-contrast", "label")} == {"color-contrast", "label"}
+    assert [rule for rule, _ in faults(page, "color-contrast")] == ["color-contrast"]
 
 
 def faults(page: Page, *rules: str) -> list[tuple[str, str]]:
     """Serious and critical ones by axe-core, of all rules or of these: the rule, and where."""
-    options: dict[str, Any] = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
     found = Axe().run(page, options=options).response["violations"]
     return [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")]
 

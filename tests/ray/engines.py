@@ -17,7 +17,7 @@ from blendserve.store.valkey import ValkeyStore
 from tests.support.engines import CONFIG, toy_engine
 
 CAP = 1 << 28
-CHUNKS: list[TokenIds] = [tuple(range(i, i + 40)) for i in range(60)]
+CHUNKS: list[TokenIds] = [tuple(range(i, i + 40)) for i in range(24)]
 SECOND_NODE = "BLENDSERVE_TEST_SECOND_NODE"  # in the environment of processes there
 OF_REPLICAS = changed(CONFIG, decode={"max_new_tokens": 40})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -21,21 +22,63 @@ import torch
 from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ClusterUnavailable
-from blendserve.ray.cluster import WorkerResources, check_address
+from blendserve.ray.cluster import WorkerResources, check_address, cluster
 from blendserve.ray.ingress import RayEngineClient
 from blendserve.ray.precompute import precompute
 from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.serve.app import create_engine_app
 from blendserve.store import ChunkKey
-from tests.ray.engines import CHUNKS, OF_REPLICAS, OpenToy
+from tests.ray.engines import CHUNKS, OF_REPLICAS, SECOND_NODE, OpenToy
 from tests.support.engines import CONFIG, QUESTIONS, toy_engine
 from tests.support.http import Client, Listener, library
 from tests.support.stores import read
 from tests.support.valkey import needs_server, settings
+from tests.support.waiting import eventually
 
 pytestmark = [needs_server, pytest.mark.timeout(300)]  # starting a cluster counts
 SERVE = ServeConfig(slots=4, slot_tokens=512, max_concurrent=8)
 MOST_TRIES = 12
+
+# A dead node refuses a connection and is known to be dead in a second; one that stalls has ten, five times.
+NODE_DEATH = {"RAY_health_check_period_ms": "200", "RAY_health_check_initial_delay_ms": "200"}
+
+# The command `ray`, which would take the machine's address for 127.0.0.1, where the first node does not listen.
+RAY_ON_LOOPBACK = (
+    "from ray._private import services\nservices.resolve_ip_for_localhost = str\n"
+    "from ray.scripts.scripts import main\nmain()"
+)
+
+
+@pytest.fixture(scope="session")
+def share() -> Iterator[WorkerResources]:
+    """Of each of two workers."""
+    if importlib.util.find_spec("ray") is None:  # an import here would come before the cluster's settings
+        pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in NODE_DEATH.items():
+            patch.setenv(name, value)
+        with cluster(None, 2) as each:
+            yield each
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one node", "two nodes"])
+def two_nodes(share: WorkerResources, request: pytest.FixtureRequest) -> Iterator[bool]:
+    """True: a node of one CPU has joined, as users are told to; processes on it have SECOND_NODE in their environment."""
+    if not request.param:
+        yield False
+        return
+    import ray
+
+    here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    where = ["--address", ray.get_runtime_context().gcs_address, "--node-ip-address", "127.0.0.1"]
+    options = [*where, "--num-cpus", "1", "--object-store-memory", "80000000", "--block"]
+    command = [sys.executable, "-c", RAY_ON_LOOPBACK, "start", *options]
+    before = sum(n["Alive"] for n in ray.nodes())
+    with subprocess.Popen(command, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
+        eventually(lambda: node.poll() is not None or sum(n["Alive"] for n in ray.nodes()) > before)
+        assert node.poll() is None, "the second node ended"
+        yield True
+        node.terminate()
 
 
 class Ingress(Client):
@@ -106,13 +149,6 @@ def contents(engine: Engine) -> dict[ChunkKey, list[torch.Tensor]]:
     """Keys, and per layer [2, K, C, D]."""
     found = {key: read(engine.store, key) for key in sorted(engine.store.keys(None))}
     return {k: [*torch.stack((kv.keys, kv.values), 1)] for k, kv in found.items() if kv}
-
-
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one node", "two nodes"])
-def two_nodes(share: WorkerResources, request: pytest.FixtureRequest) -> bool:
-    if request.param:
-        request.getfixturevalue("second_node")
-    return bool(request.param)
 
 
 def test_actors_make_the_same_store_as_one_process(

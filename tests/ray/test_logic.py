@@ -1,29 +1,31 @@
-"""What the workers' code decides without a cluster: counts, shares, hot sets, repeated answers, lost machines."""
+"""What is decided without a cluster: counts, shares, hot sets, repeated answers, lost machines, a request's replica."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import pairwise
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.config import BlendConfig, Config, DecodeConfig
-from blendserve.core import Prompt
-from blendserve.engine.request import Event, Finished, PrefillDone, PreparedRequest, TextDelta
+from blendserve.config import Config
+from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
-from blendserve.ray.cache_reports import EXPIRY_S, CacheReports
 from blendserve.ray.cluster import cpus_each, worker_config
-from blendserve.ray.precompute import PROBE, Computed, PrecomputeActor, precompute_index
-from blendserve.ray.replica import RoutedRequest
+from blendserve.ray.precompute import PROBE, PrecomputeActor, precompute_index
+from blendserve.ray.replica import REPORT_EXPIRY_S, CacheReports
 from blendserve.ray.replicas import ReplicaCount, answer_from
-from blendserve.timing import Clock
+from blendserve.routing import Replica, bounded, ranked
 from tests.support.engines import toy_engine
 
 STARTED: Any = PrefillDone(0, None, None)  # type: ignore[arg-type]
@@ -65,9 +67,9 @@ def test_a_report_expires_unless_the_replica_repeats_it() -> None:
 
     first: dict[str, Any] = {"version": 1, "cached_chunks": chunks}
     assert cached(0.0) == frozenset()
-    assert [cached(100.0 + s, **first) for s in (0.0, EXPIRY_S)] == [chunks, chunks]
-    assert cached(100.1 + EXPIRY_S, **first) == frozenset()
-    assert cached(100.2 + EXPIRY_S, **{**first, "version": 2}) == chunks
+    assert [cached(100.0 + s, **first) for s in (0.0, REPORT_EXPIRY_S)] == [chunks, chunks]
+    assert cached(100.1 + REPORT_EXPIRY_S, **first) == frozenset()
+    assert cached(100.2 + REPORT_EXPIRY_S, **{**first, "version": 2}) == chunks
     assert reports.cached_chunks({"another": {}}, 300.0) == {"another": frozenset()}
     assert cached(300.0, **{**first, "version": 2}) == chunks  # a new replica of that name
 
@@ -100,22 +102,13 @@ class Handle:
             raise error
 
 
-@pytest.fixture(autouse=True, scope="module")
-def without_pauses() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "PAUSE_S", 0.0)
-        yield
-
-
+@patch.object(replicas, "PAUSE_S", 0.0)
 def received(*attempts: Attempt) -> tuple[str, list[type[Event]]]:
     """What the client receives: the text, and the kinds of the other events."""
-    prepared = PreparedRequest(Prompt((), (), ()), (), BlendConfig(), DecodeConfig(), Clock())
+    request: Any = None
 
     async def ask() -> list[Event]:
-        return [
-            e
-            async for e in answer_from(Handle(attempts), ERRORS, RoutedRequest(prepared, "", ""), frozenset())
-        ]
+        return [event async for event in answer_from(Handle(attempts), ERRORS, request, frozenset())]
 
     events = asyncio.run(ask())
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
@@ -174,21 +167,16 @@ class Ray:
     exceptions = SimpleNamespace(RayError=RayError, RayActorError=Died)
 
     def __init__(self, deaths: Sequence[int] = (), error: Exception | None = None, rooms: int = 99) -> None:
-        self.deaths, self.error, self.rooms = set(deaths), error, rooms  # rooms: for actors, ever
-        self.calls: list[
-            tuple[int, list[Any] | None]
-        ] = []  # number of the actor, and the batch; None: its start
-        self.alive: set[int] = set()
-        self.n_actors = 0
+        """rooms: for actors, ever."""
+        self.deaths, self.error, self.rooms = deaths, error, rooms
+        self.calls = list[tuple[int, list[Any]]]()  # the actor's number and the batch, [] for its start
+        self.alive, self.actors = set[int](), count(1)
 
     def new_actor(self) -> Any:
-        self.n_actors += 1
-        call = lambda batch=None, actor=self.n_actors: self.called(actor, batch)  # noqa: E731
-        return SimpleNamespace(
-            **{name: SimpleNamespace(remote=call) for name in ("ready", "compute")}, number=self.n_actors
-        )
+        call = SimpleNamespace(remote=partial(self.called, number := next(self.actors)))
+        return SimpleNamespace(ready=call, compute=call, number=number)
 
-    def called(self, actor: int, batch: list[Any] | None) -> int:
+    def called(self, actor: int, batch: list[Any] = []) -> int:  # noqa: B006
         self.alive.add(actor)
         self.calls.append((actor, batch))
         return len(self.calls) - 1
@@ -205,7 +193,7 @@ class Ray:
             raise Died
         if self.error and batch:
             raise RayError("the task failed") from self.error
-        return batch and Computed(len(batch), 1, 1, 1)
+        return SimpleNamespace(computed=len(batch))
 
     def kill(self, actor: Any) -> None:
         self.alive.discard(actor.number)
@@ -214,9 +202,8 @@ class Ray:
 def mapped(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks computed by two actors of nine batches of one chunk."""
     monkeypatch.setattr(precompute, "import_ray", lambda: ray)
-    return sum(
-        done.chunks for done in precompute.compute_batches(ray.new_actor, 2, [[(i,)] for i in range(9)])
-    )
+    batches: list[Any] = [[(i,)] for i in range(9)]
+    return sum(report.computed for _, report in precompute.compute_batches(ray.new_actor, 2, batches))
 
 
 def test_batches_of_a_dead_actor_are_left_and_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +239,65 @@ def test_a_worker_finds_the_indexs_store_from_any_folder(tmp_path: Path) -> None
     assert worker_config(Config(), tmp_path / "index").store.path == tmp_path / "index" / "kv"
     named = Config(store={"location": "kv-0"})
     assert worker_config(named, tmp_path / "index").store.path == Path.cwd() / "kv-0"
+
+
+# The choice of a replica: a bound, a home, and nothing moved that need not be
+
+CHUNKS = st.frozensets(st.integers(0, 40).map(lambda i: i.to_bytes(28, "big")), max_size=8)
+NAMES = st.lists(st.text("abcdef", min_size=1, max_size=6), min_size=1, max_size=9, unique=True)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[Replica]:
+    return [Replica(name, draw(CHUNKS), draw(st.integers(0, 30))) for name in draw(NAMES)]
+
+
+def cold(names: list[str]) -> list[Replica]:
+    return [Replica(name) for name in names]
+
+
+def key(i: int) -> bytes:
+    return f"chunk {i}".encode()
+
+
+@given(CHUNKS, clusters(), st.floats(1.0, 4.0))
+def test_nobody_gets_more_than_a_bounded_share_however_hot_it_is(
+    chunks: frozenset[bytes], replicas: list[Replica], slack: float
+) -> None:
+    loads = {r.name: r.load for r in replicas}
+    load = loads[ranked(chunks, replicas, slack)[0]]
+    fair = (sum(loads.values()) + 1) / len(loads)
+    assert load + 1 <= math.ceil(slack * fair)
+
+
+@given(CHUNKS, clusters())
+def test_within_the_bound_nobody_has_more_of_the_chunks(
+    chunks: frozenset[bytes], replicas: list[Replica]
+) -> None:
+    hits = {r.name: sum(chunk in r.hot for chunk in chunks) for r in replicas}
+    loads = [replica.load for replica in replicas]
+    bound, (best, *others) = bounded(sum(loads), min(loads), len(loads)), ranked(chunks, replicas)
+    assert hits[best] == max(hits[r.name] for r in replicas if r.load < bound)
+    assert sorted([best, *others]) == sorted(hits)  # each replica once
+
+
+@given(CHUNKS, NAMES, st.randoms())
+def test_the_same_chunks_have_one_home_in_any_order(
+    chunks: frozenset[bytes], names: list[str], random: object
+) -> None:
+    shuffled = sorted(chunks, key=lambda _: random.random())  # type: ignore[attr-defined]
+    others = sorted(names, key=lambda _: random.random())  # type: ignore[attr-defined]
+    assert ranked(shuffled, cold(others)) == ranked(sorted(chunks), cold(names))
+
+
+@given(st.lists(CHUNKS, max_size=20), NAMES.filter(lambda names: len(names) > 1))
+def test_who_goes_moves_its_own_requests_alone(requests: list[frozenset[bytes]], names: list[str]) -> None:
+    before = [ranked(chunks, cold(names))[0] for chunks in requests]
+    after = [ranked(chunks, cold(names[1:]))[0] for chunks in requests]
+    assert all(a == b for a, b in zip(before, after, strict=True) if a != names[0])
+
+
+def test_homes_are_spread() -> None:
+    names = [f"replica {i}" for i in range(4)]
+    counts = Counter(ranked([key(i)], cold(names))[0] for i in range(4000))
+    assert all(abs(counts[name] - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75) for name in names)

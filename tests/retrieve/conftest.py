@@ -36,13 +36,6 @@ def embedder(folder: Path) -> Embedder:
     return Embedder(exact_bert(folder), DEFAULT, fingerprint_of(folder))
 
 
-@pytest.fixture(scope="session")
-def word_pieces(embedder: Embedder) -> Callable[[Passage], int]:
-    """A real tokenizer's count of a passage as a prompt shows it."""
-    encode = embedder.encoder.tokenizer.encode
-    return lambda passage: len(encode(f"{passage.title}\n{passage.text}\n\n", add_special_tokens=False).ids)
-
-
 def words(passage: Passage) -> int:
     """One token a word, and one for the separator."""
     return 1 + len(passage.title.split()) + len(passage.text.split())

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError, CorpusError
-from blendserve.retrieve import as_documents, document_id, read_documents, split
+from blendserve.retrieve import Embedder, as_documents, document_id, read_documents, split
 from blendserve.retrieve.demo_corpus import DEMO_CHARACTERS, language_reference
 from tests.retrieve.conftest import words
-
-some_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 
 
 def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:
@@ -94,12 +92,14 @@ def test_python_objects_become_documents() -> None:
         assert (error.value.line, error.value.setting) == (2, field)
 
 
-@given(some_text, some_text, some_text, some_text)
-def test_ids_follow_title_and_text(title: str, text: str, other_title: str, other_text: str) -> None:
-    same = (title, text) == (other_title, other_text)
-    assert (document_id(Document(text, title)) == document_id(Document(other_text, other_title))) == same
-    assert document_id(Document(text, title, "mine")) == "mine"
-    assert document_id(Document(text + "b", title)) != document_id(Document(text, title + "b"))
+def test_ids_follow_title_and_text() -> None:
+    ids = [
+        document_id(Document(text, title))
+        for text, title in (("a", "tb"), ("ba", "t"), ("a", "t"), ("a", ""))
+    ]
+    assert len(set(ids)) == len(ids)
+    assert ids[2] == document_id(Document("a", "t"))
+    assert document_id(Document("a", "t", "mine")) == "mine"
 
 
 def test_the_language_reference_holds_its_topics_and_fits() -> None:
@@ -115,15 +115,6 @@ PIECES = "word|Two words.|Ends here! |\n\n|\n|   |    code()|naïve|漢字。|�
 texts = st.lists(st.sampled_from(PIECES.split("|")) | st.text(max_size=8), max_size=60).map("".join)
 
 
-def skips_only_white_space(text: str, passages: list[Passage]) -> bool:
-    """Second derivation of `nothing lost`: walk through the text, passage by passage."""
-    for passage in passages:
-        skipped, found, text = text.partition(passage.text)
-        if not passage.text or not found or skipped.strip():
-            return False
-    return not text.strip()
-
-
 def utf8(passage: Passage) -> int:
     """A byte-level tokenizer without merges: 4 tokens for an emoji."""
     return len(f"{passage.title}\n{passage.text}".encode())
@@ -131,23 +122,22 @@ def utf8(passage: Passage) -> int:
 
 @given(texts, st.integers(8, 60), st.sampled_from([words, utf8]), st.integers(20, 200))
 def test_passages_fit_and_nothing_is_lost(
-    word_pieces: Callable[[Passage], int], text: str, limit: int, count: Callable[[Passage], int], real: int
+    embedder: Embedder, text: str, limit: int, count: Callable[[Passage], int], real: int
 ) -> None:
+    def word_pieces(passage: Passage) -> int:
+        shown = f"{passage.title}\n{passage.text}\n\n"
+        return len(embedder.encoder.tokenizer.encode(shown, add_special_tokens=False).ids)
+
     for most, counted in ((limit, count), (real, word_pieces)):  # the second as a real tokenizer counts
         passages = split(Document(text, title="T", id="d"), most, counted)
         assert all(counted(p) <= most for p in passages)
-        assert skips_only_white_space(text, passages)
+        assert all(p.text in text for p in passages)
+        assert "".join(text.split()) == "".join(
+            "".join(p.text.split()) for p in passages
+        )  # but for white space
         assert [(p.id, p.title, p.doc_id) for p in passages] == [
             (f"d:{n}", "T", "d") for n in range(len(passages))
         ]
-
-
-def test_real_text_fills_its_passages(word_pieces: Callable[[Passage], int]) -> None:
-    passages = split(language_reference(["try"])[0], 256, word_pieces)
-    filled = [word_pieces(p) / 256 for p in passages[:-1]]
-    assert len(filled) >= 5
-    assert min(filled) > 0.6
-    assert sum(filled) / len(filled) > 0.85
 
 
 @pytest.mark.parametrize(

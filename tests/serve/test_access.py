@@ -1,32 +1,42 @@
-"""Keys, rights and limits; tenants that must not learn of each other; model names and CORS."""
+"""Keys, rights and limits; tenants that must not learn of each other; hostile bodies; the page's files and CORS."""
 
 from __future__ import annotations
 
 import hmac
+import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import httpx
 import pytest
 import yaml
 
 from blendserve.config import Config, ServeConfig, check_binding
-from blendserve.errors import ConfigError, NotAuthenticated, RateLimited
+from blendserve.errors import ConfigError, InputError, NotAuthenticated, RateLimited
+from blendserve.serve.app import PAGE
 from blendserve.serve.engine_client import served_names
-from blendserve.serve.keys import ApiKeys, KeyFile, Tenant
-from blendserve.serve.limits import BURST_BYTES, BYTES_PER_S, MAX_TENANTS, Limits, TokenBucket
+from blendserve.serve.keys import (
+    BURST_BYTES,
+    BYTES_PER_S,
+    MAX_TENANTS,
+    ApiKeys,
+    KeyFile,
+    Limits,
+    Tenant,
+    TokenBucket,
+)
+from blendserve.serve.middleware import MAX_JSON_DEPTH, MAX_JSON_TOKENS, check_json_complexity
 from tests.support.engines import QUESTIONS
-from tests.support.http import KEY, MODEL, ORIGIN, OWN, Client, Server
+from tests.support.http import KEY, MODEL, ORIGIN, OWN, Client, Server, serving
 from tests.support.waiting import ManualClock
 
-ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
-
-
-def test_without_a_valid_key_nothing_is_answered(server: Server, client: Client) -> None:
-    for key in ("", "bsk-guess", client.key + "x", "a b", KEY[:-1], KEY + "x", KEY.upper()):
-        other = server.with_key(key)
-        assert [other.post("/v1/rag/query", ASK).status_code, other.get("/metrics").status_code] == [401, 401]
-    assert [c.get("/metrics").status_code for c in (server.with_key(KEY), client)] == [200, 200]
+ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": [], "max_tokens": 1}
+PATH = "/v1/rag/query"
+LENGTH, CHUNKED = "Content-Length: 9999", "Transfer-Encoding: chunked"
 
 
 def test_one_tenant_sees_nothing_of_another(server: Server) -> None:
@@ -40,9 +50,8 @@ def test_one_tenant_sees_nothing_of_another(server: Server) -> None:
     assert [before[name] for name in ("chunks", "bytes", "hits", "misses")] == [0] * 4
     assert bob.post("/v1/cache/lookup", {"passages": OWN}).json()["found"] == 0
     other = bob.ask(passages=OWN, max_tokens=1)
-    report = other["report"]
-    assert [report["chunks_hit"], report["bytes_loaded"], report["tokens_reused"]] == [0, 0, 0]
-    assert other["cached_tokens"] == report["tokens_exact"]  # the prefix, which all tenants have
+    assert {other["report"][name] for name in ("chunks_hit", "bytes_loaded", "tokens_reused")} == {0}
+    assert other["cached_tokens"] == other["report"]["tokens_exact"]  # the prefix, which all tenants have
     assert ann.get("/v1/cache/stats").json()["chunks"] == len(OWN)
 
     names = [t.get("/v1/models").json()["data"][0]["x_blendserve"]["collections"] for t in (ann, bob)]
@@ -63,9 +72,9 @@ def test_too_many_requests_are_429_and_none_that_waits_is_lost(
 ) -> None:
     limited, other = server.tenant(**rights), server.tenant()
     with server.busy() as release, ThreadPoolExecutor(most) as pool:
-        held = [pool.submit(limited.post, "/v1/rag/query", ASK) for _ in range(most)]
+        held = [pool.submit(limited.post, PATH, ASK) for _ in range(most)]
         server.wait_for_load(most)
-        refused = limited.post("/v1/rag/query", ASK)
+        refused = limited.post(PATH, ASK)
         assert other.get("/v1/models").status_code == 200
         release.set()
         assert {h.result().status_code for h in held} == {200}
@@ -114,8 +123,9 @@ def test_the_key_file_holds_no_key_and_is_its_owners_alone(tmp_path: Path) -> No
     key = file.create(ann)
     assert key.removeprefix("bsk-") not in file.path.read_text()
     assert file.path.stat().st_mode & 0o077 == 0
-    running = ApiKeys(ServeConfig(keys=file.path), "")
-    assert running.tenant(key) == ann
+    running = ApiKeys(ServeConfig(keys=file.path, api_key=KEY), "default")
+    assert [running.tenant(k) for k in (key, KEY)] == [ann, Tenant("api-key", "default", admin=True)]
+    assert running.namespaces() == {"space", "default"}
     with pytest.raises(ConfigError):
         file.create(Tenant("ann"))
     file.path.write_text((whole := file.path.read_text())[:-9])
@@ -136,30 +146,15 @@ def test_a_key_is_compared_with_every_entry_in_constant_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the time of a comparison nor the number of comparisons tells what was similar, or where."""
-    file, compared = KeyFile(tmp_path / "keys.json"), list[tuple[str, str]]()
+    file, compare = KeyFile(tmp_path / "keys.json"), Mock(wraps=hmac.compare_digest)
     created = [file.create(Tenant(name)) for name in "abc"]
     keys = ApiKeys(ServeConfig(keys=file.path, api_key=KEY), "")
-
-    def compare(known: str, digest: str) -> bool:
-        compared.append((known, digest))
-        return known == digest
-
     monkeypatch.setattr(hmac, "compare_digest", compare)
     for key in (*created, KEY, "wrong", ""):
-        compared.clear()
-        if key in ("wrong", ""):
-            with pytest.raises(NotAuthenticated):
-                keys.tenant(key)
-        else:
+        compare.reset_mock()
+        with suppress(NotAuthenticated):
             keys.tenant(key)
-        assert len({known for known, _ in compared}) == len(compared) == len(created) + 1
-
-
-def test_the_single_key_may_do_everything_in_the_default_namespace() -> None:
-    keys = ApiKeys(ServeConfig(api_key=KEY), "space")
-    found = keys.tenant(KEY)
-    assert (found.namespace, found.admin, found.read_only, found.collections) == ("space", True, False, None)
-    assert keys.namespaces() == {"space"}
+        assert len({known for (known, _), _ in compare.call_args_list}) == compare.call_count == 4
 
 
 @pytest.mark.parametrize(
@@ -183,16 +178,14 @@ def test_an_address_that_others_reach_needs_keys(tmp_path: Path) -> None:
             check_binding(ServeConfig(host=host))
         check_binding(ServeConfig(host=host, keys=tmp_path / "keys.json"))
         check_binding(ServeConfig(host=host, api_key="secret"))
-    check_binding(ServeConfig(cors_origins=("*", "https://app.example.org")))
 
 
 def test_the_key_of_the_environment_and_of_no_printed_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLENDSERVE_API_KEY", KEY)
-    own = Config(serve=ServeConfig(api_key="own").model_dump())
+    own = Config().replace("serve.api_key", "own")
     assert own.with_environment_key() == own
     made = Config().with_environment_key()
-    assert made.serve.api_key is not None
-    assert made.serve.api_key.get_secret_value() == KEY
+    assert made == Config().replace("serve.api_key", KEY) != Config()
     assert KEY not in repr(made) + made.to_yaml()
     assert Config(**yaml.safe_load(made.to_yaml())) == Config() == made.without_keys()
     monkeypatch.setenv("BLENDSERVE_API_KEY", "")
@@ -201,7 +194,6 @@ def test_the_key_of_the_environment_and_of_no_printed_settings(monkeypatch: pyte
 
 
 def test_names_of_the_model(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [m.id for m in client.openai.models.list()] == ["public"]
     assert [client.openai.models.retrieve(name).id for name in ("public", MODEL)] == ["public"] * 2
     assert client.chat(documents=OWN, max_tokens=2).model == "public"
     folder = tmp_path / "models" / "llama-1b"
@@ -213,15 +205,119 @@ def test_names_of_the_model(client: Client, tmp_path: Path, monkeypatch: pytest.
     assert served_names(".", None) == ("llama-1b", ".")
 
 
-def test_a_preflight_request_needs_no_key(server: Server) -> None:
-    wanted = {"authorization", "content-type", "x-stainless-os"}
-    asking = {"Request-Method": "POST", "Request-Headers": ", ".join(sorted(wanted))}
-    headers = {f"Access-Control-{name}": value for name, value in asking.items()}
-    answer, other = (
-        server.http.options("/v1/chat/completions", headers={**headers, "Origin": origin})
+def test_the_files_of_the_page_and_no_others_are_sent_without_a_key(server: Server) -> None:
+    """Under a policy by which the page loads nothing from elsewhere, and makes no markup of text."""
+    policy = server.get("/").headers[name := "Content-Security-Policy"]
+    for file in PAGE.iterdir():
+        sent = server.get(f"/page/{file.name}")
+        assert (sent.content, sent.headers[name]) == (file.read_bytes(), policy)
+    for other in ("nothing.js", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "%2e"):
+        assert httpx.get(f"{server.url}/page/{other}").status_code == 404, other
+
+
+def test_a_page_of_an_allowed_origin_may_send_any_header(server: Server) -> None:
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-own"}
+    own, other = (
+        server.http.options("/v1/models", headers={**asking, "Origin": origin}).headers
         for origin in (ORIGIN, "http://evil.example")
     )
-    assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (200, ORIGIN)
-    assert wanted <= set(answer.headers["Access-Control-Allow-Headers"].lower().replace(" ", "").split(","))
-    assert "Access-Control-Allow-Credentials" not in answer.headers
-    assert "Access-Control-Allow-Origin" not in other.headers
+    assert own["Access-Control-Allow-Headers"] == asking["Access-Control-Request-Headers"]
+    assert "Access-Control-Allow-Origin" not in other
+    ServeConfig(cors_origins=("*", "https://app.example.org"))
+
+
+# Bodies
+
+
+def status(connection: socket.socket) -> int:
+    return int(connection.recv(65536).split()[1])
+
+
+@pytest.mark.parametrize(
+    ("key", "length", "refused"),
+    [
+        *((key, length, {401}) for key in ("", "bsk-guess") for length in (LENGTH, CHUNKED)),
+        *((None, f"Content-Length: {n}", {400, 413}) for n in (65537, -1, "9" * 20)),
+    ],
+)
+def test_key_and_length_are_checked_before_the_body_arrives(
+    server: Server, client: Client, key: str | None, length: str, refused: set[int]
+) -> None:
+    sender = client if key is None else server.with_key(key)
+    with sender.sent(PATH, length) as connection:
+        assert status(connection) in refused
+
+
+def test_limits_are_checked_before_the_body_arrives(server: Server) -> None:
+    """A request above its rate, and one beside another whose body is still being read."""
+    limited, single = server.tenant(max_per_minute=1), server.tenant(max_concurrent=1)
+    assert limited.get("/v1/models").status_code == 200
+    with limited.sent(PATH, LENGTH) as connection:
+        assert status(connection) == 429
+    with single.sent(PATH, LENGTH, body=b"{"):
+
+        def refused() -> bool:
+            with single.sent(PATH, LENGTH, body=b"{") as second:
+                second.settimeout(0.5)
+                try:
+                    return status(second) == 429
+                except TimeoutError:  # the first one's headers had not been read
+                    return False
+
+        assert any(refused() for _ in range(20))
+
+
+def test_a_body_of_unknown_length_is_cut_at_the_limit(client: Client) -> None:
+    part = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with client.sent(PATH, CHUNKED, body=part + b"1\r\nx\r\n") as connection:
+        assert status(connection) == 413
+
+
+def test_a_body_that_is_slow_or_above_its_rate_ends_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServeConfig, "body_s", 0.1)
+    with serving(tmp_path) as server:
+        with server.sent(PATH, LENGTH, body=b"{") as slow:
+            answer = slow.recv(65536).decode().lower()
+            assert (answer.split()[1], "connection: close" in answer) == ("408", True)
+            assert server.get("/v1/models").status_code == 200
+        throttle = Mock(return_value=60.0)  # longer than the body may take
+        monkeypatch.setattr(Limits, "throttle", throttle)
+        assert server.post(PATH, ASK).status_code == 408
+    assert 0 < sum(n_bytes for (_, n_bytes), _ in throttle.call_args_list) <= len(json.dumps(ASK))
+
+
+@pytest.mark.parametrize(
+    ("body", "allowed"),
+    [
+        (b"[" * MAX_JSON_DEPTH, True),
+        (b"[" * (MAX_JSON_DEPTH + 1), False),
+        (b'{"a":' * (MAX_JSON_DEPTH + 1), False),
+        (b"[]" * 1000, True),
+        (b"," * MAX_JSON_TOKENS, True),
+        (b"," * (MAX_JSON_TOKENS + 1), False),
+        (b'"' + b"[,:{" * MAX_JSON_TOKENS + b'"', True),  # the contents of a string
+        (rb'"\"' + b"[" * 100 + b'"', True),
+        (rb'"\\"' + b"[" * 100, False),
+        (b'""' * (2 * MAX_JSON_TOKENS + 1), False),
+        (b"{}\0", False),
+    ],
+    ids=range(11),
+)
+def test_expensive_json_is_refused_before_it_is_parsed(body: bytes, allowed: bool) -> None:
+    if allowed:
+        check_json_complexity(body)
+    else:
+        with pytest.raises(InputError):
+            check_json_complexity(body)
+
+
+def test_a_body_of_many_small_parts_is_answered_and_one_of_many_elements_is_refused(client: Client) -> None:
+    """The elements are of a field that would be ignored: nothing else refuses them."""
+    body = json.dumps(ASK).encode()
+    parts = b"".join(b"1\r\n" + body[n : n + 1] + b"\r\n" for n in range(len(body)))
+    with client.sent(PATH, CHUNKED, body=parts + b"0\r\n\r\n") as connection:
+        assert status(connection) == 200
+    found = [client.post(PATH, {**ASK, "ignored": [0] * n}) for n in (1000, MAX_JSON_TOKENS + 1)]
+    assert [answer.status_code for answer in found] == [200, 400]

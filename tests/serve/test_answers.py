@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
+from blendserve.config import ServeConfig
 from blendserve.core import Passage
-from tests.support.engines import PASSAGES, QUESTIONS
+from blendserve.serve.rag import token_texts
+from blendserve.serve.responses import PING
+from tests.support.engines import PASSAGES, QUESTIONS, toy_reader
 from tests.support.http import DOCUMENTS as STORED
 from tests.support.http import MODEL, OWN, SEPARATOR, Client, Server, asked, bearer
 from tests.support.waiting import eventually
@@ -36,12 +40,8 @@ def test_a_chat_completion_is_the_engines_answer(server: Server, client: Client)
     "options", [{"temperature": 1.0, "seed": 7}, {"stop": ["Around"]}], ids=["sampled", "stop"]
 )
 def test_a_stream_with_options_says_the_same(server: Server, client: Client, options: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {
-        "documents": OWN,
-        "x_blendserve": FULL,
-        "stream_options": {"include_usage": True},
-    }
-    chunks = list(client.chat(stream=True, **options, **fields))
+    fields: dict[str, Any] = {"documents": OWN, "x_blendserve": FULL, "stream": True, **options}
+    chunks = list(client.chat(stream_options={"include_usage": True}, **fields))
     answer = server.engine.answer(QUESTIONS[0], list(PASSAGES), **options, **FULL)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer.text
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == answer.finish_reason
@@ -70,12 +70,7 @@ def test_ten_turns_are_full_prefill(client: Client) -> None:
     messages: list[dict[str, str]] = []
     for turn in range(10):
         messages += asked(f"{QUESTIONS[turn % 4]} ({turn})")
-        extras = {
-            "passages": [
-                {"text": p.text, "title": p.title} for p in (PASSAGES[turn % 6], PASSAGES[(turn + 2) % 6])
-            ],
-            "ratio": 1.0,
-        }
+        extras = {"passages": [OWN[turn % 6], OWN[(turn + 2) % 6]], "ratio": 1.0}
         said = client.chat(messages, max_tokens=8, x_blendserve=extras)
         full = client.chat(messages, max_tokens=8, x_blendserve={**extras, **FULL})
         text = said.choices[0].message.content
@@ -96,10 +91,10 @@ def test_passages_are_retrieved_over_all_collections(server: Server, client: Cli
     assert (same.text, same.report.tokens_prompt) == (found["text"], found["report"]["tokens_prompt"])
 
 
-@pytest.mark.parametrize("name", ["text", "contents", "content"])
-def test_names_of_a_documents_text(client: Client, name: str) -> None:
-    done = client.chat(documents=[{name: PASSAGES[0].text}])
-    assert [p["text"] for p in done.x_blendserve["passages"]] == [PASSAGES[0].text]
+def test_names_of_a_documents_text(client: Client) -> None:
+    texts = {name: p.text for name, p in zip(("text", "contents", "content"), PASSAGES, strict=False)}
+    done = client.chat(documents=[{name: text} for name, text in texts.items()], max_tokens=1)
+    assert [p["text"] for p in done.x_blendserve["passages"]] == [*texts.values()]
 
 
 def test_a_message_is_cut_at_the_separator(client: Client) -> None:
@@ -130,18 +125,67 @@ def test_a_streams_passages_come_before_its_prefill(server: Server, client: Clie
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slot(server: Server, client: Client, stream: bool) -> None:
-    body = {"model": MODEL, "messages": asked(), "max_tokens": 700, "stream": stream, "documents": OWN}
-    sent = json.dumps(body).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {client.key}\r\nContent-Length: {len(sent)}\r\n\r\n"
-    )
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + sent)
+    fields = {"model": MODEL, "messages": asked(), "max_tokens": 700, "stream": stream, "documents": OWN}
+    body = json.dumps(fields).encode()
+    with client.sent("/v1/chat/completions", f"Content-Length: {len(body)}", body=body) as connection:
         eventually(lambda: server.backend.scheduler.load[1] > 0)
         while stream and b'"content"' not in (got := connection.recv(4096)):
             assert got  # prefill ends before the first text
     before = server.sample("generated_tokens_total")
     eventually(lambda: server.backend.scheduler.load == (0, 0))
     assert server.sample("generated_tokens_total") - before < 690
+
+
+def test_a_waiting_stream_pings_and_then_says_the_same(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pings are comments, which OpenAI's client skips."""
+    monkeypatch.setattr(ServeConfig, "ping_s", 0.02)
+    whole, content = client.ask(passages=OWN, **FULL)["text"], ""
+    body = {"model": MODEL, "messages": asked(), "documents": OWN, "stream": True, "x_blendserve": FULL}
+    url, headers = "/v1/chat/completions", bearer(client.key)
+    with server.busy() as release, server.http.stream("POST", url, json=body, headers=headers) as response:
+        for text in response.iter_text():
+            content += text
+            if content.count(PING) >= 2:  # no prefill before two pings
+                release.set()
+    events = httpx.Response(200, content=content, headers={"Content-Type": "text/event-stream"})
+    http: Any = httpx.Client(transport=httpx.MockTransport(lambda _: events))
+    replay: Any = openai.OpenAI(base_url="http://replay/v1", api_key="none", http_client=http)
+    chunks = replay.chat.completions.create(model=MODEL, messages=asked(), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    with server.busy(), server.http.stream("POST", url, json=body, headers=headers) as response:
+        assert any(PING in text for text in response.iter_text())
+    eventually(lambda: server.is_idle)  # the client has disconnected
+
+
+def test_tokens_of_an_explanation_are_the_prompts_text(client: Client) -> None:
+    client.warm()
+    told = client.ask(explain=True, max_tokens=3)
+    explanation, report = told["explanation"], told["report"]
+    assert len(explanation["tokens"]) == sum(n for _, n in explanation["states"]) == report["tokens_prompt"]
+    for part in explanation["parts"]:
+        text = "".join(explanation["tokens"][part["start"] : part["stop"]])
+        if part["kind"] == "passage":
+            passage = told["passages"][part["passage"]]
+            assert text == f"{passage['title']}\n{passage['text']}\n\n"
+        elif part["kind"] == "suffix":
+            assert QUESTIONS[0] in text
+    events = client.events("/v1/rag/query", {"question": QUESTIONS[0], "explain": True, "max_tokens": 3})
+    assert events[1]["explanation"] == explanation
+    assert events[1]["report"] == events[-1]["report"]
+    timings = events[-1]["timings"]
+    assert 0 <= timings["queue"] <= timings["ttft"] - timings["prefill"]
+
+
+@pytest.mark.parametrize(
+    "text", ["naïve café", "日本語 and 🦉🦉", "a\u0301 \N{REPLACEMENT CHARACTER} b", "\n\n\ttabs"]
+)
+def test_texts_of_tokens_are_whole_characters(text: str) -> None:
+    tokenizer = toy_reader().tokenizer
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = list(token_texts(tokenizer, ids))
+    assert len(found) == len(ids)
+    assert "".join(found) == text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in part for part in found)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
-from blendserve.store import ChunkKey, ChunkRecord
 from blendserve.store.view import RecordView
 from tests.support.engines import PASSAGES
-from tests.support.http import OWN, Client, Server, index
+from tests.support.http import DOCUMENTS, OWN, Client, Server, index
 from tests.support.waiting import eventually
 
 
@@ -33,12 +33,7 @@ def test_a_document_is_added_found_replaced_and_deleted(server: Server, client: 
     old = {"passages": [{"text": p["text"], "title": p["title"]} for p in found["passages"]]}
     client.job("/v1/documents", body)
     assert client.post("/v1/cache/lookup", old).json()["found"] == 0  # the old text's KV is deleted
-    assert client.post("/v1/cache/lookup", look).json() == {
-        "chunks": 1,
-        "found": 1,
-        "cached": [True],
-        "there": [True],
-    }
+    assert client.post("/v1/cache/lookup", look).json()["cached"] == [True]
 
     gone = client.delete("/v1/documents/heron/1", collection="a").json()
     assert (gone["deleted"], gone["passages"]) == (True, 1)
@@ -76,6 +71,31 @@ def test_chunks_are_warmed_pinned_unpinned_and_deleted(client: Client) -> None:
         assert client.post("/v1/cache/pin", wrong).status_code == 400
 
 
+def test_documents_are_listed_by_page_and_by_text(client: Client) -> None:
+    of_a = [d.id for d in DOCUMENTS[0::2]]
+    whole = client.get("/v1/documents?collection=a").json()
+    assert [d["id"] for d in whole["data"]] == of_a
+    second = client.get("/v1/documents?collection=a&offset=1&limit=1").json()
+    assert (second["total"], [d["id"] for d in second["data"]]) == (3, of_a[1:2])
+    found = client.get(f"/v1/documents?collection=a&search={of_a[2].upper()}").json()
+    assert [d["id"] for d in found["data"]] == of_a[2:]
+
+
+def test_chunks_are_listed_as_the_store_has_them(server: Server, client: Client) -> None:
+    client.warm(OWN[:4])  # of collection a: all but the last
+    store, blender = server.engine.store, server.backend.batch.blender(client.namespace)
+    listed = client.get("/v1/cache/chunks?collection=a").json()["data"]
+    assert [chunk["stored"] for chunk in listed] == [True, True, False]
+    for chunk, passage in zip(listed, PASSAGES[0::2], strict=True):
+        ids = server.engine.prompts.chunk(passage).ids
+        known = store.describe([blender.key(ids)]).get(blender.key(ids))
+        assert (chunk["tokens"], chunk["bytes"]) == (len(ids), known.n_bytes if known else 0)
+        assert (chunk["tier"], chunk["pinned"]) == (("local", True) if known else (None, False))
+        assert chunk["text"] in passage.text
+    found = client.get("/v1/cache/chunks?collection=a&search=MAT and").json()["data"]
+    assert [chunk["title"] for chunk in found] == ["Cats"]
+
+
 def together(server: Server, client: Client, n: int, **fields: Any) -> list[dict[str, Any]]:
     """The answers of n requests that were all queued before the first one ran."""
     with server.busy() as release, ThreadPoolExecutor(n) as pool:
@@ -88,28 +108,17 @@ def together(server: Server, client: Client, n: int, **fields: Any) -> list[dict
 def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_load_them_once(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    puts, reads, put = list[ChunkKey](), list[int](), server.engine.store.put
-
-    def counted(key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        puts.append(key)
-        return put(key, record, pin)
-
-    monkeypatch.setattr(server.engine.store, "put", counted)
+    put = Mock(wraps=server.engine.store.put)
+    monkeypatch.setattr(server.engine.store, "put", put)
     answers = together(server, client, 8, passages=OWN, max_tokens=2)
     assert len({a["text"] for a in answers}) == 1
     client.warm()
-    assert len(puts) == len(set(puts)) == len(OWN)
+    keys = [call.args[0] for call in put.call_args_list]
+    assert len(keys) == len(set(keys)) == len(OWN)
 
-    chunk: Any = RecordView
-    layer = chunk.layer
-
-    def read(self: Any, l: int) -> Any:
-        reads.append(l)
-        return layer(self, l)
-
-    monkeypatch.setattr(chunk, "layer", read)
-    answers = together(server, client, 6, passages=OWN, max_tokens=2)
-    assert len(reads) == len(OWN) * server.engine.reader.adapter.n_layers
+    with patch.object(RecordView, "layer", autospec=True, side_effect=RecordView.layer) as layer:
+        answers = together(server, client, 6, passages=OWN, max_tokens=2)
+    assert layer.call_count == len(OWN) * server.engine.reader.adapter.n_layers
     assert all(a["report"]["chunks_hit"] == len(OWN) for a in answers)
     eventually(lambda: server.backend.batch.fetcher.copies.shared.n_bytes == 0)
 
@@ -119,14 +128,16 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
 ) -> None:
     batch, chunks = server.backend.batch, server.engine.prompts.chunk_ids(PASSAGES)
 
+    writer = batch.blender("").writer
+
     def cancel(_: int) -> None:
         job.cancel()
 
     with server.busy() as release:
-        job = batch.precompute(batch.blender("").writer, chunks[:1], cancel, "")
+        job = batch.precompute(writer, chunks[:1], cancel, "")
         release.set()
         eventually(job.cancelled)
     for some in (chunks, []):
-        batch.precompute(batch.blender("").writer, some, lambda n: None, "").result(30)
+        batch.precompute(writer, some, lambda n: None, "").result(30)
     assert not caplog.records
     assert server.engine.store.stats("").chunks == len(PASSAGES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +14,16 @@ from tests.support.engines import PASSAGES
 from tests.support.http import Server, serving
 from tests.support.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
 
-
-def imports(example: str) -> set[str]:
-    nodes = list(ast.walk(ast.parse(example)))
-    names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-
-
-def of_client(example: str) -> bool:
-    return not any(module.partition(".")[0] == "blendserve" for module in imports(example))
-
-
-PYTHON = [(name(page), e) for page in RECIPES for e in blocks(page, "python") if of_client(e)]
+IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
+OF_THE_PACKAGE = re.compile(r"^(?:from|import) blendserve\b", re.MULTILINE)  # those run in tests/test_docs.py
+EXAMPLES = [(name(page), example) for page in RECIPES for example in blocks(page, "python")]
+PYTHON = [(page, example) for page, example in EXAMPLES if not OF_THE_PACKAGE.search(example)]
 WORDS = [(name(page), words) for page in RECIPES for words in commands(page)]
+CURL_OPTIONS = ArgumentParser()
+CURL_OPTIONS.add_argument("url")
+CURL_OPTIONS.add_argument("-X", "--request")
+CURL_OPTIONS.add_argument("-d", "--data")
+CURL_OPTIONS.add_argument("-H", "--header", action="append", default=[])
 CURL, COMMANDS = ([(p, w) for p, w in WORDS if w[0] == program] for program in ("curl", "blendserve"))
 
 
@@ -45,7 +42,7 @@ def for_toy(text: str, server: Server) -> str:
 
 @pytest.mark.parametrize(("page", "example"), PYTHON, ids=[f"{p}-{i}" for i, (p, _) in enumerate(PYTHON)])
 def test_python(server: Server, page: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for module in sorted(imports(example)):
+    for module in IMPORT.findall(example):
         pytest.importorskip(module)
     found = [SimpleNamespace(page_content=p.text, id=None, metadata={"title": p.title}) for p in PASSAGES[:2]]
     retriever = SimpleNamespace(invoke=lambda question: found)
@@ -56,22 +53,12 @@ def test_python(server: Server, page: str, example: str, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("page", "words"), CURL, ids=[f"{p}-{i}" for i, (p, _) in enumerate(CURL)])
 def test_curl(server: Server, page: str, words: list[str]) -> None:
-    method, url, headers, body = "", "", {}, None
-    rest = iter([for_toy(word, server) for word in words[1:]])
-    for word in rest:
-        if word in ("-X", "--request"):
-            method = next(rest)
-        elif word in ("-H", "--header"):
-            key, _, value = next(rest).partition(": ")
-            headers[key] = value
-        elif word in ("-d", "--data"):
-            body = next(rest)
-        elif not word.startswith("-"):
-            url = word
-    if not url.startswith(server.url):
-        pytest.skip(f"{url} is another service")
-    method = method or ("GET" if body is None else "POST")
-    answer = server.http.request(method, url, headers=headers, content=body)
+    asked, _ = CURL_OPTIONS.parse_known_args([for_toy(word, server) for word in words[1:]])
+    if not asked.url.startswith(server.url):
+        pytest.skip(f"{asked.url} is another service")
+    method = asked.request or ("POST" if asked.data else "GET")
+    headers = dict(header.split(": ", 1) for header in asked.header)
+    answer = server.http.request(method, asked.url, headers=headers, content=asked.data)
     assert answer.status_code < 300, answer.text
 
 

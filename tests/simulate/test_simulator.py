@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from benchmarks.support.valkey import Server, binary
 from blendserve.blend.cost import count_work
 from blendserve.blend.layout import lay_out
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt
-from blendserve.routing import Replica, choose
+from blendserve.routing import Replica, ranked
 from blendserve.simulate import workload
 from blendserve.simulate.cache import key_of
 from blendserve.simulate.calibrate import Node, configured, pool_size
@@ -89,42 +89,21 @@ def test_one_server_is_an_m_d_1_queue_and_with_hits_and_misses_an_m_g_1_queue(
     assert found["ttft"]["mean"] == pytest.approx(mean + rate * second / (2 * (1 - rate * mean)), rel=0.06)
 
 
-@pytest.mark.parametrize("busy", [0.3, 0.7])
-def test_one_core_for_all_nodes_is_an_m_m_1_queue_with_processor_sharing(busy: float) -> None:
-    """A request stays 1 / (1 - busy) of its work on average, where no node ever has two of them."""
-    nodes = 24
-    settings = config(
-        compute={"fixed": 1.0, "slowdown": tuple(range(1, nodes + 1))},
-        requests={"number": 12_000, "rate": busy / nodes, "chunks": 1, "warm_up": 0.1},
-        corpus={"chunks": 1},
-    )
-    assert figures(settings, nodes, "least_loaded")["ttft"]["mean"] == pytest.approx(1 / (1 - busy), rel=0.05)
-
-
 @pytest.mark.parametrize("zipf", [0.6, 1.0])
 def test_hits_are_those_of_che_s_approximation(zipf: float) -> None:
     """Under independent requests LRU of C places hits chunk i with 1 - exp(-p_i T), where those add up to C."""
-    places, n = 60, 500
+    places = 60
     settings = config(
         corpus={"zipf": zipf, "coherence": 0.0},
         requests={"number": 40_000, "chunks": 1, "warm_up": 0.2},
         tiers={"memory_bytes": places * CHUNK},
     )
-    p = np.arange(1, n + 1) ** -zipf
+    p = np.arange(1, 501) ** -zipf
     p /= p.sum()
     times = np.geomspace(1.0, 1e6, 5_000)
     time = np.interp(places, [(1 - np.exp(-p * t)).sum() for t in times], times)
     wanted = float((p * (1 - np.exp(-p * time))).sum())
     assert figures(settings, 1, "round_robin")["hit_rates"]["memory"] == pytest.approx(wanted, abs=0.012)
-
-
-@pytest.mark.parametrize("slowdown", [(1.0,), (1.0, 1.6)])
-def test_a_closed_loop_does_what_its_slowest_part_can(slowdown: tuple[float, ...]) -> None:
-    compute, requests = {"fixed": 0.5, "slowdown": slowdown}, {"rate": 0.0, "clients": 2, "warm_up": 0.1}
-    found = figures(config(compute=compute, requests=requests), 2, "least_loaded")
-    seconds = 0.5 * slowdown[-1]
-    assert found["throughput"] == pytest.approx(2 / seconds, rel=0.02)
-    assert found["ttft"]["mean"] == pytest.approx(2 * seconds, rel=0.02)  # behind the node's other client
 
 
 def test_a_shared_store_is_a_limit_that_more_nodes_do_not_lift() -> None:
@@ -162,40 +141,33 @@ def test_work_is_shared_by_hand(times: list[float], compute: Any, parts: Any, tt
     assert at(times, nodes, compute=compute, **parts).ttft.tolist() == pytest.approx(ttft)
 
 
-@pytest.mark.parametrize(("n", "s"), [(1, 1.0), (2, 0.0), (7, 0.5), (50, 1.0), (50, 1.7)])
+@pytest.mark.parametrize(("n", "s"), [(1, 1.0), (2, 0.0), (7, 0.5), (50, 1.7), (10**9, 1.0)])
 def test_zipf_is_zipf(n: int, s: float) -> None:
-    law = np.arange(1, n + 1) ** -s
-    law /= law.sum()
-    draws = 200_000
-    drawn = np.bincount(workload.Zipf(n, s).draw(np.random.default_rng(0), draws), minlength=n) / draws
-    assert len(drawn) == n
-    assert (np.abs(drawn - law) < 5 * np.sqrt(law / draws)).all()  # five standard deviations
+    """Of a billion, the first fifty; their harmonic number is by Euler's constant."""
+    law = np.arange(1, min(n, 50) + 1) ** -s
+    law /= law.sum() if n < 10**9 else np.log(n) + 0.57722
+    drawn = workload.Zipf(n, s).draw(np.random.default_rng(0), draws := 200_000)
+    assert 0 <= drawn.min() <= drawn.max() < n
+    found = np.bincount(drawn[drawn < 50], minlength=len(law)) / draws
+    assert (np.abs(found - law) < 5 * np.sqrt(law / draws)).all()  # five standard deviations
 
 
-def test_a_corpus_of_a_billion_needs_no_table() -> None:
-    """The share of the first thousand: harmonic numbers, by Euler's constant."""
-    drawn = workload.Zipf(10**9, 1.0).draw(np.random.default_rng(0), 40_000)
-    assert 0 <= drawn.min() <= drawn.max() < 10**9
-    wanted = (np.log(1000) + 0.5772) / (np.log(1e9) + 0.5772)
-    assert abs((drawn < 1000).mean() - wanted) < 0.012
+LAWS = st.fixed_dictionaries({
+    "chunks": st.integers(1, 40),
+    "topic_chunks": st.integers(1, 50),
+    "coherence": st.sampled_from([0.0, 0.5, 1.0]),
+    "zipf": st.sampled_from([0.0, 1.0, 1.4]),
+    "lifetime": st.sampled_from([0, 7]),
+})  # fmt: skip
 
 
-@given(
-    chunks=st.integers(1, 40),
-    wanted=st.integers(1, 12),
-    topic=st.integers(1, 50),
-    coherence=st.sampled_from([0.0, 0.5, 1.0]),
-    zipf=st.sampled_from([0.0, 1.0, 1.4]),
-    lifetime=st.sampled_from([0, 7]),
-)
-def test_requests_have_different_chunks_of_the_corpus(
-    chunks: int, wanted: int, topic: int, **law: Any
-) -> None:
-    size, corpus = min(chunks, wanted), {"chunks": chunks, "topic_chunks": topic, **law}
+@given(LAWS, st.integers(1, 12))
+def test_requests_have_different_chunks_of_the_corpus(corpus: Any, wanted: int) -> None:
+    size = min(corpus["chunks"], wanted)
     settings = SimulateConfig(corpus=corpus, requests={"number": 20, "chunks": size})
     ((times, asked),) = workload.requests(settings, 3)
     assert asked.shape == (20, size)
-    assert 0 <= asked.min() <= asked.max() < chunks
+    assert 0 <= asked.min() <= asked.max() < corpus["chunks"]
     assert all(len(set(row)) == len(row) for row in asked.tolist())
     assert (np.diff(times) >= 0).all()
     ((again, same),) = workload.requests(settings, 5)
@@ -205,25 +177,26 @@ def test_requests_have_different_chunks_of_the_corpus(
 
 def test_the_numbers_are_the_recorded_ones() -> None:
     """To the last digits, which sums of many numbers may differ in by CPU."""
-    assert research.same(research.simulation(), research.golden("simulate"), 1e-12)
+    assert research.simulation() == research.golden("simulate", 1e-12)
 
 
-TIERS: dict[str, list[Any]] = {
-    "memory_bytes": [5 * CHUNK],
-    "disk_bytes": [0, 8 * CHUNK],
-    "remote_bytes": ["all", 0, 30 * CHUNK],
-    "precomputed": [True, False],
-    "admission": ["always", "tinylfu"],
-}
+TIERS = st.fixed_dictionaries({
+    "memory_bytes": st.just(5 * CHUNK),
+    "disk_bytes": st.sampled_from([0, 8 * CHUNK]),
+    "remote_bytes": st.sampled_from(["all", 0, 30 * CHUNK]),
+    "precomputed": st.booleans(),
+    "admission": st.sampled_from(["always", "tinylfu"]),
+})  # fmt: skip
+SLOWDOWNS = st.sampled_from([(1.0,), (1.0, 1.7)])
 
 
 @given(
-    nodes=st.integers(1, 4),
-    routing=st.sampled_from(ROUTINGS),
-    tiers=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in TIERS.items()}),
-    rate=st.sampled_from([0.0, 5.0]),
-    slowdown=st.sampled_from([(1.0,), (1.0, 1.7)]),
-    seed=st.integers(0, 3),
+    st.integers(1, 4),
+    st.sampled_from(ROUTINGS),
+    TIERS,
+    st.sampled_from([0.0, 5.0]),
+    SLOWDOWNS,
+    st.integers(0, 3),
 )
 def test_nothing_is_lost(
     nodes: int, routing: Routing, tiers: Any, rate: float, slowdown: tuple[float, ...], seed: int
@@ -268,32 +241,24 @@ def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
     replicas = [Replica(name_of(i), {key_of(c) for c in hot[i]}, loads[i]) for i in range(n)]
     assert loads[chosen] < known.bound()
     if any(hot[i] & chunks and loads[i] < known.bound() for i in range(n)):
-        assert name_of(chosen) == choose([key_of(c) for c in chunks], replicas, slack=1.25)
+        assert name_of(chosen) == ranked([key_of(c) for c in chunks], replicas, slack=1.25)[0]
 
 
 @given(
-    found=st.lists(st.booleans(), min_size=1, max_size=6),
-    size=st.integers(1, 40),
-    prefix=st.integers(1, 9),
-    question=st.integers(1, 9),
-    ratio=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
-)
+    st.lists(st.booleans(), min_size=1, max_size=6), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9),
+    st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+)  # fmt: skip
 def test_work_is_counted_as_the_engine_counts_it(
     found: list[bool], size: int, prefix: int, question: int, ratio: float
 ) -> None:
     """The engine looks at a layout token by token."""
-    stored = {
-        n: TensorView(ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2))) for n in (prefix, size)
-    }
+    kv = [ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2)) for n in (prefix, size)]
     prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
-    views = {i: stored[size] for i, there in enumerate(found) if there}
-    layout = lay_out(prompt, stored[prefix], views)
-    wanted = list(count_work(layout, make_policy(BlendConfig(ratio=ratio)), 1))
+    views = {i: TensorView(kv[1]) for i, there in enumerate(found) if there}
+    wanted = count_work(lay_out(prompt, TensorView(kv[0]), views), make_policy(BlendConfig(ratio=ratio)), 1)
     requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
     times = ServiceTime(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
-    assert torch.allclose(
-        torch.tensor(times.counts(found)).double(), torch.tensor(wanted).double(), rtol=1e-6
-    )
+    assert times.counts(found) == pytest.approx(list(wanted), rel=1e-6)
 
 
 NAMES = ("pass", "row", "pair", "loaded", "fetched", "answer_token", "stored")
@@ -331,9 +296,10 @@ def test_every_constant_is_measured(tmp_path: Path, served: bool) -> None:
         node = Node(write_shape(tmp_path), pool_size(2), 16, server.url if server else None)
         constants = node.measure(2, memory=4, disk=7)
         node.close()
-    link = {"node_rate", "per_fetched", "delay"}
-    assert constants.keys() == {*CONSTANTS, "hot"} - (set() if served else link)
-    assert all(math.isfinite(value) and value >= 0 for value in constants.values())
+    assert constants.keys() == {*CONSTANTS, "hot"} - (
+        set() if served else {"node_rate", "per_fetched", "delay"}
+    )
+    assert all(0 <= value < math.inf for value in constants.values())
     settings = configured(SimulateConfig(), constants, node.prompt_shape)
     assert settings.compute.per_row == constants["per_row"]
     assert settings.requests.prefix_tokens == node.prompt_shape["prefix_tokens"]
@@ -345,24 +311,20 @@ class FakeNode:
     about: ClassVar[Any] = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
 
     def call(self, order: list[Any]) -> dict[str, Any]:
-        if order == ["measure"]:
+        if order[0] == "measure":
             return {**CONSTANTS, "hot": 0.25}
         return {"ttft": 0.5, "after": 0.1, "hot": [], "found": [0, len(order[1]), 0, 0]}
 
 
 def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Isolated and in every run: it needs twice its least time."""
+    """In every run: it needs twice its least time."""
     monkeypatch.setattr(validation, "processes", lambda _: nullcontext([FakeNode()]))
     sizes = {"pool": 20, "chunk_tokens": 10, "requests": 40}
     found = validation.validate(ValidationConfig(nodes=1, memory=5, disk=9, **sizes))
-    isolated = {(one["same_tiers"], one["ttft_measured"]) for one in found["isolated"].values()}
-    assert isolated == {(0.0, 0.5)}
     assert [(run["store"], run["routing"]) for run in found["runs"]] == [*validation.RUNS]
     for one in found["runs"]:
-        assert one["slowdown"] == (2.0,)
-        hits = one["simulated"]["hit_rates"]
-        assert one["error_simulated"]["hit_rates"] == {**hits, "disk": hits["disk"] - 1}
         mean = {name: one[name]["ttft"]["mean"] for name in ("measured", "simulated", "unshared")}
-        error = one["error_unshared"]["ttft"]["mean"]
-        assert error == pytest.approx(mean["unshared"] / mean["measured"] - 1)
+        assert one["slowdown"] == (2.0,)
         assert mean["unshared"] < mean["simulated"] < mean["measured"]
+        error = mean["unshared"] / mean["measured"] - 1
+        assert one["error_unshared"]["ttft"]["mean"] == pytest.approx(error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
+from blendserve.errors import StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.store.bounded import BoundedClient, Breaker, Deadline
 from tests.support.waiting import ManualClock, eventually
 
@@ -26,7 +26,7 @@ def breaker(clock: ManualClock) -> Breaker:
 def refused(breaker: Breaker) -> bool:
     try:
         breaker.enter()
-    except StoreLeftAlone:
+    except StoreCircuitOpen:
         return True
     return False
 
@@ -117,7 +117,7 @@ def test_an_interrupt_ends_every_call_and_opens_the_breaker_if_the_answer_is_lat
                 call.result(60)
     server.answers.set()
     if late:
-        with pytest.raises(StoreLeftAlone):
+        with pytest.raises(StoreCircuitOpen):
             client.run(server.job)
     else:
         assert client.run(server.job) == "answer"

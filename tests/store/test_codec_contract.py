@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.stores import chunk, key_of, same
 
 KEY = key_of(1)
 SHAPE: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8}
+NINE = chunk(9, **SHAPE)
 HERE = [name for name in CODECS.names if known_codec(name)]  # some need the extra `codecs`
 ALL = [(name, level) for name in HERE for level in CODECS.load(name).levels]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -100,35 +102,70 @@ def test_levels_are_ordered_by_size_and_sizes_are_near_the_expected_ones() -> No
             assert expected / 3 < written < 4 * expected
 
 
-@given(codecs, st.lists(st.integers(0, 3), max_size=6), st.sampled_from([0.0, float("nan"), 1e30, 1e-30]))
-def test_a_random_access_codec_decodes_layers_and_tokens_independently(
-    codec: Codec, layers: list[int], odd: float
+def view_of(
+    codec: Codec, segments: Sequence[Buffer], read: Callable[[int], Buffer] | None = None
+) -> RecordView:
+    """A view of a chunk of nine tokens, whose segments have checksums that fit them. read: what is found instead."""
+    tables = tables_of(type(codec)) if type(codec).needs_tables else b""
+    made = ChunkRecord.from_segments(KEY, ChunkShape.of(NINE), codec.coding, segments)
+    header = record.decode_header(KEY, made.header_bytes())
+    return RecordView(ChunkRecord(KEY, header, read or segments.__getitem__), lambda hash: tables)
+
+
+@given(codecs, st.lists(st.integers(0, 3), max_size=12))
+def test_layers_are_decoded_in_any_order_by_any_thread_and_in_order_once(
+    codec: Codec, asked: list[int]
 ) -> None:
+    wanted, segments, reads = decoded(codec, NINE), codec.encode(NINE), list[int]()
+
+    def noted(l: int) -> Buffer:
+        reads.append(l)
+        return segments[l]
+
+    view, other = view_of(codec, segments, noted), view_of(codec, segments)
+
+    def is_right(l: int, by: RecordView = view) -> bool:
+        keys, values = by.layer(l)
+        return torch.equal(keys, wanted.keys[l]) and torch.equal(values, wanted.values[l])
+
+    assert all(map(is_right, range(4)))
+    assert reads == [0, 1, 2, 3]
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(is_right, asked))
+    assert all(is_right(l, other) for l in asked)
+    for l in (-1, 4):
+        with pytest.raises(IndexError):
+            view.layer(l)
+
+
+@every_codec
+def test_damage_stops_no_layer_below_it_and_of_a_random_access_codec_none_above(
+    name: str, level: int
+) -> None:
+    codec = codec_of(name, level)
+    wanted, segments = decoded(codec, NINE), codec.encode(NINE)
+    view = view_of(codec, segments, lambda l: b"" if l == 1 else segments[l])
+    above = (2,) if type(codec).random_access else ()
+    for l in {1, 2} - set(above):
+        with pytest.raises(CorruptRecord) as error:
+            view.layer(l)
+        assert error.value.layer == 1
+    assert all(torch.equal(view.layer(l)[0], wanted.keys[l]) for l in (0, *above))
+
+
+@given(codecs, st.sampled_from([0.0, float("nan"), 1e30, 1e-30]))
+def test_an_odd_number_harms_no_other_token_of_a_random_access_codec(codec: Codec, odd: float) -> None:
     if type(codec).random_access:
         kv = chunk(7, **SHAPE)
-        segments, whole, decoder = codec.encode(kv), decoded(codec, kv), codec.decoder(ChunkShape.of(kv))
-        for l in layers:
-            keys, values = decoder.layer(l, segments[l])
-            assert torch.equal(keys, whole.keys[l])
-            assert torch.equal(values, whole.values[l])
         kv.keys[1, 0, 2] = odd
         back, others = decoded(codec, kv), [0, 1, 3, 4, 5, 6]
         assert back.keys[:, :, others].isfinite().all()
         assert back.values.isfinite().all()
 
 
-def view_of(codec: Codec, kv: ChunkKV, segments: Sequence[Buffer]) -> RecordView:
-    """Segments under checksums that fit them."""
-    tables = tables_of(type(codec)) if type(codec).needs_tables else b""
-    made = ChunkRecord.from_segments(KEY, ChunkShape.of(kv), codec.coding, segments)
-    header = record.decode_header(KEY, made.header_bytes())
-    return RecordView(ChunkRecord(KEY, header, segments.__getitem__), lambda hash: tables)
-
-
 @given(codecs, st.integers(0, 3), st.data())
 def test_a_false_segment_is_damage_or_has_the_right_shape(codec: Codec, l: int, data: st.DataObject) -> None:
-    kv = chunk(9, **SHAPE)
-    segments = [bytes(segment) for segment in codec.encode(kv)]
+    segments = [bytes(segment) for segment in codec.encode(NINE)]
     raw = segments[l]
     at = data.draw(st.integers(0, len(raw) - 1))
     segments[l] = data.draw(
@@ -141,10 +178,10 @@ def test_a_false_segment_is_damage_or_has_the_right_shape(codec: Codec, l: int, 
         )
     )
     try:
-        view = view_of(codec, kv, segments)
+        view = view_of(codec, segments)
         for n in range(4):
             keys, values = view.layer(n)
-            assert keys.shape == values.shape == kv.keys.shape[1:]
+            assert keys.shape == values.shape == NINE.keys.shape[1:]
     except CorruptRecord:
         pass
 

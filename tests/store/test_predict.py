@@ -1,21 +1,31 @@
-"""Codec predict: prediction from the layer below, exact outliers, the same bits on every machine."""
+"""Codec predict: prediction from the layer below, exact outliers, and native kernels with the plain form's bits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.core import ChunkKV
+from blendserve.kernels.cpu.build import Unavailable
+from blendserve.kernels.cpu.isa import LEVELS, Level, missing
+from blendserve.kernels.cpu.library import loaded
+from blendserve.store.codecs.predict import rans, rans_native
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.rans import ONE
 from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_layer, gradients, sensitivity
 from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
 from tests.support.codecs import decoded, refuses, related
 from tests.support.codecs import predict_tables as tables
+from tests.support.kernels import guarded
 from tests.support.models import tiny_adapter
 
 
@@ -25,10 +35,8 @@ def size(codec: Predict, kv: ChunkKV) -> int:
 
 def test_a_predictable_layer_costs_little() -> None:
     codec, kv = Predict.with_tables(2, tables()), related(60, 99)
-    mixed = replace(
-        kv, keys=kv.keys[[0, 2, 1, 3]], values=kv.values[[0, 3, 1, 2]]
-    )  # the same numbers, elsewhere
-    assert size(codec, kv) < 0.6 * size(codec, mixed)
+    keys, values = kv.keys[[0, 2, 1, 3]], kv.values[[0, 3, 1, 2]]  # the same numbers, elsewhere
+    assert size(codec, kv) < 0.6 * size(codec, replace(kv, keys=keys, values=values))
 
 
 def test_symbols_are_the_cheaper_of_two() -> None:
@@ -72,13 +80,14 @@ def test_an_outlier_token_stays_exact_and_changes_no_other(dtype: torch.dtype, l
 
 def test_tables_round_trip_and_damaged_ones_are_refused() -> None:
     raw = tables()
-    assert Tables.parse(raw).to_bytes() == raw
     found = Tables.parse(raw)
+    assert found.to_bytes() == raw
     changes: tuple[dict[str, Any], ...] = (
         {"n_axes": found.n_axes + 1000},
         {"mean": found.mean * float("nan")},
         {"ids": found.ids.flip(0)},
         {"symbols": found.symbols + 1},
+        {"classes": found.classes[:3]},
         {"steps": found.steps.flip(0)},
         {"steps": 0 * found.steps},
         {"axes": found.axes[:, :-1]},
@@ -122,10 +131,105 @@ def test_sensitivity_is_a_mean_over_tokens_each_by_the_root_of_its_information(
 
 
 def test_layer_0_is_the_models() -> None:
-    from blendserve.blend.chunk_kv import ChunkComputer
-
     adapter = tiny_adapter("llama", dtype=torch.float32)
     kv = ChunkComputer(adapter, ()).compute([(5, 9, 5)])[0]
-    keys, values = first_layer(adapter, [5, 9, 5])
-    torch.testing.assert_close(keys, kv.keys[0])
-    torch.testing.assert_close(values, kv.values[0])
+    torch.testing.assert_close(first_layer(adapter, [5, 9, 5]), (kv.keys[0], kv.values[0]))
+
+
+# Coded symbols: native kernels, whose code is another one, against the plain form
+
+MODEL = rans.random_model()
+NATIVE = [level for level in LEVELS.values() if "rans_decode" in level.sources]
+SIZES = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(1, 24),
+        "axes": st.sampled_from([3, 8, 20, 28, 36]),
+        "spread": st.sampled_from([0.01, 0.3, 1.5, 4.0, 90.0]),
+        "lowest": st.booleans(),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@pytest.fixture(scope="module", params=NATIVE, ids=lambda level: level.name)
+def library(request: pytest.FixtureRequest) -> SimpleNamespace:
+    level: Level = request.param
+    if reason := missing(level):
+        pytest.skip(reason)
+    try:
+        return loaded(level)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def symbols(tokens: int, axes: int, spread: float, lowest: bool, seed: int) -> Any:
+    """Symbols [C, N], those of the layer below, of some tokens much smaller, and the axes' means [N]."""
+    numbers = np.random.default_rng(seed)
+    values = numbers.laplace(scale=spread, size=(tokens, axes)).clip(-128, 127).astype(np.int8)
+    below = numbers.integers(-128, 128, (tokens, 37)).astype(np.int8)
+    below[1::3] //= 60
+    return values, None if lowest else below, numbers.integers(4, 90 * ONE, axes).astype(np.int32)
+
+
+@given(sizes=SIZES, data=st.data())
+def test_native_kernels_give_the_same_bytes_and_symbols_and_refuse_the_same(
+    library: SimpleNamespace, sizes: dict[str, Any], data: st.DataObject
+) -> None:
+    values, below, means = symbols(**sizes)
+    contexts = rans.contexts_of(below, len(values))
+    plain = partial(rans.decode_reference, contexts=contexts, means=means, model=MODEL)
+
+    def native(segment: memoryview) -> Any:
+        return rans_native.decode(library, segment, below, len(values), means, MODEL)
+
+    wanted = rans.encode_reference(values, contexts, means, MODEL)
+    assert rans_native.encode(library, values, contexts, means, MODEL) == wanted
+    assert all(np.array_equal(decode(memoryview(wanted)), values) for decode in (plain, native))
+    damaged = bytearray(wanted)
+    if data.draw(st.booleans()):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        damaged = damaged[: data.draw(st.integers(0, len(damaged) - 1))]
+    if refuses(plain, memoryview(damaged)):
+        assert refuses(native, memoryview(damaged))
+    else:
+        found = plain(memoryview(damaged))
+        assert np.array_equal(native(memoryview(damaged)), found)
+        assert not np.array_equal(found, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(
+    shape=st.sampled_from([(4, 4), (8, 8), (4, 16), (20, 4), (8, 64), (2, 24)]),
+    tokens=st.integers(0, 40),
+    axes=st.sampled_from([0, 3, 4, 28]),
+    zero=st.booleans(),
+)
+def test_native_numbers_are_the_same_bits(
+    library: SimpleNamespace, dtype: torch.dtype, shape: tuple[int, int], tokens: int, axes: int, zero: bool
+) -> None:
+    """Kernels take some shapes, and leave others, such as heads of 24 numbers or 3 axes, to the plain form."""
+    n_heads, dim = shape
+    below, given_symbols = (rans.random_codes(tokens + 1, n, n)[1:] for n in (n_heads * dim, axes))
+    args: Any = below, None if zero else given_symbols, rans.random_map(n_heads * dim, axes), dim, dtype
+    with guarded():
+        found = rans_native.dequantize(library, *args)
+    assert all(map(torch.equal, found, rans.dequantize_reference(*args)))
+
+
+@pytest.mark.parametrize("name", ["encode", "decode", "dequantize"])
+def test_the_self_check_refuses_what_is_one_position_off(
+    library: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rans_native.check(library)
+    right = getattr(rans_native, name)
+
+    def off(library: SimpleNamespace, first: Any, *rest: Any) -> Any:
+        if name == "decode":
+            return np.roll(right(library, first, *rest), 1, 0)
+        moved = first.roll(1, 0) if isinstance(first, torch.Tensor) else np.roll(first, 1, 0)
+        return right(library, moved, *rest)
+
+    monkeypatch.setattr(rans_native, name, off)
+    with pytest.raises(Unavailable):
+        rans_native.check(library)

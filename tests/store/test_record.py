@@ -18,12 +18,18 @@ from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import ChunkShape, Coding, Undecodable
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
 from blendserve.store.view import RecordView
-from tests.support.damages import BYTES, LIES, Damage, encode, relabelled, sealed
+from tests.support.damages import DAMAGES, LIES, Damage, relabelled, sealed
 from tests.support.stores import chunk, copy_of, key_of, same
 
 KEY = key_of(1)
+
+
+def encode(key: bytes, kv: ChunkKV) -> tuple[bytes, list[bytes]]:
+    record = ChunkRecord.encode(key, kv, Raw())
+    return record.header_bytes(), [bytes(segment) for segment in record.segments()]
 
 
 def decode(key: bytes, header: bytes, layers: list[bytes]) -> ChunkKV:
@@ -76,7 +82,7 @@ def test_the_layout_is_the_documented_one() -> None:
     assert header == sealed(KEY, header[:84])
 
 
-@pytest.mark.parametrize("damage", BYTES, ids=str)
+@pytest.mark.parametrize("damage", [one for one in DAMAGES if not one.readable], ids=str)
 def test_damage_is_reported_by_the_record_that_has_it(damage: Damage) -> None:
     header, layers = encode(KEY, chunk())
     bad, *records = damage.change(KEY, [header, *layers])
@@ -175,14 +181,3 @@ def test_a_key_depends_on_everything_that_the_tensors_depend_on_and_is_stable() 
     assert len(a) == len(b) == KEY_BYTES
     assert a[:TAG_BYTES] == namespace_tag("a") != b[:TAG_BYTES]
     assert a[TAG_BYTES:] != b[TAG_BYTES:]
-
-
-some_ids = st.lists(st.integers(0, 200_000), max_size=6)
-
-
-@given(*[some_ids] * 4)
-def test_equal_keys_mean_equal_ids(
-    context: list[int], ids: list[int], other: list[int], last: list[int]
-) -> None:
-    equal = some_key(kv_context=context, ids=ids) == some_key(kv_context=other, ids=last)
-    assert equal == ((context, ids) == (other, last))

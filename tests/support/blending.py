@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
 from blendserve.errors import CorruptRecord
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.store import ChunkRecord, KVStore, Snapshot
+from blendserve.store import ChunkRecord, KVStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
 from tests.support.models import tiny_adapter
@@ -126,13 +127,8 @@ def some_priors(adapter: DecoderModel, scale: float) -> Priors:
 
 def check_report(report: BlendReport, prompt: Prompt) -> None:
     """Every invariant of a report."""
-    kinds = (
-        report.tokens_exact,
-        report.tokens_reused,
-        report.tokens_recomputed,
-        report.tokens_computed,
-        report.tokens_suffix,
-    )
+    names = ("exact", "reused", "recomputed", "computed", "suffix")
+    kinds = [getattr(report, f"tokens_{name}") for name in names]
     assert min(kinds) >= 0
     assert sum(kinds) == report.tokens_prompt == len(prompt)
     assert 0 <= report.tokens_first <= report.tokens_exact
@@ -141,9 +137,8 @@ def check_report(report: BlendReport, prompt: Prompt) -> None:
     assert min(counts) >= 0
     assert sum(counts) <= report.chunks == len(prompt.chunks)
     assert sum(report.tiers.values()) == report.chunks_hit
-    assert all(
-        near.tokens_stored + near.tokens_fresh == len(prompt.chunks[near.chunk]) for near in report.near
-    )
+    for near in report.near:
+        assert near.tokens_stored + near.tokens_fresh == len(prompt.chunks[near.chunk])
     assert 0 <= report.share_recomputed <= 1
 
 
@@ -153,11 +148,12 @@ def assert_near(a: Tensor, b: Tensor, bound: float = 1e-4) -> None:
 
 
 class LeakyStore(MemoryStore):
-    """Layer 2 of the chunks in `broken` fails its check until they are stored again."""
+    """Layer 2 of the chunks in `broken` fails its check until they are stored again. Counts open snapshots."""
 
     def __init__(self) -> None:
         super().__init__(1 << 30)
         self.broken: set[bytes] = set()
+        self.snapshots = 0
 
     def put(self, key: bytes, *args: Any, **options: Any) -> Any:
         self.broken.discard(key)
@@ -166,23 +162,27 @@ class LeakyStore(MemoryStore):
     @contextmanager
     def snapshot(self) -> Iterator[Any]:
         with super().snapshot() as snapshot:
-            yield _LeakySnapshot(snapshot, self.broken)
+
+            def get(key: bytes, count: bool = True) -> ChunkRecord | None:
+                record = snapshot.get(key, count)
+                return record and (failing(record) if key in self.broken else record)
+
+            self.snapshots += 1
+            try:
+                yield SimpleNamespace(get=get)
+            finally:
+                self.snapshots -= 1
 
 
-class _LeakySnapshot:
-    def __init__(self, snapshot: Snapshot, broken: set[bytes]) -> None:
-        self._snapshot, self._broken = snapshot, broken
+def failing(record: ChunkRecord) -> ChunkRecord:
+    """The same, but for layer 2."""
 
-    def get(self, key: bytes, count: bool = True) -> ChunkRecord | None:
-        record = self._snapshot.get(key, count)
+    def read(l: int) -> Any:
+        if l == 2:
+            raise CorruptRecord(record.key, "layer 2 fails its checksum")
+        return record.segment(l)
 
-        def read(l: int) -> Any:
-            assert record
-            if l == 2:
-                raise CorruptRecord(key, "layer 2 fails its checksum")
-            return record.segment(l)
-
-        return replace(record, read=read) if record and key in self._broken else record
+    return replace(record, read=read)
 
 
 class TracedCache(KVCache):

@@ -1,10 +1,4 @@
-"""Codecs under test: a toy one, and KV that the codec `predict` can learn.
-
-The toy is a codec as a contributor adds it: one class, and one line in the registry.
-Each layer's bytes are taken apart from those of the layer below (exclusive or), passed through a table of the model and
-squeezed. So it is lossless, has levels and tables, and decodes a layer only after those below it. At level 0 nothing is
-squeezed, and chunks of one shape take equally many bytes.
-"""
+"""Codecs under test: a toy one with tables, and KV that the codec `predict` can learn."""
 
 from __future__ import annotations
 
@@ -16,30 +10,25 @@ from typing import ClassVar
 import torch
 
 from blendserve.core import ChunkKV
-from blendserve.store.codecs.base import (
-    Buffer,
-    ChunkShape,
-    Codec,
-    Coding,
-    Pair,
-    Tables,
-    Undecodable,
-    tables_hash,
-)
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Tables, tables_hash
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.raw import Raw
 
 
 class Toy(Codec):
-    """At one level of zlib, with the tables of one model."""
+    """A codec as a contributor adds it, in one class: uncoded bytes through a table of the model, squeezed by zlib.
 
+    At level 0 nothing is squeezed, and chunks of one shape take equally many bytes.
+    """
+
+    random_access = True
     levels = tuple(range(10))
     needs_tables = True
     tables_here: ClassVar[dict[bytes, bytes]] = {}  # by hash: 256 bytes, a permutation
 
     def __init__(self, level: int = 0, table: bytes = bytes(range(255, -1, -1))) -> None:
         self.coding = Coding("toy", level, tables_hash(table))
-        self._table = table
+        self._table, self._back = table, bytes(map(table.index, range(256)))
         self.tables_here[self.coding.tables] = table
 
     @classmethod
@@ -49,53 +38,29 @@ class Toy(Codec):
         return cls(level, tables)
 
     @classmethod
-    def for_reading(cls, coding: Coding, tables: Tables) -> Toy:
+    def for_reading(cls, coding: Coding, tables: Tables) -> Codec:
         """From the store, or, as tests need not put them there, from this process."""
-        raw = tables(coding.tables) or cls.tables_here.get(coding.tables)
-        if raw is None:
-            raise Undecodable(f"the tables {coding.tables.hex()} of codec 'toy' are not here")
-        return cls.with_tables(coding.level, raw)
+        return super().for_reading(coding, lambda hash: tables(hash) or cls.tables_here.get(hash))
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         if coding.level > 9 or shape.layer_bytes > 1100 * max(lengths):  # deflate reaches 1032 at most
-            raise ValueError(
-                f"{max(lengths)} bytes at level {coding.level} are no layer of {shape.layer_bytes}"
-            )
+            raise ValueError(f"{lengths} bytes at level {coding.level} are no layers of {shape.layer_bytes}")
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // 2 if self.coding.level else raw_bytes
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        raw = [bytes(segment) for segment in Raw().encode(kv)]
-        deltas = [_xor(layer, below) for layer, below in zip(raw, [b"", *raw], strict=False)]
-        return [zlib.compress(delta.translate(self._table), self.coding.level) for delta in deltas]
+        return [
+            zlib.compress(bytes(raw).translate(self._table), self.coding.level) for raw in Raw().encode(kv)
+        ]
 
-    def decoder(self, shape: ChunkShape) -> ToyDecoder:
-        return ToyDecoder(shape, self._table)
-
-
-class ToyDecoder:
-    """Remembers the layer below, and which one is due."""
-
-    def __init__(self, shape: ChunkShape, table: bytes) -> None:
-        self._raw, self._back = Raw().decoder(shape), bytes(table.index(byte) for byte in range(256))
-        self._below, self._due = b"", 0
-
-    def layer(self, l: int, segment: Buffer) -> Pair:
-        assert l == self._due
-        self._due += 1
+    def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         try:
-            delta = zlib.decompress(segment)
+            raw = zlib.decompress(segment).translate(self._back)
         except zlib.error as error:
             raise ValueError(str(error)) from error
-        self._below = _xor(delta.translate(self._back), self._below)
-        return self._raw.layer(l, self._below)
-
-
-def _xor(one: bytes, other: bytes) -> bytes:
-    mixed = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
-    return mixed.to_bytes(len(one), "little")
+        return Raw().decode(shape, l, raw)
 
 
 def decoded(codec: Codec, kv: ChunkKV) -> ChunkKV:

@@ -1,7 +1,7 @@
 """Records of chunks as bytes: every damage that `verify` and reading must report.
 
-DAMAGES are those of a chunk by any codec that stores raw layers; BYTES know no field of a header and hold for every
-codec; LIES are fields that agree with no other.
+DAMAGES are those of a chunk by any codec. LIES are values of header fields that agree with no other field of an uncoded
+chunk: offset, struct format, values.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from typing import Any
 
 import xxhash
 
-from blendserve.core import ChunkKV
-from blendserve.store import ChunkRecord
-from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey
 
 Records = list["bytes | None"]
@@ -61,15 +58,6 @@ def _flip(at: int) -> Callable[[bytes], bytes]:
     return lambda raw: raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
 
 
-def lie(offset: int, kind: str, value: object) -> Damage:
-    """Another value in a field of the header, under a checksum that fits: no other field agrees with it."""
-
-    def change(key: ChunkKey, records: Records) -> Records:
-        return [relabelled(key, records[0] or b"", (offset, kind, value)), *records[1:]]
-
-    return Damage(f"header says {value!r} at {offset}", change, None)
-
-
 TOP32, TOP64 = 2**32 - 1, 2**64 - 1
 LIES: list[tuple[int, str, list[Any]]] = [
     (0, "4s", [b"NOPE"]), (4, "H", [0]), (6, "H", [0, 9, 1]), (8, "I", [0, 2, TOP32]), (12, "I", [0, 3]),
@@ -77,7 +65,14 @@ LIES: list[tuple[int, str, list[Any]]] = [
     (36, "B", [1]), (51, "B", [255]), (52, "Q", [0, 1, TOP64]), (84, "Q", [0, TOP64]),
 ]  # fmt: skip
 
-BYTES: list[Damage] = [
+
+def _swap_all(key: ChunkKey, records: Records) -> Records:
+    body = (records[0] or b"")[:-8]
+    header = sealed(key, body[:52] + body[68:84] + body[52:68] + body[84:])
+    return [header, records[2], records[1], *records[3:]]
+
+
+DAMAGES: list[Damage] = [
     _at(0, _flip(9), "flipped header"),
     _at(0, lambda raw: raw[:-3], "header cut short"),
     _at(0, lambda raw: raw + b"\0", "header with a byte more"),
@@ -90,25 +85,6 @@ BYTES: list[Damage] = [
     _at(2, lambda raw: None, "layer 1 missing"),
     Damage("all layers missing", lambda key, records: [records[0], *[None] * (len(records) - 1)], 0),
     Damage("layers swapped", lambda key, records: [records[0], records[2], records[1], *records[3:]], 0),
-]
-
-
-def _swap_all(key: ChunkKey, records: Records) -> Records:
-    body = (records[0] or b"")[:-8]
-    header = sealed(key, body[:52] + body[68:84] + body[52:68] + body[84:])
-    return [header, records[2], records[1], *records[3:]]
-
-
-SWAPPED = Damage("layers swapped with their lengths and checksums", _swap_all, 0)
-DAMAGES: list[Damage] = [
-    *BYTES,
-    SWAPPED,
-    *(lie(offset, kind, value) for offset, kind, values in LIES for value in values),
+    Damage("layers swapped with their lengths and checksums", _swap_all, 0),
     Damage("one layer more", lambda key, records: [*records, b"x"], None, readable=True),
 ]
-
-
-def encode(key: ChunkKey, kv: ChunkKV) -> tuple[bytes, list[bytes]]:
-    """Header and layers as the store writes them."""
-    record = ChunkRecord.encode(key, kv, Raw())
-    return record.header_bytes(), [bytes(segment) for segment in record.segments()]

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence as GenericSequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import Mock
 
 import torch
 
-from blendserve.blend.blender import Blender, Prefilled
-from blendserve.blend.prefix_cache import PrefixCache
-from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
-from blendserve.core import Answer, Chunk, Passage, Prompt, Steps, run
+from blendserve.config import (
+    BlendConfig,
+    Config,
+    DecodeConfig,
+    PromptConfig,
+    ServeConfig,
+    StoreConfig,
+    changed,
+)
+from blendserve.core import Answer, Passage
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
-from blendserve.engine.generate import AnswerStream, Sequence, prefill
+from blendserve.engine.generate import Sequence
 from blendserve.engine.request import (
     Event,
     Failed,
     Finished,
     Observer,
-    PreparedRequest,
     Request,
     TextDelta,
     split_options,
 )
 from blendserve.models.loader import LoadedModel
-from blendserve.models.model import DecoderModel
-from blendserve.models.runner import Runner
 from blendserve.store import KVStore, MemoryStore
-from blendserve.timing import Clock
-from tests.support.blending import PREFIX, some_ids, tiny_blender
-from tests.support.models import tiny_model
-from tests.support.tokenizers import bundled_tokenizer
 from tests.support.toy import toy_reader as load_toy_reader
 
 CONTEXT = 1024  # tokens
@@ -98,20 +96,9 @@ def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, 
     return tuple(i for i in ids[0, prompt.shape[1] :].tolist() if i not in reader.end_tokens)
 
 
-def toy_batch(engine: Engine, **options: Any) -> BatchEngine:
-    """Its scheduler is not started. options: arguments of BatchEngine, in place of these."""
-    ours: dict[str, Any] = {
-        "observer": Mock(Observer),
-        "slots": 3,
-        "slot_tokens": None,
-        "queue": 100,
-        "gap_s": 0.0,
-        "prefill_share": 0.0,
-        "share_bytes": 2**20,
-        "prefix_bytes": 2**20,
-        "job_share": 0.5,
-    }
-    return BatchEngine(engine, **{**ours, **options})
+def toy_batch(engine: Engine) -> BatchEngine:
+    """Its scheduler is not started."""
+    return BatchEngine(engine, Mock(Observer), **ServeConfig(slots=3).batching)
 
 
 class Listener:
@@ -155,73 +142,3 @@ def submit(batch: BatchEngine, *asked: Any, **options: Any) -> Listener:
     request, listener = queued(batch, *asked, **options)
     batch.scheduler.submit(request)
     return listener
-
-
-# A tiny model
-
-SUFFIX = some_ids(4, 1)
-CHUNKS = [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
-
-
-class FaultyModel(DecoderModel):
-    """A model whose next forward raises `fault`."""
-
-    fault: Exception | None = None
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        fault, self.fault = self.fault, None
-        if fault:
-            raise fault
-        return super().embed(ids)
-
-
-@cache
-def tiny_reader() -> LoadedModel:
-    return LoadedModel(
-        "tiny", FaultyModel.of(tiny_model("llama")), bundled_tokenizer(), "tiny", frozenset({2})
-    )
-
-
-@cache
-def tiny_store() -> MemoryStore:
-    made = MemoryStore(2**26)
-    tiny_blender(made, *(chunk.ids for chunk in CHUNKS))
-    return made
-
-
-@cache
-def tiny_prefixes() -> PrefixCache:
-    """With the prefix of every question, computed by a model that never fails."""
-    prefixes = tiny_blender(tiny_store()).prefixes
-    run(prefixes.get("", PREFIX))
-    return prefixes
-
-
-def tiny_prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
-    blender.prefixes = tiny_prefixes()
-    return prefill(sequence, blender)
-
-
-@dataclass(frozen=True)
-class Question:
-    """Equal questions have equal answers."""
-
-    chunks: tuple[int, ...] = (0, 1)
-    method: Method = "blend"
-    max_new_tokens: int = 3
-    temperature: float = 0.0
-
-    def prepared(self, clock: Clock) -> PreparedRequest:
-        prompt = Prompt(PREFIX, tuple(CHUNKS[i] for i in self.chunks), SUFFIX)
-        decode = DecodeConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=7)
-        return PreparedRequest(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
-
-
-@cache
-def alone(question: Question) -> Answer:
-    reader, plan = tiny_reader(), question.prepared(Clock())
-    sequence = Sequence(plan, reader, partial(tiny_prefill, blender=tiny_blender(tiny_store())))
-    prefilled = run(sequence.steps)
-    cache = prefilled.result.cache
-    runner = Runner.over(reader.adapter, cache, len(plan.prompt), question.max_new_tokens)
-    return AnswerStream(sequence, prefilled, runner.step).answer()

@@ -82,8 +82,7 @@ def write_dataset(folder: Path, questions: int = QUESTIONS, long: int | None = N
         }
         for n in range(questions)
     ]
-    path = folder / "tiny.json"
-    path.write_text(json.dumps(records))
+    (path := folder / "tiny.json").write_text(json.dumps(records))
     return path
 
 

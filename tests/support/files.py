@@ -25,11 +25,7 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def copied_model(folder: Path, copy: Path) -> Path:
     """A model's folder to change files in; its weights are a link, and must not be written to."""
 
-    def put(source: str, target: str) -> None:
-        if source.endswith(".safetensors"):
-            Path(target).symlink_to(Path(source).resolve())
-        else:
-            shutil.copy2(source, target)
-
-    shutil.copytree(folder, copy, copy_function=put)
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    for weights in folder.rglob("*.safetensors"):
+        (copy / weights.relative_to(folder)).symlink_to(weights.resolve())
     return copy

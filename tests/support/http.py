@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,13 @@ from functools import cached_property
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import numpy as np
 import uvicorn
 
-from blendserve.bench.server_process import ServerProcess
+from blendserve.bench.server_process import LISTENING, ServerProcess
 from blendserve.config import ServeConfig
 from blendserve.core import Document, Passage, Steps
 from blendserve.engine.documents import Collections
@@ -71,12 +72,9 @@ class WordEmbedder:
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
     """The index in a folder; if there is none, a new one of these documents."""
-    of_reader: Any = {
-        "reader": toy_reader().name,
-        "reader_fingerprint": toy_reader().fingerprint,
-        "count": lambda passage: len(prompts.chunk(passage)),
-    }
-    embedder: Any = WordEmbedder()
+    reader, embedder = toy_reader(), cast("Any", WordEmbedder())
+    of_reader: Any = {"reader": reader.name, "reader_fingerprint": reader.fingerprint}
+    of_reader["count"] = lambda passage: len(prompts.chunk(passage))
     if folder.exists():
         return VectorIndex.open(folder, embedder, **of_reader)
     made = VectorIndex.create(folder, embedder, chunk_tokens=64, **of_reader)
@@ -116,6 +114,16 @@ class Client:
 
     def delete(self, path: str, **parameters: str) -> httpx.Response:
         return self.http.delete(path, params=parameters, headers=bearer(self.key))
+
+    @contextmanager
+    def sent(self, path: str, *headers: str, body: bytes = b"") -> Iterator[socket.socket]:
+        """A connection with a POST request whose body may be incomplete."""
+        host, port = self.url.removeprefix("http://").split(":")
+        lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+        lines += [f"{name}: {value}" for name, value in bearer(self.key).items()]
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            yield connection
 
     def job(self, path: str, body: Any) -> dict[str, Any]:
         """Start a job -> its final state."""
@@ -178,31 +186,23 @@ class Server(Client):
         return self.with_key(KeyFile(self.serve.keys).create(made), made.namespace)
 
     def forget_tenants(self) -> None:
-        """Wait for all requests, jobs and write-backs; then drop the KV of the tenants and of the default namespace."""
+        """Wait for all requests, jobs and write-backs; then drop all KV."""
         eventually(lambda: self.is_idle)
         for name in {"", "api-key", *(tenant.name for tenant in self._tenants)}:
             written = threading.Event()
             self.backend.scheduler.submit_background(_once(written.set), name)
             assert written.wait(30)
-        for namespace in self.namespaces:
-            for key in list(self.engine.store.keys(namespace)):
-                self.engine.store.delete([key])
+        self.engine.store.delete(list(self.engine.store.keys(None)))
         self._tenants.clear()
-
-    @property
-    def namespaces(self) -> set[str]:
-        return {"", *(tenant.namespace for tenant in self._tenants)}
 
     @property
     def is_idle(self) -> bool:
         """No request is queued or answered, no job runs, and no loaded chunk is kept for others."""
-        jobs = (job for name in self.namespaces for job in self.backend.jobs.of(name))
-        running = any(job.state == "running" for job in jobs)
-        return (
-            self.backend.scheduler.load == (0, 0)
-            and self.backend.batch.fetcher.copies.shared.n_bytes == 0
-            and not running
-        )
+        namespaces = {"", *(tenant.namespace for tenant in self._tenants)}
+        jobs = (job for name in namespaces for job in self.backend.jobs.of(name))
+        has_requests = self.backend.scheduler.load != (0, 0)
+        has_chunks = self.backend.batch.fetcher.copies.shared.n_bytes > 0
+        return not (has_requests or has_chunks or any(job.state == "running" for job in jobs))
 
     def sample(self, name: str, **labels: str) -> float:
         """One value of /metrics."""
@@ -224,10 +224,6 @@ class Server(Client):
         finally:
             release.set()
 
-    def drain(self) -> None:
-        """Refuse new questions, as after SIGTERM."""
-        self.backend.drain()
-
     def wait_for_load(self, waiting: int) -> None:
         """Until this number of requests is queued."""
         eventually(lambda: self.backend.scheduler.load[0] == waiting)
@@ -241,15 +237,19 @@ class Server(Client):
 class Listener:
     """An application served by a thread."""
 
-    def __init__(self, app: Any, port: int = 0) -> None:
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="on"))
+    def __init__(self, app: Any, port: int = 0, **options: Any) -> None:
+        """options: of uvicorn."""
+        options = {"port": port, "log_level": "warning", "lifespan": "on", **options}
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, **options))
         self._thread = threading.Thread(target=self._uvicorn.run)
         self._thread.start()
         eventually(lambda: self._uvicorn.started)
-        self.url = f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}"
+        self.port: int = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
-    def close(self) -> None:
-        self._uvicorn.should_exit = True
+    def close(self, force: bool = False) -> None:
+        """force: without waiting for responses."""
+        self._uvicorn.should_exit, self._uvicorn.force_exit = True, force
         self._thread.join()
 
 
@@ -268,14 +268,14 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def run_toy_server(line: Connection, folder: Path) -> None:
-    """In its own process: sends its address; appends its output to `folder`/log."""
-    with (folder / "log").open("ab") as log:
+def run_toy_server(_: Connection, folder: Path) -> None:
+    """In its own process; writes its output to `folder`/log."""
+    with (folder / "log").open("wb") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with toy_engine(LMDBStore(folder / "kv", 2**27)) as engine:
-        run(engine, library(folder, engine), ServeConfig(port=0, drain_s=20), line.send)
+        run(engine, library(folder, engine), ServeConfig(port=0, drain_s=20))
 
 
 class ToyServer(ExitStack):
@@ -283,9 +283,12 @@ class ToyServer(ExitStack):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._process, line = self.enter_context(process(run_toy_server, folder))
+        log = folder / "log"
+        log.write_bytes(b"")
+        self._process, _ = self.enter_context(process(run_toy_server, folder))
         self.pid = self._process.pid
-        self.url = str(line.recv()).removeprefix("Listening on ").strip()
+        found = eventually(lambda: LISTENING.findall(log.read_bytes()))
+        self.url: str = found[0].decode()
 
     memory_mb = ServerProcess.memory_mb
 

@@ -3,53 +3,51 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from blendserve.errors import StoreUnavailable
+from blendserve.errors import StoreError
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.fetch.source import ANY, StoreSource
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss
 from blendserve.store.blobs import BlobStore
-from blendserve.store.record import Header
+from blendserve.store.clock import Clock
 from tests.support.waiting import ManualClock
 
-SAMPLED = 0.01  # the share of a chunk in a probe
+
+class Known(LinkEstimator):
+    """A link of a known rate."""
+
+    def __init__(self, rate: float, clock: Clock = time) -> None:
+        super().__init__(clock)
+        self._known = rate
+
+    @property
+    def rate(self) -> float | None:
+        return self._known
 
 
 class FarSource(StoreSource):
-    """A store on another machine: a transfer takes `latency_s` and `token_s` a token. A test sets the fields."""
+    """A store on another machine: reading takes `token_s` a token, which a test sets."""
 
-    def __init__(self, store: KVStore, clock: ManualClock | None = None) -> None:
-        self.clock = clock or ManualClock()
+    def __init__(self, store: KVStore) -> None:
+        self.clock = ManualClock()
         super().__init__(store, clock=self.clock)
-        self.latency_s = self.token_s = 0.0
-        self.down = False  # a probe fails
-        self.fetched: Counter[ChunkKey] = Counter()
-        self.probed: list[int] = []  # bytes asked for by each probe
+        self.token_s = 0.0
+        self.fetched: Counter[ChunkKey] = Counter()  # by requests, not by probes
 
-    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | Exception]:  # type: ignore[override]
-        self.fetched.update(keys)
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        self.fetched.update(chunk.key for chunk in batch)
+        super().transfer(batch)
+
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | StoreError]:
         found = super().read(keys)
         n_tokens = sum(r.n_tokens for r in found.values() if isinstance(r, ChunkRecord))
-        self.clock.advance(self.latency_s + self.token_s * n_tokens)
-        return found  # type: ignore[return-value]
-
-    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> tuple[LinkSample | None, Header | None]:
-        self.probed.append(n_bytes)
-        found = super().read(keys)
-        records = (r for r in found.values() if isinstance(r, ChunkRecord))
-        record = next(records, None)
-        seconds = self.latency_s + SAMPLED * self.token_s * (record.n_tokens if record else 0)
-        self.clock.advance(seconds)
-        if self.down:
-            raise StoreUnavailable("the network is down")
-        if record is None:
-            return None, None
-        sample = LinkSample(self.latency_s, seconds, max(1, round(SAMPLED * record.n_bytes)))
-        return sample, record.header
+        self.clock.advance(self.token_s * n_tokens)
+        return found
 
 
 Fault = str  # "damage", "stall", "slow" or "cut"
@@ -61,16 +59,19 @@ class ScriptedSource:
 
     records: Mapping[ChunkKey, Mapping[str, ChunkRecord]]  # by level, the finest first
     faults: dict[tuple[ChunkKey, int], Fault] = field(default_factory=dict)
-    clock: ManualClock = field(default_factory=ManualClock)
     workers: int = 2
+    rate: float | None = None  # of the link; None: measured
+    before: Callable[[ChunkKey, int], object] = lambda key, l: None  # called before each layer; may wait
     layer_s: float = 1e-4
-    came: dict[ChunkKey, str] = field(default_factory=dict)  # chunks that came whole, and their levels
     name, deadline_s, wanted_s, batch_bytes = "the scripted source", 5.0, 0.0, 0
     max_interleaved, in_flight_bytes = 64, 1 << 62
 
     def __post_init__(self) -> None:
-        self.link = LinkEstimator(self.clock)
+        self.clock = ManualClock()
+        self.link = Known(self.rate, self.clock) if self.rate else LinkEstimator(self.clock)
         self.blobs: BlobStore = MemoryStore(0).blobs
+        self.came: dict[ChunkKey, str] = {}  # chunks that came whole, and their levels
+        self.asked: Counter[ChunkKey] = Counter()
         self.absent: set[ChunkKey] = set()
         self._interrupts = 0
         self._lock = threading.Lock()
@@ -85,11 +86,13 @@ class ScriptedSource:
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
         interrupts, levels = self._interrupts, [chunk.level or ANY for chunk in batch]
         records = [self.records[chunk.key][level] for chunk, level in zip(batch, levels, strict=True)]
+        self.asked.update(chunk.key for chunk in batch)
         with self.link.transfer():
             for chunk, record in zip(batch, records, strict=True):
                 chunk.begin(record.header)
             for l in range(records[0].n_layers):
                 for chunk, record in zip(batch, records, strict=True):
+                    self.before(chunk.key, l)
                     if self._fails(chunk, l, interrupts):
                         return
                     self.clock.advance(self.layer_s)

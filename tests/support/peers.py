@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,21 +19,19 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import torch
-import uvicorn
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
-from blendserve.core import Prompt, run
+from blendserve.config import BlendConfig, DeliverConfig, KdnConfig, changed
+from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
-from blendserve.fetch import KVFetcher, TieredStore
+from blendserve.fetch import TieredStore
 from blendserve.fetch.kdn.manifest import LENGTH, Collection
 from blendserve.fetch.kdn.source import KdnSource
-from blendserve.fetch.link import LinkEstimator
-from blendserve.fetch.transfer import TransferOptions
 from blendserve.kdn.publish import publish
 from blendserve.serve.delivery import DeliveryBackend, create_delivery_app
-from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
+from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store.base import REMOTE
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
@@ -42,8 +39,7 @@ from blendserve.store.record import decode_header
 from tests.support.blending import check_report
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader
-from tests.support.http import DOCUMENTS, index
-from tests.support.waiting import eventually
+from tests.support.http import DOCUMENTS, Listener, index
 
 HEADER = -1
 SomePeer = TypeVar("SomePeer", bound="Peer")
@@ -100,11 +96,13 @@ class Paced:
     def __init__(self, url: str, before: Before = anything) -> None:
         self.url, self.before = url, before
         self.asked: Counter[ChunkKey] = Counter()
+        self.most_at_once = 0  # chunks in one request
 
     def __call__(self, connection: socket.socket, path: str) -> None:
         reply = httpx.get(self.url + path, timeout=300)
         body, keys = reply.content, keys_in(path)
         self.asked.update(keys)
+        self.most_at_once = max(self.most_at_once, len(keys))
         connection.sendall(head(len(body), f"{reply.status_code} x"))
         if not keys or not reply.is_success:
             connection.sendall(body)
@@ -142,8 +140,7 @@ NAME, PLAIN = "manual", "plain"  # a collection of two levels, and one of the fi
 PATIENT_S = 30.0  # where nothing may fail: a test machine may stop for a while
 LEVELS = ("raw", "int8")
 BLEND = BlendConfig(method="blend")
-SLOW, INSTANT = CostModel(0.0, 100.0, 0.0, 0.0), CostModel(0.0, 1e-6, 0.0, 0.0)  # seconds a row
-LAYERS = reader().adapter.n_layers
+SLOW = CostModel(0.0, 100.0, 0.0, 0.0)  # seconds a row
 
 
 def publisher(folder: Path, store: KVStore) -> Engine:
@@ -166,13 +163,8 @@ class Service:
         """tls: options of uvicorn."""
         self.backend = DeliveryBackend(store, DeliverConfig(**settings), clock)
         app = create_delivery_app(self.backend)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_level="critical", lifespan="on", **(tls or {}))
-        )
-        self._thread = threading.Thread(target=self._uvicorn.run)
-        self._thread.start()
-        eventually(lambda: self._uvicorn.started)
-        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self._listener = Listener(app, log_level="critical", **(tls or {}))
+        self.port = self._listener.port
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=f"{self.url}/v1/kdn", timeout=300)
 
@@ -184,8 +176,7 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
-        self._uvicorn.should_exit = self._uvicorn.force_exit = True
-        self._thread.join()
+        self._listener.close(force=True)
 
 
 def settings(url: str, **options: Any) -> KdnConfig:
@@ -195,18 +186,6 @@ def settings(url: str, **options: Any) -> KdnConfig:
 def kdn_store(config: KdnConfig, kind: type[KdnSource] = KdnSource, **options: Any) -> TieredStore:
     """As an engine with a collection as `store.location` has it. options: of the source."""
     return TieredStore(MemoryStore(0), kind(config, **options))
-
-
-class Known(LinkEstimator):
-    """A link of a known rate."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self._known = rate
-
-    @property
-    def rate(self) -> float | None:
-        return self._known
 
 
 class Unprobed(KdnSource):
@@ -226,28 +205,11 @@ def delivered(
         yield store, paced
 
 
-def blender(
-    store: KVStore,
-    before_layer: Callable[[int], None] = lambda l: None,
-    transfers: TransferOptions | None = None,
-    **options: Any,
-) -> Blender:
-    """Its prefix is computed. before_layer: called in every pass after that, before each of its layers."""
+def blender(store: KVStore, **options: Any) -> Blender:
     prompts = Engine(CONFIG, reader(), store).prompts
-    adapter, is_open = copy(reader().adapter), False
-    project = adapter.project
-
-    def hooked(l: int, *args: Any) -> Any:
-        if is_open:
-            before_layer(l)
-        return project(l, *args)
-
-    vars(adapter)["project"] = hooked
-    options.setdefault("fetcher", KVFetcher(store, options=transfers))
-    made = Blender(adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options)
-    run(made.prefixes.get("", prompts.prefix))
-    is_open = True
-    return made
+    return Blender(
+        reader().adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options
+    )
 
 
 def question(passages: int = len(PASSAGES)) -> Prompt:
@@ -264,11 +226,6 @@ def answered(store: KVStore, passages: int = 4) -> Prefilled:
     return blender(store).run(question(passages), BLEND)
 
 
-def last_two(prompt: Prompt) -> list[ChunkKey]:
-    """The chunks that are under way when all others have come."""
-    return [blender(MemoryStore(1)).key(chunk.ids) for chunk in prompt.chunks[-2:]]
-
-
 @cache
 def truth(level: str = "raw") -> Blender:
     """Over a local store that has the KV of every passage at this level."""
@@ -278,38 +235,9 @@ def truth(level: str = "raw") -> Blender:
     return of
 
 
-def local(prompt: Prompt, done: Prefilled | None = None, level: str = "raw", late: str = "") -> Blender:
-    """Over a local store that holds what this request used, and nothing else; everything for None.
-
-    level: of all chunks but the last, which has the level `late`.
-    """
-    of = blender(MemoryStore(2**30))
-    absent = {chunk.ids for chunk in done.missing if chunk.kv is None} if done else set()
-    for ids in {chunk.ids for chunk in prompt.chunks} - absent:
-        key, at = of.key(ids), (late if ids == prompt.chunks[-1].ids else "") or level
-        record = read_record(truth(at).store, key)
-        assert record is not None
-        of.store.put(key, record)
-    return of
-
-
-def check(
-    done: Prefilled, prompt: Prompt, blend: BlendConfig = BLEND, level: str = "raw", late: str = ""
-) -> None:
-    """The report adds up, and the logits are those of a local store, to the bit."""
+def check(done: Prefilled, prompt: Prompt, blend: BlendConfig = BLEND, level: str = "raw") -> None:
+    """Every chunk came, and the logits are those of a local store at that level, to the bit."""
     check_report(done.report, prompt)
-    here = local(prompt, done, level, late)
-    assert torch.equal(done.result.logits, here.run(prompt, blend).result.logits)
-
-
-class Steps:
-    """The layers that a prefill has reached."""
-
-    def __init__(self) -> None:
-        self._reached = [threading.Event() for _ in range(LAYERS)]
-
-    def __call__(self, l: int) -> None:
-        self._reached[l].set()
-
-    def reached(self, l: int) -> bool:
-        return self._reached[l].wait(PATIENT_S / 2)
+    assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(prompt.chunks)}, ())
+    blend = changed(blend, method=done.report.method)
+    assert torch.equal(done.result.logits, truth(level).run(prompt, blend).result.logits)

@@ -7,32 +7,89 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from blendserve.blend.blender import Blender, Prefilled
-from blendserve.core import Steps
+from blendserve.blend.blender import Prefilled
+from blendserve.config import BlendConfig, DecodeConfig, Method
+from blendserve.core import Answer, Chunk, Prompt, Steps, run
 from blendserve.engine.fair_executor import BackgroundThrottle
-from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone
+from blendserve.engine.generate import AnswerStream, Sequence, prefill
+from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import PromptTooLong, RateLimited, ShuttingDown, StoreFull
 from blendserve.fetch.fetcher import KVFetcher
-from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import CachePool
+from blendserve.models.loader import LoadedModel
+from blendserve.models.model import DecoderModel
+from blendserve.store import MemoryStore
 from blendserve.timing import Clock
-from tests.support.blending import tiny_blender
-from tests.support.engines import Question, alone, seen, tiny_prefill, tiny_reader, tiny_store
+from tests.support.blending import PREFIX, some_ids, tiny_blender
+from tests.support.engines import seen
+from tests.support.models import tiny_adapter, tiny_model
+from tests.support.tokenizers import bundled_tokenizer
 from tests.support.waiting import ManualClock
 
 LAYER_S, SLOT_TOKENS, SHARED_BYTES, TENANTS = 1.0, 96, 30_000, "abc"
+SUFFIX, CHUNKS = some_ids(4, 1), [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
+
+
+class FaultyModel(DecoderModel):
+    """A model whose next forward raises `fault`."""
+
+    fault: Exception | None = None
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        fault, self.fault = self.fault, None
+        if fault:
+            raise fault
+        return super().embed(ids)
+
+
+@cache
+def reader() -> LoadedModel:
+    model = FaultyModel.of(tiny_model("llama"))
+    return LoadedModel("tiny", model, bundled_tokenizer(), "tiny", frozenset({2}))
+
+
+@cache
+def filled_store() -> MemoryStore:
+    made = MemoryStore(2**26)
+    tiny_blender(made, *(chunk.ids for chunk in CHUNKS))
+    return made
+
+
+@dataclass(frozen=True)
+class Question:
+    """Equal questions have equal answers."""
+
+    chunks: tuple[int, ...] = (0, 1)
+    method: Method = "blend"
+    max_new_tokens: int = 3
+    temperature: float = 0.0
+
+    def prepared(self, clock: Clock) -> PreparedRequest:
+        prompt = Prompt(PREFIX, tuple(CHUNKS[i] for i in self.chunks), SUFFIX)
+        decode = DecodeConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=7)
+        return PreparedRequest(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
+
+
 ANY = Question((2, 3))  # its answer has as many tokens as asked for
+
+
+@cache
+def alone(question: Question) -> Answer:
+    """Of a model that never fails."""
+    steady = replace(reader(), adapter=tiny_adapter("llama"))
+    steps = partial(prefill, blender=tiny_blender(filled_store()))
+    return AnswerStream(Sequence(question.prepared(Clock()), steady, steps)).answer()
 
 
 @dataclass(eq=False)
@@ -81,14 +138,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_share: float = 0.5,
     ) -> None:
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
-        self.slots, self.queue = CachePool(tiny_reader().adapter, slots, SLOT_TOKENS), queue
-        self.store, throttle = tiny_store(), BackgroundThrottle(background_share, self.clock)
-        self.fetcher = KVFetcher(self.store)
+        self.slots, self.queue = CachePool(reader().adapter, slots, SLOT_TOKENS), queue
+        throttle = BackgroundThrottle(background_share, self.clock)
+        self.fetcher = KVFetcher(filled_store())
         self.fetcher.copies.shared.cap_bytes = SHARED_BYTES
+        self.arm(None)
+        self.blender = tiny_blender(adapter=reader().adapter, fetcher=self.fetcher)
+        run(self.blender.prefixes.get("", PREFIX))
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(
-            tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, throttle, self.clock
+            reader(), self.slots, queue, gap_s, prefill_share, observer, throttle, self.clock
         )
         self.sent: list[Sent] = []
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
@@ -99,7 +159,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.since_decode = 0.0  # seconds of prefill while requests run
         self.batch, self.failing = list[Sent](), list[Sent]()  # of a step; not told yet that it failed
         self.closed, self.stopped, self.log = False, False, list[str]()
-        self.arm(None)
 
     # What happens to it
 
@@ -114,15 +173,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, question: Question = ANY, tenant: str = "a", cost: float = 8.0, cancel_at: int | None = None
     ) -> Any:
         """Submit a request, which may rightly be refused."""
-        sent, plan = (
-            Sent(tenant, question, cost, cancel_at, self.turn),
-            question.prepared(Clock(now=self.clock)),
-        )
-        blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
-        hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
-        prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)
-        options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": receive, "hold": hold}
-        sent.request = Sequence(plan, tiny_reader(), prefill, **options)
+        sent = Sent(tenant, question, cost, cancel_at, self.turn)
+        plan = question.prepared(Clock(now=self.clock))
+        options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": partial(self.receive, sent)}
+        options["hold"] = self.blender.prefetch(plan.prompt, plan.blend)
+        sent.request = Sequence(plan, reader(), partial(self.prefill, sent), **options)
         over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
         refusal = (
             PromptTooLong if over > 0 else ShuttingDown if self.closed else RateLimited if full else None
@@ -146,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(error=st.builds(RuntimeError))
     def arm(self, error: Exception | None) -> None:
         """The next forward raises the error, of a prefill or of a decoding step."""
-        model: Any = tiny_reader().adapter  # a FaultyModel
+        model: Any = reader().adapter  # a FaultyModel
         self.fault = model.fault = error
 
     @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))
@@ -214,13 +269,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Requests with a slot."""
         return [s for s in self.sent if s.state in ("prefills", "runs") or s in self.cancelled]
 
-    def prefill(self, sent: Sent, blender: Blender, sequence: Sequence) -> Steps[Prefilled]:
+    def prefill(self, sent: Sent, sequence: Sequence) -> Steps[Prefilled]:
         """A request's prefill, with the clock's seconds for each layer."""
         self.admit(sent)
         done: list[Prefilled] = []
 
         def steps() -> Steps[None]:
-            done.append((yield from tiny_prefill(sequence, blender)))
+            done.append((yield from prefill(sequence, self.blender)))
 
         try:
             with closing(steps()) as layers:

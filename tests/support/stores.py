@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import CopyCache
-from blendserve.store import ChunkRecord, KVStore, LMDBStore, Miss, Snapshot
-from blendserve.store.blobs import BlobInfo, BlobStore
+from blendserve.store import ChunkRecord, KVStore, LMDBStore, Snapshot
+from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, chunk_key
@@ -54,16 +55,11 @@ def chunk(
 
 
 def read(store: KVStore, key: ChunkKey) -> ChunkKV | None:
-    """A copy of the stored chunk. Raises CorruptRecord."""
+    """A copy of the stored chunk, None where it is absent or undecodable. Raises CorruptRecord."""
     with store.snapshot() as snapshot:
-        view = stored_view(store, snapshot, key)
-        return None if view is None or isinstance(view, Miss) else copy_of(view)
-
-
-def stored_view(store: KVStore, snapshot: Snapshot, key: ChunkKey) -> Any:
-    """A view of a chunk in an open snapshot, None if it is absent, or the Miss of one that cannot be decoded."""
-    record = snapshot.get(key)
-    return record and open_view(record, store.blobs.get)
+        record = snapshot.get(key)
+        view = record and open_view(record, store.blobs.get)
+        return copy_of(view) if isinstance(view, ChunkView) else None
 
 
 def put_kv(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool = False, codec: Codec | None = None) -> bool:
@@ -76,7 +72,7 @@ def has(store: KVStore, key: ChunkKey) -> bool:
 
 
 def copy_of(view: ChunkView) -> ChunkKV:
-    layers = [[part.clone() for part in view.layer(l)] for l in range(view.n_layers)]
+    layers = (view.layer(l) for l in range(view.n_layers))
     return ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
 
 
@@ -84,29 +80,31 @@ def same(a: ChunkKV | None, b: ChunkKV) -> bool:
     """Equal bit for bit, NaNs included."""
     if a is None or a.keys.dtype != b.keys.dtype or a.keys.shape != b.keys.shape:
         return False
-    return all(
-        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-        for x, y in ((a.keys, b.keys), (a.values, b.values))
-    )
+    a_bits, b_bits = (torch.cat((kv.keys, kv.values)).view(torch.uint8) for kv in (a, b))
+    return torch.equal(a_bits, b_bits)
 
 
 def stored(store: KVStore, most: int = 30) -> set[int]:
     """The numbers of the keys in the store."""
-    there = store.contains(map(key_of, range(most)))
-    return {n for n in range(most) if key_of(n) in there}
+    numbers = {key_of(n): n for n in range(most)}
+    return {numbers[key] for key in store.contains(numbers)}
 
 
-def filled(path: Path, n: int = 3) -> None:
-    """Make an LMDB store of large chunks 0 to n - 1."""
+def filled(path: Path) -> None:
+    """Make an LMDB store of large chunks 0, 1 and 2."""
     with LMDBStore(path, CAP) as store:
-        for i in range(n):
-            put_kv(store, key_of(i), chunk(BIG, seed=i))
+        for n in range(3):
+            put_kv(store, key_of(n), chunk(BIG, seed=n))
 
 
 def tamper(path: Path, change: Change) -> None:
     """Change the records of a closed LMDB store."""
-    with lmdb.open(str(path), map_size=0) as env, env.begin(write=True) as txn:
-        change(txn)
+    with lmdb.open(str(path), map_size=0) as env:
+        with env.begin(write=True) as txn:
+            change(txn)
+        n_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    data = path / "data.mdb"
+    os.truncate(data, max(n_bytes, data.stat().st_size))  # as the store does: see Environment
 
 
 def flip(name: bytes, at: int) -> Change:
@@ -132,19 +130,17 @@ def cache(n_bytes: float, admission: Admission | None = None, name: str = "cache
 # Faults
 
 
-def _delegate(name: str) -> Any:
-    def method(self: Any, *args: Any, **options: Any) -> Any:
-        return self.call(name, *args, **options)
+def _delegating(base: type) -> Any:
+    """A subclass whose abstract methods are `self.call(name, ...)`."""
 
-    return method
+    def method(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **options: self.call(name, *args, **options)
 
-
-Delegating: Any = type(
-    "Delegating", (KVStore,), {name: _delegate(name) for name in KVStore.__abstractmethods__}
-)
+    names: frozenset[str] = base.__abstractmethods__  # type: ignore[attr-defined]
+    return type(f"Delegating{base.__name__}", (base,), {name: method(name) for name in names})
 
 
-class FaultyStore(Delegating):  # type: ignore[misc]
+class FaultyStore(_delegating(KVStore)):  # type: ignore[misc]
     """A store that stands for another machine's. A test sets its faults at any time.
 
     down: every call fails. gate: while cleared, every call waits. latency_s: of every call, on the clock.
@@ -155,7 +151,7 @@ class FaultyStore(Delegating):  # type: ignore[misc]
         self._store = store
         self.kind, self.location, self.read_only = store.kind, store.location, store.read_only
         self.cap_bytes = store.cap_bytes
-        self._clock, self.blobs = clock or ManualClock(), _FaultyBlobs(store.blobs, self)
+        self._clock, self.blobs = clock or ManualClock(), _FaultyBlobs(self, store.blobs)
         self.down, self.latency_s, self.gate = False, 0.0, threading.Event()
         self.gate.set()
         self.damaged = set[ChunkKey]()
@@ -189,25 +185,13 @@ class FaultyStore(Delegating):  # type: ignore[misc]
             raise StoreUnavailable("the network is down")
 
 
-class _FaultyBlobs(BlobStore):
-    def __init__(self, blobs: BlobStore, store: FaultyStore) -> None:
-        self._blobs, self._store = blobs, store
+class _FaultyBlobs(_delegating(BlobStore)):  # type: ignore[misc]
+    def __init__(self, store: FaultyStore, blobs: BlobStore) -> None:
+        self._store, self._blobs = store, blobs
 
-    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        self._store.pass_gate("blobs.put")
-        return self._blobs.put(kind, owner, raw, current)
-
-    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
-        self._store.pass_gate("blobs.get")
-        return self._blobs.get(hash)
-
-    def list(self) -> Sequence[BlobInfo]:
-        self._store.pass_gate("blobs.list")
-        return self._blobs.list()
-
-    def delete(self, hash: bytes) -> bool:
-        self._store.pass_gate("blobs.delete")
-        return self._blobs.delete(hash)
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        self._store.pass_gate(f"blobs.{name}")
+        return getattr(self._blobs, name)(*args, **options)
 
 
 class _FaultySnapshot:

@@ -1,7 +1,7 @@
 """A naive twin of the blending prefill: dense, float64 attention, and nothing of `blendserve.blend`.
 
 It starts from the KV that the model's own forward computes, follows the rows that the run under test chose, and states
-the corrections as loops with their constants as numbers. Selections are checked against its scores.
+the constants of the corrections as numbers. Selections are checked against its scores.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from blendserve.core import Prompt, Span, TokenIds
-from blendserve.kernels.types import Prior
+from blendserve.kernels.rotary import HALVES
+from blendserve.kernels.types import CorrectionParams, Prior, RecomputedTokens, Rope
 from blendserve.models.model import DecoderModel
 from tests.support.blending import model_kv
+from tests.support.kernel_formulas import correct as formula
 
 Pair = tuple[Tensor, Tensor]
 Correct = Callable[[int, Pair, Pair, list[int]], Pair]
@@ -145,113 +147,47 @@ def attend(
     return out.reshape(len(rows), -1).to(adapter.dtype), weights
 
 
-# Corrections: tokens' worth of trust, sizes of the moves, penalties
+# Corrections: the formula that kernels are compared with, and its constants as numbers
 
 
-def shift(spans: Sequence[Span]) -> Correct:
-    """Half of the mean deviation of a chunk's recomputed tokens, drawn to the mean over all as by 16 more tokens."""
-
-    def correct(l: int, stored: Pair, fresh: Pair, rows: list[int]) -> Pair:
-        inside = [(i, at) for i, at in enumerate(rows) if any(s.start <= at < s.stop for s in spans)]
-        out = stored[0].clone(), stored[1].clone()
-        if l == 0 or not inside:
-            return out
-        for part, old, new in zip(out, stored, fresh, strict=True):
-            difference = {at: new[:, i] - old[:, at] for i, at in inside}
-            overall = torch.stack(list(difference.values())).mean(0)
-            for span in spans:
-                mine = [difference[at] for _, at in inside if span.start <= at < span.stop]
-                move = (sum(mine, torch.zeros_like(overall)) + 16.0 * overall) / (len(mine) + 16.0)
-                for at in set(range(span.start, span.stop)) - difference.keys():
-                    part[:, at] += 0.5 * move
-        return out
-
-    return correct
-
-
-def ridge(spans: Sequence[Span], n_layers: int, known: Callable[[int], Prior] | None = None) -> Correct:
-    """Chunk means drawn to 0 as by 40 more tokens, and a linear map by least squares with sqrt(penalty) rows added.
-
-    known: what is expected of each layer's tokens (`prior`); the map is fitted on what is left of that.
-    """
+def correction(
+    name: str, spans: Sequence[Span], n_layers: int, known: Callable[[int], Prior] | None = None
+) -> Correct:
+    """known: what is expected of each layer's tokens, for "prior"; without it that is "ridge"."""
     n_tokens = sum(len(span) for span in spans)
 
+    def per_chunk(places: Sequence[int]) -> list[int]:
+        return [sum(span.start <= at < span.stop for at in places) for span in spans]
+
     def correct(l: int, stored: Pair, fresh: Pair, rows: list[int]) -> Pair:
-        inside = [(i, at) for i, at in enumerate(rows) if any(s.start <= at < s.stop for s in spans)]
+        places = [at for span in spans for at in range(span.start, span.stop)]
+        inside = [i for i, at in enumerate(rows) if at in places]
         if l == 0 or not (inside or known):
-            return stored[0].clone(), stored[1].clone()
-        which = [next(n for n, s in enumerate(spans) if s.start <= at < s.stop) for _, at in inside]
-        of_rest, of_expected = (0.55, 0.7), (0.0, 0.0)
-        other = torch.ones(stored[0].shape[1])  # the share of a token's left context outside its own chunk
-        if known is not None:
-            some = min(1.0, len(inside) / n_tokens / 0.15)
-            dare = 0.8 + 0.2 * some
-            depth = l / max(1, n_layers - 1)
-            of_rest = 0.3 * dare, 0.5 * dare
-            of_expected = dare * (0.85 + (0.5 - 0.85) * depth), dare * 0.85
-            for span in spans:
-                other[span.start : span.stop] = max(1, span.start) / span.stop
-        out = []
-        for head in range(stored[0].shape[0]):
-            old = torch.cat([part[head] for part in stored], dim=-1)  # [T, 2D]
-            dim, expected = old.shape[1] // 2, torch.zeros_like(old)
-            if known is not None:
-                rule = known(l)
-                expected = other[:, None] * (old @ rule.weights[head] + rule.constant[head])
-            at = [at for _, at in inside]
-            now = torch.cat([part[head][[i for i, _ in inside]] for part in fresh], dim=-1)
-            moved = now - old[at]
-            share = _shares(expected[at], moved, dim)
-            delta = _sizes(of_expected, dim) * share * expected
-            if inside:
-                rest = moved - share * expected[at]
-                delta = delta + _sizes(of_rest, dim) * _learnt(old, rest, at, which, spans, other, dim)
-            moves = torch.zeros_like(old)
-            for span in spans:
-                for token in set(range(span.start, span.stop)) - set(at):
-                    moves[token] = delta[token]
-            out.append(old + moves)
-        both = torch.stack(out)
-        return both[..., : both.shape[-1] // 2], both[..., both.shape[-1] // 2 :]
+            return stored
+        recomputed, others = [rows[i] for i in inside], [at for at in places if at not in rows]
+        # The share of a token's left context outside its own chunk scales what a prior expects of it.
+        outside = [max(1, span.start) / span.stop if known else 1.0 for span in spans]
+        tokens = RecomputedTokens(
+            keys=fresh[0],
+            values=fresh[1],
+            row_index=torch.tensor(inside, dtype=torch.long),
+            recomputed_index=torch.tensor(recomputed, dtype=torch.long),
+            recomputed_per_chunk=per_chunk(recomputed),
+            reused_index=torch.tensor(others, dtype=torch.long),
+            reused_per_chunk=per_chunk(others),
+            context_weight=outside,
+        )
+        penalty = 16.0 * stored[0].shape[-1]  # 8 for each number of a token's key and value
+        if known:
+            dare = 0.8 + 0.2 * min(1.0, len(inside) / n_tokens / 0.15)
+            of_keys = dare * (0.85 - 0.35 * l / max(1, n_layers - 1))
+            params = CorrectionParams(16.0, 40.0, 0.3 * dare, 0.5 * dare, penalty, 20.0, of_keys, 0.85 * dare)
+        elif name == "shift":
+            params = CorrectionParams(16.0, 0.0, 0.5, 0.5, None)
+        else:
+            params = CorrectionParams(16.0, 40.0, 0.55, 0.7, penalty)
+        unrotated = Rope(*torch.empty(2, stored[0].shape[1], 0))
+        keys, values = formula(*stored, tokens, unrotated, HALVES, params, known and known(l))
+        return keys.to(stored[0].dtype), values.to(stored[1].dtype)
 
     return correct
-
-
-def _sizes(pair: tuple[float, float], dim: int) -> Tensor:
-    return torch.tensor(pair).repeat_interleave(dim)
-
-
-def _shares(expected: Tensor, moved: Tensor, dim: int) -> Tensor:
-    """[2D]: the slope of what moved on what was expected, as if 20 more tokens had moved as expected; 0 to 1."""
-    found = []
-    for e, m in zip(expected.chunk(2, dim=-1), moved.chunk(2, dim=-1), strict=True):
-        typical = float(e.square().sum()) / max(1, len(e))
-        top, bottom = float((e * m).sum()) + 20.0 * typical, float(e.square().sum()) + 20.0 * typical
-        found += [min(1.0, max(0.0, top / bottom)) if bottom else 1.0] * dim
-    return torch.tensor(found)
-
-
-def _learnt(
-    old: Tensor, rest: Tensor, at: list[int], which: list[int], spans: Sequence[Span], other: Tensor, dim: int
-) -> Tensor:
-    """[T, 2D]: the chunk's mean of what is left, and a ridge on the stored token."""
-    overall = rest.sum(0) / (len(at) + 40.0)
-    means = []
-    for n in range(len(spans)):
-        mine = [r - overall for r, w in zip(rest, which, strict=True) if w == n]
-        means.append(overall + sum(mine, torch.zeros_like(overall)) / (len(mine) + 16.0))
-    centred = other[:, None] * (old - old[at].mean(0))
-    parts = []
-    for part, whole in zip(centred.chunk(2, dim=-1), (other[:, None] * old).chunk(2, dim=-1), strict=True):
-        spread, size = (float(x[at].square().mean().sqrt()) for x in (part, whole))
-        parts.append(part / max(spread, size / 64, 1e-6))  # equal tokens differ by rounding alone
-    features = torch.cat(parts, dim=-1).double()
-    left = torch.stack([r - means[w] for r, w in zip(rest, which, strict=True)]).double()
-    width = 2 * dim
-    added = (8.0 * width) ** 0.5 * torch.eye(width, dtype=torch.float64)
-    zeros = torch.zeros(width, width, dtype=torch.float64)
-    solved = torch.linalg.lstsq(torch.cat([features[at], added]), torch.cat([left, zeros])).solution
-    said: Tensor = (features @ solved).to(old.dtype)
-    for n, span in enumerate(spans):
-        said[span.start : span.stop] += means[n]
-    return said

@@ -14,7 +14,6 @@ their hash (blobs.py); a process parses them once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -215,7 +214,7 @@ def tables_hash(raw: Buffer) -> bytes:
     return blake2b(raw, digest_size=TABLES_BYTES, person=b"blendserve.tb.1").digest()
 
 
-_ready: OrderedDict[tuple[type[Codec], Coding], Codec] = OrderedDict()  # least recently used first
+_ready: dict[tuple[type[Codec], Coding], Codec] = {}  # least recently used first
 _readying = Lock()
 
 
@@ -239,7 +238,7 @@ def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
             raise Undecodable(f"the tables {hash} are not of codec {coding.codec!r}: {error}") from error
         _ready[made, coding] = codec
         if len(_ready) > MAX_READY:
-            _ready.popitem(last=False)
+            del _ready[next(iter(_ready))]
         return codec
 
 

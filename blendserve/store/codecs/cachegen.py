@@ -97,11 +97,8 @@ class CacheGen(Codec):
         """The frequency of each integer in each channel, at every number of bins."""
         counts, n_tokens, shape = np.zeros(1), 0, (0, 0, 0)
         for _, kv in samples:
-            counts, n_tokens, shape = (
-                counts + _counts(kv),
-                n_tokens + kv.n_tokens,
-                _kv_shape(ChunkShape.of(kv)),
-            )
+            counts, n_tokens = counts + _counts(kv), n_tokens + kv.n_tokens
+            shape = _kv_shape(ChunkShape.of(kv))
         if n_tokens < FEWEST:
             raise InputError(f"{n_tokens} tokens are too few to fit tables on: give at least {FEWEST}")
         progress(1, 1)
@@ -128,9 +125,8 @@ class CacheGen(Codec):
         words = np.frombuffer(segment, "<u4", offset=4 * n_tokens).astype(np.uint32)
         coder = constriction.stream.stack.AnsCoder(words)
         for part in (0, 1):
-            rows = np.stack(
-                [coder.decode(model, n_tokens) for model in self._channels(l, part)]
-            )  # [K * D, C]
+            channels = self._channels(l, part)
+            rows = np.stack([coder.decode(model, n_tokens) for model in channels])  # [K * D, C]
             decoded.append(_values(rows, scales[part], self._bins(l, part), shape))
         if not coder.is_empty():
             raise ValueError("it goes on after its last integer")

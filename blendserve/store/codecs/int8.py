@@ -13,40 +13,41 @@ with a value that is no number is NaN for that token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
-from blendserve.store.codecs.raw import aligned
+from blendserve.store.codecs.base import Buffer, ChunkShape, Coding, Pair
+from blendserve.store.codecs.raw import Raw, aligned
 
 MOST = 127
 
 
-class Int8(Codec):
+class Int8(Raw):
     """About half of 16-bit KV."""
 
-    random_access = True
     coding = Coding("int8")
 
     @classmethod
-    def with_tables(cls, level: int = 0, tables: bytes = b"") -> Int8:
-        return cls()
-
-    @classmethod
-    def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        if coding != cls.coding:
-            raise ValueError("it names a level or tables, which this codec does not have")
-        if any(length != _segment_bytes(shape) for length in lengths):
-            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {_segment_bytes(shape)}")
+    def segment_bytes(cls, shape: ChunkShape) -> int:
+        """0 for a chunk without tokens."""
+        n_tokens, head_dim = shape.n_tokens, shape.head_dim
+        return 2 * shape.n_kv_heads * (n_tokens * (head_dim + 2) + 2 * head_dim) if n_tokens else 0
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes * 33 // 64  # of 16 bits and 64 values a head
 
-    def encode(self, kv: ChunkKV) -> list[Buffer]:
-        return [_segment(kv.keys[l], kv.values[l]) for l in range(len(kv.keys))]
+    def segment(self, keys: Tensor, values: Tensor) -> bytes:
+        both = torch.stack((keys.detach(), values.detach())).cpu().float()  # [2, K, C, D]
+        if not both.numel():
+            return b""
+        centres = both.nan_to_num(0.0, 0.0, 0.0).mean(dim=2, keepdim=True).to(torch.bfloat16)
+        both -= centres.float()
+        scales = (both.abs().amax(dim=-1, keepdim=True) / MOST).to(torch.bfloat16)  # [2, K, C, 1]
+        shares = both / scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+        integers = shares.nan_to_num(0.0).round().clamp(-MOST, MOST).to(torch.int8)
+        parts = (part.contiguous().view(-1).view(torch.uint8).numpy() for part in (integers, scales, centres))
+        return b"".join(part.tobytes() for part in parts)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         size = (2, shape.n_kv_heads, shape.n_tokens, shape.head_dim)
@@ -58,22 +59,3 @@ class Int8(Codec):
         centres = rest[scales.numel() :].view(2, shape.n_kv_heads, 1, shape.head_dim)
         keys, values = torch.addcmul(*(x.to(working) for x in (centres, integers, scales))).to(shape.dtype)
         return keys, values
-
-
-def _segment_bytes(shape: ChunkShape) -> int:
-    """Of one layer; 0 for a chunk without tokens."""
-    n_tokens, head_dim = shape.n_tokens, shape.head_dim
-    return 2 * shape.n_kv_heads * (n_tokens * (head_dim + 2) + 2 * head_dim) if n_tokens else 0
-
-
-def _segment(keys: Tensor, values: Tensor) -> bytes:
-    both = torch.stack((keys.detach(), values.detach())).cpu().float()  # [2, K, C, D]
-    if not both.numel():
-        return b""
-    centres = both.nan_to_num(0.0, 0.0, 0.0).mean(dim=2, keepdim=True).to(torch.bfloat16)
-    both -= centres.float()
-    scales = (both.abs().amax(dim=-1, keepdim=True) / MOST).to(torch.bfloat16)  # [2, K, C, 1]
-    shares = both / scales.float().clamp(min=torch.finfo(torch.float32).tiny)
-    integers = shares.nan_to_num(0.0).round().clamp(-MOST, MOST).to(torch.int8)
-    parts = (part.contiguous().view(-1).view(torch.uint8).numpy() for part in (integers, scales, centres))
-    return b"".join(part.tobytes() for part in parts)

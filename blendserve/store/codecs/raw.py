@@ -27,17 +27,27 @@ class Raw(Codec):
         return cls()
 
     @classmethod
+    def segment_bytes(cls, shape: ChunkShape) -> int:
+        """Bytes of one layer's segment."""
+        return shape.layer_bytes
+
+    @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         if coding != cls.coding:
-            raise ValueError("it names a level or tables, which uncoded KV does not have")
-        if any(length != shape.layer_bytes for length in lengths):
-            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {shape.layer_bytes}")
+            raise ValueError("it names a level or tables, which this codec does not have")
+        if any(length != cls.segment_bytes(shape) for length in lengths):
+            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {cls.segment_bytes(shape)}")
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        return [_layer_bytes(kv, l) for l in range(len(kv.keys))]
+        return [self.segment(*layer) for layer in zip(kv.keys, kv.values, strict=True)]
+
+    def segment(self, keys: torch.Tensor, values: torch.Tensor) -> Buffer:
+        """Of one layer's keys and values [K, C, D]."""
+        both = torch.stack((keys.detach(), values.detach())).cpu()
+        return both.reshape(-1).view(torch.uint8).numpy().data
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         """Views over the segment."""
@@ -51,8 +61,3 @@ def aligned(segment: Buffer, dtype: torch.dtype, offset: int = 0) -> torch.Tenso
     if flat.data_ptr() % dtype.itemsize:  # a small record between others: LMDB aligns those to two bytes only
         flat = torch.frombuffer(bytearray(memoryview(segment)[offset:]), dtype=dtype)
     return flat
-
-
-def _layer_bytes(kv: ChunkKV, l: int) -> memoryview:
-    both = torch.stack((kv.keys[l].detach(), kv.values[l].detach())).cpu()  # [2, K, C, D]
-    return both.reshape(-1).view(torch.uint8).numpy().data

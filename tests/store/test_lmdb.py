@@ -1,11 +1,13 @@
-"""The files of a store on disk: where they may be, who has them open, older formats, and damage."""
+"""An LMDB store's files, limits and ledger: where it may be, who has it open, what is full, older formats, damage."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -16,17 +18,16 @@ import lmdb
 import pytest
 import xxhash
 
-from blendserve.errors import StoreUnavailable, StoreVersion
+from blendserve.errors import StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
-from blendserve.store.lmdb_files import explained
+from blendserve.store.lmdb import explained
 from blendserve.store.policies import LRU
-from tests.support.forked import process
+from blendserve.store.view import decode
+from tests.support.forked import process, run
 from tests.support.stores import (
     BIG,
     CAP,
-    Change,
     chunk,
-    copy_of,
     filled,
     flip,
     has,
@@ -35,20 +36,22 @@ from tests.support.stores import (
     read,
     same,
     stored,
-    stored_view,
     tamper,
 )
 
+MAP_BYTES = "blendserve.store.lmdb.map_bytes"
 
-def test_views_can_be_read_while_their_snapshot_is_open(path: Path) -> None:
+
+def test_chunks_can_be_read_while_their_snapshot_is_open(path: Path) -> None:
     filled(path)
     store = LMDBStore(path, CAP)
     with store.snapshot() as snapshot:
-        view = stored_view(store, snapshot, key_of(0))
+        record = snapshot.get(key_of(0))
+        assert record
         store.close()  # the files stay open for the reader
-        assert same(copy_of(view), chunk(BIG))
+        assert same(decode(record), chunk(BIG))
     with pytest.raises(StoreUnavailable):
-        view.layer(0)
+        record.segment(0)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -58,8 +61,8 @@ def test_a_path_that_holds_no_store_is_refused(tmp_path: Path, read_only: bool) 
     (tmp_path / "garbage" / "data.mdb").write_bytes(os.urandom(50_000))
     with lmdb.open(str(tmp_path / "foreign")) as env, env.begin(write=True) as txn:
         txn.put(b"some", b"thing")
-    places = [tmp_path / name for name in ("file", "file/below", "garbage", "foreign")]
-    for place in (*places, Path("/proc/no/store")):
+    for name in ("file", "file/below", "garbage", "foreign", "/proc/no/store"):
+        place = tmp_path / name
         with pytest.raises(StoreUnavailable) as error:
             LMDBStore(place, CAP, read_only)
         assert error.value.path == str(place)
@@ -91,7 +94,7 @@ def test_stores_of_one_process_share_the_files(path: Path) -> None:
 
     def work(_: int) -> bool:
         with LMDBStore(path, CAP) as store:
-            return same(read(store, key_of(0)), chunk())
+            return has(store, key_of(0))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
@@ -104,17 +107,19 @@ def test_a_fork_cannot_use_the_stores_of_its_parent(path: Path) -> None:
                 call()
         store.close()
 
-    filled(path)
-    fork = multiprocessing.get_context("fork").Process
-    with LMDBStore(path, CAP) as store, store.snapshot() as snapshot:
-        child = fork(target=use)
+    def succeeds(target: Callable[[], object]) -> bool:
+        child = multiprocessing.get_context("fork").Process(target=target)
         child.start()
         child.join()
-        assert same(copy_of(stored_view(store, snapshot, key_of(0))), chunk(BIG))
-    after = fork(target=lambda: LMDBStore(path, CAP).verify())
-    after.start()
-    after.join()
-    assert (child.exitcode, after.exitcode) == (0, 0)
+        return child.exitcode == 0
+
+    filled(path)
+    with LMDBStore(path, CAP) as store, store.snapshot() as snapshot:
+        assert succeeds(use)
+        record = snapshot.get(key_of(0))
+        assert record
+        assert same(decode(record), chunk(BIG))
+    assert succeeds(lambda: LMDBStore(path, CAP).verify())
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(path.parent / "gone")])
@@ -135,13 +140,13 @@ def test_a_store_that_is_removed_or_replaced_while_open_is_read_and_not_written(
             assert (has(store, key_of(7)), has(other, key_of(0))) == (False, False)
 
 
-@pytest.mark.parametrize("version", [1, 2, 99])
-def test_a_store_of_another_format_is_refused(path: Path, version: int) -> None:
+@pytest.mark.parametrize("version", [1, 2, 99, None])
+def test_a_store_of_another_or_a_damaged_format_is_refused(path: Path, version: int | None) -> None:
     filled(path)
-    mark = struct.pack("<4sH", b"BLKV", version)
-    tamper(path, lambda txn: txn.put(b"m:format", mark + xxhash.xxh3_64_digest(mark)))
+    mark = struct.pack("<4sH", b"BLKV", version or 3)
+    tamper(path, lambda txn: txn.put(b"m:format", mark + xxhash.xxh3_64_digest(mark)[: 8 if version else 7]))
     for read_only in (True, False):
-        with pytest.raises(StoreVersion) as error:
+        with pytest.raises(StoreVersion if version else StoreUnavailable) as error:
             LMDBStore(path, CAP, read_only)
         assert error.value.path == str(path)
 
@@ -153,20 +158,96 @@ def hold(line: Connection, path: Path) -> None:
         line.recv()
 
 
-def test_a_second_writer_waits_and_is_refused_while_the_first_one_writes(path: Path) -> None:
+def test_a_writer_waits_for_another_one_for_some_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LMDBStore(path, CAP).close()
-    with (
-        process(hold, path) as (holder, held),
-        LMDBStore(path, CAP, writer_wait_s=0.05) as hasty,
-        LMDBStore(path, CAP, writer_wait_s=60) as patient,
-    ):
+    with process(hold, path) as (holder, held), LMDBStore(path, CAP) as store:
         assert held.recv() == "held"
+        monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 0.05)
         with pytest.raises(StoreUnavailable):
-            put_kv(hasty, key_of(1), chunk())
-        assert not has(hasty, key_of(1))  # readers do not wait
+            put_kv(store, key_of(1), chunk())
+        assert not has(store, key_of(1))  # readers do not wait
+        monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 60)
         holder.kill()
-        put_kv(patient, key_of(1), chunk())
-        assert same(read(hasty, key_of(1)), chunk())
+        put_kv(store, key_of(1), chunk())
+        assert same(read(store, key_of(1)), chunk())
+
+
+def test_a_full_map_is_the_error_of_one_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MAP_BYTES, lambda cap: 1 << 20)
+    with LMDBStore(path, CAP) as store:
+        put_kv(store, key_of(0), chunk(BIG))
+        with pytest.raises(StoreFull) as error:
+            put_kv(store, key_of(1), chunk(40 * BIG))
+        assert error.value.setting == "store.cap_gb"
+        put_kv(store, key_of(1), chunk(BIG))
+        assert store.verify() == VerifyReport(2, ())
+
+
+@pytest.mark.parametrize("map_is_small", [False, True])
+def test_the_cap_is_reached_before_the_map_or_chunks_are_evicted_early(
+    path: Path, map_is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of changing sizes, several times what the store may hold."""
+    if map_is_small:
+        monkeypatch.setattr(MAP_BYTES, lambda cap: cap + 20 * 4096)
+    total = 0
+    with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
+        for i in range(150):
+            kv = chunk(1 + 37 * i % 400)
+            assert put_kv(store, key_of(i), kv)
+            total += kv.n_bytes
+            assert store.stats().bytes <= store.cap_bytes
+        assert total > 5_000_000
+        assert store.stats().bytes > (500_000 if map_is_small else 900_000)
+        assert (path / "data.mdb").stat().st_size < 2_000_000
+        assert store.verify().bad == ()
+
+
+def fill_the_disk(_: Connection, path: Path) -> None:
+    with LMDBStore(path, CAP) as store:
+        put_kv(store, key_of(0), chunk(300))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        with pytest.raises(StoreFull):
+            put_kv(store, key_of(1), chunk(30_000))
+        put_kv(store, key_of(2), chunk(300))
+
+
+def test_a_full_disk_is_the_error_of_one_chunk(path: Path) -> None:
+    run(fill_the_disk, path)
+    with LMDBStore(path, CAP) as store:
+        assert stored(store) == {0, 2}
+        assert store.verify().good == 2
+
+
+def read_without_permission(_: Connection, path: Path) -> None:
+    LMDBStore(path.with_name("other"), CAP).close()  # imports what is unreadable where packages are private
+    places = (*path.iterdir(), path)
+    if os.getuid() == 0:  # who may write anywhere: become another user, the owner of the store
+        for place in places:
+            os.chown(place, 65534, 65534)
+        os.setgid(65534)
+        os.setuid(65534)
+    with LMDBStore(path, CAP) as store:
+        for place in places:
+            place.chmod(0o555 if place.is_dir() else 0o444)
+        with pytest.raises(StoreUnavailable):
+            put_kv(store, key_of(5), chunk())
+        assert store.verify().good == 3
+    with LMDBStore(path, CAP, read_only=True) as store:
+        assert same(read(store, key_of(1)), chunk(BIG, seed=1))
+    with pytest.raises(StoreUnavailable):
+        LMDBStore(path, CAP)
+
+
+def test_a_store_without_write_permission_can_be_read(path: Path) -> None:
+    """While it is open, and when it is opened later."""
+    filled(path)
+    for folder in path.parents[:4]:  # pytest's own folders, and a worker's, are private
+        if folder.owner() != path.owner() or folder == Path(tempfile.gettempdir()):
+            break
+        folder.chmod(folder.stat().st_mode | 0o055)
+    run(read_without_permission, path)
+    path.chmod(0o755)
 
 
 # Damage to what LMDB alone keeps: the ledger, the byte count, the format. test_machine.py damages chunks.
@@ -182,7 +263,7 @@ def move_in_order(txn: lmdb.Transaction) -> None:
     txn.put(b"o" + bytes(8) + KEY, b"")
 
 
-DAMAGES: dict[str, Change] = {
+DAMAGES: dict[str, Callable[[lmdb.Transaction], object]] = {
     "missing header": lambda txn: txn.delete(b"h" + KEY),
     "flipped entry": flip(b"u" + KEY, 10),
     "missing entry": lambda txn: txn.delete(b"u" + KEY),
@@ -220,11 +301,5 @@ def test_damaged_totals_are_recounted(path: Path) -> None:
         assert stored(store) == {1, 2, 3}
 
 
-def test_a_damaged_format_is_refused(path: Path) -> None:
-    filled(path)
-    tamper(path, flip(b"m:format", 4))
-    with pytest.raises(StoreUnavailable) as error:
-        LMDBStore(path, CAP)
-    assert error.value.path == str(path)
-    damaged_pages = lmdb.CorruptedError("mdb_cursor_get", -30796)
-    assert isinstance(explained(damaged_pages, path), StoreUnavailable)
+def test_damaged_pages_make_a_store_unavailable(path: Path) -> None:
+    assert isinstance(explained(lmdb.CorruptedError("mdb_cursor_get", -30796), path), StoreUnavailable)

@@ -21,17 +21,18 @@ questions (docs/research/decisions.md).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
-from blendserve.blend.corrections.base import Correction
 from blendserve.blend.layout import LayerKV, preceding_share
 from blendserve.core import Span
 from blendserve.kernels.ops import correct
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import Rows
-from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
+from blendserve.kernels.types import CorrectionParams, Prior, RecomputedTokens, Rope, Ropes
 
 MEAN_TRUST = 16.0  # tokens' worth of trust in the mean over all chunks
 SHIFT_SCALE = 0.5  # of the moves: a recomputed token deviates more than others, which is why it was chosen
@@ -45,6 +46,37 @@ FIRST_KEY_SCALE, LAST_KEY_SCALE, PRIOR_VALUE_SCALE = 0.85, 0.5, 0.85  # of the p
 RESIDUAL_SCALE = 0.3, 0.5  # of the other moves of keys and values
 MIN_CONFIDENCE = 0.8  # factor of all moves if nothing is recomputed
 FULL_CONFIDENCE_SHARE = 0.15  # recomputed share from which the factor is 1
+
+
+class Correction:
+    """Adjusts the reused KV of one request, before the fresh rows are written over it."""
+
+    uses_prior: ClassVar[bool] = False  # whether the prior changes anything
+
+    def __init__(
+        self,
+        rotary: Rotary,
+        ropes: Ropes,
+        spans: Sequence[Span],
+        prior: Callable[[int], Prior] | None = None,
+    ) -> None:
+        """ropes: of all positions of the prompt, for each layer. spans: of the reused segments, at least one.
+
+        prior: of a layer >= 1, how the corpus's stored tokens are expected to deviate (blend/priors.py).
+        """
+        self.rotary, self.ropes, self.spans = rotary, ropes, spans
+        self.prior = prior if self.uses_prior else None
+
+    def apply(self, l: int, stored: LayerKV, rows: Rows, fresh: LayerKV) -> bool:
+        """Adjust the stored KV of layer l in place -> whether anything was changed.
+
+        stored [K, T, D]: of the whole prompt. rows: ascending. fresh [K, S, D]: what was computed at these rows.
+        """
+        return False
+
+
+class NoCorrection(Correction):
+    """Stored KV is used as it is."""
 
 
 class FittedCorrection(Correction, ABC):

@@ -1,4 +1,4 @@
-"""Wrong settings, servers that are none, credentials and TLS: each is a StoreUnavailable, and no password is shown."""
+"""Wrong settings, other servers, credentials, TLS and faults of a server: no password is shown, requests are answered."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.serve.metrics import Metrics
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import PASSWORD
+from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
 from tests.support.valkey import PATIENT_S, needs_server, shared_server
 
@@ -34,20 +35,11 @@ def store(url: str, **options: Any) -> ValkeyStore:
     return ValkeyStore(ValkeyConfig(url=url, **{"deadline_s": PATIENT_S, **options}), CAP)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *(
-            "http://127.0.0.1:6379",
-            "127.0.0.1:6379",
-            "valkey://",
-            "valkey://host:port",
-            "valkey://host/first",
-        ),
-        *("valkey://host?ssl_cert_reqs=none", "unix://", f"valkey://me:{SECRET}@host", f"{SECRET}@host"),
-        *(f"valkeys://:{SECRET}@host:1/2", f"valkey://:{SECRET}@host:port"),
-    ],
-)
+WRONG = "http://127.0.0.1:6379", "127.0.0.1:6379", "valkey://", "valkey://host:port", "valkey://host/first"
+PASSWORDS = f"valkey://me:{SECRET}@host", f"{SECRET}@host", f"valkeys://:{SECRET}@host:1/2"
+
+
+@pytest.mark.parametrize("url", [*WRONG, "valkey://host?ssl_cert_reqs=none", "unix://", *PASSWORDS])
 def test_a_wrong_url_is_refused_and_its_password_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as error:
         ValkeyConfig(url=url)
@@ -64,9 +56,7 @@ def test_a_missing_client_package_is_unavailable(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("url", "options"),
     [
-        ("valkey://127.0.0.1:{}", {}),
-        ("valkeys://127.0.0.1:{}", {}),
-        ("unix:///nowhere{}", {}),
+        *((url, {}) for url in ("valkey://127.0.0.1:{}", "valkeys://127.0.0.1:{}", "unix:///nowhere{}")),
         ("valkey://127.0.0.1:{}", {"secret_file": Path("nowhere")}),
         ("valkeys://127.0.0.1:{}", {"ca_file": Path("nowhere")}),
     ],
@@ -126,19 +116,15 @@ def test_credentials_come_from_a_file_or_the_environment(
     caplog.set_level(logging.DEBUG)
     (tmp_path / "password").write_text(SECRET + "\n")
     with Server(requirepass=SECRET) as server:
-        unknown, default = (server.url.replace("://", f"://{name}@") for name in ("unknown", "default"))
-        for url, config in (
-            (server.url, {}),
-            (unknown, {}),
-            (server.url, {"secret_file": tmp_path / "missing"}),
-        ):
-            with store(url, **config) as locked, pytest.raises(StoreUnavailable) as error:
+        for user in ("", "unknown@"):
+            url = server.url.replace("://", f"://{user}")
+            with store(url) as locked, pytest.raises(StoreUnavailable) as error:
                 locked.stats()
             assert SECRET not in repr(error.value)
         with store(server.url, secret_file=tmp_path / "password") as opened:
             assert opened.stats().chunks == 0
         monkeypatch.setenv(PASSWORD, SECRET)
-        with store(default) as opened:
+        with store(server.url.replace("://", "://default@")) as opened:
             assert opened.stats().chunks == 0
     assert SECRET not in caplog.text
 
@@ -146,10 +132,9 @@ def test_credentials_come_from_a_file_or_the_environment(
 @needs_server
 def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     try:
-        command = [*made.split(), "-keyout", str(key), "-out", str(cert)]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run([*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no openssl here to make a certificate with")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -161,3 +146,33 @@ def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> N
             assert same(read(trusted, key_of(1)), chunk())
         with store(url) as wary, pytest.raises(StoreUnavailable):
             wary.stats()
+
+
+# Faults while requests are answered. `python -m tests.endurance.faults` measures each.
+
+AWAY, DAMAGED = {"unreachable"}, {"corrupt"}
+REASONS = {  # that the reports name
+    **dict.fromkeys(("killed", "hung", "slow", "cut within a record"), AWAY),
+    **dict.fromkeys(("damaged where stored", "another chunk's bytes"), DAMAGED),
+}
+SLOW = "hung", "slow", "damaged on the way", "cut within a record"  # seen after the deadline, others at once
+REQUESTS, DEADLINE_S = 4, 1.0
+
+
+@pytest.fixture(scope="module")
+def fixtures() -> Iterator[dict[str, FaultFixture]]:
+    with FaultFixture(DEADLINE_S) as hasty, FaultFixture(PATIENT_S) as patient:
+        yield {name: hasty if name in SLOW else patient for name in FAULTS}
+
+
+@needs_server
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_costs_no_answer_and_ends(
+    fixtures: dict[str, FaultFixture], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendserve.fetch.incoming.FAILED_S", 0.1)  # from damage to the next try
+    result = run_fault(fixtures[name], name, REQUESTS)
+    assert (result.wrong, result.hung) == (0, 0)
+    assert result.looked_for == REQUESTS * CHUNKS
+    assert result.recovery_s is not None
+    assert result.reasons >= REASONS.get(name, set())

@@ -1,1 +1,0 @@
-"""How reused tokens are adjusted. A correction is a class and its line in blendserve/registry.py."""

@@ -1,0 +1,155 @@
+"""Policies: formulas that tell which reused tokens are recomputed. They read scores, and run no model.
+
+    scores of the scoring pass (prefill.py), if it needs one  -> `rank`  -> reusable positions that enter layer 0
+    computed and stored KV of these rows, at its check layers -> `score` -> rows that go on
+
+Suffix and missing chunks are computed with every policy.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from blendserve.blend.layout import LayerKV, Layout, State
+from blendserve.config import BlendConfig
+from blendserve.errors import ConfigError
+from blendserve.registry import POLICIES
+
+
+class Policy:
+    """Selects the positions that are recomputed. A subclass has `rank`, a scoring pass, or check layers."""
+
+    has_ratio: ClassVar[bool] = True  # whether the ratio changes anything
+    has_check_layers: ClassVar[bool] = False  # whether `check_layers` does
+    needs_scoring_pass: ClassVar[bool] = False  # the suffix through all layers, before any other row
+
+    def __init__(self, config: BlendConfig) -> None:
+        self.config = config
+
+    def validate(self, n_layers: int) -> None:
+        """Raises ConfigError for settings that do not fit a model of `n_layers` layers."""
+        return
+
+    def n_selected(self, layout: Layout) -> int:
+        """Number of tokens that are recomputed, for the cost model too."""
+        return layout.budget(self.config.min_ratio)
+
+    def is_scored(self, layout: Layout) -> bool:
+        """Whether the scoring pass runs; without a choice it does not."""
+        return self.needs_scoring_pass and 0 < self.n_selected(layout) < layout.n_reusable
+
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        """A number for each position [T]; the largest are selected. scores [T]: of the scoring pass."""
+        assert scores is not None
+        return scores
+
+    def select(self, layout: Layout, scores: Tensor | None = None) -> Tensor:
+        """Reusable positions that enter layer 0, ascending; with check layers all, unless none is recomputed."""
+        positions, n = layout.reusable.nonzero()[:, 0], self.n_selected(layout)
+        if n == 0 or n == len(positions) or self.check_layers:
+            return positions if n else positions[:0]
+        return positions[top(self.rank(layout, scores)[positions], n)]
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Layers at which rows may be dropped, ascending; below the first, all selected rows run."""
+        return ()
+
+    def score(self, fresh: LayerKV, stored: LayerKV) -> Tensor:
+        """At a check layer: a score for each row [S], from its computed and its stored KV at the same position."""
+        raise NotImplementedError
+
+    def n_kept(self, l: int, layout: Layout) -> int:
+        """At check layer l: number of rows that go on, those with the largest scores."""
+        return self.n_selected(layout)
+
+
+class QueryPolicy(Policy):
+    """What the question attends to, as InfoFlow KV (arXiv 2603.05353, section 4): the scores of the scoring pass."""
+
+    needs_scoring_pass = True
+
+
+class DeviationPolicy(Policy):
+    """CacheBlend's HKVD (arXiv 2405.16444, section 4.3): the largest squared L2 of fresh V - stored V at a check layer.
+
+    All rows run through the layers below the check layer. Several check layers are the paper's gradual filtering: the
+    share kept falls linearly from twice the ratio to the ratio. The released code compares V alone, as here.
+    """
+
+    has_check_layers = True
+
+    def validate(self, n_layers: int) -> None:
+        layers = self.config.check_layers
+        if not 0 < max(layers, default=0) < n_layers:
+            raise ConfigError(
+                f"setting 'blend.check_layers' cannot be {list(layers)}: name at least one layer, "
+                f"from 1 to the model's last, {n_layers - 1}",
+                setting="blend.check_layers",
+            )
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.config.check_layers)))
+
+    def score(self, fresh: LayerKV, stored: LayerKV) -> Tensor:
+        return (fresh[1].float() - stored[1].float()).square().sum(dim=(0, 2))
+
+    def n_kept(self, l: int, layout: Layout) -> int:
+        checks = self.check_layers
+        left = len(checks) - 1 - checks.index(l)
+        return layout.budget(min(1.0, self.config.min_ratio * (1 + left / max(1, len(checks) - 1))))
+
+
+class NonePolicy(Policy):
+    """Recomputes nothing: full reuse, as in PromptCache (arXiv 2311.04934)."""
+
+    has_ratio = False
+
+    def n_selected(self, layout: Layout) -> int:
+        return 0
+
+
+class AllPolicy(Policy):
+    """Recomputes every reusable token: equals full prefill."""
+
+    has_ratio = False
+
+    def n_selected(self, layout: Layout) -> int:
+        return layout.n_reusable
+
+
+class RandomPolicy(Policy):
+    """A random set: the same one in prompts with as many reusable tokens."""
+
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        positions = layout.reusable.nonzero()[:, 0]
+        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0))
+        ranks = torch.zeros(layout.n_tokens, dtype=torch.long)
+        ranks[positions[order]] = -torch.arange(len(positions))
+        return ranks
+
+
+class ChunkHeadPolicy(Policy):
+    """The first tokens of each chunk, where attention sinks form (EPIC's LegoLink, arXiv 2410.15332, section 4)."""
+
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        ranks = torch.zeros(layout.n_tokens, dtype=torch.long)
+        for span in layout.spans(State.REUSED):
+            ranks[span.start : span.stop] = -torch.arange(len(span))
+        return ranks
+
+
+def make_policy(config: BlendConfig) -> Policy:
+    """The policy that these settings name."""
+    policy: Policy = POLICIES.load(config.policy)(config)
+    return policy
+
+
+def top(scores: Tensor, n: int) -> Tensor:
+    """Indices of the n largest scores, ascending; of equal scores the earlier one."""
+    order = torch.sort(scores, descending=True, stable=True).indices
+    return order[:n].sort().values
