@@ -6,16 +6,14 @@ no bytes are ever wrong.
 
 from __future__ import annotations
 
-import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import Copies
@@ -23,14 +21,12 @@ from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import FAILED_S, ChunkRequest
 from blendserve.fetch.tiered import REST_S, TieredStore
 from blendserve.store.key import ChunkKey
-from tests.support.places import KEYS, REMOTE_STORES, Tiered, content, put
+from tests.support.places import KEYS, REMOTE_STORES, Tiered, content, explore, put
 from tests.support.stores import UNIT, FaultyStore, cache, copy_of, has, same
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another machine's
 TOKENS = 10
 
-EXAMPLES = max(40, settings().max_examples * 2 // 5)
-PHASES = tuple(Phase) if EXAMPLES > 40 else (Phase.generate,)  # shrinking a history takes minutes
 keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
 some_keys = st.lists(keys, min_size=1, max_size=3, unique=True)
 PUTS = st.tuples(
@@ -49,7 +45,7 @@ class OpenFetch:
 
 
 class FetchMachine(RuleBasedStateMachine):
-    def __init__(self, kind: type[Tiered], folder: Path, copies: float) -> None:
+    def __init__(self, kind: type[Tiered], copies: float, folder: Path) -> None:
         """copies: bytes of a cache of decoded chunks."""
         super().__init__()
         self.place, self.copies = kind(folder), copies
@@ -261,14 +257,4 @@ class FetchMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("copies", [0.0, 2.0 * UNIT])
 @pytest.mark.parametrize("kind", REMOTE_STORES)
 def test_any_history(kind: str, copies: float, tmp_path: Path) -> None:
-    made: list[Path] = []
-
-    def machine() -> FetchMachine:
-        if made:
-            shutil.rmtree(made[-1], ignore_errors=True)
-        made.append(tmp_path / str(len(made)))
-        made[-1].mkdir()
-        return FetchMachine(REMOTE_STORES[kind], made[-1], copies)
-
-    options = settings(max_examples=EXAMPLES, stateful_step_count=30, phases=PHASES)
-    run_machine(machine, settings=options)  # type: ignore[arg-type]
+    explore(partial(FetchMachine, REMOTE_STORES[kind], copies), tmp_path)

@@ -5,16 +5,14 @@ tests/fetch/test_machine.py has histories of a store with another machine's behi
 
 from __future__ import annotations
 
-import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
@@ -22,15 +20,13 @@ from blendserve.store import Snapshot
 from blendserve.store.key import ChunkKey, namespace_tag
 from blendserve.store.view import decode
 from tests.support.damages import DAMAGES, Damage
-from tests.support.places import EVERY_KIND, KEYS, STORES, TENANT, Place, StoreModel, content, put
+from tests.support.places import EVERY_KIND, KEYS, STORES, TENANT, Place, StoreModel, content, explore, put
 from tests.support.stores import same
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's
 NOTE_S = 60.0  # uses are written after it
 
 Put = tuple[ChunkKey, int, int, bool, str]  # chunk, tokens, revision, pin, way
-EXAMPLES = max(40, settings().max_examples * 2 // 5)
-PHASES = tuple(Phase) if EXAMPLES > 40 else (Phase.generate,)  # shrinking a history takes minutes
 TENANTS = {key for key in KEYS if key.startswith(namespace_tag(TENANT))}
 keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
 PUTS = st.tuples(
@@ -282,14 +278,4 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.usefixtures("toy_codec")
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_any_history(kind: str, tmp_path: Path) -> None:
-    made: list[Path] = []
-
-    def machine() -> StoreMachine:
-        if made:
-            shutil.rmtree(made[-1], ignore_errors=True)
-        made.append(tmp_path / str(len(made)))
-        made[-1].mkdir()
-        return StoreMachine(STORES[kind], made[-1])
-
-    options = settings(max_examples=EXAMPLES, stateful_step_count=30, phases=PHASES)
-    run_machine(machine, settings=options)  # type: ignore[arg-type]
+    explore(partial(StoreMachine, STORES[kind]), tmp_path)

@@ -6,14 +6,17 @@ dictionaries.
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
@@ -291,3 +294,19 @@ def put(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool, how: str, place: 
         return store.put(key, record, pin)
     except StoreFull:
         return False
+
+
+def explore(machine: Callable[[Path], RuleBasedStateMachine], folder: Path) -> None:
+    """Run histories of a state machine, each in a folder of its own."""
+    examples, made = max(40, settings().max_examples * 2 // 5), list[Path]()
+    phases = tuple(Phase) if examples > 40 else (Phase.generate,)  # shrinking a history takes minutes
+
+    def make() -> RuleBasedStateMachine:
+        if made:
+            shutil.rmtree(made[-1], ignore_errors=True)
+        made.append(folder / str(len(made)))
+        made[-1].mkdir()
+        return machine(made[-1])
+
+    options = settings(max_examples=examples, stateful_step_count=30, phases=phases)
+    run_state_machine_as_test(make, settings=options)  # type: ignore[arg-type]
