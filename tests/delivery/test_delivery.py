@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from blendserve.config import BlendConfig, RemoteConfig, StoreConfig, changed
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, NotFound, StoreUnavailable
-from blendserve.fetch import KVFetcher, TieredStore, open_store
+from blendserve.fetch import KVFetcher, open_store
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
 from blendserve.fetch.kdn.source import KdnSource
@@ -31,8 +32,7 @@ from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
 from blendserve.retrieve.manifest import read as read_index
-from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
-from blendserve.store.base import REMOTE
+from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.support import peers
 from tests.support.engines import CONFIG
@@ -91,17 +91,6 @@ def test_a_chunk_in_transit_comes_anew_at_another_level(service: Service, prompt
         fetcher = KVFetcher(store, planner=planner)
         check(blender(store, fetcher=fetcher).run(prompt, peers.BLEND), prompt, level="int8")
     assert set(paced.asked.values()) == {2}
-
-
-def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: Path) -> None:
-    with TieredStore(LMDBStore(tmp_path / "kv", 2**28), KdnSource(settings(service.url))) as store:
-        for tier in (REMOTE, "local"):
-            assert answered(store).report.tiers == {tier: 4}
-            store.flush()
-        blender(store).writer.precompute(
-            [peers.question(1).chunks[0].ids]
-        )  # which is not sent to the service
-        assert not store.delete([b"\0" * KEY_BYTES])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -199,16 +188,12 @@ def test_a_round_trip_is_the_shortest_of_three(service: Service) -> None:
         source.close()
 
 
-def test_the_settings_choose_the_levels(service: Service) -> None:
-    asked = [ChunkRequest(peers.some_key(), 1), ChunkRequest(b"\0" * 28, 1)]
-    for level, known in (("auto", LEVELS), *((level, (level,)) for level in LEVELS)):
-        source = KdnSource(settings(service.url, level=level))
-        assert {key: tuple(sizes) for key, sizes in source.sizes(asked).items()} == {peers.some_key(): known}
-        source.close()
-    source = KdnSource(settings(service.url, level="cachegen"))
-    with pytest.raises(StoreUnavailable):
-        source.sizes(asked)
-    source.close()
+def test_a_level_that_a_collection_lacks_is_refused(service: Service) -> None:
+    with (
+        closing(KdnSource(settings(service.url, level="cachegen"))) as source,
+        pytest.raises(StoreUnavailable),
+    ):
+        source.sizes([ChunkRequest(peers.some_key(), 1)])
 
 
 # Indexes

@@ -7,6 +7,7 @@ of a local store that holds what the request used.
 from __future__ import annotations
 
 import socket
+import socketserver
 import threading
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -42,7 +43,6 @@ from tests.support.engines import toy_reader as reader
 from tests.support.http import DOCUMENTS, Listener, index
 
 HEADER = -1
-SomePeer = TypeVar("SomePeer", bound="Peer")
 Before = Callable[[ChunkKey, int, bytearray], None]
 """Called before a piece is sent: chunk, layer or HEADER, bytes. It may wait, change the bytes, or raise to cut."""
 
@@ -57,37 +57,33 @@ def head(length: int | None, status: str = "200 OK", more: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\n{announced}{more}\r\n".encode()
 
 
-class Peer:
+class Peer(socketserver.ThreadingTCPServer):
     """Answers each connection as `speak(connection, path of the request)` does. A context manager."""
 
-    def __init__(self, speak: Callable[[socket.socket, str], None]) -> None:
-        self._listener, self._speak = socket.create_server(("127.0.0.1", 0)), speak
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.paths: list[str] = []  # of all requests
-        threading.Thread(target=self._accept, daemon=True).start()
+    daemon_threads = True
 
-    def __enter__(self: SomePeer) -> SomePeer:
-        return self
+    def __init__(self, speak: Callable[[socket.socket, str], None]) -> None:
+        self.paths = paths = list[str]()  # of all requests
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16
+                )  # sent is nearly received
+                with suppress(OSError):
+                    while first := self.rfile.readline().decode():
+                        while self.rfile.readline().strip():
+                            pass
+                        paths.append(first.split()[1])
+                        speak(self.connection, paths[-1])
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # until the listener is closed
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # sent is nearly received
-        with suppress(OSError), connection, connection.makefile("rb") as lines:
-            while first := lines.readline().decode():
-                while lines.readline().strip():
-                    pass
-                self.paths.append(first.split()[1])
-                self._speak(connection, self.paths[-1])
+        self.shutdown()
+        self.server_close()
 
 
 class Paced:

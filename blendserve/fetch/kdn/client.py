@@ -53,7 +53,7 @@ class Reply:
     etag: str
 
     def read(self, n_bytes: int) -> bytearray:
-        """So many bytes. Raises InvalidReply if the body ends before, OSError."""
+        """The next `n_bytes` of the body. Raises InvalidReply if the body ends before, OSError."""
         part, got = bytearray(n_bytes), 0
         while got < n_bytes:
             n = self.response.readinto(memoryview(part)[got:])
