@@ -14,7 +14,7 @@ from torch import Tensor
 from blendserve.kernels.chunks import ChunkStack, one_after_another
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
-from blendserve.kernels.rows import AttentionPlan, Block
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import (
     Activation,
     AttentionSpec,
@@ -25,6 +25,8 @@ from blendserve.kernels.types import (
     Rope,
 )
 
+MAX_BLOCK = 96  # rows; larger blocks waste work beyond the diagonal, smaller ones fill the matmul badly
+SCORE_BUDGET = 2**22  # elements of one kv head's scores in a block: bounds memory at long contexts
 LEAST_SPREAD = 1 / 64  # of the size of stored keys and values, for the ridge regression
 
 
@@ -34,41 +36,30 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
     Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
     Equals softmax(softcap(scale q k^T) + causal mask by position) v. ops.attend raises ValueError where keys are too few.
 
-    Rows go in blocks, each block sees keys up to its last position, and only the strip between its first and last
-    position needs a mask. No S x T mask or score matrix is ever made.
-
-            keys ->  0 ............ first ..... last ......... T
-        block rows  [  no mask      | diagonal strip |  cut   ]
-
-    The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
+    Rows go in blocks, each over the keys from its first row's window to its last position: no S x T mask or score matrix
+    is made. The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
     """
     n_heads, n_rows, dim = q.shape
     n_kv = keys.shape[0]
     group = n_heads // n_kv
     q = q.view(n_kv, group, n_rows, dim)
     out = torch.empty(n_rows, n_kv, group, dim, dtype=q.dtype, device=q.device)
-    largest = max(((b.stop - b.start) * (b.hi - b.lo) for b in plan.blocks), default=0) * group
-    workspace = torch.empty(largest, dtype=q.dtype, device=q.device)  # one block of one kv head at a time
-    for block in plan.blocks:
-        rows, n = block.stop - block.start, block.hi - block.lo
-        scores = workspace[: group * rows * n].view(group * rows, n)
+    start = 0
+    while start < n_rows:
+        end = int(plan.positions_on_host[start]) + 1
+        stop = min(n_rows, start + max(1, min(MAX_BLOCK, SCORE_BUDGET // (group * end))))
+        seen = plan.keys_seen(start, stop)
+        hidden = plan.hidden_keys(slice(start, stop), seen)
         for head in range(n_kv):  # one matmul a kv head: a batched one would copy the keys, which are a slice
-            qb = q[head, :, block.start : block.stop].reshape(group * rows, dim)
-            torch.addmm(scores, qb, keys[head, block.lo : block.hi].T, beta=0, alpha=spec.scale, out=scores)
-            _mask(scores, block, group, spec.softcap)
-            torch.softmax(scores, dim=-1, out=scores)
-            mixed = torch.mm(scores, values[head, block.lo : block.hi])
-            out[block.start : block.stop, head] = mixed.view(group, rows, dim).transpose(0, 1)
+            qb = q[head, :, start:stop].reshape(-1, dim)
+            scores = torch.addmm(q.new_empty(()), qb, keys[head, seen].T, beta=0, alpha=spec.scale)
+            if spec.softcap is not None:
+                scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+            scores.view(group, stop - start, -1).masked_fill_(hidden, float("-inf"))
+            mixed = torch.mm(torch.softmax(scores, dim=-1), values[head, seen])
+            out[start:stop, head] = mixed.view(group, stop - start, dim).transpose(0, 1)
+        start = stop
     return out.view(n_rows, n_heads * dim)
-
-
-def _mask(scores: Tensor, block: Block, group: int, softcap: float | None) -> None:
-    """Softcap and mask one block's scores [g * B, n] in place."""
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    if block.mask is not None:
-        strip = scores.view(group, block.stop - block.start, -1)[..., block.masked_from - block.lo :]
-        strip.masked_fill_(block.mask, float("-inf"))
 
 
 def attend_with_scores(

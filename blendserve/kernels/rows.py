@@ -1,4 +1,4 @@
-"""The rows of a pass: their positions, and the blocks that plain attention computes them in."""
+"""The rows of a pass: their positions, and the keys that they see."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-
-MAX_BLOCK = 96  # rows; larger blocks waste work beyond the diagonal, smaller ones fill the matmul badly
-SCORE_BUDGET = (
-    2**22
-)  # elements of one kv head's scores in a block, [g * B, n]: bounds memory at long contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +31,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.host)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows [start, stop) that attend to keys [lo, hi) together; `mask` [B, hi - masked_from] hides keys of some rows."""
-
-    start: int
-    stop: int
-    lo: int
-    hi: int
-    masked_from: int
-    mask: Tensor | None  # True = hidden
 
 
 @dataclass(frozen=True)
@@ -84,29 +67,29 @@ class AttentionPlan:
             and self.kv_len - int(self.host_positions[0]) == len(self.host_positions)
         )
 
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """Blocks of the plain form; compiled kernels have their own."""
-        at: list[int] = self.positions_on_host.tolist()
-        blocks, start = [], 0
-        while start < len(at):
-            size = max(1, min(MAX_BLOCK, SCORE_BUDGET // (self.group * (at[start] + 1))))
-            stop = min(start + size, len(at))
-            blocks.append(_block(self.positions, start, stop, at[start], at[stop - 1], self.window))
-            start = stop
-        return tuple(blocks)
+    def keys_seen(self, start: int, stop: int) -> slice:
+        """The keys from the first one that row `start` sees to the last one that row `stop - 1` sees."""
+        first, last = int(self.positions_on_host[start]), int(self.positions_on_host[stop - 1])
+        return slice(0 if self.window is None else max(0, first - self.window + 1), last + 1)
+
+    def hidden_keys(self, rows: slice, keys: slice) -> Tensor:
+        """[rows, keys], True for keys that a row does not see: later ones, and those before its window."""
+        key = torch.arange(keys.start, keys.stop, device=self.positions.device)
+        row = self.positions[rows, None]
+        hidden = key > row
+        if self.window is not None:
+            hidden |= key <= row - self.window
+        return hidden
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[S, T - from], True for keys that a row does not see: later ones, masked ones, and keys before its window.
+        """[S, T - from], True for keys that a row does not see, masked ones too. Needs `masked_keys`.
 
-        The first columns are left out where every row sees them. Needs `masked_keys`.
+        The first columns are left out where every row sees them.
         """
         assert self.masked_keys is not None
-        key, row = torch.arange(len(self.masked_keys)), self.positions_on_host[:, None]
-        hide = self.masked_keys[None] | (key[None] > row)
-        if self.window is not None:
-            hide |= key[None] <= row - self.window
+        on_host = AttentionPlan(self.positions_on_host, self.group, self.window)
+        hide = on_host.hidden_keys(slice(None), slice(0, len(self.masked_keys))) | self.masked_keys
         seen_by_all = int((~hide.any(dim=0)).long().cumprod(0).sum())
         return hide[:, seen_by_all:].to(self.positions.device)
 
@@ -127,16 +110,3 @@ def plan_rows(
 def plans_by_window(rows: Rows, group: int, windows: Iterable[int | None]) -> dict[int | None, AttentionPlan]:
     """One plan for each window of a model's layers."""
     return {window: plan_rows(rows.device, group, window, rows.host) for window in set(windows)}
-
-
-def _block(positions: Tensor, start: int, stop: int, first: int, last: int, window: int | None) -> Block:
-    lo = 0 if window is None else max(0, first - window + 1)
-    masked_from = first + 1 if window is None or last < window else lo
-    if masked_from > last:
-        return Block(start, stop, lo, last + 1, masked_from, None)
-    row = positions[start:stop, None]
-    key = torch.arange(masked_from, last + 1, device=positions.device)[None]
-    hidden = key > row
-    if window is not None:
-        hidden |= key <= row - window
-    return Block(start, stop, lo, last + 1, masked_from, hidden)

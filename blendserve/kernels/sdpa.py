@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from blendserve.kernels.cuda.available import are_supported
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
 
 # Without cuDNN's, which plans for tens of milliseconds at each new length: nearly every prompt has a new one.
 GPU_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GPU_DTYPES = {torch.bfloat16, torch.float16}
-MAX_DIM = 256  # on a GPU
 BLOCK = 128  # rows with one mask on a CPU, where torch converts it to fp32
 
 
@@ -26,13 +26,9 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan:
     """There is no softcap, and on a GPU no window that hides a key."""
     if spec.softcap is not None or not q.shape[1]:
         return False
-    parts = (q, keys, values)
+    hides_none = spec.window is None or spec.window >= plan.kv_len
     return q.device.type == "cpu" or (
-        plan.is_contiguous
-        and (spec.window is None or spec.window >= plan.kv_len)
-        and all(x.dtype == q.dtype in GPU_DTYPES and x.stride(-1) == 1 for x in parts)
-        and q.shape[-1] <= MAX_DIM
-        and not any(x.requires_grad for x in parts)
+        plan.is_contiguous and hides_none and are_supported(GPU_DTYPES, q, keys, values)
     )
 
 
@@ -45,11 +41,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
         with sdpa_kernel(GPU_BACKENDS) if on_gpu else nullcontext():
             return _sdpa(q, keys[:, :end], values[:, :end], spec.scale, mask, is_causal=1 < n_rows == end)
     out = torch.empty(n_rows, q.shape[0] * q.shape[2], dtype=q.dtype)
-    at: list[int] = plan.positions_on_host.tolist()
     for start in range(0, n_rows, BLOCK):
         stop = min(start + BLOCK, n_rows)
-        seen = slice(0 if spec.window is None else max(0, at[start] - spec.window + 1), at[stop - 1] + 1)
-        mask = None if stop == start + 1 else _mask(plan.positions[start:stop], seen, spec.window)
+        seen = plan.keys_seen(start, stop)
+        mask = None if stop == start + 1 else ~plan.hidden_keys(slice(start, stop), seen)
         out[start:stop] = _sdpa(q[:, start:stop], keys[:, seen], values[:, seen], spec.scale, mask)
     return out
 
@@ -75,10 +70,3 @@ def _causal_suffix(n_rows: int, end: int) -> Tensor:
     from torch.nn.attention.bias import causal_lower_right  # start-up: all of torch's compiler, over a second
 
     return causal_lower_right(n_rows, end)
-
-
-def _mask(row: Tensor, seen: slice, window: int | None) -> Tensor:
-    """[S, keys seen], True for visible keys."""
-    key, row = torch.arange(seen.start, seen.stop)[None], row[:, None]
-    visible = key <= row
-    return visible if window is None else visible & (key > row - window)

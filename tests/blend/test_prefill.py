@@ -108,7 +108,7 @@ from pathlib import Path
 import torch
 from blendserve.blend.layout import lay_out
 from blendserve.core import Chunk, ChunkKV, Prompt
-from blendserve.kernels import ops, rows
+from blendserve.kernels import ops, reference
 from blendserve.models.model import DecoderModel
 from blendserve.store.view import TensorView
 from tests.support.blending import blend
@@ -131,7 +131,7 @@ for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0),
     view = TensorView(ChunkKV(*torch.zeros(shape, dtype=dtype)))
     blend(adapter, short, lay_out(short))  # allocates what stays
     if blocks:
-        rows.MAX_BLOCK = rows.SCORE_BUDGET = blocks
+        reference.MAX_BLOCK = reference.SCORE_BUDGET = blocks
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = peak()
     for chunks in ({},) if blocks else ({}, {1: view}):  # full prefill, and half of it blended

@@ -54,15 +54,22 @@ Range blocks_of(const AttentionArgs& c, Range tiles) {
 
 constexpr int ROW_SLOTS = TILE > LANES ? TILE : LANES;  // numbers of which there is one a row
 
-// Sums over the blocks so far, of up to TILE rows: `mix` [TILE][dim] follows in memory.
-struct State {
-    alignas(64) float row_max[ROW_SLOTS];    // largest score, in powers of 2
+// What one block gave up to TILE rows.
+struct BlockState {
+    alignas(64) float row_max[ROW_SLOTS];  // largest score, in powers of 2
     alignas(64) float row_sum[ROW_SLOTS];  // sum of weights
+    BlockState() {
+        std::fill(row_max, row_max + ROW_SLOTS, NEG_INF);
+        std::fill(row_sum, row_sum + ROW_SLOTS, 0.0f);
+    }
+};
+
+// Sums over the blocks so far: `mix` [TILE][dim] follows in memory.
+struct State : BlockState {
     float* output() { return reinterpret_cast<float*>(this + 1); }
     static size_t bytes(const AttentionArgs& c) { return divide_up(sizeof(State) + sizeof(float) * TILE * c.dim, 64) * 64; }
     void clear(const AttentionArgs& c) {
-        std::fill(row_max, row_max + ROW_SLOTS, NEG_INF);
-        std::fill(row_sum, row_sum + ROW_SLOTS, 0.0f);
+        new (this) State;
         std::fill(output(), output() + TILE * c.dim, 0.0f);
     }
 };
@@ -176,16 +183,6 @@ void pack_values(const elem_t* values, int64_t stride, int n, int dim, uint32_t*
         ahead.fetch(std::max(1, lines));
     }
 }
-
-// What one block gave a tile.
-struct BlockState {
-    alignas(64) float row_max[ROW_SLOTS];
-    alignas(64) float row_sum[ROW_SLOTS];
-    BlockState() {
-        std::fill(row_max, row_max + ROW_SLOTS, NEG_INF);
-        std::fill(row_sum, row_sum + ROW_SLOTS, 0.0f);
-    }
-};
 
 // Which of the block's keys at .. at + LANES - 1 row r does not see.
 inline Mask masked(const Visible& visible, int r, int at) {

@@ -90,10 +90,10 @@ inline void score_block(const uint32_t* q, const uint32_t* k, int words, float* 
 }
 
 // A strip's scores as they count, and each row's largest.
-template <bool SOFTCAP>
 inline void limit(const AttentionArgs& c, const Visible& visible, int s, float* scores, float (*row_max)[LANES]) {
+    bool softcap = c.softcap > 0;
     scores += s;
-    if (!SOFTCAP && !visible.is_edge(s)) {
+    if (!softcap && !visible.is_edge(s)) {
 #pragma GCC unroll 4
         for (int r = 0; r < TILE; ++r, scores += SCORES) {
             F32 a = max(load(scores), load(scores + 16)), b = max(load(scores + 32), load(scores + 48));
@@ -105,7 +105,7 @@ inline void limit(const AttentionArgs& c, const Visible& visible, int s, float* 
         F32 largest = load(row_max[r]);
         for (int j = 0; j < N_TILE; j += LANES) {
             F32 x = load(scores + j);
-            if (SOFTCAP) x = apply_softcap(x, c.scale, c.softcap);
+            if (softcap) x = apply_softcap(x, c.scale, c.softcap);
             x = select(masked(visible, r, s + j), broadcast(NEG_INF), x);
             store(scores + j, x);
             largest = max(largest, x);
@@ -210,7 +210,7 @@ inline void softmax_and_accumulate(const TileBuffers& work, const Visible& visib
     for (int r = 0; r < visible.rows; ++r) row_sum[r] = sums[r][0];
 }
 
-template <bool SOFTCAP, int N>
+template <int N>
 void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state) {
     alignas(64) float row_max[TILE][LANES], base[TILE];
     int dim = static_cast<int>(c.dim), words = static_cast<int>(words_of(c)), begin = visible.begin, end = visible.end;
@@ -220,11 +220,11 @@ void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_
     score_block(q, keys(begin), words, work.scores + begin);
     for (int s = begin + N_TILE; s < end; s += N_TILE) {
         score_block(q, keys(s), words, work.scores + s);
-        limit<SOFTCAP>(c, visible, s - N_TILE, work.scores, row_max);
+        limit(c, visible, s - N_TILE, work.scores, row_max);
     }
-    limit<SOFTCAP>(c, visible, end - N_TILE, work.scores, row_max);
+    limit(c, visible, end - N_TILE, work.scores, row_max);
     BlockState part;
-    F32 factor = broadcast(SOFTCAP ? LOG2E : LOG2E * c.scale);
+    F32 factor = broadcast(c.softcap > 0 ? LOG2E : LOG2E * c.scale);
     F32 largest = select(tail_mask(visible.rows), largest_of_each(row_max) * factor, broadcast(NEG_INF));
     store(part.row_max, largest);
     store(base, select(equal(largest, broadcast(NEG_INF)), broadcast(0.0f), largest));
@@ -238,12 +238,10 @@ void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_
 }
 
 using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, const Visible&, State&);
-constexpr AttendBlock attend_blocks[2][5] = {
-    {nullptr, attend_block<false, 1>, attend_block<false, 2>, attend_block<false, 3>, attend_block<false, 4>},
-    {nullptr, attend_block<true, 1>, attend_block<true, 2>, attend_block<true, 3>, attend_block<true, 4>}};
+constexpr AttendBlock attend_blocks[5] = {nullptr, attend_block<1>, attend_block<2>, attend_block<3>, attend_block<4>};
 
 void attend_visible(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state) {
-    attend_blocks[c.softcap > 0][std::min<int64_t>(4, c.dim / LANES)](c, work, q, visible, state);
+    attend_blocks[std::min<int64_t>(4, c.dim / LANES)](c, work, q, visible, state);
 }
 
 }  // namespace

@@ -99,13 +99,6 @@ inline void multiply(const float* x, const float* y, int64_t n, int64_t f, const
         for (int v = 0; v < VECTORS; ++v) store(out + r * f + v * LANES, sum[r][v]);
 }
 
-// What the prior expects of a kv head's recomputed tokens: a strip of it, from j.
-void predict_by_prior(const CorrectionArgs& c, int64_t head, int64_t j, Head& h) {
-    int64_t f = 2 * c.dim;
-    const float *w = c.prior + head * f * f + j, *constant = c.prior_constant + head * f + j;
-    for (int64_t s = 0; s < c.rows; s += ROW_STEP) multiply<false>(h.x + s * f, w, f, f, constant, h.expected + s * f + j);
-}
-
 // expected -> of as much other text as each chunk has. The prior's factor: the slope of deviations on that, shrunk towards 1 by
 // `prior_shrinkage` tokens, and at most that. left -> what is beyond it.
 void fit_prior_scale(const CorrectionArgs& c, int64_t offset, Head& h) {
@@ -343,7 +336,12 @@ void blendserve_correct_kv(const CorrectionArgs& c) {
             collect_deltas(c, head, half == 0, h);
             if (has_regression && !fits) std::fill_n(h.centre + half * c.dim, c.dim, 0.0f);
         });
-        if (c.prior) each(strips, [&](Head& h, int64_t head, int64_t strip) { predict_by_prior(c, head, strip * N_TILE, h); });
+        if (c.prior)
+            each(strips, [&](Head& h, int64_t head, int64_t strip) {
+                int64_t j = strip * N_TILE;
+                const float *w = c.prior + head * f * f + j, *constant = c.prior_constant + head * f + j;
+                for (int64_t s = 0; s < c.rows; s += ROW_STEP) multiply<false>(h.x + s * f, w, f, f, constant, h.expected + s * f + j);
+            });
         each(2, [&](Head& h, int64_t, int64_t half) {
             int64_t offset = half * c.dim;
             if (c.prior) fit_prior_scale(c, offset, h);

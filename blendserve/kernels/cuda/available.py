@@ -7,6 +7,9 @@ from functools import cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
+
+MAX_DIM = 256  # of a head
 
 
 def has_triton() -> bool:
@@ -26,6 +29,18 @@ def _found(name: str) -> ModuleType | None:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError, AttributeError):  # built for another torch or CUDA
         return None
+
+
+def are_supported(dtypes: set[torch.dtype], *parts: Tensor) -> bool:
+    """Whether they are contiguous rows of one of these dtypes on one device, and need no gradients."""
+    first = parts[0]
+    return first.shape[-1] <= MAX_DIM and all(
+        x.dtype == first.dtype in dtypes
+        and x.device == first.device
+        and x.stride(-1) == 1
+        and not x.requires_grad
+        for x in parts
+    )
 
 
 @cache

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels.chunks import ChunkStack
-from blendserve.kernels.cuda.available import capability, flash_attn
+from blendserve.kernels.cuda.available import are_supported, capability, flash_attn
 from blendserve.kernels.rows import AttentionPlan
-from blendserve.kernels.sdpa import GPU_DTYPES, MAX_DIM
+from blendserve.kernels.sdpa import GPU_DTYPES
 from blendserve.kernels.types import AttentionSpec
 
 
@@ -31,15 +31,8 @@ def supports_chunks(
 
 
 def _supports(q: Tensor, *others: Tensor) -> bool:
-    parts = (q, *others)
-    return (
-        q.device.type == "cuda"
-        and all(x.dtype == q.dtype in GPU_DTYPES and x.stride(-1) == 1 for x in parts)
-        and q.shape[-1] <= MAX_DIM
-        and not any(x.requires_grad for x in parts)
-        and capability(q.device) >= (8, 0)
-        and flash_attn() is not None
-    )
+    is_on_gpu = q.device.type == "cuda" and capability(q.device) >= (8, 0)
+    return is_on_gpu and are_supported(GPU_DTYPES, q, *others) and flash_attn() is not None
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:

@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cuda.available import capability, processors
+from blendserve.kernels.cuda.available import are_supported, capability, processors
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
 
-MAX_DIM = 256
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 FEW = 16  # queries of one kv head that the small tile holds: decoding, and the last layer
 MOST_SPLITS = 32
@@ -59,13 +58,7 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
 
 def is_made_for(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     """On any device: for a GPU, or for Triton's interpreter."""
-    parts = (q, keys, values)
-    return (
-        q.dtype in DTYPES
-        and all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in parts)
-        and q.shape[-1] <= MAX_DIM
-        and not any(x.requires_grad for x in parts)
-    )
+    return are_supported(DTYPES, q, keys, values)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
