@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -47,10 +47,6 @@ def toy_server(folder: Path, **config: Any) -> Iterator[str]:
         yield made.url
 
 
-def keyed(folder: Path) -> AbstractContextManager[str]:
-    return toy_server(folder, keys=folder / "keys.json")
-
-
 def write_passages(config: Any, folder: Path) -> None:
     folder.mkdir()
     lines = (json.dumps({"text": p.text, "title": p.title}) + "\n" for p in PASSAGES)
@@ -79,8 +75,8 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         return known[name]
 
     with pytest.MonkeyPatch.context() as patch:
-        replaced = {"server": keyed, "prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}
-        for attribute, value in replaced.items():
+        patch.setattr(noisy_neighbor, "server", lambda folder: toy_server(folder, keys=folder / "keys.json"))
+        for attribute, value in {"prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}.items():
             patch.setattr(noisy_neighbor, attribute, value)
         yield result
 

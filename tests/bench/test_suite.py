@@ -35,24 +35,14 @@ def faster(target: str, **more: Any) -> dict[str, Any]:
     return {**claim, "target": target, **more}
 
 
-ECHO = """
-import json, sys
-print("a table")
-print(json.dumps({"folder": sys.argv[1], "data": sys.argv[2] + "/q.json"}))
-"""
-
-
-@pytest.fixture
-def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module that prints its words as JSON."""
-    (tmp_path / "echo_words.py").write_text(ECHO)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    return "echo_words"
-
-
-def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path: Path, echo: str) -> None:
+def test_a_suite_goes_on_after_a_failure_resumes_and_judges(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Variables are set by the user, and no value of theirs is stored."""
-    last = {"command": f"{echo} $OUT $data"}
+    echo = "import json, sys\nprint('a table')\nprint(json.dumps({'folder': sys.argv[1], 'data': f'{sys.argv[2]}/q'}))"
+    (tmp_path / "echo_words.py").write_text(echo)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    last = {"command": "echo_words $OUT $data"}
     runs = {"one": store_run(tiny), "bad": store_run("random:gpt-9"), "last": last}
     file, out = write_suite(tmp_path, runs, faster(">= 0"), faster(">= 1000000000")), tmp_path / "out"
     first = cli("bench", "suite", file, "--out", out)
@@ -62,7 +52,7 @@ def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path:
     again = cli("bench", "suite", file, "--out", out, "--set", "data=/secret/place").json()
     assert (again["one"], again["last"]) == ("done", "done")
     suite = Suite.read(file)
-    assert suite.result("last", out) == {"folder": "$OUT", "data": "$data/q.json"}
+    assert suite.result("last", out) == {"folder": "$OUT", "data": "$data/q"}
     assert [verdict.met for _, verdict in suite.verdicts(out) if verdict] == [True, False]
 
 
