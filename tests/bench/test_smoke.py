@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.support.http import Server
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
 HOSTILE = "benchmarks.noisy_neighbor"
-SEVERAL_PROCESSES = ("sharing", "cpu_contention", "startup", "embedding", "engines")
+SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "embedding", "engines")
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
@@ -45,10 +45,6 @@ Run = Callable[[str], Result]
 def toy_server(folder: Path, **config: Any) -> Iterator[str]:
     with closing(Server(folder / "served", ServeConfig(**config))) as made:
         yield made.url
-
-
-def keyed(folder: Path) -> AbstractContextManager[str]:
-    return toy_server(folder, keys=folder / "keys.json")
 
 
 def write_passages(config: Any, folder: Path) -> None:
@@ -79,8 +75,8 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         return known[name]
 
     with pytest.MonkeyPatch.context() as patch:
-        replaced = {"server": keyed, "prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}
-        for attribute, value in replaced.items():
+        patch.setattr(noisy_neighbor, "server", lambda folder: toy_server(folder, keys=folder / "keys.json"))
+        for attribute, value in {"prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}.items():
             patch.setattr(noisy_neighbor, attribute, value)
         yield result
 
@@ -197,11 +193,6 @@ def test_results_are_right_where_they_are_known(run: Run) -> None:
         assert group["facts"]["tokens_equal"] == group["facts"]["tokens"] > 0
         assert metrics(run("decode"), answer=kind, steps="one token a pass")["tokens_per_pass"] == 1.0
         assert metrics(run("decode"), answer=kind, steps="drafts")["tokens_per_pass"] >= 1.0
-    delivered = run("benchmarks.delivery")
-    for link in ("1 Gbit/s", "up"):
-        recompute, int8 = (metrics(delivered, link=link, client=client) for client in ("recompute", "int8"))
-        assert recompute["kl_first_token"] == 0
-        assert recompute["bytes_received"] < 1000 < int8["bytes_received"]
     network, method = run("benchmarks.network"), "query+prior@0.15"
     far = metrics(network, round_trip_ms=50.0, codec="raw", method=method)
     near = {word: metrics(network, round_trip_ms=0.0, codec=word, method=method) for word in ("raw", "int8")}
@@ -211,7 +202,12 @@ def test_results_are_right_where_they_are_known(run: Run) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_hostile_client_is_refused(run: Run) -> None:
+def test_delivery_brings_bytes_and_a_hostile_client_is_refused(run: Run) -> None:
+    delivered = run("benchmarks.delivery")
+    for link in ("1 Gbit/s", "up"):
+        recompute, int8 = (metrics(delivered, link=link, client=client) for client in ("recompute", "int8"))
+        assert recompute["kl_first_token"] == 0
+        assert recompute["bytes_received"] < 1000 < int8["bytes_received"]
     for kind, statuses in run(HOSTILE)["groups"][0]["facts"]["statuses"].items():
         refused = {"larger": "413", "document": "202"}.get(kind, "400")
         assert statuses.keys() <= {refused, "429", GAVE_UP, NO_ANSWER}

@@ -198,7 +198,7 @@ def test_another_window_has_the_same_tokens() -> None:
 
 def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> None:
     examples = load("facts").examples
-    assert {e.type for e in examples} == set(FORMS)
+    assert {e.type for e in examples} == set(generate_world.FORMS)
     for example in examples:
         (own,) = [p for p in example.contexts if p.title in example.supporting]
         assert own.text.count(example.question + example.answers[0]) == 1
@@ -222,7 +222,6 @@ def test_the_script_remakes_the_bundled_files(tmp_path: Path, monkeypatch: pytes
     assert digest.startswith("a9e8448bdce5092d")
 
 
-FORMS = ("birthplace", "birth", "university", "award", "father", "mother", "spouse", "deathplace")
 FIVE = tuple(Passage(f"Some text of passage {n}.", f"T{n}") for n in range(5))
 EXAMPLE = Example("e", "Who?", ("x",), FIVE)
 

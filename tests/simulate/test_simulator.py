@@ -24,15 +24,7 @@ from blendserve.simulate import workload
 from blendserve.simulate.cache import key_of
 from blendserve.simulate.calibrate import Node, configured, pool_size
 from blendserve.simulate.cluster import Cluster, SimulationResult
-from blendserve.simulate.config import (
-    ROUTINGS,
-    ComputeConfig,
-    CorpusConfig,
-    LinksConfig,
-    RequestsConfig,
-    Routing,
-    SimulateConfig,
-)
+from blendserve.simulate.config import ROUTINGS, LinksConfig, Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
 from blendserve.simulate.routing import ChunkDirectory, Loads, make_router, name_of
 from blendserve.simulate.service_time import ServiceTime, StoreLink
@@ -256,8 +248,9 @@ def test_work_is_counted_as_the_engine_counts_it(
     prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
     views = {i: TensorView(kv[1]) for i, there in enumerate(found) if there}
     wanted = count_work(lay_out(prompt, TensorView(kv[0]), views), make_policy(BlendConfig(ratio=ratio)), 1)
-    requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
-    times = ServiceTime(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
+    requests = {"prefix_tokens": prefix, "question_tokens": question, "chunks": len(found)}
+    settings = SimulateConfig(compute={"ratio": ratio}, corpus={"chunk_tokens": size}, requests=requests)
+    times = ServiceTime(settings.compute, settings.corpus, settings.requests)
     assert times.counts(found) == pytest.approx(list(wanted), rel=1e-6)
 
 
