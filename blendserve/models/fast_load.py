@@ -50,7 +50,7 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | 
     try:
         head, _, backend = record_file(folder, dtype).read_text("utf-8").partition("\n")
         record = json.loads(head)
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend), record["tokenizer"])
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend), **record["tokenizer"])
         ends = frozenset(record["end_tokens"])
         tensors = _weights(folder, dtype)
         if record["config"]["tie_word_embeddings"]:
@@ -64,8 +64,9 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | 
 def save(folder: Path, dtype: torch.dtype, start: Start) -> None:
     """Write what `load` reads: a line of JSON, and the Rust tokenizer."""
     file = record_file(folder, dtype)
-    about = {"tokenizer": start.tokenizer.about, "end_tokens": sorted(start.end_tokens)}
-    head = json.dumps({**start._asdict(), **about}, default=str)
+    about = {name: value for name, value in vars(start.tokenizer).items() if name != "backend_tokenizer"}
+    values = {**start._asdict(), "tokenizer": about, "end_tokens": sorted(start.end_tokens)}
+    head = json.dumps(values, default=str)
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".{os.getpid()}")
     scratch.write_text(f"{head}\n{start.tokenizer.backend_tokenizer.to_str()}", "utf-8")

@@ -167,15 +167,14 @@ def write_folder(file: Path, into: Path) -> Start:
     """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE."""
     gguf = Gguf(file)
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
-    special, eos, template = tokenizer.about.values()
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     for name, values in (("config", config), ("tokenizer_config", settings)):
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
-    if template:
-        (into / "chat_template.jinja").write_text(template, "utf-8")
+    if tokenizer.chat_template:
+        (into / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
     save_file(_weights(gguf, config), into / "model.safetensors", {"format": "pt"})
-    return Start({**DEFAULTS, **config}, tokenizer, frozenset({eos}), fingerprint=None)
+    return Start({**DEFAULTS, **config}, tokenizer, frozenset({config["eos_token_id"]}), fingerprint=None)
 
 
 def _config(gguf: Gguf) -> dict[str, Any]:
@@ -231,6 +230,4 @@ def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
     named = dict.fromkeys([*special.values(), *control])
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in named])
-    template = metadata.get("tokenizer.chat_template")
-    about = {"special_tokens": special, "eos_token_id": ids["eos"], "chat_template": template}
-    return Tokenizer(backend, about)
+    return Tokenizer(backend, special, ids["eos"], metadata.get("tokenizer.chat_template"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from itertools import product
@@ -18,16 +19,14 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """Texts to token ids and back."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, about: dict[str, Any]) -> None:
-        """about: special_tokens by name, eos_token_id and chat_template."""
-        self.backend_tokenizer, self.about = backend, about
-        self.chat_template: str | None = about["chat_template"]
-        self.bos_token: str | None = about["special_tokens"].get("bos_token")
-        self.eos_token: str | None = about["special_tokens"].get("eos_token")
-        self.eos_token_id: int | None = about["eos_token_id"]
+    backend_tokenizer: tokenizers.Tokenizer
+    special_tokens: dict[str, str]  # by name: bos_token, eos_token, ...
+    eos_token_id: int | None
+    chat_template: str | None
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokenizer:
@@ -36,12 +35,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
-        about = {
-            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            "eos_token_id": tokenizer.eos_token_id,
-            "chat_template": tokenizer.chat_template,
-        }
-        return cls(backend, about)
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        return cls(backend, special, tokenizer.eos_token_id, tokenizer.chat_template)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
@@ -81,13 +80,9 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.about["special_tokens"],
+                **self.special_tokens,
             )
         )
-
-    def __deepcopy__(self, memo: Any) -> Tokenizer:
-        about = {**self.about, "chat_template": self.chat_template}
-        return Tokenizer(tokenizers.Tokenizer.from_str(self.backend_tokenizer.to_str()), about)
 
 
 SAMPLES = ("The cat sat on 12 mats.\n\n", " na\u00efve \u6f22\u5b57 \U0001f642\t x", "")
@@ -99,7 +94,7 @@ CHATS = (
 
 def agree(ours: Tokenizer, theirs: Any) -> bool:
     """Whether both encode, decode and render chats alike: a class of transformers may do more than its Rust backend."""
-    special = "".join(map(str, ours.about["special_tokens"].values()))
+    special = "".join(map(str, ours.special_tokens.values()))
     texts = (*SAMPLES, special, f"a {special} b")
     return _behaviour(ours, texts) == _behaviour(theirs, texts)
 

@@ -62,7 +62,6 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     assert adapter.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
     # A model that scales later queries is exact up to the first of them.
     assert adapter.context_limit == (tiny.CONTEXT // 2 if kind == "ministral3" else tiny.CONTEXT)
-    assert adapter.vocab_size == 97
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
     assert FAMILIES[kind].experts == any(part.endswith("experts") for part in parts)
 

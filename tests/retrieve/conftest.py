@@ -23,17 +23,16 @@ def folder() -> Path:
     return model_folder(DEFAULT)
 
 
-def exact_bert(folder: Path) -> Bert:
-    """In fp32, for a folder whose model it can run."""
+def exact_embedder(folder: Path) -> Embedder:
+    """In fp32, whose rounding no assertion sees, for a folder whose model we run ourselves."""
     plain = BertFolder.read(folder)
     assert plain is not None
-    return Bert(plain, torch.float32)
+    return Embedder(Bert(plain, torch.float32), DEFAULT, fingerprint_of(folder))
 
 
 @pytest.fixture(scope="session")
 def embedder(folder: Path) -> Embedder:
-    """The bundled model in fp32, whose rounding no assertion sees."""
-    return Embedder(exact_bert(folder), DEFAULT, fingerprint_of(folder))
+    return exact_embedder(folder)
 
 
 def words(passage: Passage) -> int:

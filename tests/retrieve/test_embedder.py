@@ -19,7 +19,7 @@ from blendserve.retrieve import Embedder, bert
 from blendserve.retrieve.bert import BertFolder
 from blendserve.retrieve.embedder import BUNDLED, MAX_QUESTION_WINDOWS, fingerprint_of
 from blendserve.retrieve.encoder import Window
-from tests.retrieve.conftest import embed, exact_bert, windows_of
+from tests.retrieve.conftest import embed, exact_embedder, windows_of
 from tests.support.files import copied_model
 
 WORDS = ["antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
@@ -131,7 +131,7 @@ def test_vectors_are_the_library_s(
         monkeypatch.setattr(bert, "packed_linear", Mock(side_effect=NotImplementedError))
         assert Embedder.load().dtype == "float32"
     monkeypatch.setattr(bert, "BATCH_TOKENS_PER_THREAD", 300)
-    embedder, seen = Embedder(exact_bert(folder), "", ""), list[tuple[int, int]]()
+    embedder, seen = exact_embedder(folder), list[tuple[int, int]]()
     vectors = embedder.encode(one_window_each(embedder), lambda done, total: seen.append((done, total)))
     expected = library.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
@@ -150,7 +150,7 @@ def test_cls_pooling_and_a_folder_as_the_library_saves_it_today(copy: Path, libr
     theirs.save(str(copy / "saved"))
     expected = theirs.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     for folder in (copy, copy / "saved"):
-        np.testing.assert_allclose(embed(Embedder(exact_bert(folder), "", ""), TEXTS), expected, atol=1e-5)
+        np.testing.assert_allclose(embed(exact_embedder(folder), TEXTS), expected, atol=1e-5)
 
 
 def test_half_precision_is_alike_and_does_not_depend_on_the_batch(embedder: Embedder) -> None:
