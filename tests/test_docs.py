@@ -194,6 +194,13 @@ def test_pages_take_five_minutes_to_read(page: Path) -> None:
     assert len(re.findall(r"\S*\w\S*", text)) <= 900
 
 
+def test_the_examples_of_the_integrations_are_those_of_their_pages() -> None:
+    """tests/serve runs these."""
+    for readme in (ROOT / "integrations").glob("*/README.md"):
+        page = DOCS / "how-to" / f"{readme.parent.name.replace('_', '-')}.md"
+        assert blocks(readme, "python") == blocks(page, "python")[:1]
+
+
 def test_settings_files_load(tmp_path: Path) -> None:
     for n, block in enumerate(block for page in RECIPES for block in blocks(page, "yaml")):
         (tmp_path / f"{n}.yaml").write_text(block)

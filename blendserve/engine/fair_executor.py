@@ -100,16 +100,6 @@ class _Job:
     is_long: bool
     future: Future[Any] = field(default_factory=Future)
 
-    def run(self) -> bool:
-        """Run it, unless it was cancelled -> whether it failed."""
-        if self.future.set_running_or_notify_cancel():
-            try:
-                self.future.set_result(self.call())
-            except BaseException as error:
-                self.future.set_exception(error)
-                return True
-        return False
-
 
 class FairExecutor:
     """One thread for the jobs of many tenants, who take turns; a long job lets short ones run between its parts.
@@ -207,15 +197,22 @@ class FairExecutor:
         return is_late or not self._has_other_tenants(job.tenant)
 
     def _run(self, job: _Job) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
         was_in_long_job, self._in_long_job = self._in_long_job, job.is_long
-        began = self._clock()
+        began, penalty = self._clock(), 0.0
         if job.is_long:
             self._throttle.begin()
-        has_failed, now = job.run(), self._clock()
+        try:
+            job.future.set_result(job.call())
+        except BaseException as error:
+            job.future.set_exception(error)
+            penalty = 0.0 if job.is_long else REJECTION_PENALTY
         self._in_long_job = was_in_long_job
+        now = self._clock()
         self._not_before = {tenant: then for tenant, then in self._not_before.items() if then > now}
-        if has_failed and not job.is_long:
-            self._not_before[job.tenant] = now + REJECTION_PENALTY * (now - began)
+        if penalty:
+            self._not_before[job.tenant] = now + penalty * (now - began)
 
     def _drop(self, job: _Job) -> None:
         with self._wake:

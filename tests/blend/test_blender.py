@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import count, islice
 from typing import Any
 
@@ -45,38 +44,34 @@ def found(report: BlendReport) -> tuple[int, int, int]:
     return report.chunks_hit, report.chunks_missing, report.chunks_corrupt
 
 
-def damage_a_layer(store: LeakyStore, maker: Blender) -> None:
-    store.broken = {maker.key(CHUNKS[1])}
-
-
-def put_wrong_record(store: LeakyStore, maker: Blender) -> None:
-    """Of another chunk, under a chunk's key."""
-    put_kv(store, maker.key(CHUNKS[1]), maker.writer.chunks.compute([some_ids(3)])[0])
-
-
-def put_foreign_codec(store: LeakyStore, maker: Blender) -> None:
-    key = maker.key(CHUNKS[1])
-    record: Any = read_record(store, key)
-    coding = Coding("alien", 3, bytes(range(16)))
-    store.put(key, ChunkRecord.from_segments(key, record.shape, coding, record.segments()))
+def damage(how: str, store: LeakyStore, maker: Blender) -> None:
+    key, record = maker.key(CHUNKS[1]), read_record(store, maker.key(CHUNKS[1]))
+    assert record
+    if how == "a layer":
+        store.broken = {key}
+    elif how == "another chunk's KV":
+        put_kv(store, key, maker.writer.chunks.compute([some_ids(3)])[0])
+    else:
+        coding = Coding("alien", 3, bytes(range(16)))
+        store.put(key, ChunkRecord.from_segments(key, record.shape, coding, record.segments()))
 
 
 @pytest.mark.parametrize(
-    ("damage", "counts", "kind"),
+    ("how", "counts", "kind"),
     [
-        (damage_a_layer, (4, 0, 1), "corrupt"),
-        (put_wrong_record, (4, 0, 1), "corrupt"),
-        (put_foreign_codec, (4, 1, 0), "codec"),
+        ("a layer", (4, 0, 1), "corrupt"),
+        ("another chunk's KV", (4, 0, 1), "corrupt"),
+        ("a foreign codec", (4, 1, 0), "codec"),
     ],
 )
 def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
-    damage: Callable[[LeakyStore, Blender], None], counts: tuple[int, int, int], kind: str
+    how: str, counts: tuple[int, int, int], kind: str
 ) -> None:
     store = LeakyStore()
     maker, as_if_missing = tiny_blender(store, *CHUNKS), tiny_blender(None, *CHUNKS)
     whole = maker.run(PROMPT, BLEND)
     as_if_missing.store.delete([as_if_missing.key(CHUNKS[1])])
-    damage(store, maker)
+    damage(how, store, maker)
     hurt = maker.run(PROMPT, BLEND)
     assert found(hurt.report) == counts
     assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
@@ -136,6 +131,7 @@ def test_parts_cover_the_prompt_in_order_each_with_its_reason(
     """The first, fourth and last chunk are stored."""
     store = FaultyStore(MemoryStore(ROOMY))
     made = tiny_blender(store, *(CHUNKS[i] for i in (0, 3, 5)))
+    made.near.refresh()
     store.damaged, store.down = {made.key(CHUNKS[i]) for i in damaged}, down
     done = made.run(PROMPT, BlendConfig(**options))
     if down:
@@ -229,7 +225,7 @@ def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_
     source = far_source()
     made = over(source, MemoryStore(0))
     left = made.run(PROMPT, BlendConfig(method="auto"))
-    made.fetcher.wait()
+    made.fetcher.flush()
     assert kinds(left) == [(i, SLOW) for i, ids in enumerate(CHUNKS) if ids]
     assert (left.report.method, found(left.report)) == ("prefix", (0, FILLED, 0))
     assert source.fetched.total() == 0
@@ -245,7 +241,7 @@ def test_chunks_of_this_machine_are_used_and_those_left_on_a_slow_link_are_store
     tiny_blender(local, *(ids for ids in CHUNKS if ids != CHUNKS[3]))
     made = over(far_source(), local)
     done = made.run(PROMPT, BlendConfig(method="auto"))
-    made.fetcher.wait()
+    made.fetcher.flush()
     assert kinds(done) == [(3, SLOW)]
     assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
     assert run(made.writer.write_back(done.missing)) == 1

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blendserve.blend import near as near_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, matching_runs
@@ -33,6 +34,12 @@ OLD = some_ids(90, 2)
 FIRST = some_ids(12, 3)  # a chunk that is stored, so that others are not first
 NEW = (*OLD[:40], 96, *OLD[41:])
 NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even on a busy machine a first request waits for the index."""
+    monkeypatch.setattr(near_module, "FIRST_WAIT_S", 60.0)
 
 
 def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Prefilled:

@@ -22,7 +22,6 @@ from blendserve.config import (
 from blendserve.core import Answer, Passage
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
-from blendserve.engine.generate import Sequence
 from blendserve.engine.request import (
     Event,
     Failed,
@@ -128,17 +127,12 @@ class Listener:
                 return event.answer
 
 
-def queued(
+def submit(
     batch: BatchEngine, question: str, passages: GenericSequence[Passage], tenant: str = "", **options: Any
-) -> tuple[Sequence, Listener]:
+) -> Listener:
     """options: fields of BlendConfig and DecodeConfig."""
     blend, decode = split_options(options)
     plan = batch.engine.prepare(Request(question, tuple(passages), blend=blend, decode=decode))
     listener = Listener()
-    return batch.sequence(plan, listener, tenant), listener
-
-
-def submit(batch: BatchEngine, *asked: Any, **options: Any) -> Listener:
-    request, listener = queued(batch, *asked, **options)
-    batch.scheduler.submit(request)
+    batch.scheduler.submit(batch.sequence(plan, listener, tenant))
     return listener
