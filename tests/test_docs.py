@@ -30,7 +30,7 @@ from tests.support.commands import stand_in, walk
 from tests.support.engines import PASSAGES
 from tests.support.http import Server, serving
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 RECIPES = [README, *sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
