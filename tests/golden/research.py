@@ -1,15 +1,13 @@
 """Numbers that a rewrite must not change: toy evaluations, the simulator, the cost model. Times are left out.
 
-    python -m tests.golden.research record    writes evaluate.json, simulate.json and cost.json here anew
-
-Names in the files are this module's own: after a rewrite only the functions below change.
+python -m tests.golden.research record    writes evaluate.json, simulate.json and cost.json here anew
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,18 +19,10 @@ from blendserve.cost import CostConfig, report
 from blendserve.evaluate.job import Outcome
 from blendserve.simulate.config import ROUTINGS, SimulateConfig
 from blendserve.simulate.metrics import simulate
-from tests.support.evaluations import RUNS, predictions, toy_run
+from tests.support.evaluations import RUNS, predictions, toy_run, untimed
 
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parents[1] / "configs" / "cost"
-ANSWER = (
-    *("tokens", "recomputed", "tokens_prompt", "tokens_exact", "tokens_computed", "bytes_loaded", "kv"),
-    *("cost", "first_kl", "mean_kl", "score", "agreement"),
-)
-INTERVALS = (
-    *("mean_kl", "mean_kl_share", "first_kl_share", "f1", "em", "rouge_l", "agreement", "identical"),
-    *("score", "score_against_full"),
-)
 
 
 def golden(name: str, rel: float = 0.0, abs: float = 0.0) -> Any:
@@ -50,22 +40,8 @@ def plain(value: Any) -> Any:
 
 
 def evaluation(outcome: Outcome) -> Any:
-    """Every prediction, and every method's means with their intervals and tails; of permuted prompts the means alone."""
-    with_bounds = outcome.metrics["prompts"] == outcome.metrics["questions"]
-    answers = {
-        f"{line['id']} {line['method']}": {name: line[name] for name in ANSWER}
-        for line in predictions(outcome)
-    }
-    methods = {
-        name: {
-            **{i: _interval(found[i], with_bounds) for i in INTERVALS},
-            "tails": [{part: tail[part] for part in ("against", "p95", "worst")} for tail in found["tails"]],
-            "kv_smaller": found["kv_smaller"],
-            "facts": found.get("facts"),
-        }
-        for name, found in outcome.metrics["methods"].items()
-    }
-    return plain({"answers": answers, "methods": methods})
+    """Every prediction, and every method's means with their intervals and tails."""
+    return plain({"answers": untimed(predictions(outcome)), "methods": untimed(outcome.metrics["methods"])})
 
 
 def simulation() -> Any:
@@ -97,12 +73,6 @@ def evaluations() -> Any:
         with TemporaryDirectory() as folder:
             found[kind] = evaluation(toy_run(kind, Path(folder)))
     return found
-
-
-def _interval(found: Mapping[str, Any] | None, with_bounds: bool) -> Any:
-    return found and [
-        found[part] for part in (("mean", "low", "high", "n") if with_bounds else ("mean", "n"))
-    ]
 
 
 GOLDEN: dict[str, Callable[[], Any]] = {"evaluate": evaluations, "simulate": simulation, "cost": costs}

@@ -353,7 +353,8 @@ TABLE: dict[str, Operation] = {
 
 BF16 = LEVELS["avx512_bf16"]
 EMULATION = Path(__file__).parents[1] / "kernels" / "cpu" / "emulated_amx.h"
-TILES = (*BF16.compile, "-include", str(EMULATION), f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}")
+HEADER = zlib.crc32(EMULATION.read_bytes())
+TILES = (*BF16.compile, "-O1", "-include", str(EMULATION), f"-DEMULATION={HEADER}")  # -O3 takes long
 EMULATED = replace(BF16, title="AMX, emulated", compile=TILES, sources=LEVELS["amx"].sources)
 
 
