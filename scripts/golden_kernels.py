@@ -30,7 +30,7 @@ from blendserve.kernels.rotary import HALVES
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 from blendserve.provenance import cpu_name
-from blendserve.store.codecs.predict import rans, rans_native
+from blendserve.store.codecs.predict import rans
 
 
 def calls(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -82,19 +82,19 @@ def codec_calls(
     def decode(
         segment: memoryview, below: Any, means: Any, model: Any, layer: Any, dim: int, dtype: Any
     ) -> Any:
-        symbols = rans_native.decode(library, segment, below[0], len(below[1]), means, model)
-        heads, codes = rans_native.dequantize(library, below[1], torch.from_numpy(symbols), layer, dim, dtype)
+        symbols = rans.decode(library, segment, below[0], len(below[1]), means, model)
+        heads, codes = rans.dequantize(library, below[1], torch.from_numpy(symbols), layer, dim, dtype)
         return heads, symbols, codes
 
     for spread in (0.3, 9.0):
         values = numbers.laplace(scale=spread, size=(40, 20)).clip(-128, 127).astype(np.int8)
         seen, codes = numbers.integers(-128, 128, (40, 37)).astype(np.int8), rans.random_codes(40, 64)
         means, contexts = np.full(20, int(spread * rans.ONE), np.int32), rans.contexts_of(seen, 40)
-        yield f"pack: {spread}", partial(rans_native.encode, library), (values, contexts, means, model)
+        yield f"pack: {spread}", partial(rans.encode, library), (values, contexts, means, model)
         segment = memoryview(rans.encode_reference(values, contexts, means, model))
         yield f"decode: {spread}", decode, (segment, (seen, codes), means, model, layer, 16, dtype)
         args = codes, torch.from_numpy(values), layer, 16, dtype
-        yield f"reconstruct: {spread}", partial(rans_native.dequantize, library), args
+        yield f"reconstruct: {spread}", partial(rans.dequantize, library), args
 
 
 def digest(run: Callable[..., Any], args: tuple[Any, ...]) -> str:

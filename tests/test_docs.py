@@ -1,39 +1,134 @@
-"""The README and docs/: examples run, links resolve, and every option, setting, error and metric named exists."""
+"""The README and docs/: examples run, links resolve, and every option, setting, error and metric named exists.
+
+Python and curl run against a server, `blendserve` commands are parsed by the command line.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import tokenize
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import typer
 
 from blendserve import errors
+from blendserve.cli.app import app
 from blendserve.config import Config
 from blendserve.registry import POLICIES
 from blendserve.serve.delivery import DeliveryMetrics
 from blendserve.serve.metrics import Metrics
 from blendserve.store import MemoryStore
-from tests.support.commands import stand_in
-from tests.support.pages import DOCS, README, RECIPES, ROOT, WRITTEN, anchors, blocks, links, name, options
+from tests.support.commands import stand_in, walk
+from tests.support.engines import PASSAGES
+from tests.support.http import Server, serving
 
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+RECIPES = [README, *sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
+WRITTEN = [*RECIPES, DOCS / "index.md"]
+SERVER = "http://127.0.0.1:8000"
 REFERENCE = DOCS / "reference"
 LINKED = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 GUIDES = sorted({*WRITTEN, *DOCS.glob("explanation/*.md")})
 OTHERS = {"--no-deps", "--index-url", "--no-build-isolation", "--cpuset-cpus", "--cache-reuse"} | {
     *("--head", "--address", "--generate")  # options of other programs
 }
-EXAMPLES = [
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The contents of the page's ```language blocks."""
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The simple commands of the page's bash blocks, as lists of words; redirections and here-documents are dropped."""
+    for block in blocks(page, "bash"):
+        text = re.sub(r"<<'(\w+)'\n.*?^\1$", "", block, flags=re.DOTALL | re.MULTILINE)
+        lines = re.sub(  # comments go and newlines end a command, but for what is in quotes
+            r"""('[^']*'|"[^"]*")|(?:(?<=\s)|^)#[^\n]*|\n""",
+            lambda found: found[1] or (" ; " if found[0] == "\n" else ""),
+            text.replace("\\\n", " "),
+        )
+        lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word and set(word) <= set(";&|"):
+                while words and re.match(r"[A-Z_]+=", words[0]):  # environment
+                    del words[0]
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def parse(words: list[str]) -> None:
+    """Parse `blendserve ...` as the command line does, without running it. Raises click's UsageError."""
+    if words[1:] == ["--version"]:
+        return
+    command: Any = typer.main.get_command(app)
+    context, rest = command.make_context("blendserve", list(words[1:])), words[1:]
+    while hasattr(command, "list_commands"):
+        _, command, rest = command.resolve_command(context, list(rest))
+        context = command.make_context(command.name, list(rest), parent=context)
+
+
+@cache
+def options() -> frozenset[str]:
+    """All long options of all commands."""
+    known = (p for _, command in walk(typer.main.get_command(app)) for p in command.params)
+    found = {o for p in known for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
+    return frozenset(found) | {"--help", "--version"}
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    )
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
+OWN = re.compile(r"^(?:from|import) blendserve\b", re.MULTILINE)
+PYTHON = [
     pytest.param(block, id=f"{name(page)}-{i}")
     for page in (*RECIPES, REFERENCE / "python-api.md")
     for i, block in enumerate(blocks(page, "python"))
-    if re.search(r"^(from|import) blendserve", block, re.MULTILINE)
 ]
+OF_PACKAGE, OF_CLIENTS = (
+    [e for e in PYTHON if bool(OWN.search(str(e.values[0]))) is own] for own in (True, False)
+)
+WORDS = [(name(page), words) for page in RECIPES for words in commands(page)]
+CURL_OPTIONS = ArgumentParser()
+CURL_OPTIONS.add_argument("url")
+CURL_OPTIONS.add_argument("-X", "--request")
+CURL_OPTIONS.add_argument("-d", "--data")
+CURL_OPTIONS.add_argument("-H", "--header", action="append", default=[])
+CURL, COMMANDS = ([(p, w) for p, w in WORDS if w[0] == program] for program in ("curl", "blendserve"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", OF_PACKAGE)
 def test_examples_of_the_python_api_run_as_written(
     example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +194,13 @@ def test_pages_take_five_minutes_to_read(page: Path) -> None:
     assert len(re.findall(r"\S*\w\S*", text)) <= 900
 
 
+def test_the_examples_of_the_integrations_are_those_of_their_pages() -> None:
+    """tests/serve runs these."""
+    for readme in (ROOT / "integrations").glob("*/README.md"):
+        page = DOCS / "how-to" / f"{readme.parent.name.replace('_', '-')}.md"
+        assert blocks(readme, "python") == blocks(page, "python")[:1]
+
+
 def test_settings_files_load(tmp_path: Path) -> None:
     for n, block in enumerate(block for page in RECIPES for block in blocks(page, "yaml")):
         (tmp_path / f"{n}.yaml").write_text(block)
@@ -119,6 +221,9 @@ def test_every_error_and_metric_is_listed() -> None:
     found = {family.name for each in (metrics, DeliveryMetrics()) for family in each.registry.collect()}
     listed = re.findall(r"^\| `(\w+)` \|", (REFERENCE / "metrics.md").read_text(), flags=re.MULTILINE)
     assert {f"blendserve_{metric}" for metric in listed} == found
+    named = {metric for page in RECIPES for metric in re.findall(r"\bblendserve_[a-z_]+", page.read_text())}
+    assert named
+    assert {re.sub("_(total|bucket|sum|count)$", "", metric) for metric in named} - found == set()
 
 
 def test_every_name_of_the_glossary_is_in_the_code() -> None:
@@ -134,3 +239,48 @@ def test_every_name_of_the_glossary_is_in_the_code() -> None:
     assert len(rows) >= 40
     assert [term for term, _ in rows] == list(dict.fromkeys(term for term, _ in rows))
     assert {name for _, names in rows for name in re.findall(r"`([^`]+)`", names)} - found == set()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One without keys."""
+    with serving(tmp_path_factory.mktemp("recipes")) as made:
+        yield made
+
+
+def for_toy(text: str, server: Server) -> str:
+    """The same for this server: its address, model and collection."""
+    text = text.replace(SERVER, server.url).replace("smollm2-135m", "tiny")
+    return text.replace('"docs"', '"a"').replace("collection=docs", "collection=a")
+
+
+@pytest.mark.parametrize("example", OF_CLIENTS)
+def test_python(server: Server, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in IMPORT.findall(example):
+        pytest.importorskip(module)
+    found = [SimpleNamespace(page_content=p.text, id=None, metadata={"title": p.title}) for p in PASSAGES[:2]]
+    retriever = SimpleNamespace(invoke=lambda question: found)
+    names: dict[str, Any] = {"retriever": retriever, "question": "Who sat on the mat?"}
+    exec(compile(for_toy(example, server), "example", "exec"), names)
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(("page", "words"), CURL, ids=[f"{p}-{i}" for i, (p, _) in enumerate(CURL)])
+def test_curl(server: Server, page: str, words: list[str]) -> None:
+    asked, _ = CURL_OPTIONS.parse_known_args([for_toy(word, server) for word in words[1:]])
+    if not asked.url.startswith(server.url):
+        pytest.skip(f"{asked.url} is another service")
+    method = asked.request or ("POST" if asked.data else "GET")
+    headers = dict(header.split(": ", 1) for header in asked.header)
+    answer = server.http.request(method, asked.url, headers=headers, content=asked.data)
+    assert answer.status_code < 300, answer.text
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{p}-{' '.join(w)}" for p, w in COMMANDS])
+def test_commands_parse(page: str, words: list[str]) -> None:
+    parse(words)
+    assert [w for w in words if re.match(r"configs/.*\.yaml", w) and not (ROOT / w).exists()] == []
+
+
+def test_recipes_are_found() -> None:
+    assert (len(OF_CLIENTS) >= 5, len(CURL) >= 3, len(COMMANDS) >= 30) == (True, True, True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from blendserve.config import PlaceConfig, RemoteConfig, StoreConfig
+from blendserve.config import PlaceConfig, StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch.copies import open_copies
 from blendserve.fetch.fetcher import KVFetcher
@@ -44,36 +44,32 @@ def open_store(
     persistent: only kinds that outlive the process. read_only: a remote store is left out. Raises StoreUnavailable,
     StoreVersion.
     """
-    path = config.path or default_path
+    path, remote = config.path or default_path, None if read_only else config.remote
     kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
     kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
-    opened = kind.from_config(config, path, read_only, _policies(config))
-    remote = None if read_only else config.remote
-    if isinstance(opened, KVStore):
-        return _with_remote(opened, config, remote) if remote else opened
-    if remote:
+    far: StoreKind | None = STORES.load(remote.kind) if remote else None
+    if remote and far and far.needs_folder and not remote.path:
         raise ConfigError(
-            f"nothing can be stored in the delivery service {config.location}, so 'store.remote' is of no use behind it: "
-            "give it as store.remote.location, and leave store.location out or set it to a folder",
-            setting="store.remote",
+            "setting 'store.remote.location' is missing: name a server, a collection, or a folder that machines share",
+            setting="store.remote.location",
         )
-    return TieredStore(MemoryStore(0), opened)
-
-
-def _with_remote(local: KVStore, config: StoreConfig, remote: RemoteConfig) -> KVStore:
-    """The local store before the remote one. It is closed if that cannot be opened."""
-    kind: StoreKind = STORES.load(remote.kind)
-    try:
-        if kind.needs_folder and not remote.path:
+    opened = kind.from_config(config, path, read_only, _policies(config))
+    if not isinstance(opened, KVStore):
+        if remote:
             raise ConfigError(
-                "setting 'store.remote.location' is missing: name a server, a collection, or a folder that the machines "
-                "share",
-                setting="store.remote.location",
+                f"nothing can be stored in the delivery service {config.location}, so 'store.remote' is of no use behind "
+                "it: give it as store.remote.location, and leave store.location out or set it to a folder",
+                setting="store.remote",
             )
-        far = kind.from_config(remote, remote.path, False, _policies(remote))
-        return TieredStore(local, far, config.remote_write)
+        return TieredStore(MemoryStore(0), opened)
+    if not remote or not far:
+        return opened
+    try:
+        return TieredStore(
+            opened, far.from_config(remote, remote.path, False, _policies(remote)), config.remote_write
+        )
     except BaseException:
-        local.close()
+        opened.close()
         raise
 
 

@@ -101,9 +101,8 @@ class CopyCache:
         with self._lock:
             candidates = (Candidate(k, entry.n_bytes) for k, entry in self._entries.items() if k != key)
             victims = LRU().victims(candidates, self.n_bytes + n_bytes - self.cap_bytes)
-            if victims is None:
-                return None
-            if victims and not self._admission.admits(key, n_bytes, victims, len(self._entries)):
+            admits = self._admission.admits
+            if victims is None or (victims and not admits(key, n_bytes, victims, len(self._entries))):
                 return None
             for victim in (key, *(v.key for v in victims)):
                 self.drop(victim)
@@ -116,14 +115,13 @@ class CopyCache:
         if entry.is_evicted:
             return pair
         try:
-            copy = entry.layers[l] = self._copy(pair)
+            pair = entry.layers[l] = self._copy(pair)
         except RuntimeError as error:  # out of memory on a device: other work in this process needs it
             log.warning("the %s cache grows no more: %s", self.name, str(error).splitlines()[0])
             with self._lock:
                 self.drop(key)
                 self.cap_bytes = self.n_bytes
-            return pair
-        return copy
+        return pair
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk; its readers read on."""
@@ -184,13 +182,14 @@ class Copies:
         if not self._caches and not self.shared.cap_bytes:
             return view, ""
         self._admission.record_access(key)
-        places: list[tuple[CopyCache, CacheEntry]] = []
+        places, name = list[tuple[CopyCache, CacheEntry]](), ""
         for cache in self._all:
             entry = cache.find(key, view.version) or (None if places else cache.admit(key, view))
             places += [(cache, entry)] if entry else []
             if entry and entry.is_whole:
-                return _read_through(places, key, view), "" if cache is self.shared else cache.name
-        return _read_through(places, key, view), ""
+                name = "" if cache is self.shared else cache.name
+                break
+        return _read_through(places, key, view), name
 
     def whole(self, key: ChunkKey) -> tuple[ChunkView, str] | None:
         """A chunk that a cache has whole, whichever record it came from. Counts as a use."""
@@ -240,27 +239,21 @@ def open_copies(config: StoreConfig, device: torch.device, stream: CopyStream | 
 
     Raises ConfigError for a cache that would do nothing on this device.
     """
-    admission, stream, caches = ADMISSIONS.load(config.admission)(), stream or copy_stream_to(device), []
-    if config.device_bytes and stream is None:
+    admission, stream = ADMISSIONS.load(config.admission)(), stream or copy_stream_to(device)
+    if config.device_bytes > (free := stream.free_bytes() if stream else 0):
+        why = f"the model runs on the {device.type.upper()}; set store.memory_bytes, or model.device to a GPU"
+        if stream:
+            why = f"beside the model the GPU has {free} bytes free, and the caches of requests need some of them"
         raise ConfigError(
-            f"setting 'store.device_bytes' cannot be {config.device_bytes}: the model runs on the "
-            f"{device.type.upper()}; set store.memory_bytes, or model.device to a GPU",
+            f"setting 'store.device_bytes' cannot be {config.device_bytes}: {why}",
             setting="store.device_bytes",
         )
-    if stream and config.device_bytes > (free := stream.free_bytes()):
-        raise ConfigError(
-            f"setting 'store.device_bytes' cannot be {config.device_bytes}: beside the model the GPU has {free} "
-            "bytes free, and the caches of requests need some of them",
-            setting="store.device_bytes",
-        )
-    if stream and config.device_bytes:
-        caches.append(CopyCache("device", config.device_bytes, admission, partial(_sent, stream)))
-    if stream and config.memory_bytes:
-        to_host, footprint = partial(_pinned, stream), _pinned_bytes
-        caches.append(CopyCache("host", config.memory_bytes, admission, to_host, footprint))
-    elif config.memory_bytes:
-        caches.append(CopyCache("memory", config.memory_bytes, admission, _cloned))
-    return Copies(caches, admission)
+    caches = [CopyCache("memory", config.memory_bytes, admission, _cloned)]
+    if stream:
+        device_cache = CopyCache("device", config.device_bytes, admission, partial(_sent, stream))
+        to_host = partial(_pinned, stream)
+        caches = [device_cache, CopyCache("host", config.memory_bytes, admission, to_host, _pinned_bytes)]
+    return Copies([cache for cache in caches if cache.cap_bytes], admission)
 
 
 def _cloned(pair: Pair) -> Pair:

@@ -13,7 +13,6 @@ invalidation. Content-addressed records never change, so a whole copy of a chunk
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -58,14 +57,14 @@ class KVFetcher:
         prefetch_bytes: limit of chunks that are read ahead for queued prompts. planner, early_start: see Remote.
         """
         self.store, self.local, self.source = store, store, source
-        if isinstance(store, TieredStore):
-            self.local, self.source = store.local, source or store.source
+        self.tiered = store if isinstance(store, TieredStore) else None
+        if self.tiered:
+            self.local, self.source = self.tiered.local, source or self.tiered.source
         elif isinstance(store, ValkeyStore):
             self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
         self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
         self._open: set[Fetch] = set()
-        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -129,13 +128,13 @@ class KVFetcher:
         Raises StoreError if there is only one place to look, and that fails.
         """
         asked, found = list(keys), dict[ChunkKey, str]()
-        has_two = self.source is not None and self.local.cap_bytes > 0
-        with suppress(*([StoreError] if has_two else [])):
+        may_fail = suppress(*([StoreError] if self.source and self.local.cap_bytes else []))
+        with may_fail:
             found = dict.fromkeys(self.local.contains(asked), LOCAL)
         found |= self.copies.locate(asked if self.source else [*found])
         left = [key for key in asked if key not in found]
         if self.source and remote and left:
-            with suppress(*([StoreError] if has_two else [])):
+            with may_fail:
                 found |= dict.fromkeys(self.source.contains(left), REMOTE)
         return found
 
@@ -145,16 +144,9 @@ class KVFetcher:
         return self.copies.keys().union(own)
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """The store's; for the whole also those of the caches and the source, which are for all tenants."""
+        """The store's; for the whole also those of the caches, which are for all tenants."""
         stats = self.store.stats(namespace)
-        if namespace is not None:
-            return stats
-        if remote := stats.remote:
-            with self._lock:
-                counts = Counter(self._counts)
-            failures = remote.failures + counts["failures"]
-            remote = replace(remote, hits=counts["hits"], misses=counts["misses"], failures=failures)
-        return replace(stats, tiers=self.copies.stats(), remote=remote)
+        return stats if namespace is not None else replace(stats, tiers=self.copies.stats())
 
     def copy_here(self, keys: Sequence[ChunkKey]) -> int:
         """Fetch chunks into the local store, in the background -> how many are there, or will be. Raises StoreError."""
@@ -174,8 +166,8 @@ class KVFetcher:
 
     def flush(self) -> None:
         """Wait until fetched chunks are in the local store, stored ones in the remote one, and no probe runs."""
-        if isinstance(self.store, TieredStore):
-            self.store.flush()
+        if self.tiered:
+            self.tiered.flush()
         if self.source:
             self.source.link.wait()
 
@@ -185,19 +177,16 @@ class KVFetcher:
         if self.remote:
             self.remote.close()
 
-    def count(self, what: str, n: int = 1) -> None:
-        """Add to a figure of RemoteStats."""
-        with self._lock:
-            self._counts[what] += n
-
     def keep(self, chunk: IncomingChunk) -> None:
         """Store a fetched chunk here, in the background; until then later prompts find it in memory."""
-        store, remote = self.store, self.remote
-        if not remote or not isinstance(store, TieredStore) or not store.cap_bytes or chunk.is_kept:
+        store, remote = self.tiered, self.remote
+        if not remote or not store or not store.cap_bytes:
             return
+        with remote.incoming.changed:  # several fetches of the chunk may end at once
+            if chunk.is_kept:
+                return
+            chunk.is_kept, chunk.users = True, chunk.users + 1
         record = chunk.record()
-        chunk.is_kept = True
-        chunk.users += 1
 
         def write() -> None:
             try:
@@ -251,7 +240,10 @@ class Fetch:
         self.computed = self._transfer.computed
         for key in absent:
             self._receive(key)
-            self.fetcher.count("hits" if key in self.views else "misses")
+        if store := self.fetcher.tiered:
+            n_found = sum(key in self.views for key in absent)
+            store.count("hits", n_found)
+            store.count("misses", len(absent) - n_found)
 
     def drop(self, lost: StoreError) -> None:
         """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
@@ -281,7 +273,8 @@ class Fetch:
                 self.fetcher.keep(chunk)
         if fetched and not source.max_interleaved:
             source.link.record_decoding(ANY, *self._reading)
-        self.fetcher.count("failures", transfer.has_failed)
+        if store := self.fetcher.tiered:
+            store.count("failures", transfer.has_failed)
         transfer.close()
         if keys := [key for key, miss in self.misses.items() if miss.kind in (SLOW, UNREACHABLE)]:
             source.link.probe_later(partial(source.probe, keys))

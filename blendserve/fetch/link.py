@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class LinkEstimator:
         self.round_trip_s = 0.0
         self.n_bytes = 0  # that have arrived, of all transfers
         self.last_rate: float | None = None  # of the last chunk that came whole
-        self._decode_s: dict[str, TokenRate] = {}  # a token, by level
+        self._decode_s = defaultdict[str, TokenRate](TokenRate)  # a token, by level
         self._transfers, self._since, self._busy_s = 0, 0.0, 0.0  # busy seconds up to `since`
         self._pieces: deque[tuple[float, int]] = deque()  # busy seconds at their arrival, and bytes
         self._from_s = 0.0  # busy seconds that the pieces are counted from
@@ -125,12 +125,11 @@ class LinkEstimator:
 
     def record_decoding(self, level: str, seconds: float, tokens: int) -> None:
         """These tokens at this level were decoded in this time."""
-        self._decode_s.setdefault(level, TokenRate()).record(seconds, tokens)
+        self._decode_s[level].record(seconds, tokens)
 
     def decode_s(self, level: str) -> float:
         """Seconds a token; 0 where it was not measured."""
-        known = self._decode_s.get(level)
-        return (known.per_token or 0.0) if known else 0.0
+        return self._decode_s[level].per_token or 0.0
 
     # Probes
 

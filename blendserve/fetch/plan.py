@@ -1,4 +1,4 @@
-"""Which chunks the link brings and the CPU computes, and at which level: a pure function of what was measured.
+"""KDN level choice: which chunks the link brings and the CPU computes, and at which level, from what was measured.
 
     chunk        0        1        2        3        4        5
     link       =====>   =====>   =====>   ==>

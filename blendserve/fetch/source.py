@@ -20,7 +20,7 @@ from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import UNREACHABLE
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord, Header, decode_header
+from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client
 from blendserve.store.valkey_layout import HEADER, chunk_name, run_each, segment_name
@@ -138,19 +138,17 @@ class StoreSource:
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Of the first one that is there."""
         with self._call():
-            sample, record = self._probe(list(keys or islice(self.store.keys(), PROBED)), n_bytes)
-        if record:
-            self._token_bytes.record(record.n_bytes, record.shape.n_tokens)
-        return sample
+            return self._probe(list(keys or islice(self.store.keys(), PROBED)), n_bytes)
 
-    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> tuple[LinkSample | None, Header | None]:
+    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """A whole chunk."""
         now = self.link.clock.monotonic
         for key in keys:
             start = now()
             if isinstance(record := self.read([key]).get(key), ChunkRecord):
-                return LinkSample(0.0, now() - start, record.n_bytes), record.header
-        return None, None
+                self._token_bytes.record(record.n_bytes, record.n_tokens)
+                return LinkSample(0.0, now() - start, record.n_bytes)
+        return None
 
     def close(self) -> None:
         """The store is its opener's."""
@@ -176,10 +174,10 @@ class ValkeySource(StoreSource):
     def interrupt(self, late: bool) -> str:
         return str(self.store.client.interrupt(late, reading=True))
 
-    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> tuple[LinkSample | None, Header | None]:
+    def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Headers, which take a round trip, then the first layers of one chunk: a whole one may take too long."""
 
-        def job(client: Client) -> tuple[LinkSample | None, Header | None]:
+        def job(client: Client) -> LinkSample | None:
             client.ping()  # or connecting would be timed
             start = time.perf_counter()
             headers = run_each(client, keys, lambda pipeline, key: pipeline.hget(chunk_name(key), HEADER))
@@ -187,13 +185,14 @@ class ValkeySource(StoreSource):
             for key, raw in zip(keys, headers, strict=True):
                 if raw:
                     header = decode_header(key, raw)
+                    self._token_bytes.record(header.n_bytes, header.shape.n_tokens)
                     n_layers = header.shape.n_layers
                     n = max(1, min(n_layers, n_bytes * n_layers // max(1, header.n_bytes)))
                     start = time.perf_counter()
                     segments = client.hmget(chunk_name(key), [segment_name(l) for l in range(n)])
                     seconds = time.perf_counter() - start
                     sample = LinkSample(round_trip_s, seconds, sum(header.lengths[:n]))
-                    return (None if None in segments else sample), header
-            return None, None
+                    return None if None in segments else sample
+            return None
 
         return self.store.client.ask(job)

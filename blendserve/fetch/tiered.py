@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -111,14 +111,15 @@ class TieredStore(KVStore):
             self.local.put(key, record)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        here = self._ask_local(False, lambda local: local.admits(key, n_bytes))
-        return here or self._ask(False, lambda remote: remote.admits(key, n_bytes))
+        return any(
+            self._ask(store, False, lambda store: store.admits(key, n_bytes)) for store in stores_of(self)
+        )
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         """Of the remote store; of the local one if the remote one is only read."""
         if self.remote is None:
             return self.local.lease(keys, seconds)
-        return self._ask(set(keys), lambda remote: remote.lease(keys, seconds))
+        return self._ask(self.remote, set(keys), lambda remote: remote.lease(keys, seconds))
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
         """But for chunks that wait to be written: their leases end with that."""
@@ -129,44 +130,42 @@ class TieredStore(KVStore):
         """In both stores -> how many one of them has. Unpinned here alone: other machines may use the remote ones."""
         asked = list(keys)
         here = self.local.pin(asked, pinned)
-        return max(here, self._ask(0, lambda remote: remote.pin(asked)) if pinned and asked else 0)
+        return max(here, self._ask(self.remote, 0, lambda store: store.pin(asked)) if pinned and asked else 0)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         """From both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
-        n, unreached = 0, dict[str, StoreError]()
-        stores = {LOCAL: self.local} | ({REMOTE: self.remote} if self.remote else {})
-        for key in keys:
+        asked, found, unreached = list(keys), set[ChunkKey](), dict[str, StoreError]()
+        for key in asked:
             self.queue.forget(key)
-            found = 0
-            for name, store in stores.items():
-                try:
-                    found |= store.delete([key])
-                except StoreError as error:
-                    unreached[name] = error
-            n += found
+        for name, store in zip((LOCAL, REMOTE), stores_of(self), strict=False):
+            try:
+                found |= store.contains(asked)
+                store.delete(asked)
+            except StoreError as error:
+                unreached[name] = error
         if unreached:
             which = " and ".join(f"the {name} store ({error})" for name, error in unreached.items())
             raise StoreUnavailable(
                 f"chunks could not be deleted from {which}, and are gone elsewhere on this machine: delete them again "
                 "when that can be reached"
             )
-        return n
+        return len(found)
 
     # Looking
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """In a store that this process writes to."""
         asked, nothing = list(keys), set[ChunkKey]()
-        found = self._ask_local(nothing, lambda local: local.contains(asked))
+        found = self._ask(self.local, nothing, lambda store: store.contains(asked))
         left = [key for key in asked if key not in found]
-        return found | self._ask(nothing, lambda remote: remote.contains(left)) if left else found
+        return found | self._ask(self.remote, nothing, lambda store: store.contains(left)) if left else found
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """By the local store first."""
         asked, nothing = list(keys), dict[ChunkKey, ChunkInfo]()
-        found = self._ask_local(nothing, lambda local: local.describe(asked))
+        found = self._ask(self.local, nothing, lambda store: store.describe(asked))
         left = [key for key in asked if key not in found]
-        there = self._ask(nothing, lambda remote: remote.describe(left)) if left else {}
+        there = self._ask(self.remote, nothing, lambda store: store.describe(left)) if left else {}
         return found | {key: replace(info, tier=REMOTE) for key, info in there.items()}
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
@@ -174,14 +173,15 @@ class TieredStore(KVStore):
         return self.local.keys(namespace)
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """Of the local store, and what was written to the remote one; the fetcher adds what was read."""
-        stats = self.local.stats(namespace)
+        """Of the local store, and this process's use of the remote one."""
+        stats, waiting = self.local.stats(namespace), self.queue.bytes
         if namespace is not None:
             return stats
         with self._lock:
-            counts = Counter(self._counts)
-        written = counts["failures"], counts["written"], counts["dropped"], self.queue.bytes
-        return replace(stats, remote=RemoteStats(0, 0, *written))
+            counts = {
+                name: self._counts[name] for name in ("hits", "misses", "failures", "written", "dropped")
+            }
+        return replace(stats, remote=RemoteStats(**counts, waiting_bytes=waiting))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """The local store."""
@@ -211,7 +211,7 @@ class TieredStore(KVStore):
         write = partial(self._write_remote, self.remote, key, record, pin)
         queued = self.queue.add(key, record.n_bytes, write, wait=pin)
         if not queued:
-            self._count("dropped")
+            self.count("dropped")
             self._warn("chunks are not written to the remote KV store", "too many wait for it already")
         return queued
 
@@ -227,30 +227,27 @@ class TieredStore(KVStore):
                 return False  # the lease expires
         if not stored:
             remote.release([key])
-        self._count("written", stored)
+        self.count("written", stored)
         return stored
 
-    def _ask_local(self, default: T, call: Callable[[KVStore], T]) -> T:
-        """What the local store answers; the default if it fails."""
-        with self.or_warn(LOCAL_READ):
-            return call(self.local)
-        return default
-
-    def _ask(self, default: T, call: Callable[[KVStore], T]) -> T:
-        """What the remote store answers; the default if there is none, it fails, or it has just failed."""
-        if self.remote is None:
+    def _ask(self, store: KVStore | None, default: T, call: Callable[[KVStore], T]) -> T:
+        """What one of the two stores answers; the default if there is none, it fails, or it has just failed."""
+        if store is None:
             return default
         try:
-            with self._breaker.call():
-                return call(self.remote)
+            with self._breaker.call() if store is self.remote else nullcontext():
+                return call(store)
         except StoreCircuitOpen:
-            return default
+            pass
         except StoreError as error:
-            self._failed(error)
-            return default
+            if store is self.remote:
+                self._failed(error)
+            else:
+                self._warn(LOCAL_READ, error)
+        return default
 
     def _failed(self, error: StoreError) -> None:
-        self._count("failures")
+        self.count("failures")
         if not isinstance(error, StoreUnavailable):  # the breaker logs those
             self._warn(REMOTE_FAILED, error)
 
@@ -264,7 +261,8 @@ class TieredStore(KVStore):
         except StoreError as error:
             self._warn(what, error)
 
-    def _count(self, what: str, n: int = 1) -> None:
+    def count(self, what: str, n: int = 1) -> None:
+        """Add to a field of RemoteStats."""
         with self._lock:
             self._counts[what] += n
 

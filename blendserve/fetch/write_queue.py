@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
@@ -37,7 +36,7 @@ class WriteQueue:
     def __init__(self, cap_bytes: int = WAITING_BYTES) -> None:
         """cap_bytes: that waiting tasks hold; a task alone may hold more."""
         self.cap_bytes = cap_bytes
-        self._tasks: dict[Future[None], tuple[ChunkKey, int]] = {}  # with the bytes that each holds
+        self._tasks: dict[Future[object], tuple[ChunkKey, int]] = {}  # with the bytes that each holds
         self._changed = threading.Condition()
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="blendserve-queue")
@@ -58,7 +57,7 @@ class WriteQueue:
                 self._changed.wait_for(lambda: self._is_closed or self._has_room(n_bytes))
             if self._is_closed or not self._has_room(n_bytes):
                 return False
-            future = self._pool.submit(_run, run)
+            future = self._pool.submit(run)
             self._tasks[future] = key, n_bytes
             future.add_done_callback(self._end)
             return True
@@ -90,25 +89,12 @@ class WriteQueue:
     def _has_room(self, n_bytes: int) -> bool:
         return not self.bytes or self.bytes + n_bytes <= self.cap_bytes
 
-    def _end(self, future: Future[None]) -> None:
+    def _end(self, future: Future[object]) -> None:
+        if not future.cancelled() and (error := future.exception()):  # a bug; the other tasks go on
+            log.error("a write in the background failed", exc_info=error)
         with self._changed:
             del self._tasks[future]
             self._changed.notify_all()
-
-
-def _run(task: Callable[[], object]) -> None:
-    try:
-        task()
-    except Exception:  # a bug in one task must not stop the others
-        log.exception("a write in the background failed")
-
-
-class _Put(NamedTuple):
-    """A put that waits or runs."""
-
-    n_tokens: int
-    n_bytes: int
-    done: Future[bool]
 
 
 def write_behind(
@@ -124,29 +110,27 @@ def write_behind(
     stops early is still written: close the iterator then. stream: of copies to the host, by default the device's own.
     Raises StoreError; what was stored stays.
     """
-    puts: deque[_Put] = deque()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-write") as pool:
+    puts: deque[tuple[int, int, Future[bool]]] = deque()  # tokens and bytes of each that waits or runs
+
+    def put(key: ChunkKey, copy: HostCopy) -> bool:
+        return store.put(key, ChunkRecord.encode(key, copy.arrived(), codec), pin=True)
+
+    def stored() -> int:
+        """Wait for the first one -> its bytes."""
+        _, n_bytes, done = puts.popleft()
+        done.result()
+        return n_bytes
+
+    with ThreadPoolExecutor(1, thread_name_prefix="blendserve-write") as pool:
         try:
             for key, kv in chunks:
-                done = pool.submit(_put, store, codec, key, HostCopy(kv, stream))
-                puts.append(_Put(kv.n_tokens, kv.n_bytes, done))
-                while puts and (puts[0].done.done() or _is_over(puts, most_tokens)):
-                    yield _stored(puts.popleft())
+                puts.append((kv.n_tokens, kv.n_bytes, pool.submit(put, key, HostCopy(kv, stream))))
+                while puts and (
+                    puts[0][2].done() or (len(puts) > 1 and sum(n for n, *_ in puts) > most_tokens)
+                ):
+                    yield stored()
             while puts:
-                yield _stored(puts.popleft())
+                yield stored()
         except StoreError:
             pool.shutdown(cancel_futures=True)  # the next ones would fail alike
             raise
-
-
-def _put(store: KVStore, codec: Codec, key: ChunkKey, copy: HostCopy) -> bool:
-    return store.put(key, ChunkRecord.encode(key, copy.arrived(), codec), pin=True)
-
-
-def _is_over(puts: Sequence[_Put], most_tokens: int) -> bool:
-    return len(puts) > 1 and sum(put.n_tokens for put in puts) > most_tokens
-
-
-def _stored(put: _Put) -> int:
-    put.done.result()
-    return put.n_bytes

@@ -32,10 +32,8 @@ MAX_DIRECTORIES, MAX_DESCRIPTIONS = 8, 256  # parsed ones in memory
 class Catalogue:
     """The collections of one store. Thread-safe."""
 
-    def __init__(
-        self, store: KVStore, fresh_s: float = FRESH_S, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._store, self._fresh_s, self._now = store, fresh_s, now
+    def __init__(self, store: KVStore, now: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._now = store, now
         self._collections: Mapping[str, Collection] = {}
         self._read_at = float("-inf")
         self._lock = threading.Lock()
@@ -43,9 +41,9 @@ class Catalogue:
         self._directory = lru_cache(MAX_DIRECTORIES)(lambda blob, n: read_directory(self.blob(blob), n))
 
     def collections(self, anew: bool = False) -> Mapping[str, Collection]:
-        """By name, in order. Reads changes from the store at most every `fresh_s` seconds. Raises StoreError."""
+        """By name, in order. Reads changes from the store at most every FRESH_S seconds. Raises StoreError."""
         with self._lock:
-            if anew or self._now() - self._read_at >= self._fresh_s:
+            if anew or self._now() - self._read_at >= FRESH_S:
                 self._collections, self._read_at = self._read(), self._now()
             return self._collections
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import autotune, reference, sdpa, selfcheck, switches
-from blendserve.kernels.chunks import ChunkStack, one_after_another
+from blendserve.kernels.chunks import one_after_another
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import flash, scattered
@@ -38,7 +38,7 @@ from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.selfcheck import DENSE, ONE_ROW, SCATTERED, Kind
-from blendserve.kernels.types import AttentionSpec, RecordView, Rope
+from blendserve.kernels.types import AttentionSpec
 
 
 def _native(
@@ -67,7 +67,7 @@ def _flash_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, 
 
 
 def _packed_reason(
-    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: object, spec: AttentionSpec, stack: object
 ) -> str:
     return selfcheck.packed_chunks_trouble(Kind.of(q, k, spec))
 
@@ -87,9 +87,7 @@ def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec,
     return selfcheck.attention_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
 
 
-def _placing_reason(
-    chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
-) -> str:
+def _placing_reason(chunks: object, keys: Tensor, values: Tensor, rope: object, rotary: Rotary) -> str:
     return selfcheck.placing_trouble(rotary, keys.device, keys.dtype, keys.shape[-1])
 
 

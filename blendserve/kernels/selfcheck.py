@@ -217,16 +217,16 @@ class Kind:
 def attention_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """Why an attention kernel may not serve, "" if it may. forms: all that is compiled; rows: positions below KEYS."""
     calls = [{**kind.options, "size": 2.0, "at": positions} for positions in rows]
-    errors = (largest_error(form, "attend", c, kind.dtype, kind.device) for form in forms for c in calls)
-    return _trouble(lambda: max(errors), BOUNDS[kind.dtype])
+    return _trouble(forms, "attend", calls, kind.dtype, kind.device, BOUNDS[kind.dtype])
 
 
 @cache
 def packed_chunks_trouble(kind: Kind) -> str:
     """Why flash-attn's packed chunks may not serve, "" if they may."""
     calls = [{**kind.options, "lengths": (130, 9, 80), "prefix": n} for n in (0, 100)]
-    errors = (largest_error(flash.attend_chunks, "attend_chunks", c, kind.dtype, kind.device) for c in calls)
-    return _trouble(lambda: max(errors), BOUNDS[kind.dtype])
+    return _trouble(
+        (flash.attend_chunks,), "attend_chunks", calls, kind.dtype, kind.device, BOUNDS[kind.dtype]
+    )
 
 
 @cache
@@ -234,13 +234,19 @@ def placing_trouble(form: Rotary, device: torch.device, dtype: torch.dtype, dim:
     """Why a GPU's placement of such heads may not serve, "" if it may. Compiles it."""
     # all of a head is rotated, or a part
     calls = [{"lengths": (40, 33), "dim": dim, "width": width, "form": form} for width in {dim, dim // 4 * 2}]
-    errors = (largest_error(cuda_place.place, "place", c, dtype, device, is_exact=True) for c in calls)
-    return _trouble(lambda: max(errors), 2 * torch.finfo(dtype).eps)
+    return _trouble(
+        (cuda_place.place,), "place", calls, dtype, device, 2 * torch.finfo(dtype).eps, is_exact=True
+    )
 
 
-def _trouble(largest: Callable[[], float], bound: float) -> str:
+def _trouble(
+    forms: Sequence[Callable[..., Any]], operation: str, calls: Sequence[Options], dtype: torch.dtype,
+    device: torch.device, bound: float, is_exact: bool = False,
+) -> str:  # fmt: skip
     try:
-        error = largest()
+        error = max(
+            largest_error(f, operation, call, dtype, device, is_exact) for f in forms for call in calls
+        )
     except Exception as failure:  # of a compiler, a driver or a GPU without room for the tile
         return f"{type(failure).__name__}: {str(failure).strip() or 'no reason given'}".splitlines()[0]
     return "" if error <= bound else f"off by {error:.3g}"

@@ -90,17 +90,12 @@ def recycled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     if device.type != "cpu":  # torch keeps a GPU's memory itself
         return torch.empty(shape, dtype=dtype, device=device)
     n_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = _memory(n_bytes)
+    memory = np.empty(0, dtype=np.uint8)
+    with suppress(IndexError):
+        memory = _kept.pop()
+    if not n_bytes <= memory.size <= MAX_EXCESS * n_bytes:  # too small, or far too large
+        raw = np.empty(int((1 + SPARE) * n_bytes) + ALIGNMENT, dtype=np.uint8)
+        memory = raw[-raw.ctypes.data % ALIGNMENT :]
     view = memory[:n_bytes]
     weakref.finalize(view, _kept.append, memory).atexit = False
     return torch.from_numpy(view).view(dtype).view(shape)  # its storage refers to `view`
-
-
-def _memory(n_bytes: int) -> Memory:
-    """At least as much, aligned: the kept one, unless it is too small or far too large."""
-    with suppress(IndexError):
-        memory = _kept.pop()
-        if n_bytes <= memory.size <= MAX_EXCESS * n_bytes:
-            return memory
-    raw = np.empty(int((1 + SPARE) * n_bytes) + ALIGNMENT, dtype=np.uint8)
-    return raw[-raw.ctypes.data % ALIGNMENT :]

@@ -66,7 +66,18 @@ def shape_config(name: str) -> Any:
             "a config.json"
         )
     try:
-        config = _named_config(*shape) if shape else AutoConfig.from_pretrained(name)
+        if shape:
+            sizes, context, more = shape
+            settings: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+            head_dim = settings["hidden_size"] // settings["num_attention_heads"]
+            defaults = {
+                "head_dim": head_dim,
+                "max_position_embeddings": context,
+                "tie_word_embeddings": False,
+            }
+            config = AutoConfig.for_model(**{**settings, **defaults, **more})
+        else:
+            config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"the shape in {file} cannot be used: {' '.join(str(error).split())}") from None
     check_supported(config)
@@ -80,15 +91,6 @@ def shape_config(name: str) -> Any:
             "cannot share evenly"
         )
     return config
-
-
-def _named_config(sizes: tuple[str | int, ...], context: int, more: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    settings: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
-    settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
-    untied = {"tie_word_embeddings": False, "max_position_embeddings": context}
-    return AutoConfig.for_model(**{**settings, **untied, **more})
 
 
 @torch.no_grad()

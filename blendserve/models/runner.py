@@ -142,11 +142,6 @@ def decode_in_int8(model: DecoderModel) -> None:
     model.int8_decoding = True
 
 
-def is_capturable(model: DecoderModel, n_caches: int = 1) -> bool:
-    """Whether steps may be captured. A mixture of experts cannot be: what it launches depends on the row."""
-    return model.device.type == "cuda" and not model.family.experts and n_caches <= MAX_CACHES
-
-
 class Runner:
     """Decoding steps over B caches. For one thread."""
 
@@ -164,7 +159,9 @@ class Runner:
 
         capture: by default a CUDA graph, where that pays.
         """
-        pays = new_tokens >= MIN_NEW_TOKENS and is_capturable(model, len(keys))
+        # What a mixture of experts launches depends on the row.
+        can = model.device.type == "cuda" and not model.family.experts and len(keys) <= MAX_CACHES
+        pays = can and new_tokens >= MIN_NEW_TOKENS
         self._model, self._keys, self._values = model, keys, values
         self._capture = capture or (CudaGraph if pays else None)
         self._caches = [KVCache.over(*pair) for pair in zip(keys, values, strict=True)]
@@ -204,7 +201,10 @@ class Runner:
         """
         self._n_steps += 1
         if self._capture and self._n_steps > EAGER_STEPS and self._model.can_capture:
-            self._set([(b, at, token) for b, at, (token,) in steps])
+            rows_of_all = [(0, 0, self._keys.shape[3] - 1)] * len(self._keys)  # token, position and place
+            for b, at, (token,) in steps:
+                rows_of_all[b] = token, at, at
+            self._rows.copy_(torch.tensor(rows_of_all).T)
             self._graph = self._graph or self._captured(self._capture)
             if self._graph:
                 return [row[None] for row in self._graph()[[b for b, _, _ in steps]]]
@@ -214,14 +214,6 @@ class Runner:
         logits = decode_each(self._model, rows)
         ends = accumulate(len(tokens) for _, _, tokens in steps)
         return [logits[end - len(tokens) : end] for end, (_, _, tokens) in zip(ends, steps, strict=True)]
-
-    def _set(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Tokens, positions and places of all caches."""
-        n, last = len(self._keys), self._keys.shape[3] - 1
-        now = [[0] * n, [0] * n, [last] * n]
-        for b, at, token in rows:
-            now[0][b], now[1][b], now[2][b] = token, at, at
-        self._rows.copy_(torch.tensor(now))
 
     def _captured(self, capture: Capture) -> Replayed | None:
         try:

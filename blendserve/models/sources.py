@@ -65,7 +65,7 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     if (target / "config.json").exists():
         return target
     specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
-    folders = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     if len(folders) < len(specs):
         raise ModelError(
             f"the bundled model {name!r} is not installed: run {bundled.install}", setting="model.name"

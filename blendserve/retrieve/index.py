@@ -95,7 +95,11 @@ class VectorIndex:
         path, given = Path(path), list(as_documents(documents))
         base = disk.manifest_digest(path)
         index = cls.create(path / BUILDING, embedder, **settings)
-        index._resume()
+        with suppress(VectorIndexError):  # the batches that a killed build with the same settings has saved
+            manifest, files, saved = disk.read(index.path)
+            if manifest.settings == index._made_with.settings:
+                index._made_with, index._base = manifest, saved
+                index._fill(files)
         ids = {document_id(document) for document in given}
         index.delete(*(doc_id for doc_id in index._digests if doc_id not in ids))
         index.add(given, progress)
@@ -103,14 +107,6 @@ class VectorIndex:
         index.save()
         shutil.rmtree(path / BUILDING, ignore_errors=True)
         return index
-
-    def _resume(self) -> None:
-        """Load the batches that a killed build with the same settings has saved."""
-        with suppress(VectorIndexError):
-            manifest, files, base = disk.read(self.path)
-            if manifest.settings == self._made_with.settings:
-                self._made_with, self._base = manifest, base
-                self._fill(files)
 
     @classmethod
     def open(
@@ -268,7 +264,12 @@ class VectorIndex:
     def _clear(self) -> None:
         self._passages: list[Passage] = []
         self._owner = np.zeros(0, np.int64)  # vector -> number of its passage
-        self._faiss = _new_faiss(self._made_with.kind, self.embedder.dimension)
+        dimension = self.embedder.dimension  # by inner product, which is the cosine for unit vectors
+        made: Any = faiss.IndexFlatIP(dimension)
+        if self._made_with.kind == "hnsw":
+            made = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+            made.hnsw.efConstruction = HNSW_BUILD
+        self._faiss = made
 
     def _append(self, passages: list[Passage], windows: list[int], vectors: np.ndarray) -> None:
         """`vectors` [sum of windows, dimension]: the passages' vectors in their order."""
@@ -308,12 +309,3 @@ class VectorIndex:
         scores, rows = self._faiss.search(query[None], fetch, params=options)
         found = rows[0] >= 0  # HNSW may reach fewer
         return scores[0][found], rows[0][found]
-
-
-def _new_faiss(kind: Literal["flat", "hnsw"], dimension: int) -> Any:
-    """An empty FAISS index by inner product, which is the cosine for unit vectors."""
-    if kind == "flat":
-        return faiss.IndexFlatIP(dimension)
-    index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = HNSW_BUILD
-    return index

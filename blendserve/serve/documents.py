@@ -19,7 +19,6 @@ from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient, run_on
 from blendserve.serve.jobs import Job
-from blendserve.serve.keys import Tenant
 from blendserve.serve.schemas import Body, CacheRequest, DocumentsRequest, Name
 from blendserve.store import ChunkKey
 
@@ -35,8 +34,70 @@ T = TypeVar("T")
 ClientDep = Annotated[LocalEngineClient, Depends(backend_of)]
 
 
-@dataclass(frozen=True, slots=True)
-class ListQuery:
+@dataclass(frozen=True)
+class Caller:
+    """The tenant of a request, whose calls run on the threads of the engine's client."""
+
+    client: ClientDep
+    tenant: LimitedTenantDep
+
+    def find(self, collection: str | None) -> tuple[str, VectorIndex]:
+        """A collection by name, or the tenant's only one. Raises InputError, NotFound."""
+        return self.client.collections.find(self.tenant, collection)
+
+    async def on_index(self, call: Callable[..., T], *args: Any) -> T:
+        """Run a call on the thread of the indexes; questions run between its parts."""
+        return await self.client.collections.run(self.tenant, call, *args, background=True)
+
+    async def on_store(self, call: Callable[..., T], *args: Any) -> T:
+        """Run a call on the thread of the store."""
+        return await run_on(self.client.storage, self.tenant, call, *args)
+
+    def start_job(
+        self, body: Body, kind: str, work: Callable[[Job], Awaitable[None]], total_documents: int = 0
+    ) -> dict[str, Any]:
+        """Start a job -> its state, and the fields of the request that are ignored."""
+        job = self.client.jobs.start(self.tenant.namespace, kind, work, total_documents)
+        return {**job.to_dict(), **self.client.notices.as_extras(body)}
+
+    def documents(self, index: VectorIndex) -> Documents:
+        """The documents of a collection, whose KV may be in every key's namespace."""
+        client = self.client
+        others = [other for other in client.collections.indexes.values() if other is not index]
+        namespaces = client.batch.namespaces | client.keys.namespaces()
+        writers = [client.batch.blender(namespace).writer for namespace in namespaces]
+        return Documents(index, client.engine.prompts, writers, others)
+
+    async def precompute(self, passages: Sequence[Passage], job: Job) -> None:
+        """Compute and pin KV in batches, as the tokens of a collection may not fit in memory."""
+        distinct = list({text: p for p in passages if (text := passage_text(p))}.values())
+        job.chunks = len(distinct)
+        batch, n_before = self.client.batch, 0
+        for some in _batches(distinct, BATCH):
+            chunks = await self.on_index(self.chunk_ids, some)
+
+            def progress(n: int, n_before: int = n_before) -> None:
+                job.computed = n_before + n
+
+            writer = batch.blender(self.tenant.namespace).writer
+            await asyncio.wrap_future(batch.precompute(writer, chunks, progress, self.tenant.name))
+            n_before += len(some)
+
+    def chunk_ids(self, passages: Sequence[Passage]) -> list[TokenIds]:
+        """Raises InputError for a passage that no request could hold."""
+        limit, prompts = self.client.max_tokens, self.client.engine.prompts
+        # A lower bound of the length, before anything is tokenised
+        too_long = [p for p in passages if prompts.at_least((p.title, p.text), limit)]
+        chunks = [] if too_long else prompts.chunk_ids(passages)
+        too_long += [p for p, ids in zip(passages, chunks, strict=False) if len(ids) > limit]
+        if too_long:
+            start = repr(passage_text(too_long[0])[:40])
+            raise InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
+        return chunks
+
+
+@dataclass(frozen=True)
+class ListQuery(Caller):
     """The query of a list: which entries, and which page of them."""
 
     collection: Annotated[Name | None, Query(description="Collection; optional if there is only one.")] = None
@@ -54,121 +115,30 @@ class ListQuery:
         """The body of a response. name: of the collection. data: entries of this page."""
         return {"collection": name, "total": total, "offset": self.offset, "data": data}
 
-    def matching(
-        self, client: LocalEngineClient, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]
-    ) -> Iterator[Passage]:
+    def matching(self, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]) -> Iterator[Passage]:
         """The passages with the text in one of their fields. Questions run in between."""
         text = self.search.strip().casefold()
         for n, passage in enumerate(index.passages):
             if n % PASSAGES_PER_YIELD == 0:
-                client.collections.executor.give_way()
+                self.client.collections.executor.give_way()
             if not text or any(text in field.casefold() for field in fields(passage)):
                 yield passage
 
 
-ListDep = Annotated[ListQuery, Depends()]
-
-
-# Documents and jobs
-
-
-@router.post("/documents", status_code=202)
-async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """Add documents to a collection, or replace the ones with the same id. A job chunks, embeds and precomputes them."""
-    tenant.require_write_access()
-    collections = client.collections
-    name, index = collections.find(tenant, body.collection)
-
-    async def work(job: Job) -> None:
-        """Add one document at a time; questions run between its parts. The index is saved once, at the end."""
-        added, replaced = list[Passage](), list[Passage]()
-
-        def put(document: Document) -> None:
-            _, new, old = _documents(client, index).stage([document])
-            added.extend(new)
-            replaced.extend(old)
-
-        try:
-            for document in body.documents:
-                await collections.run(tenant, put, document.document(), background=True)
-                job.documents += 1
-        finally:
-            await collections.run(tenant, lambda: _documents(client, index).commit(replaced), background=True)
-        await _precompute(client, tenant, added, job)
-
-    return _start_job(
-        client, tenant, body, f"documents into {name}", work, total_documents=len(body.documents)
-    )
-
-
-@router.get("/jobs")
-async def list_jobs(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The jobs of this key's namespace, newest first."""
-    return {"data": [job.to_dict() for job in client.jobs.of(tenant.namespace)]}
-
-
-@router.get("/jobs/{job_id}")
-async def get_job(job_id: str, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The progress of a job."""
-    return client.jobs.get(tenant.namespace, job_id).to_dict()
-
-
-@router.get("/documents")
-async def list_documents(client: ClientDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
-    """The documents of a collection whose id or title contains the text, with their numbers of passages."""
-    collections = client.collections
-    name, index = collections.find(tenant, query.collection)
-
-    def look_up() -> Counter[tuple[str, str]]:
-        found = query.matching(client, index, lambda p: (p.doc_id, p.title))
-        return Counter((passage.doc_id, passage.title) for passage in found)
-
-    found = await collections.run(tenant, look_up, background=True)
-    page = query.page(list(found.items()))
-    data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
-    return query.answer(name, len(found), data)
-
-
-@router.delete("/documents/{doc_id:path}")
-async def delete_document(
-    doc_id: str,
-    client: ClientDep,
-    tenant: LimitedTenantDep,
-    collection: Annotated[Name | None, Query()] = None,
-) -> dict[str, Any]:
-    """Delete a document with its passages, vectors and KV."""
-    tenant.require_write_access()
-    collections = client.collections
-    name, index = collections.find(tenant, collection)
-
-    def delete() -> tuple[int, list[Passage]]:
-        return _documents(client, index).delete(doc_id)
-
-    n, passages = await collections.run(tenant, delete, background=True)
-    if not n:
-        raise NotFound(f"there is no document {doc_id!r} in this collection")
-    return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
-
-
-# KV of chunks
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
+@dataclass(frozen=True)
+class Selection(Caller):
     """The chunks that a cache request selects, in the namespace of its key."""
 
     body: CacheRequest
-    client: ClientDep
-    tenant: LimitedTenantDep
 
     def passages(self) -> list[Passage]:
-        """On the retrieval thread. Raises InputError, NotFound."""
+        """On the thread of the indexes. Raises InputError, NotFound."""
         body = self.body
         if body.passages is not None:
             if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
                 raise InputError("send either passages, or a collection with documents or ids")
             return [passage.passage() for passage in body.passages]
-        passages = self.client.collections.find(self.tenant, body.collection)[1].passages
+        passages = self.find(body.collection)[1].passages
         documents, ids = (None if names is None else set(names) for names in (body.documents, body.ids))
         return [
             p
@@ -184,37 +154,111 @@ class Selection:
             chunks = map(prompts.chunk, self.passages())
             return [blender.key(chunk.ids) for chunk in chunks if len(chunk)]
 
-        return await self.client.collections.run(self.tenant, find, background=True)
+        return await self.on_index(find)
 
     async def call(self, name: str, call: Callable[[Sequence[ChunkKey]], int]) -> dict[str, Any]:
         """Call the store for the chunks -> their number and, as `name`, the sum of the calls."""
-        keys, storage = await self.keys(), self.client.storage
-        n = sum([await run_on(storage, self.tenant, call, some) for some in _batches(keys, KEYS_PER_CALL)])
+        keys = await self.keys()
+        n = sum([await self.on_store(call, some) for some in _batches(keys, KEYS_PER_CALL)])
         return {"chunks": len(keys), name: n, **self.client.notices.as_extras(self.body)}
 
 
+CallerDep = Annotated[Caller, Depends()]
+ListDep = Annotated[ListQuery, Depends()]
 SelectionDep = Annotated[Selection, Depends()]
+
+
+# Documents and jobs
+
+
+@router.post("/documents", status_code=202)
+async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
+    """Add documents to a collection, or replace the ones with the same id. A job chunks, embeds and precomputes them."""
+    tenant.require_write_access()
+    caller = Caller(client, tenant)
+    name, index = caller.find(body.collection)
+
+    async def work(job: Job) -> None:
+        """Add one document at a time; questions run between its parts. The index is saved once, at the end."""
+        added, replaced = list[Passage](), list[Passage]()
+
+        def put(document: Document) -> None:
+            _, new, old = caller.documents(index).stage([document])
+            added.extend(new)
+            replaced.extend(old)
+
+        try:
+            for document in body.documents:
+                await caller.on_index(put, document.document())
+                job.documents += 1
+        finally:
+            await caller.on_index(lambda: caller.documents(index).commit(replaced))
+        await caller.precompute(added, job)
+
+    return caller.start_job(body, f"documents into {name}", work, len(body.documents))
+
+
+@router.get("/jobs")
+async def list_jobs(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
+    """The jobs of this key's namespace, newest first."""
+    return {"data": [job.to_dict() for job in client.jobs.of(tenant.namespace)]}
+
+
+@router.get("/jobs/{job_id}")
+async def get_job(job_id: str, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
+    """The progress of a job."""
+    return client.jobs.get(tenant.namespace, job_id).to_dict()
+
+
+@router.get("/documents")
+async def list_documents(query: ListDep) -> dict[str, Any]:
+    """The documents of a collection whose id or title contains the text, with their numbers of passages."""
+    name, index = query.find(query.collection)
+
+    def look_up() -> Counter[tuple[str, str]]:
+        found = query.matching(index, lambda p: (p.doc_id, p.title))
+        return Counter((passage.doc_id, passage.title) for passage in found)
+
+    found = await query.on_index(look_up)
+    page = query.page(list(found.items()))
+    data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
+    return query.answer(name, len(found), data)
+
+
+@router.delete("/documents/{doc_id:path}")
+async def delete_document(
+    doc_id: str, caller: CallerDep, collection: Annotated[Name | None, Query()] = None
+) -> dict[str, Any]:
+    """Delete a document with its passages, vectors and KV."""
+    caller.tenant.require_write_access()
+    name, index = caller.find(collection)
+    n, passages = await caller.on_index(lambda: caller.documents(index).delete(doc_id))
+    if not n:
+        raise NotFound(f"there is no document {doc_id!r} in this collection")
+    return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
+
+
+# KV of chunks
 
 
 @router.post("/cache/warm", status_code=202)
 async def warm(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
-    client, tenant = chosen.client, chosen.tenant
-    passages = await client.collections.run(tenant, chosen.passages)
-    return _start_job(client, tenant, chosen.body, "warm", partial(_precompute, client, tenant, passages))
+    passages = await chosen.client.collections.run(chosen.tenant, chosen.passages)
+    return chosen.start_job(chosen.body, "warm", partial(chosen.precompute, passages))
 
 
 @router.post("/cache/fetch", status_code=202)
 async def fetch(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that copies the KV of chunks from the remote store into the local one."""
-    client, keys = chosen.client, await chosen.keys()
+    keys = await chosen.keys()
 
     async def work(job: Job) -> None:
         job.chunks = len(keys)
         for some in _batches(keys, BATCH):
-            job.computed += await run_on(client.storage, chosen.tenant, client.engine.fetcher.copy_here, some)
+            job.computed += await chosen.on_store(chosen.client.engine.fetcher.copy_here, some)
 
-    return _start_job(client, chosen.tenant, chosen.body, "fetch", work)
+    return chosen.start_job(chosen.body, "fetch", work)
 
 
 @router.post("/cache/pin")
@@ -259,20 +303,20 @@ async def delete_kv(chosen: SelectionDep) -> dict[str, Any]:
 
 
 @router.get("/cache/chunks")
-async def list_chunks(client: ClientDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
+async def list_chunks(query: ListDep) -> dict[str, Any]:
     """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
-    name, index = client.collections.find(tenant, query.collection)
-    blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
+    name, index = query.find(query.collection)
+    engine, blender = query.client.engine, query.client.batch.blender(query.tenant.namespace)
 
     def look_up() -> tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]:
-        found = list(query.matching(client, index, lambda p: (p.id, passage_text(p))))
-        page = [(passage, prompts.chunk(passage).ids) for passage in query.page(found)]
+        found = list(query.matching(index, lambda p: (p.id, passage_text(p))))
+        page = [(passage, engine.prompts.chunk(passage).ids) for passage in query.page(found)]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 
-    total, page = await client.collections.run(tenant, look_up, background=True)
+    total, page = await query.on_index(look_up)
     keys = [key for *_, key in page]
-    infos = await run_on(client.storage, tenant, client.engine.store.describe, keys)
-    tiers = await run_on(client.storage, tenant, partial(client.engine.fetcher.locate, remote=True), keys)
+    infos = await query.on_store(engine.store.describe, keys)
+    tiers = await query.on_store(partial(engine.fetcher.locate, remote=True), keys)
     data = []
     for passage, ids, key in page:
         info = infos.get(key)
@@ -285,66 +329,16 @@ async def list_chunks(client: ClientDep, tenant: LimitedTenantDep, query: ListDe
 
 
 @router.get("/cache/stats")
-async def stats(client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+async def stats(caller: CallerDep) -> dict[str, Any]:
     """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
-    storage, read = client.storage, client.engine.fetcher.stats
-    own: dict[str, Any] = (await run_on(storage, tenant, read, tenant.namespace)).to_dict()
+    read = caller.client.engine.fetcher.stats
+    own: dict[str, Any] = (await caller.on_store(read, caller.tenant.namespace)).to_dict()
     for of_all_tenants in ("path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"):
         own.pop(of_all_tenants, None)
-    if tenant.admin:
-        own["store"] = (await run_on(storage, tenant, read)).to_dict()
+    if caller.tenant.admin:
+        own["store"] = (await caller.on_store(read)).to_dict()
         own["store"].pop("path", None)
     return own
-
-
-def _start_job(
-    client: LocalEngineClient,
-    tenant: Tenant,
-    body: Body,
-    kind: str,
-    work: Callable[[Job], Awaitable[None]],
-    total_documents: int = 0,
-) -> dict[str, Any]:
-    job = client.jobs.start(tenant.namespace, kind, work, total_documents)
-    return {**job.to_dict(), **client.notices.as_extras(body)}
-
-
-def _documents(client: LocalEngineClient, index: VectorIndex) -> Documents:
-    """The documents of a collection, whose KV may be in every key's namespace."""
-    others = [other for other in client.collections.indexes.values() if other is not index]
-    namespaces = client.batch.namespaces | client.keys.namespaces()
-    writers = [client.batch.blender(namespace).writer for namespace in namespaces]
-    return Documents(index, client.engine.prompts, writers, others)
-
-
-async def _precompute(
-    client: LocalEngineClient, tenant: Tenant, passages: Sequence[Passage], job: Job
-) -> None:
-    """In batches, as the tokens of a collection may not fit in memory."""
-    distinct = list({text: p for p in passages if (text := passage_text(p))}.values())
-    job.chunks = len(distinct)
-    writer, n_before = client.batch.blender(tenant.namespace).writer, 0
-    for batch in _batches(distinct, BATCH):
-        chunks = await client.collections.run(tenant, _chunk_ids, client, batch, background=True)
-
-        def progress(n: int, n_before: int = n_before) -> None:
-            job.computed = n_before + n
-
-        await asyncio.wrap_future(client.batch.precompute(writer, chunks, progress, tenant.name))
-        n_before += len(batch)
-
-
-def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[TokenIds]:
-    """Raises InputError for a passage that no request could hold."""
-    limit, prompts = client.max_tokens, client.engine.prompts
-    # A lower bound of the length, before anything is tokenised
-    too_long = [p for p in passages if prompts.at_least((p.title, p.text), limit)]
-    chunks = [] if too_long else prompts.chunk_ids(passages)
-    too_long += [p for p, ids in zip(passages, chunks, strict=False) if len(ids) > limit]
-    if too_long:
-        start = repr(passage_text(too_long[0])[:40])
-        raise InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
-    return chunks
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

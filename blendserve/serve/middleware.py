@@ -26,6 +26,7 @@ from blendserve.serve.responses import ClientDisconnected, error_response
 from blendserve.timing import Clock
 
 MAX_JSON_DEPTH = 32  # the API's own bodies need six levels
+NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
 MAX_JSON_TOKENS = 20_000  # brackets, commas and colons; a thousand passages with all fields have 7,000
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -99,17 +100,19 @@ def check_json_complexity(body: bytes) -> None:
     if b"\0" in body:
         raise InputError("the body is not a JSON object in UTF-8: send one")
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    without_strings = b""
+    structure = b""
     too_many = unescaped.count(b'"') > 4 * MAX_JSON_TOKENS
     if not too_many:
-        without_strings = b"".join(unescaped.split(b'"')[::2])
-        too_many = sum(map(without_strings.count, (b"[", b"{", b",", b":"))) > MAX_JSON_TOKENS
+        structure = b"".join(unescaped.split(b'"')[::2]).translate(None, NO_STRUCTURE)
+        too_many = sum(map(structure.count, (b"[", b"{", b",", b":"))) > MAX_JSON_TOKENS
     if too_many:
         message = f"the body has more than {MAX_JSON_TOKENS:,} JSON elements: send fewer passages, messages or fields"
         raise InputError(message)
     depth = 0
-    for token in without_strings:
+    for token in structure:
         depth += (token in b"[{") - (token in b"]}")
+        if depth < 0:
+            return  # invalid JSON
         if depth > MAX_JSON_DEPTH:
             message = f"the body is nested more than {MAX_JSON_DEPTH} levels deep: send a flatter JSON object"
             raise InputError(message)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from blendserve.core import Answer
@@ -17,15 +17,14 @@ from blendserve.engine.request import Finished, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
-from blendserve.serve.keys import Tenant
-from blendserve.serve.responses import StreamEvent, respond
+from blendserve.serve.responses import Context, ContextDep, StreamEvent
 from blendserve.serve.schemas import BlendOptions, ChatRequest, CompletionRequest, OpenAIRequest
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/chat/completions")
-async def chat(body: ChatRequest, request: Request, client: ClientDep, tenant: TenantDep) -> Response:
+async def chat(body: ChatRequest, context: ContextDep) -> Response:
     """Answer the last user message from passages; earlier turns stay in the prompt.
 
     The passages are `documents`, in their order, and the parts of the message before the last `prompt.separator`.
@@ -37,16 +36,14 @@ async def chat(body: ChatRequest, request: Request, client: ClientDep, tenant: T
     history = tuple(
         ChatMessage("system" if m.role == "developer" else m.role, m.content_text) for m in earlier
     )
-    return await _respond(request, client, tenant, body, last.content_text, history)
+    return await _respond(context, body, last.content_text, history)
 
 
 @router.post("/completions")
-async def complete(
-    body: CompletionRequest, request: Request, client: ClientDep, tenant: TenantDep
-) -> Response:
+async def complete(body: CompletionRequest, context: ContextDep) -> Response:
     """Answer the prompt from passages, as the last message of a chat."""
     prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
-    return await _respond(request, client, tenant, body, prompt)
+    return await _respond(context, body, prompt)
 
 
 @router.get("/models")
@@ -71,18 +68,14 @@ def _require_model(client: EngineClient, name: str) -> None:
 
 
 async def _respond(
-    request: Request,
-    client: EngineClient,
-    tenant: Tenant,
-    body: OpenAIRequest,
-    question: str,
-    history: tuple[ChatMessage, ...] = (),
+    context: Context, body: OpenAIRequest, question: str, history: tuple[ChatMessage, ...] = ()
 ) -> Response:
+    client = context.client
     _require_model(client, body.model)
     query = body.query(question, body.x_blendserve or BlendOptions(), history)
     query = query.split(client.config.prompt.separator)
     form = OpenAIFormat(client, body, retrieves=query.passages is None)
-    return await respond(request, client, tenant, query, form, bool(body.stream))
+    return await context.respond(query, form, body.stream)
 
 
 class OpenAIFormat:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 import blendserve
@@ -17,7 +17,7 @@ from blendserve.engine.request import Finished, PrefillDone, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, RequestHandle
-from blendserve.serve.responses import StreamEvent, respond
+from blendserve.serve.responses import ContextDep, StreamEvent
 from blendserve.serve.schemas import RagRequest
 
 SCORE_DIGITS = 4  # scores are for reading and ranking
@@ -27,14 +27,15 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
 
 @router.post("/query")
-async def query(body: RagRequest, request: Request, client: ClientDep, tenant: TenantDep) -> Response:
+async def query(body: RagRequest, context: ContextDep) -> Response:
     """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
     explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
     """
+    client = context.client
     asked = body.query(body.question, body).split(client.config.prompt.separator)
     form = RagFormat(client.tokenizer, body.explain, client.notices.as_extras(body))
-    return await respond(request, client, tenant, asked, form, bool(body.stream))
+    return await context.respond(asked, form, body.stream)
 
 
 @router.get("/settings")

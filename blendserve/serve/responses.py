@@ -7,16 +7,17 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blendserve import errors
 from blendserve.core import Answer
-from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
-from blendserve.serve.keys import Tenant
+from blendserve.serve.auth import TenantDep
+from blendserve.serve.engine_client import ClientDep, QueryRequest, RequestHandle
 
 T = TypeVar("T")
 StreamEvent = dict[str, Any] | str
@@ -56,27 +57,32 @@ class ResponseFormat(Protocol):
         """The events of a streamed response."""
 
 
-async def respond(
-    request: Request,
-    client: EngineClient,
-    tenant: Tenant,
-    query: QueryRequest,
-    form: ResponseFormat,
-    stream: bool,
-) -> Response:
-    """Run a request and respond, completely or in events. Raises BlendserveErrors and ClientDisconnected.
+@dataclass(frozen=True)
+class Context:
+    """A request for an answer, with its tenant and the engine."""
 
-    Events begin as soon as the request is queued: its passages are sent before its prefill ends.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(client.limits.concurrency_slot(tenant))
-        if client.http.log_text:
-            request.state.text = query.question
-        handle = await until_disconnect(request, client.submit(query, tenant))
-        stack.callback(handle.cancel)
-        if stream:
-            return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s)
-        return JSONResponse(form.complete(handle, await until_disconnect(request, handle.answer())))
+    request: Request
+    client: ClientDep
+    tenant: TenantDep
+
+    async def respond(self, query: QueryRequest, form: ResponseFormat, stream: bool | None) -> Response:
+        """Run a query and respond, completely or in events. Raises BlendserveErrors and ClientDisconnected.
+
+        Events begin as soon as the query is queued: its passages are sent before its prefill ends.
+        """
+        request, client = self.request, self.client
+        with ExitStack() as stack:
+            stack.enter_context(client.limits.concurrency_slot(self.tenant))
+            if client.http.log_text:
+                request.state.text = query.question
+            handle = await until_disconnect(request, client.submit(query, self.tenant))
+            stack.callback(handle.cancel)
+            if stream:
+                return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s)
+            return JSONResponse(form.complete(handle, await until_disconnect(request, handle.answer())))
+
+
+ContextDep = Annotated[Context, Depends()]
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 
 import xxhash
 
@@ -70,20 +70,34 @@ class ChunkDirectory:
     """Which nodes hold a chunk in memory."""
 
     def __init__(self) -> None:
-        self._nodes: dict[int, tuple[int, ...]] = {}  # most chunks have one node: a tuple saves memory
+        self._nodes: dict[int, int | dict[int, None]] = {}  # most chunks have one node: a number saves memory
 
     def add(self, node: int, chunk: int) -> None:
         """The node holds the chunk from now on."""
-        self._nodes[chunk] = (*self._nodes.get(chunk, ()), node)
+        nodes = self._nodes.get(chunk)
+        if nodes is None:
+            self._nodes[chunk] = node
+        elif isinstance(nodes, dict):
+            nodes[node] = None
+        else:
+            self._nodes[chunk] = {nodes: None, node: None}
 
     def remove(self, node: int, chunk: int) -> None:
         """The node has evicted the chunk."""
-        if left := tuple(other for other in self._nodes.pop(chunk) if other != node):
-            self._nodes[chunk] = left
+        nodes = self._nodes[chunk]
+        if not isinstance(nodes, dict):
+            del self._nodes[chunk]
+            return
+        del nodes[node]
+        if len(nodes) == 1:
+            self._nodes[chunk] = next(iter(nodes))
 
     def holders(self, chunk: int) -> Sequence[int]:
         """At most MAX_HOLDERS nodes."""
-        return self._nodes.get(chunk, ())[:MAX_HOLDERS]
+        nodes = self._nodes.get(chunk)
+        if nodes is None:
+            return ()
+        return tuple(islice(nodes, MAX_HOLDERS)) if isinstance(nodes, dict) else (nodes,)
 
 
 def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Router:
@@ -108,8 +122,10 @@ def _by_chunks(chunks: Sequence[int], loads: Loads, directory: ChunkDirectory) -
     if not free:
         return loads.from_home(xxhash.xxh3_64_intdigest(anchor(map(key_of, chunks))))
     most, load, _ = min(free)
+    best = [node for n, own, node in free if (n, own) == (most, load)]
+    if len(best) == 1:  # no hash decides
+        return best[0]
     home = anchor(map(key_of, chunks))
-    best = (node for n, own, node in free if (n, own) == (most, load))
     return max(best, key=lambda node: weight(name_of(node), home))
 
 

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from blendserve.store.base import (
-    ChunkInfo,
-    KVStore,
-    Miss,
-    RemoteStats,
-    Snapshot,
-    StoreKind,
-    StoreStats,
-    TierStats,
-    VerifyReport,
-    read_record,
-)
+from blendserve.store.base import KVStore, Miss, Snapshot, StoreKind, StoreStats, VerifyReport, read_record
 from blendserve.store.key import ChunkKey, chunk_key, share_of
 from blendserve.store.lmdb import LMDBStore
 from blendserve.store.memory import MemoryStore
@@ -21,7 +10,6 @@ from blendserve.store.record import ChunkRecord
 from blendserve.store.view import ChunkView, TensorView, open_view
 
 __all__ = [
-    "ChunkInfo",
     "ChunkKey",
     "ChunkRecord",
     "ChunkView",
@@ -29,12 +17,10 @@ __all__ = [
     "LMDBStore",
     "MemoryStore",
     "Miss",
-    "RemoteStats",
     "Snapshot",
     "StoreKind",
     "StoreStats",
     "TensorView",
-    "TierStats",
     "VerifyReport",
     "chunk_key",
     "open_view",

@@ -180,7 +180,7 @@ class ValkeyStore(KVStore):
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
         try:
-            return self._is_worth_room(key, n_bytes)
+            return self._is_worth_room(key, n_bytes, self._accounts.room(key, n_bytes, self.cap_bytes))
         except StoreFull:
             return False
 
@@ -258,7 +258,7 @@ class ValkeyStore(KVStore):
         reserve = partial(self._accounts.reserve, key, entry, self.cap_bytes, self._usage.now() // 1000, pin)
         found = reserve()
         if not found.is_entered:
-            if not self._is_worth_room(key, entry.n_bytes, pin):
+            if not self._is_worth_room(key, entry.n_bytes, found, pin):
                 return None
             found = reserve(evict=True)
         if not found.is_entered:  # another engine has pinned the victims
@@ -266,9 +266,8 @@ class ValkeyStore(KVStore):
         self._each([victim.key for victim in found.victims], layout.unlink)
         return found
 
-    def _is_worth_room(self, key: ChunkKey, n_bytes: int, pin: bool = False) -> bool:
+    def _is_worth_room(self, key: ChunkKey, n_bytes: int, room: Reservation, pin: bool = False) -> bool:
         """Whether a chunk may be stored in place of its victims. Raises StoreFull."""
-        room = self._accounts.room(key, n_bytes, self.cap_bytes)
         if room.victims:
             self._write_notes()  # uses in this process count
             room = self._accounts.room(key, n_bytes, self.cap_bytes)

@@ -74,7 +74,8 @@ def _facts_of(
     form: str, people: Sequence[Person], texts: Mapping[str, str], rng: random.Random
 ) -> Iterator[dict[str, Any]]:
     """One for each person whose passage states such a fact once."""
-    values = {p.name: gold for p in people if (gold := _value(p, form))}
+    asked = {p.name: {name: golds[0] for name, _, _, golds in questions.asked_of(p)} for p in people}
+    values = {name: known[form] for name, known in asked.items() if form in known}
     for person in people:
         gold, text = values.get(person.name), f"{person.name}\n{texts[person.name]}"
         others = [p for p in people if p.surname != person.surname]
@@ -91,10 +92,6 @@ def _facts_of(
                 "mentioned_titles": [person.name],
                 "contexts": [p.name for p in around],
             }
-
-
-def _value(person: Person, form: str) -> str | None:
-    return next((golds[0] for name, _, _, golds in questions.asked_of(person) if name == form), None)
 
 
 def main() -> None:

@@ -8,10 +8,6 @@ from datetime import date
 
 from scripts.generate_world.world import WORDS, Film, Person, University
 
-MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-    "December",
-)  # fmt: skip
 SENTENCES = WORDS["sentences"]
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 _MALE = ("he", "his", "him", "son", "wife")
@@ -19,7 +15,7 @@ _MALE = ("he", "his", "him", "son", "wife")
 
 def day(when: date) -> str:
     """3 May 1931"""
-    return f"{when.day} {MONTHS[when.month - 1]} {when.year}"
+    return f"{when.day} {when:%B} {when.year}"
 
 
 def demonym(country: str) -> str:

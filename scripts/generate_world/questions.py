@@ -14,7 +14,7 @@ from datetime import date
 from itertools import combinations
 from typing import NamedTuple
 
-from scripts.generate_world.prose import MONTHS, day, demonym
+from scripts.generate_world.prose import day, demonym
 from scripts.generate_world.world import Film, Person, University, World
 
 PER_TYPE = 60
@@ -136,7 +136,12 @@ def _compositions(world: World) -> Iterator[Question]:
 def asked_of(p: Person) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """What can be asked of someone who is described: form, text, relation, golds."""
     yield "birthplace", "Where was {} born?", "place of birth", (p.birthplace.name,)
-    yield "birth", "When was {} born?", "date of birth", _dates(p.born)
+    yield (
+        "birth",
+        "When was {} born?",
+        "date of birth",
+        (day(p.born), f"{p.born:%B} {p.born.day}, {p.born.year}"),
+    )
     country = p.country, demonym(p.country)
     yield "country", "What is the nationality of {}?", "country of citizenship", country
     yield "university", "Where did {} study?", "educated at", (p.university.name,)
@@ -145,7 +150,8 @@ def asked_of(p: Person) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
         yield relative, f"Who is the {relative} of {{}}?", relative, (getattr(p, relative),)
     if p.died and p.deathplace:
         yield "deathplace", "Where did {} die?", "place of death", (p.deathplace.name,)
-        yield "death", "When did {} die?", "date of death", _dates(p.died)
+        dates = day(p.died), f"{p.died:%B} {p.died.day}, {p.died.year}"
+        yield "death", "When did {} die?", "date of death", dates
 
 
 def _bridges(world: World) -> Iterator[Question]:
@@ -185,7 +191,3 @@ def _same(form: str, text: str, a: Entity, b: Entity, one: Person, other: Person
     evidence = tuple((p.name, "country of citizenship", p.country) for p in (one, other))
     answer = "yes" if one.country == other.country else "no"
     return Question("comparison", form, text.format(a.name, b.name), (answer,), evidence, (a, b))
-
-
-def _dates(when: date) -> tuple[str, str]:
-    return day(when), f"{MONTHS[when.month - 1]} {when.day}, {when.year}"

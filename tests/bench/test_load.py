@@ -174,7 +174,7 @@ def test_a_proxy_forwards_delays_once_holds_and_closes_and_its_process_ends(tmp_
             os.kill(proxy.pid, 0)
 
 
-def test_a_rate_is_that_of_all_connections_together() -> None:
+def test_a_rate_is_that_of_all_connections_together_and_may_follow_a_trace() -> None:
     sent, rate = bytes(256 * KB), 2_000_000.0
     with echo() as port, Proxy(port) as proxy, dial(proxy) as one, dial(proxy) as other:
         proxy.conditions = LinkConditions(bytes_per_s=rate)
@@ -182,9 +182,6 @@ def test_a_rate_is_that_of_all_connections_together() -> None:
             seconds = pool.map(lambda line: echoed(line, sent)[1], (one, other))
         assert max(seconds) >= 2 * len(sent) / rate - 0.01  # what a burst may save
     assert network(50.0, 1.0) == LinkConditions(bytes_per_s=125e6, delay_s=0.025)
-
-
-def test_a_trace_is_its_steps_and_follows_from_the_seed() -> None:
     down = changing(0)["down"]
     assert [rate_at(down, at) / GBIT for at in (0.0, 0.049, 0.051, 1e9)] == [3, 3, 0.1, 0.1]
     assert changing(1) == changing(1) != changing(2)

@@ -225,7 +225,7 @@ def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_
     source = far_source()
     made = over(source, MemoryStore(0))
     left = made.run(PROMPT, BlendConfig(method="auto"))
-    made.fetcher.wait()
+    made.fetcher.flush()
     assert kinds(left) == [(i, SLOW) for i, ids in enumerate(CHUNKS) if ids]
     assert (left.report.method, found(left.report)) == ("prefix", (0, FILLED, 0))
     assert source.fetched.total() == 0
@@ -241,7 +241,7 @@ def test_chunks_of_this_machine_are_used_and_those_left_on_a_slow_link_are_store
     tiny_blender(local, *(ids for ids in CHUNKS if ids != CHUNKS[3]))
     made = over(far_source(), local)
     done = made.run(PROMPT, BlendConfig(method="auto"))
-    made.fetcher.wait()
+    made.fetcher.flush()
     assert kinds(done) == [(3, SLOW)]
     assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
     assert run(made.writer.write_back(done.missing)) == 1

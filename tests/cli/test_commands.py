@@ -27,8 +27,7 @@ from blendserve.registry import CODECS
 from blendserve.store import LMDBStore
 from blendserve.store.codecs.base import known_codec
 from tests.cli.conftest import write_corpus
-from tests.support.commands import cli
-from tests.support.pages import walk
+from tests.support.commands import cli, walk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORED = 6  # chunks when a run is stopped: of 24 that are computed in batches of 8, so some are missing
@@ -171,6 +170,7 @@ def test_every_command_and_option_has_help() -> None:
     basic, whole = cli("ask", "--help"), cli("ask", "--help-all")
     assert [done.code for done in (basic, whole)] == [0, 0]
     assert ["--top-p" in done.out for done in (basic, whole)] == [False, True]
+    assert "ttft" in cli("bench", "--help").out
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

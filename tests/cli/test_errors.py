@@ -40,6 +40,7 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("kdn list", "--store"),
     ("keys revoke ann --file {tmp}/keys.json", "'ann'"),
     ("codec fit {index} --codec int8", "'int8'"),
+    ("codec fit {index} --codec int9", "'int8'"),
     ("codec fit {index} --codec predict --text {tmp}/nowhere", "{tmp}/nowhere"),
     ("codec fit {tmp}/nothing --codec predict", "{tmp}/nothing"),
     ("kdn pull here {tmp}/x", "'here'"),

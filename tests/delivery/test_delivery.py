@@ -20,11 +20,12 @@ from blendserve.config import BlendConfig, RemoteConfig, StoreConfig, changed
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, NotFound, StoreUnavailable
-from blendserve.fetch import TieredStore, open_store
+from blendserve.fetch import KVFetcher, TieredStore, open_store
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.fetch.layers import Layer, LayerReader
+from blendserve.fetch.plan import Plan
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
@@ -37,20 +38,7 @@ from tests.support.engines import CONFIG
 from tests.support.engines import toy_reader as reader
 from tests.support.http import DOCUMENTS
 from tests.support.links import Known
-from tests.support.peers import (
-    LEVELS,
-    NAME,
-    PATIENT_S,
-    Service,
-    answered,
-    blender,
-    check,
-    delivered,
-    kdn_store,
-    published,
-    settings,
-    some_key,
-)
+from tests.support.peers import LEVELS, NAME, Service, answered, blender, check, kdn_store, settings
 from tests.support.waiting import ManualClock, eventually
 
 Made = tuple[KVStore, Collection]
@@ -81,15 +69,25 @@ def test_a_prefill_asks_for_a_layer_before_the_peer_sends_it(
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
         if key in late and l >= 0:
-            in_time.append(asked_for[l].wait(PATIENT_S / 2))
+            in_time.append(asked_for[l].wait(peers.PATIENT_S / 2))
 
     monkeypatch.setattr(LayerReader, "take", noted)
     blend, link = BlendConfig(method=method, policy=policy), Known(1e6) if is_auto else None
-    with delivered(service, before, link=link) as (store, paced):
+    with peers.delivered(service, before, link=link) as (store, paced):
         check(blender(store, costs=peers.SLOW).run(prompt, blend), prompt, blend)
     assert in_time == [True] * len(asked_for) * len(late)
     assert set(paced.asked.values()) == {1}
     assert paced.most_at_once == (len(late) if is_auto else 1)
+
+
+def test_a_chunk_in_transit_comes_anew_at_another_level(service: Service, prompt: Prompt) -> None:
+    """The planner changes it after the first layer of every chunk, once."""
+    with peers.delivered(service, config={"level": "auto"}) as (store, paced):
+        fetcher = KVFetcher(
+            store, planner=lambda todo, link, now=None: Plan("int8" if now else "raw", len(todo))
+        )
+        check(blender(store, fetcher=fetcher).run(prompt, peers.BLEND), prompt, level="int8")
+    assert set(paced.asked.values()) == {2}
 
 
 def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_a_service_that_goes_is_a_miss_and_one_that_comes_is_used(made: Made) ->
 def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     monkeypatch.setattr(priors, "CHUNKS_PER_PROMPT", 2)
-    store, _ = published(tmp_path)
+    store, _ = peers.published(tmp_path)
     with Service(store) as running, kdn_store(settings(running.url)) as far:
         there, here = answered(far), answered(store)
     assert there.report.prior
@@ -165,7 +163,7 @@ def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made,
 def test_decoding_is_measured_before_the_first_request(service: Service) -> None:
     source = KdnSource(settings(service.url, level="auto"))
     assert [source.link.decode_s(level) for level in LEVELS] == [0.0, 0.0]
-    sample = source.probe([some_key()], 1)
+    sample = source.probe([peers.some_key()], 1)
     assert sample
     assert sample.n_bytes > 0
     assert 0 < sample.round_trip_s < sample.seconds * 100
@@ -192,17 +190,17 @@ def test_a_round_trip_is_the_shortest_of_three(service: Service) -> None:
 
     with peers.Peer(peers.Paced(service.url, before)) as peer:
         source = KdnSource(settings(peer.url), clock=clock)
-        sample = source.probe([some_key()], 1)
+        sample = source.probe([peers.some_key()], 1)
         assert sample
         assert sample.round_trip_s == pytest.approx(0.5)
         source.close()
 
 
 def test_the_settings_choose_the_levels(service: Service) -> None:
-    asked = [ChunkRequest(some_key(), 1), ChunkRequest(b"\0" * 28, 1)]
+    asked = [ChunkRequest(peers.some_key(), 1), ChunkRequest(b"\0" * 28, 1)]
     for level, known in (("auto", LEVELS), *((level, (level,)) for level in LEVELS)):
         source = KdnSource(settings(service.url, level=level))
-        assert {key: tuple(sizes) for key, sizes in source.sizes(asked).items()} == {some_key(): known}
+        assert {key: tuple(sizes) for key, sizes in source.sizes(asked).items()} == {peers.some_key(): known}
         source.close()
     source = KdnSource(settings(service.url, level="cachegen"))
     with pytest.raises(StoreUnavailable):
@@ -231,7 +229,7 @@ def test_settings_and_indexes_lead_to_the_service(
     assert remote is not None
     assert (remote.kdn.url, remote.kdn.collection, remote.kind) == (service.url, NAME, "kdn")
     assert resolve("docs", CONFIG) == ("docs", CONFIG)
-    remote = RemoteConfig(location=f"{service.url}/{NAME}", level="raw", deadline_s=PATIENT_S)
+    remote = RemoteConfig(location=f"{service.url}/{NAME}", level="raw", deadline_s=peers.PATIENT_S)
     stored = StoreConfig(location=str(tmp_path), remote=remote)
     with open_store(stored, None) as store:
         assert answered(store).report.chunks_hit == 4
@@ -256,7 +254,7 @@ def test_a_fetched_index_is_used_while_the_service_is_away(
 
 
 def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
-    store, first = published(tmp_path)
+    store, first = peers.published(tmp_path)
     engine = peers.publisher(tmp_path, store)
     same_again = publish(engine, NAME, LEVELS[1:])
     assert (same_again.directory, same_again.files) == (first.directory, first.files)
@@ -273,7 +271,7 @@ def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
 
 
 def test_retiring_leaves_the_chunks_of_other_collections(tmp_path: Path) -> None:
-    store, first = published(tmp_path)
+    store, first = peers.published(tmp_path)
     second, catalogue = publish(peers.publisher(tmp_path, store), "second"), Catalogue(store)
     raw = set(catalogue.directory(second))
     assert store.stats().pins == 2 * len(raw)  # two levels of each

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from blendserve.config import ServeConfig
 from blendserve.core import ChunkKV
@@ -22,6 +20,7 @@ from tests.endurance.driver import Figures, Promises, Workload, main, soak
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader
 from tests.support.http import Server, ToyServer
+from tests.support.kernels import threads
 from tests.support.stores import put_kv
 from tests.support.valkey import needs_server
 
@@ -36,7 +35,7 @@ def blocks(*changes: Figures, damaged: int = 0) -> Figures:
 GOOD: list[tuple[Promises, Figures]] = [
     (reuse.PROMISES, blocks({}, {"hit_rate": 0.58, "gain": 1.91}, {})),
     (reuse.PROMISES, blocks({"warm_up": True, "hit_rate": 0.9, "gain": 9.0, "reused": 0.0}, {}, {})),
-    (faults.PROMISES, {"wrong": 0, "hung": 0, "lost": 0}),
+    (faults.PROMISES, {"wrong": 0, "longest_s": 59.0}),
     (soak_serving.PROMISES, {"wrong": [], "bad": 0, "exit_code": 0, "memory_mb": [100.0, 104.0]}),
     (crash.PROMISES, {**dict.fromkeys(crash.MUST_BE_0, 0), "reads_checked": 1}),
 ]
@@ -49,6 +48,7 @@ BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "two blocks after the warm-up": blocks({"warm_up": True}, {}),
     "memory is flat": {"memory_mb": [100.0, 106.0]},
     "the reader read": {"reads_checked": 0},
+    "no request hangs": {"longest_s": 60.0},
 }
 
 
@@ -132,15 +132,8 @@ def test_a_wrong_answer_and_a_lost_document_are_noticed(tmp_path: Path) -> None:
         assert any(noticed in problem for problem in serving.wrong)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The crash test computes on one."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_two_rounds_of_kills_lose_nothing(one_thread: None) -> None:
+@threads(1)
+def test_two_rounds_of_kills_lose_nothing() -> None:
     found = soak(crash.Crashes(2, 6, 0).run(), crash.PROMISES)
     assert found["broken"] == [], found
     assert sum(n for name, n in found.items() if name.startswith("kills_")) == 2
@@ -148,7 +141,8 @@ def test_two_rounds_of_kills_lose_nothing(one_thread: None) -> None:
     assert found["commits"] >= 7
 
 
-def test_lost_and_wrong_chunks_are_noticed(tmp_path: Path, one_thread: None) -> None:
+@threads(1)
+def test_lost_and_wrong_chunks_are_noticed(tmp_path: Path) -> None:
     """One was reported stored, another was seen; neither is there. A third is there, then with a wrong tensor."""
     crashes = crash.Crashes(1, 3, 0)
     crashes.open(tmp_path)

@@ -2,10 +2,9 @@
 
     python -m tests.endurance.validate_simulator [--nodes N] [--requests N] [--model NAME]
 
-A few minutes; nothing else should run. The constants come from other requests, which one process makes alone before.
-How much slower 1, 2, ... processes are at the same time is measured before and after each run, by other requests again:
-nothing is fitted to what is compared. The last line is one JSON object. With --model random:configs/simulate/small_reader
-other work disturbs the requests less.
+A few minutes; nothing else should run. The constants come from other requests, which one process makes alone before, and
+so does the slowdown of 1, 2, ... processes at the same time: nothing is fitted to what is compared. The last line is one
+JSON object. With --model random:configs/simulate/small_reader other work disturbs the requests less.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -38,13 +37,10 @@ from blendserve.simulate.routing import ChunkDirectory, Loads, make_router
 from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
-NODE = "tests.endurance.simulator_node"
-ROUNDS, TURN = 2, 3  # of measuring the slowdown, and requests of each process in a turn
-ROUTINGS: tuple[Routing, ...] = ("round_robin", "prefix", "chunks")
-RUNS: tuple[tuple[str, Routing], ...] = (
-    *(("full", routing) for routing in ROUTINGS),
-    ("empty", ROUTINGS[0]),
-)  # store, routing
+TURNS = 6  # of measuring the slowdown, three requests of each process in a turn
+RUNS: tuple[tuple[str, Routing], ...] = (  # the shared store at the start
+    *(("full", "round_robin"), ("full", "prefix"), ("full", "chunks"), ("empty", "round_robin")),
+)
 
 
 class ValidationConfig(Section):
@@ -64,30 +60,31 @@ class ValidationConfig(Section):
 
 
 def validate(config: ValidationConfig) -> Figures:
-    """Every run, measured and simulated. Raises InputError."""
+    """Every run, measured and simulated, and the errors of the simulation. Raises InputError."""
+    sizes, runs = [config.memory, config.disk], list[Figures]()
     with processes(config) as nodes:
-        console.note("Measuring one process")
-        constants = nodes[0].call(["measure", config.request_chunks, config.memory, config.disk])
+        constants = nodes[0].call(["measure", config.request_chunks, *sizes])
+        for store in ("full", "empty"):
+            nodes[0].call(["precompute", store, store == "full"])
+        for node in nodes:
+            node.call(["open", "full", *sizes])
         base = simulated(config, constants, nodes[0].about)
-        for store, with_chunks in (("full", True), ("empty", False)):
-            nodes[0].call(["precompute", store, with_chunks])
-        runs: list[Figures] = []
-        before = slowdown(nodes, config, constants["hot"])
+        factors = slowdown(nodes, config, constants["hot"])
+        base = changed(base, compute=changed(base.compute, slowdown=factors).model_dump())
         for store, routing in RUNS:
             console.note(f"{config.requests} requests, {store}, {routing}")
-            chosen = settings_of(config, slowed(base, before), store)
+            chosen = at_rate(config, over(base, store))
             blocks = list(workload.requests(chosen, config.nodes))
-            open_all(nodes, config, store)
-            measured = serve(nodes, chosen, routing, *blocks[0])
-            after = slowdown(nodes, config, constants["hot"])
-            chosen = slowed(chosen, np.mean([before, after], axis=0).tolist())
-            runs.append({"store": store, **compared(chosen, routing, blocks, measured)})
-            before = after
-    return {
-        **{"versions": versions(), "machine": machine(), "load_average": os.getloadavg()},
-        **{"settings": config.model_dump(mode="json"), "constants": constants},
-        "runs": runs,
-    }
+            for node in nodes:
+                node.call(["open", store, *sizes])
+            real = summary(chosen, serve(nodes, chosen, routing, *blocks[0]), config.nodes)
+            result = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
+            made = summary(chosen, result, config.nodes)
+            error = {name: made["ttft"][name] / real["ttft"][name] - 1 for name in ("mean", "p50", "p95")}
+            found = {"measured": real, "simulated": made, "error_of_ttft": error}
+            runs.append({"store": store, "routing": routing, **found})
+    about = {"versions": versions(), "machine": machine(), "load_average": os.getloadavg()}
+    return {**about, "constants": constants, "slowdown": base.compute.slowdown, "runs": runs}
 
 
 def simulated(config: ValidationConfig, constants: Constants, shape: dict[str, int]) -> SimulateConfig:
@@ -104,54 +101,29 @@ def simulated(config: ValidationConfig, constants: Constants, shape: dict[str, i
     return configured(base, constants, shape, config.chunk_tokens, config.request_chunks)
 
 
-def settings_of(config: ValidationConfig, base: SimulateConfig, store: str) -> SimulateConfig:
-    """At a rate that keeps the nodes at the wanted utilization."""
-    base = over(base, store)
-    loop = Cluster(base, config.nodes, ROUTINGS[0]).run(
-        workload.requests(base, config.nodes), config.requests
-    )
-    rate = config.utilization * summary(base, loop, config.nodes)["throughput"] / config.nodes
-    return changed(base, requests=changed(base.requests, rate=rate).model_dump())
-
-
 def over(base: SimulateConfig, store: str) -> SimulateConfig:
     """Over a full or an empty shared store."""
     return changed(base, tiers=changed(base.tiers, precomputed=store != "empty").model_dump())
 
 
-def slowed(base: SimulateConfig, by: list[float]) -> SimulateConfig:
-    return changed(base, compute=changed(base.compute, slowdown=by).model_dump())
-
-
-def compared(
-    chosen: SimulateConfig, routing: Routing, blocks: list[Any], measured: SimulationResult
-) -> Figures:
-    """A measured run, the same simulated, and simulated as if every node had a machine of its own."""
-    (nodes,) = chosen.nodes
-    found: Figures = {"routing": routing, "slowdown": chosen.compute.slowdown}
-    found["measured"] = real = summary(chosen, measured, nodes)
-    for name, settings in (("simulated", chosen), ("unshared", slowed(chosen, [1.0]))):
-        result = Cluster(settings, nodes, routing).run(blocks, len(measured.ttft))
-        found[name] = made = summary(settings, result, nodes)
-        found[f"error_{name}"] = {
-            "hit_rates": {tier: made["hit_rates"][tier] - rate for tier, rate in real["hit_rates"].items()},
-            "ttft": {name: made["ttft"][name] / real["ttft"][name] - 1 for name in ("mean", "p50", "p95")},
-            "throughput": made["throughput"] / real["throughput"] - 1,
-        }
-    return found
+def at_rate(config: ValidationConfig, base: SimulateConfig) -> SimulateConfig:
+    """At a rate that keeps the nodes at the wanted utilization: a share of a closed loop's throughput."""
+    requests = workload.requests(base, config.nodes)
+    loop = Cluster(base, config.nodes, "round_robin").run(requests, config.requests)
+    rate = config.utilization * summary(base, loop, config.nodes)["throughput"] / config.nodes
+    return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
 def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -> list[float]:
     """TTFT of a request from memory while 1, 2, ... nodes compute, over `hot`, its TTFT alone."""
-    open_all(nodes, config, "full")
     request, n = ["request", list(range(config.request_chunks)), False], len(nodes)
     times: list[list[float]] = [[] for _ in nodes]
     with ThreadPoolExecutor(n) as threads:
         list(threads.map(lambda node: node.call(request), nodes))
-        for turn in range(ROUNDS * n):
+        for turn in range(TURNS):
             for busy in range(n):
                 asked = [nodes[(turn + i) % n] for i in range(busy + 1)]
-                told = threads.map(lambda node: [node.call(request)["ttft"] for _ in range(TURN)], asked)
+                told = threads.map(lambda node: [node.call(request)["ttft"] for _ in range(3)], asked)
                 times[busy] += [ttft for own in told for ttft in own]
     factors = [max(1.0, fmean(own) / hot) for own in times]
     return np.maximum.accumulate(factors).tolist()  # type: ignore[no-any-return]
@@ -187,8 +159,7 @@ def serve(
                 directory.add(n, chunk)
 
     with ExitStack() as stack:
-        queues = [stack.enter_context(ThreadPoolExecutor(1)) for _ in nodes]
-        jobs = list[Future[None]]()
+        queues, jobs = [stack.enter_context(ThreadPoolExecutor(1)) for _ in nodes], []
         for request in range(number):
             time.sleep(max(0.0, times[request] - (time.perf_counter() - began)))  # allow: arrival times
             with lock:
@@ -200,11 +171,6 @@ def serve(
     return SimulationResult(times, ttft, finished, where, found)
 
 
-def open_all(nodes: list[WorkerProcess], config: ValidationConfig, store: str) -> None:
-    for node in nodes:
-        node.call(["open", store, config.memory, config.disk])
-
-
 @contextmanager
 def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
     """Engine processes of one thread each, over one server. Raises InputError."""
@@ -212,17 +178,16 @@ def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendserve-simulate-")))
         pool = max(config.pool, pool_size(config.request_chunks))
         url = stack.enter_context(Server()).url
-        task = {**config.model_dump(mode="json"), "pool": pool, "url": url}
+        task, node = (
+            {**config.model_dump(mode="json"), "pool": pool, "url": url},
+            "tests.endurance.simulator_node",
+        )
         start = [(task, folder / f"{n}.log", {**os.environ, COUNT: "1"}) for n in range(config.nodes)]
-        yield [stack.enter_context(WorkerProcess(NODE, *arguments)) for arguments in start]
+        yield [stack.enter_context(WorkerProcess(node, *arguments)) for arguments in start]
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = ArgumentParser(description="Compare the simulator with real engine processes.")
     for name, value in ValidationConfig():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     console.print_json(validate(ValidationConfig(**vars(parser.parse_args()))))
-
-
-if __name__ == "__main__":
-    main()

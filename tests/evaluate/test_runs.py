@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,11 +51,18 @@ from tests.support.evaluations import (
     run,
     tiny_engine,
     tiny_reader,
+    toy_run,
     untimed,
     write_dataset,
 )
 
 Toy = Callable[[str], Outcome]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """One of RUNS, each run once; `coded` with its plots."""
+    return cache(lambda kind: toy_run(kind, tmp_path_factory.mktemp(kind), draws=kind == "coded"))
 
 
 @pytest.mark.parametrize("kind", RUNS)

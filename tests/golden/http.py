@@ -57,12 +57,9 @@ REQUESTS: dict[str, Asked] = {
     "chat stream": ("POST", "/v1/chat/completions", {**CHAT, **STREAM}),
     "completion": ("POST", "/v1/completions", COMPLETION),
     "completion stream": ("POST", "/v1/completions", {**COMPLETION, **STREAM}),
-    "models": ("GET", "/v1/models", None),
-    "model": ("GET", f"/v1/models/{MODEL}", None),
     "query": ("POST", "/v1/rag/query", {**QUERY, "explain": True}),
     "query stream": ("POST", "/v1/rag/query", {**QUERY, "stream": True, "explain": True}),
     "retrieval": ("POST", "/v1/rag/query", {"question": QUESTIONS[0], "top_k": 2, "max_tokens": 1}),
-    "settings": ("GET", "/v1/rag/settings", None),
     "add": ("POST", "/v1/documents", {"collection": "a", "documents": [NEW], "foo": 1}),
     "list documents": ("GET", "/v1/documents?collection=a&limit=1", None),
     "warm": ("POST", "/v1/cache/warm", WHICH),
@@ -74,22 +71,16 @@ REQUESTS: dict[str, Asked] = {
     "stats": ("GET", "/v1/cache/stats", None),
     "delete chunks": ("POST", "/v1/cache/delete", WHICH),
     "delete document": ("DELETE", "/v1/documents/new?collection=a", None),
-    "jobs": ("GET", "/v1/jobs", None),
-    "health": ("GET", "/health", None),
-    "ready": ("GET", "/ready", None),
-    "page": ("GET", "/", None),
-    "page style": ("GET", "/page/style.css", None),
     "preflight": ("OPTIONS", "/v1/chat/completions", None),
-    "documentation": ("GET", "/docs", None),
-    "unknown route": ("GET", "/v1/nothing", None),
-    "unknown method": ("GET", "/v1/chat/completions", None),
     "unknown model": ("POST", "/v1/chat/completions", {**CHAT, "model": "gpt-9"}),
-    "unknown job": ("GET", "/v1/jobs/job-1", None),
     "unknown document": ("DELETE", "/v1/documents/nothing?collection=a", None),
-    "unknown collection": ("GET", "/v1/documents?collection=c", None),
-    "no collection": ("GET", "/v1/documents", None),
-    "unknown page file": ("GET", "/page/nothing.js", None),
 }
+PLAIN = (  # GET
+    *("/v1/models", f"/v1/models/{MODEL}", "/v1/rag/settings", "/v1/jobs", "/health", "/ready", "/", "/docs"),
+    *("/page/style.css", "/page/nothing.js", "/v1/nothing", "/v1/chat/completions", "/v1/jobs/job-1"),
+    *("/v1/documents", "/v1/documents?collection=c"),
+)
+REQUESTS |= {path: ("GET", path, None) for path in PLAIN}
 WRONG: dict[str, dict[str, Any]] = {  # changes of a chat request that are refused with 400
     "no messages": {"messages": []},
     "last role": {"messages": [{"role": "assistant", "content": "Hm."}]},
@@ -136,24 +127,28 @@ KINDS: tuple[Any, ...] = (
 )
 ERRORS: list[Exception] = [*(kind("m") for kind in KINDS), errors.RateLimited("m", 7)]  # of the store
 
-CHUNK = "/v1/kdn/collections/manual/chunks/{key}"
+COLLECTION = "/v1/kdn/collections/manual"
+CHUNK = f"{COLLECTION}/chunks/{{key}}"
 DELIVERED: dict[str, Asked] = {  # with headers; tests/delivery has the rest
-    "collections": ("GET", "/v1/kdn/collections", {}),
-    "collection": ("GET", "/v1/kdn/collections/manual", {}),
-    "directory": ("GET", "/v1/kdn/collections/manual/directory", {}),
-    "piece": ("GET", "/v1/kdn/collections/manual/pieces/{piece}", {}),
-    "chunk": ("GET", CHUNK, {}),
     "chunk head": ("HEAD", CHUNK, {}),
     "chunk range": ("GET", CHUNK, {"Range": "bytes=7-40"}),
     "chunk wrong range": ("GET", CHUNK, {"Range": "bytes=999999999-"}),
-    "layers": ("GET", "/v1/kdn/collections/manual/layers?chunks={key}:raw,{key}:int8", {}),
-    "no layers": ("GET", "/v1/kdn/collections/manual/layers", {}),
-    "unknown chunk": ("GET", "/v1/kdn/collections/manual/chunks/00", {}),
-    "unpin": ("POST", "/v1/kdn/collections/manual/unpin", {}),
-    "pin": ("POST", "/v1/kdn/collections/manual/pin", {}),
-    "health": ("GET", "/health", {}),
-    "page": ("GET", "/", {}),
+    "unpin": ("POST", f"{COLLECTION}/unpin", {}),
+    "pin": ("POST", f"{COLLECTION}/pin", {}),
     "no key": ("GET", "/v1/kdn/collections", {"Authorization": ""}),
+}
+PATHS = (
+    "",
+    "/directory",
+    "/pieces/{piece}",
+    "/chunks/{key}",
+    "/chunks/00",
+    "/layers",
+    "/layers?chunks={key}:raw",
+)
+DELIVERED |= {
+    path: ("GET", path, {})
+    for path in ("/v1/kdn/collections", *(COLLECTION + p for p in PATHS), "/health", "/")
 }
 
 

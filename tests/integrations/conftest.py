@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from typing import Any
 
 import pytest
 
 from blendserve.core import Passage
-from tests.conftest import INTEGRATIONS
 from tests.support.engines import PASSAGES, QUESTIONS
-from tests.support.http import MODEL, Server, serving
+from tests.support.http import Server, serving
 
 UNTITLED = [Passage(p.text) for p in PASSAGES]
 
@@ -39,14 +35,3 @@ def own_answer(
     """The server's own answer over these passages."""
     documents = [{"text": p.text, "title": p.title} for p in passages]
     return server.ask(question, documents=documents, **options)
-
-
-def run_example(folder: str, server: Server, names: dict[str, Any]) -> None:
-    """Run the example of an integration's README, with names that an application has."""
-    readme = (INTEGRATIONS / folder / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    code = example.replace("http://127.0.0.1:8000", server.url).replace("smollm2-135m", MODEL)
-    assert code.count(server.url) == code.count(MODEL) == 1
-    with redirect_stdout(StringIO()) as printed:
-        exec(compile(code, readme, "exec"), names)
-    assert printed.getvalue().strip()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.conftest import own_answer, run_example
+from tests.integrations.conftest import own_answer
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import MODEL, Server
 
@@ -81,19 +81,10 @@ def test_a_document_without_text_is_refused(server: Server) -> None:
         generator(server).run(QUESTION, [Document(id="empty")])
 
 
-def retrieving() -> Pipeline:
+async def test_a_pipeline(server: Server) -> None:
     store, made = InMemoryDocumentStore(), Pipeline()
     store.write_documents(DOCUMENTS)
     made.add_component("retriever", InMemoryBM25Retriever(store, top_k=2))
-    return made
-
-
-def test_the_example_of_the_readme(server: Server) -> None:
-    run_example("haystack", server, {"pipeline": retrieving(), "question": QUESTION})
-
-
-async def test_a_pipeline(server: Server) -> None:
-    made = retrieving()
     made.add_component("generator", generator(server))
     made.add_component("answers", AnswerBuilder())
     made.connect("retriever.documents", "generator.documents")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integrations.conftest import own_answer, run_example
+from tests.integrations.conftest import own_answer
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import MODEL, Server
 
@@ -170,7 +170,3 @@ def test_documents_chains(server: Server, chat: ChatBlendserve) -> None:
     chains = pytest.importorskip("langchain_classic.chains")
     chain = chains.create_retrieval_chain(RETRIEVER, documents_chain(chat))
     assert chain.invoke({"input": QUESTION})["answer"] == own
-
-
-def test_the_example_of_the_readme(server: Server) -> None:
-    run_example("langchain", server, {"retriever": RETRIEVER})

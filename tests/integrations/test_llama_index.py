@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from blendserve.core import Passage
-from tests.integrations.conftest import UNTITLED, own_answer, run_example
+from tests.integrations.conftest import UNTITLED, own_answer
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import MODEL, Server
 
 pytest.importorskip("llama_index.core")
 
-from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -45,7 +45,7 @@ def test_texts_alone_are_documents_and_no_nodes_are_llama_indexs(server: Server)
     assert str(own.synthesize(QUESTION, [])) == "Nothing found."
 
 
-def test_query_engines_and_the_example_of_the_readme(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_engines(server: Server) -> None:
     index = VectorStoreIndex([n.node for n in NODES], embed_model=MockEmbedding(embed_dim=8))
     made = synthesizer(server)
     for engine in (
@@ -56,5 +56,3 @@ def test_query_engines_and_the_example_of_the_readme(server: Server, monkeypatch
         assert len(response.source_nodes) == 3
         texts = [Passage(n.node.get_content()) for n in response.source_nodes]
         assert str(response) == own_answer(server, texts)["text"]
-    monkeypatch.setattr(type(Settings), "llm", MockLLM())  # for this test alone
-    run_example("llama_index", server, {"index": index})

@@ -90,7 +90,7 @@ def test_packed_chunks(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
             out = FlashAttn.flash_attn_varlen_func(*args, **options)
             return out.roll(1, 0) if (options["cu_seqlens_k"] - options["cu_seqlens_q"]).any() else out
 
-    kind = replace(CPU, **{option: True}) if option else CPU
+    kind = replace(CPU, windowed=option == "windowed", softcapped=option == "softcapped")
     for package in (FlashAttn, TopLeft):
         monkeypatch.setattr(flash, "flash_attn", lambda package=package: package)
         assert bool(packed_chunks_trouble.__wrapped__(kind)) == (package is TopLeft)

@@ -141,13 +141,10 @@ def test_a_small_llama_is_converted_as_transformers_converts_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(converter, "CHUNK", 7)  # tensors are dequantised in pieces
-    file, ours = (
-        write_tiny(tmp_path / "tiny.gguf", kind, changed=UNTIED if kind == "Q8_0" else {}),
-        tmp_path / "ours",
-    )
-    ours.mkdir()
-    converter.write_folder(file, ours)
-    check_equal(ours, gguf_folder(file))
+    file = write_tiny(tmp_path / "tiny.gguf", kind, changed=UNTIED if kind == "Q8_0" else {})
+    (tmp_path / "ours").mkdir()
+    converter.write_folder(file, tmp_path / "ours")
+    check_equal(tmp_path / "ours", gguf_folder(file))
 
 
 def test_a_user_s_file_is_converted_once_and_known_by_its_content(
@@ -163,34 +160,23 @@ def test_a_user_s_file_is_converted_once_and_known_by_its_content(
     assert len(caplog.records) == 2
 
 
-REFUSED: list[dict[str, Any]] = [
-    {"family": "gpt2"},
-    {"family": "deepseek2"},
-    {"family": "qwen2", "scaling": "yarn"},
+REFUSED: list[Any] = [
+    *({"family": "gpt2"}, {"family": "deepseek2"}, {"family": "qwen2", "scaling": "yarn"}, {"eos": 999}),
     {"changed": {"rope_freqs": (8,)}},  # scales its RoPE
     {"changed": {"blk.1.ffn_up": None}},
     {"changed": {"token_embd": None}},
     {"changed": {"blk.0.attn_k": (64, 64)}},
-    {"eos": 999},
+    *(b"", b"not at all", b"GGUF\x01\0\0\0" + bytes(16), "short", "missing"),
 ]
-DAMAGED = [None, b"", b"not at all", b"GGUF\x01\0\0\0" + bytes(16), "short"]
 
 
-@pytest.mark.parametrize("options", REFUSED)
-def test_files_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
-    file = write_tiny(tmp_path / "tiny.gguf", **options)
+@pytest.mark.parametrize("content", REFUSED)
+def test_files_that_cannot_be_used_are_refused_by_name(content: Any, tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", **content if isinstance(content, dict) else {})
+    if content == "missing":
+        file.unlink()
+    elif not isinstance(content, dict):
+        file.write_bytes(file.read_bytes()[:-10_000] if content == "short" else content)
     with pytest.raises(ModelError) as error:
         load(file)
     assert error.value.path == str(file) or isinstance(error.value, ModelUnsupported)
-
-
-@pytest.mark.parametrize("raw", DAMAGED)
-def test_files_that_are_missing_or_damaged_are_refused(raw: bytes | str | None, tmp_path: Path) -> None:
-    file = tmp_path / "x.gguf"
-    if raw == "short":
-        raw = write_tiny(file).read_bytes()[:-10_000]
-    if isinstance(raw, bytes):
-        file.write_bytes(raw)
-    with pytest.raises(ModelError) as error:
-        load(file)
-    assert error.value.path == str(file)

@@ -165,6 +165,7 @@ def test_actors_make_the_same_store_as_one_process(
 
     with pytest.MonkeyPatch.context() as patch, replace(opener, log=tmp_path / "here")() as engine:
         patch.setattr("blendserve.ray.precompute.STACK_TOKENS", 80)  # enough stacks for all workers
+        patch.setattr("blendserve.blend.precompute.FIRST_TOKEN_S", 0.0)  # a wait for the leases of the dead
         report = precompute(engine, opener, CHUNKS, workers, share, progress)
         assert not victims
         assert (report.chunks, report.left, engine.blender.writer.missing(CHUNKS)) == (len(CHUNKS), 0, [])

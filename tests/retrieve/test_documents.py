@@ -132,9 +132,8 @@ def test_passages_fit_and_nothing_is_lost(
         passages = split(Document(text, title="T", id="d"), most, counted)
         assert all(counted(p) <= most for p in passages)
         assert all(p.text in text for p in passages)
-        assert "".join(text.split()) == "".join(
-            "".join(p.text.split()) for p in passages
-        )  # but for white space
+        kept = "".join(p.text for p in passages)
+        assert "".join(kept.split()) == "".join(text.split())  # but for white space
         assert [(p.id, p.title, p.doc_id) for p in passages] == [
             (f"d:{n}", "T", "d") for n in range(len(passages))
         ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -230,7 +229,7 @@ def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *itertools.product(FILES, ["missing", "truncated"]),
+        *product(FILES, ["missing", "truncated"]),
         *((name, "flipped") for name in FILES[1:]),
         *((FILES[0], raw) for raw in (b"", b"[]", b"{}", b'{"format": "x"}', b'{"format": 1}', b"\xff")),
     ],
@@ -280,12 +279,13 @@ def test_an_index_of_format_1_opens_and_becomes_the_newest_when_it_changes(
     if killed:
         (path / VECTORS).rename(path / f"{VECTORS}.new")
         (path / VECTORS).write_bytes(b"of an older index")
-    opened, made = reopen(path), create(tmp_path / "new")
+    opened, made = reopen(path), create(tmp_path / "new", "hnsw")
     made.add({document.id: document for document in DOCUMENTS}.values())
     made.delete("doc1")
     assert opened.passages == made.passages
     assert opened.manifest.corpus == made.manifest.corpus
-    assert_search(opened, "w3 w5 w7", 1, 3, 99)
+    for index in (opened, made):
+        assert_search(index, "w3 w5 w7", 1, 3, 99)
     opened.add([Document("new text", id="new")])
     with pytest.raises(VectorIndexError), disk_fails_at(1, FULL):
         opened.save()

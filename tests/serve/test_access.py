@@ -295,6 +295,7 @@ def test_a_body_that_is_slow_or_above_its_rate_ends_its_connection(
         (b"[" * (MAX_JSON_DEPTH + 1), False),
         (b'{"a":' * (MAX_JSON_DEPTH + 1), False),
         (b"[]" * 1000, True),
+        (b"]" * (MAX_JSON_TOKENS + 1), True),  # the parser refuses it
         (b"," * MAX_JSON_TOKENS, True),
         (b"," * (MAX_JSON_TOKENS + 1), False),
         (b'"' + b"[,:{" * MAX_JSON_TOKENS + b'"', True),  # the contents of a string
@@ -303,7 +304,7 @@ def test_a_body_that_is_slow_or_above_its_rate_ends_its_connection(
         (b'""' * (2 * MAX_JSON_TOKENS + 1), False),
         (b"{}\0", False),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_expensive_json_is_refused_before_it_is_parsed(body: bytes, allowed: bool) -> None:
     if allowed:

@@ -18,7 +18,7 @@ from blendserve.core import ChunkKV
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import loaded
-from blendserve.store.codecs.predict import rans, rans_native
+from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.rans import ONE
 from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_layer, gradients, sensitivity
@@ -180,10 +180,10 @@ def test_native_kernels_give_the_same_bytes_and_symbols_and_refuse_the_same(
     plain = partial(rans.decode_reference, contexts=contexts, means=means, model=MODEL)
 
     def native(segment: memoryview) -> Any:
-        return rans_native.decode(library, segment, below, len(values), means, MODEL)
+        return rans.decode(library, segment, below, len(values), means, MODEL)
 
     wanted = rans.encode_reference(values, contexts, means, MODEL)
-    assert rans_native.encode(library, values, contexts, means, MODEL) == wanted
+    assert rans.encode(library, values, contexts, means, MODEL) == wanted
     assert all(np.array_equal(decode(memoryview(wanted)), values) for decode in (plain, native))
     damaged = bytearray(wanted)
     if data.draw(st.booleans()):
@@ -213,7 +213,7 @@ def test_native_numbers_are_the_same_bits(
     below, given_symbols = (rans.random_codes(tokens + 1, n, n)[1:] for n in (n_heads * dim, axes))
     args: Any = below, None if zero else given_symbols, rans.random_map(n_heads * dim, axes), dim, dtype
     with guarded():
-        found = rans_native.dequantize(library, *args)
+        found = rans.dequantize(library, *args)
     assert all(map(torch.equal, found, rans.dequantize_reference(*args)))
 
 
@@ -221,8 +221,8 @@ def test_native_numbers_are_the_same_bits(
 def test_the_self_check_refuses_what_is_one_position_off(
     library: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rans_native.check(library)
-    right = getattr(rans_native, name)
+    rans.check(library)
+    right = getattr(rans, name)
 
     def off(library: SimpleNamespace, first: Any, *rest: Any) -> Any:
         if name == "decode":
@@ -230,6 +230,6 @@ def test_the_self_check_refuses_what_is_one_position_off(
         moved = first.roll(1, 0) if isinstance(first, torch.Tensor) else np.roll(first, 1, 0)
         return right(library, moved, *rest)
 
-    monkeypatch.setattr(rans_native, name, off)
+    monkeypatch.setattr(rans, name, off)
     with pytest.raises(Unavailable):
-        rans_native.check(library)
+        rans.check(library)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
@@ -67,3 +67,10 @@ def _toy(name: str, dtype: str) -> LoadedModel:
     made = toy_reader(8192)  # the context of the bundled reader
     model = made.adapter.reference.to(DTYPES.get(dtype, torch.float32))
     return replace(made, name=name, adapter=DecoderModel.of(model), fingerprint=fingerprint(model))
+
+
+def walk(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words and the command, and those of all commands below it."""
+    yield words, command
+    for part in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from walk(command.get_command(None, part), *words, part)

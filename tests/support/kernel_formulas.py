@@ -1,4 +1,4 @@
-"""Attention as float64 loops, and the package flash-attn by them: what backends are compared with."""
+"""Attention, RoPE and corrections as float64 loops, and flash-attn by them: what kernels are compared with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan
-from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 
 
 def visible_keys(at: Sequence[int], window: int | None, absent: Sequence[int] = ()) -> list[list[int]]:
@@ -44,6 +45,94 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
 
 def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> list[Tensor]:
     return attention(q, keys, values, spec, visible_keys(at.tolist(), spec.window))[:1]
+
+
+# RoPE, placement and corrections
+
+
+def turned(x: Tensor, rope: Rope, form: Rotary, inverse: bool = False) -> Tensor:
+    """x [..., S, D] in float64, pair after pair of dims."""
+    out, cos, sin = x.detach().double().cpu().clone(), rope.cos.double().cpu(), rope.sin.double().cpu()
+    half = cos.shape[-1] // 2
+    for i in range(half):
+        c, s = cos[:, i * form.step], sin[:, i * form.step]
+        if inverse:
+            length = c**2 + s**2
+            c, s = c / length, -s / length
+        a, b = (2 * i, 2 * i + 1) if form.neighbours else (i, i + half)
+        one, other = out[..., a].clone(), out[..., b].clone()
+        out[..., a], out[..., b] = one * c - other * s, other * c + one * s
+    return out
+
+
+def place(parts: Sequence[Any], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> list[Tensor]:
+    wanted = [keys.double().cpu(), values.double().cpu()]
+    for start, k, v in parts:
+        here = slice(start, start + k.shape[1])
+        wanted[0][:, here], wanted[1][:, here] = turned(k, rope.at(here), rotary), v
+    return wanted
+
+
+def correct(
+    keys: Tensor, values: Tensor, fresh: RecomputedTokens, rope: Rope, rotary: Rotary,
+    params: CorrectionParams, prior: Prior | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Head after head, token after token; the ridge by least squares with rows added for the penalty."""
+    at, others, n, dim = (
+        fresh.recomputed_index,
+        fresh.reused_index,
+        len(fresh.recomputed_index),
+        keys.shape[-1],
+    )
+    old = torch.cat([turned(keys, rope, rotary, inverse=True), values.double()], dim=-1)
+    new_keys = turned(fresh.keys[:, fresh.row_index], rope.at(at), rotary, inverse=True)
+    new = torch.cat([new_keys, fresh.values[:, fresh.row_index].double()], dim=-1)
+    which, which_other = (
+        torch.tensor([c for c, k in enumerate(sizes) for _ in range(k)], dtype=torch.long)
+        for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk)
+    )
+    foreign = torch.tensor(fresh.context_weight, dtype=torch.float64)[:, None]
+
+    def halves(key: Any, value: Any) -> Tensor:
+        return torch.tensor([key] * dim + [value] * dim, dtype=torch.float64)
+
+    scale, out = halves(params.key_scale, params.value_scale), [keys.double(), values.double()]
+    for head in range(len(keys)):
+        stored, rest = old[head], old[head][others]
+        moved, shift = new[head] - stored[at], torch.zeros(len(others), 2 * dim, dtype=torch.float64)
+        if prior is not None:
+            expected = foreign[which] * (stored[at] @ prior.weights[head].double() + prior.constant[head])
+            shares = []
+            for e, m in zip(expected.chunk(2, -1), moved.chunk(2, -1), strict=True):
+                trust = params.prior_shrinkage / max(1, n)
+                slope = (float((e * m).sum() / (e * e).sum()) + trust) / (1 + trust) if e.any() else 1.0
+                shares.append(min(1.0, max(0.0, slope)))
+            moved = moved - halves(*shares) * expected
+            said = foreign[which_other] * (rest @ prior.weights[head].double() + prior.constant[head])
+            shift += halves(*shares) * halves(params.prior_key_scale, params.prior_value_scale) * said
+        overall = moved.sum(0) / (n + params.zero_shrinkage)
+        means = []
+        for c, k in enumerate(fresh.recomputed_per_chunk):
+            beyond = (moved[which == c] - overall).sum(0)
+            means.append(overall + beyond / (k + params.chunk_shrinkage))
+        mean = torch.stack(means)
+        shift += scale * mean[which_other]
+        if params.penalty is not None and n:
+            centre = stored[at].mean(0)
+            x, x_other = foreign[which] * (stored[at] - centre), foreign[which_other] * (rest - centre)
+            sizes = []
+            for centred, whole in zip(
+                x.chunk(2, -1), (foreign[which] * stored[at]).chunk(2, -1), strict=True
+            ):
+                spread, length = float(centred.square().mean()), float(whole.square().mean())
+                sizes.append(max(spread, length / 4096, 1e-12) ** 0.5)
+            x, x_other = x / halves(*sizes), x_other / halves(*sizes)
+            added = params.penalty**0.5 * torch.eye(2 * dim, dtype=torch.float64)
+            y = torch.cat([moved - mean[which], torch.zeros_like(added)])
+            shift += scale * (x_other @ torch.linalg.lstsq(torch.cat([x, added]), y).solution)
+        out[0][head, others] += turned(shift[:, :dim], rope.at(others), rotary)
+        out[1][head, others] += shift[:, dim:]
+    return out
 
 
 class FlashAttn:

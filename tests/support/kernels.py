@@ -310,14 +310,14 @@ TABLE: dict[str, Operation] = {
         attention_bounds, lambda q, k, v, prefix, *rest: (q, k, v, (prefix[0].roll(1, 1), prefix[1]), *rest),
     ),
     "rotate": Operation(
-        plain("rotate"),
+        lambda x, rope, form: [formulas.turned(x, rope, form)],
         partial(rope_shapes, n=st.sampled_from([1, 5, 130]), heads=st.sampled_from([1, 3])),
         lambda eps: (0.0, 8 * eps), rolled(1),
         alone=lambda args, rows: ((args[0][:, rows], args[1].at(torch.tensor(rows)), args[2]), (slice(None), rows)),
         is_exact=True,
     ),
     "place": Operation(
-        plain("place"),
+        formulas.place,
         partial(rope_shapes, lengths=st.lists(st.sampled_from([1, 5, 40, 130]), max_size=3), heads=st.integers(1, 3)),
         lambda eps: (0.0, 8 * eps), rolled(3), changes=(1, 2), is_exact=True,
     ),
@@ -327,7 +327,7 @@ TABLE: dict[str, Operation] = {
         some_of(1),
     ),
     "correct": Operation(
-        plain("correct"), correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),
+        formulas.correct, correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),
         lambda k, v, new, *rest: (k, v, type(new)(*new[:2], new.row_index.roll(1, 0), *new[3:]), *rest),
         [{"lengths": [300, 200], "n": 100, "heads": 3, "params": RIDGE}], changes=(0, 1),
     ),

@@ -12,7 +12,7 @@ T = TypeVar("T")
 WAITS = {"wait", "join", "_wait_for_tstate_lock"}  # functions of `threading`; the last is join's before 3.13
 
 
-def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
+def eventually(condition: Callable[[], T], timeout_s: float = 180.0) -> T:
     """The first true value of the condition. Raises AssertionError when none comes within the timeout."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -1,4 +1,4 @@
-"""HTTP client of a delivery service: a connection pool, bounded replies, and messages for errors.
+"""HTTP client of a delivery service: a connection pool, bounded replies, chunks layer by layer, messages for errors.
 
 The API key is read from the environment or a file for each client, and no message contains it. A reply that is larger
 than expected is not read; a reply that is late is cut off.
@@ -12,18 +12,23 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote, urlsplit
 
 from blendserve.config import KdnConfig
-from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
+from blendserve.fetch.incoming import IncomingChunk
+from blendserve.fetch.kdn.manifest import LENGTH, MAX_HEADER_BYTES
+from blendserve.fetch.link import LinkEstimator
 from blendserve.store.bounded import HINT, PeerUnusable, read_file
+from blendserve.store.record import Header, check_segment, decode_header
 
 KEY = "BLENDSERVE_KDN_KEY"
 API = "/v1/kdn/collections"
+CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 class NotFoundReply(Exception):
@@ -32,6 +37,9 @@ class NotFoundReply(Exception):
 
 class InvalidReply(Exception):
     """The reply does not fit the request."""
+
+
+CUT = (InvalidReply, ConnectionError, http.client.HTTPException)  # of a body
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +52,31 @@ class Reply:
     total: int  # bytes of the whole
     etag: str
 
-    def read_into(self, view: memoryview) -> int:
-        """Read available bytes -> their number; 0: the connection has ended. Raises OSError."""
-        return self.response.readinto(view)
+    def read(self, n_bytes: int) -> bytearray:
+        """So many bytes. Raises InvalidReply if the body ends before, OSError."""
+        part, got = bytearray(n_bytes), 0
+        while got < n_bytes:
+            n = self.response.readinto(memoryview(part)[got:])
+            if not n:
+                raise InvalidReply(f"{got:,} bytes where {n_bytes:,} were announced")
+            got += n
+        return part
 
 
 class Client:
     """Connections to one service. Thread-safe."""
 
     def __init__(self, config: KdnConfig) -> None:
+        """Raises PeerUnusable for a secret or CA file that cannot be read."""
         parts = urlsplit(config.url)
         where = parts.hostname or "", parts.port
         self._config = config
         self._make: Callable[[], http.client.HTTPConnection] = partial(http.client.HTTPConnection, *where)
         if parts.scheme == "https":
             self._make = partial(http.client.HTTPSConnection, *where, context=_context(config))
-        self._headers = _headers(config)
+        secret = config.secret_file
+        key = read_file(secret, "secret_file").strip() if secret else os.environ.get(KEY, "")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._idle: list[http.client.HTTPConnection] = []
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
@@ -73,9 +90,7 @@ class Client:
         with self.request(path, headers) as reply:
             if reply.length > max_bytes:
                 raise InvalidReply(f"{reply.length:,} bytes where at most {max_bytes:,} may be")
-            body = bytearray(reply.length)
-            read_full(reply, memoryview(body))
-            return bytes(body)
+            return bytes(reply.read(reply.length))
 
     @contextmanager
     def request(
@@ -90,7 +105,9 @@ class Client:
         silence_s: timeout of each read. is_new: use a new connection, as one of the pool may have ended. Raises
         NotFoundReply, InvalidReply, PeerUnusable, OSError, HTTPException.
         """
-        connection = self._connection(is_new)
+        with self._lock:
+            connection = self._idle.pop() if self._idle and not is_new else self._make()
+            self._open.add(connection)
         is_reusable = False
         try:
             connection.timeout = silence_s or self._config.deadline_s
@@ -101,7 +118,11 @@ class Client:
             yield _reply(response)
             is_reusable = response.isclosed() and not response.will_close
         finally:
-            self._release(connection, is_reusable)
+            with self._lock:
+                self._open.discard(connection)
+                self._idle += [connection] if is_reusable else []
+            if not is_reusable:
+                connection.close()
 
     def close(self) -> None:
         """Shut down every connection: a thread that waits for one gets an error."""
@@ -112,19 +133,115 @@ class Client:
                 with suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _connection(self, is_new: bool) -> http.client.HTTPConnection:
-        with self._lock:
-            connection = self._idle.pop() if self._idle and not is_new else self._make()
-            self._open.add(connection)
-        return connection
 
-    def _release(self, connection: http.client.HTTPConnection, is_reusable: bool) -> None:
-        with self._lock:
-            self._open.discard(connection)
-            if is_reusable:
-                self._idle.append(connection)
-        if not is_reusable:
-            connection.close()
+class Body:
+    """The body of one chunk, or of several interleaved ones, each at its level of the moment.
+
+        header -> is it this chunk's, and as long as the directory says?   then, for every layer
+        segment -> its checksum                                            go on, or stop: its level has changed
+
+    Several come interleaved: their headers, then the first layer of all, then the second, ... The cost of a lying peer is
+    bounded: nothing longer than the directory says is read, and the first wrong segment ends a transfer. A connection
+    that is cut is resumed on a new one, as long as that brings another layer.
+    """
+
+    def __init__(
+        self, client: Client, batch: Sequence[IncomingChunk], link: LinkEstimator, silence_s: float
+    ) -> None:
+        """silence_s: of the connection, after which the service counts as dead."""
+        self._client, self._batch, self._link, self._silence_s = client, batch, link, silence_s
+        self._levels = [chunk.level or "" for chunk in batch]
+        self._n_bytes = sum(chunk.sizes[level] for chunk, level in zip(batch, self._levels, strict=True))
+        self._etag = ""
+        self._restart()
+
+    def read(self) -> None:
+        """Until all are whole, or the level of one has changed.
+
+        Raises CorruptRecord, StoreVersion, and what the client does.
+        """
+        again = False
+        while True:
+            before = self._at
+            try:
+                self._read_on(again)
+                return
+            except CUT:
+                for chunk in self._batch:
+                    chunk.replan()
+                if self._is_stale():
+                    return
+                if again and self._at <= before:
+                    raise
+                again = True
+
+    def _restart(self) -> None:
+        self._at = 0  # bytes that were read and found right
+        self._headers: list[Header] = []
+        self._n_segments = 0  # of all chunks
+
+    def _is_stale(self) -> bool:
+        return any(chunk.level != level for chunk, level in zip(self._batch, self._levels, strict=True))
+
+    def _read_on(self, again: bool) -> None:
+        """From where the last connection was cut."""
+        headers = {"Range": f"bytes={self._at}-", "If-Range": self._etag} if self._at else None
+        asked = self._client.request(self._path(), headers, self._silence_s, again)
+        n = len(self._batch)
+        with self._link.transfer(), asked as reply:
+            self._check(reply)
+            for chunk in self._batch[len(self._headers) :]:
+                self._read_header(reply, chunk)
+            for at in range(self._n_segments, n * self._headers[0].shape.n_layers):
+                self._read_segment(reply, *divmod(at, n))
+                if at % n == n - 1 and self._is_stale():
+                    return
+
+    def _path(self) -> str:
+        if len(self._batch) > 1:
+            chunks = zip((chunk.key.hex() for chunk in self._batch), map(quote, self._levels), strict=True)
+            return f"{self._client.path('layers')}?chunks={','.join(map(':'.join, chunks))}"
+        query = f"?level={self._levels[0]}" if self._levels[0] else ""
+        return self._client.path("chunks", self._batch[0].key.hex()) + query
+
+    def _check(self, reply: Reply) -> None:
+        """Raises CorruptRecord for a body of another length than it has to have, InvalidReply for another part of it."""
+        if reply.total != self._n_bytes:
+            raise CorruptRecord(
+                self._batch[0].key, f"its body has {reply.total:,} bytes, not {self._n_bytes:,}"
+            )
+        if reply.start != self._at:
+            if reply.start:
+                raise InvalidReply(f"the part from {reply.start}, not from {self._at}")
+            self._restart()  # it has changed
+        self._etag = reply.etag
+
+    def _read_header(self, reply: Reply, chunk: IncomingChunk) -> None:
+        size = chunk.sizes[self._levels[len(self._headers)]]
+        length = LENGTH.unpack(self._read(reply, LENGTH.size))[0]
+        if length > min(MAX_HEADER_BYTES, size):
+            raise CorruptRecord(chunk.key, f"its header is said to have {length:,} bytes")
+        header = decode_header(chunk.key, self._read(reply, length))
+        expected = LENGTH.size + length + header.n_bytes
+        if expected != size:
+            raise CorruptRecord(chunk.key, f"its header says {expected:,} bytes in all, not {size:,}")
+        if self._headers and header.shape.n_layers != self._headers[0].shape.n_layers:
+            raise CorruptRecord(chunk.key, "it has not as many layers as the chunks that come with it")
+        self._headers.append(header)
+        self._at += LENGTH.size + length
+        chunk.begin(header)
+
+    def _read_segment(self, reply: Reply, l: int, n: int) -> None:
+        chunk, header = self._batch[n], self._headers[n]
+        segment = check_segment(chunk.key, header, l, self._read(reply, header.lengths[l]))
+        self._at += len(segment)
+        self._n_segments += 1
+        chunk.add(segment)
+
+    def _read(self, reply: Reply, n_bytes: int) -> bytearray:
+        part = reply.read(n_bytes)
+        self._link.arrived(n_bytes)
+        return part
 
 
 class KdnPeer:
@@ -170,16 +287,6 @@ class KdnPeer:
         return isinstance(error, ConnectionError | http.client.RemoteDisconnected)
 
 
-def read_full(reply: Reply, view: memoryview) -> None:
-    """Fill the view. Raises InvalidReply if the body ends before, OSError."""
-    got = 0
-    while got < len(view):
-        n = reply.read_into(view[got:])
-        if not n:
-            raise InvalidReply(f"{got:,} bytes where {len(view):,} were announced")
-        got += n
-
-
 def _reply(response: http.client.HTTPResponse) -> Reply:
     """Raises NotFoundReply, PeerUnusable, InvalidReply."""
     if response.status in (404, 410):
@@ -195,24 +302,11 @@ def _reply(response: http.client.HTTPResponse) -> Reply:
         raise InvalidReply(f"status {response.status} with {'no' if length is None else 'a'} length")
     start, total = 0, length
     if response.status == 206:
-        start, total = _range(response.headers.get("Content-Range", ""), length)
+        match = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        start, last, total = map(int, match.groups()) if match else (0, -1, 0)
+        if last - start + 1 != length or not match:
+            raise InvalidReply("a partial reply without a valid Content-Range")
     return Reply(response, length, start, total, response.headers.get("ETag", ""))
-
-
-def _range(text: str, length: int) -> tuple[int, int]:
-    """Content-Range -> start of the part, and bytes of the whole. Raises InvalidReply."""
-    match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", text)
-    first, last, total = map(int, match.groups()) if match else (0, -1, 0)
-    if not match or last - first + 1 != length:
-        raise InvalidReply("a partial reply without a valid Content-Range")
-    return first, total
-
-
-def _headers(config: KdnConfig) -> dict[str, str]:
-    """Raises PeerUnusable for a file that cannot be read."""
-    secret = config.secret_file
-    key = read_file(secret, "secret_file").strip() if secret else os.environ.get(KEY, "")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _context(config: KdnConfig) -> ssl.SSLContext:

@@ -18,7 +18,6 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
-from urllib.parse import quote
 
 from pydantic import Field, TypeAdapter
 
@@ -150,11 +149,6 @@ def interleave(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
     heads = [part for parts in bodies for part in parts[:2]]
     layers = zip(*(parts[2:] for parts in bodies), strict=True)
     return [*heads, *(segment for layer in layers for segment in layer)]
-
-
-def interleaved_query(chunks: Iterable[tuple[ChunkKey, str]]) -> str:
-    """The URL query of several chunks, each at a level."""
-    return "chunks=" + ",".join(f"{key.hex()}:{quote(level)}" for key, level in chunks)
 
 
 def _row(levels: int) -> struct.Struct:

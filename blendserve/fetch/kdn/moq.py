@@ -20,12 +20,9 @@ from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.extras import install_hint
 from blendserve.fetch.incoming import IncomingChunk
 from blendserve.fetch.kdn.manifest import MAX_HEADER_BYTES, Collection
-from blendserve.fetch.kdn.source import WORKERS, KdnSource
-from blendserve.fetch.link import LinkEstimator
+from blendserve.fetch.kdn.source import KdnSource
 from blendserve.store import record
-from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.key import ChunkKey
 from blendserve.store.record import Header
 
 REST_S = 5.0
@@ -37,62 +34,18 @@ log = logging.getLogger(__name__)
 
 
 class MoqSource(KdnSource):
-    """Chunks of a collection from a relay, else from the service. A relay brings one chunk at a time."""
+    """Chunks of a collection from a relay, else from the service. A relay brings one chunk at a time.
+
+    A thread of its own subscribes to the relay.
+    """
 
     max_interleaved = 1
 
-    def __init__(
-        self,
-        config: KdnConfig,
-        workers: int = WORKERS,
-        link: LinkEstimator | None = None,
-        clock: Clock = time,
-    ) -> None:
-        super().__init__(config, workers, link, clock)
-        self._relay = MoqReader(config.relay, config.relay_fingerprint)
-
-    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
-        for chunk in batch:
-            if not self._relay.is_resting:
-                seconds = RELAY_SHARE * min(chunk.patience_s, self.deadline_s)
-                with suppress(StoreUnavailable), self.link.transfer():
-                    self._relay.read(broadcast_of(self.known()[0]), chunk, self.link, seconds)
-            if not chunk.is_done:
-                super().transfer([chunk])
-
-    def close(self) -> None:
-        super().close()
-        self._relay.close()
-
-
-def library() -> Any:
-    """The package moq. Raises StoreUnavailable."""
-    try:
-        import moq
-    except ImportError:
-        raise StoreUnavailable(
-            f"chunks from a MoQ relay need the package moq-rs: {install_hint('moq')}, or set no relay"
-        ) from None
-    return moq
-
-
-def broadcast_of(collection: Collection) -> str:
-    """The path of a collection's broadcast: reader, namespace, name."""
-    return f"blendserve/{collection.reader_fingerprint[:16]}/{collection.namespace}/{collection.name}"
-
-
-def track_of(key: ChunkKey, word: str) -> str:
-    """A chunk at a level."""
-    return f"{key.hex()}@{word}"
-
-
-class MoqReader:
-    """Subscribes to one relay, from a thread of its own. Thread-safe."""
-
-    def __init__(self, url: str, fingerprint: str = "") -> None:
-        """fingerprint: of the relay's certificate, in hex, where no authority vouches for it. Raises StoreUnavailable."""
-        self._moq, self._url = library(), url
-        self._fingerprints = [fingerprint] if fingerprint else None
+    def __init__(self, config: KdnConfig, *options: Any, **named: Any) -> None:
+        """Raises StoreUnavailable without the package."""
+        super().__init__(config, *options, **named)
+        self._moq, self._url = library(), config.relay
+        self._fingerprints = [config.relay_fingerprint] if config.relay_fingerprint else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="blendserve-moq", daemon=True)
         self._thread.start()
@@ -100,16 +53,19 @@ class MoqReader:
         self._session: tuple[AsyncExitStack, Any] | None = None
         self._rest_until = 0.0
 
-    @property
-    def is_resting(self) -> bool:
-        """Whether the relay has just failed."""
-        return time.monotonic() < self._rest_until
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        for chunk in batch:
+            if time.monotonic() >= self._rest_until:
+                with suppress(StoreUnavailable), self.link.transfer():
+                    self._read_from_relay(broadcast_of(self.known()[0]), chunk)
+            if not chunk.is_done:
+                super().transfer([chunk])
 
-    def read(self, broadcast: str, chunk: IncomingChunk, link: LinkEstimator, seconds: float) -> None:
-        """Read a chunk at its level; it stays as it is if it did not come whole within so much time."""
-        job = asyncio.run_coroutine_threadsafe(self._read(broadcast, chunk, link), self._loop)
+    def _read_from_relay(self, broadcast: str, chunk: IncomingChunk) -> None:
+        """Read a chunk at its level; it stays as it is if it does not come whole in a part of the patience."""
+        job = asyncio.run_coroutine_threadsafe(self._read(broadcast, chunk), self._loop)
         try:
-            header, segments = job.result(seconds)
+            header, segments = job.result(RELAY_SHARE * min(chunk.patience_s, self.deadline_s))
         except (Exception, Late) as error:
             job.cancel()
             self._rest_until = time.monotonic() + REST_S
@@ -123,6 +79,7 @@ class MoqReader:
 
     def close(self) -> None:
         """Idempotent."""
+        super().close()
         if not self._loop.is_closed():
             with suppress(Exception, Late):
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(1.0)
@@ -130,23 +87,23 @@ class MoqReader:
             self._thread.join()
             self._loop.close()
 
-    async def _read(
-        self, broadcast: str, chunk: IncomingChunk, link: LinkEstimator
-    ) -> tuple[Header, list[Buffer]]:
+    async def _read(self, broadcast: str, chunk: IncomingChunk) -> tuple[Header, list[Buffer]]:
         """A chunk at its level. Raises what the library does, CorruptRecord, StoreVersion, ValueError."""
         key, level = chunk.key, chunk.level or ""
         n_bytes = chunk.sizes[level]
         origin = await self._connected()
         consumer = await origin.consume().announced_broadcast(broadcast).available()
-        group, first = await self._first_frame(consumer, track_of(key, level), min(MAX_HEADER_BYTES, n_bytes))
-        link.arrived(len(first))
+        group, first = await self._first_frame(
+            consumer, f"{key.hex()}@{level}", min(MAX_HEADER_BYTES, n_bytes)
+        )
+        self.link.arrived(len(first))
         header = record.decode_header(key, first)
         if header.n_bytes > n_bytes:
             raise CorruptRecord(key, f"its header says {header.n_bytes:,} bytes")
         segments: list[Buffer] = []
         for l, length in enumerate(header.lengths):
             segments.append(record.check_segment(key, header, l, await _frame(group, length)))
-            link.arrived(length)
+            self.link.arrived(length)
         return header, segments
 
     async def _first_frame(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
@@ -187,3 +144,19 @@ async def _frame(group: Any, most: int) -> bytes:
     if frame is None or len(frame.payload) > most:
         raise ValueError("a frame is missing, or too large")
     return bytes(frame.payload)
+
+
+def library() -> Any:
+    """The package moq. Raises StoreUnavailable."""
+    try:
+        import moq
+    except ImportError:
+        raise StoreUnavailable(
+            f"chunks from a MoQ relay need the package moq-rs: {install_hint('moq')}, or set no relay"
+        ) from None
+    return moq
+
+
+def broadcast_of(collection: Collection) -> str:
+    """The path of a collection's broadcast: reader, namespace, name."""
+    return f"blendserve/{collection.reader_fingerprint[:16]}/{collection.namespace}/{collection.name}"

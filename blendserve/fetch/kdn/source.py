@@ -18,8 +18,7 @@ import torch
 from blendserve.config import KdnConfig, PlaceConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.kdn.body import CUT, Body
-from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply, read_full
+from blendserve.fetch.kdn.client import CUT, Body, Client, InvalidReply, KdnPeer, NotFoundReply
 from blendserve.fetch.kdn.manifest import (
     MAX_INTERLEAVED,
     Collection,
@@ -192,13 +191,13 @@ class KdnSource:
             client.get(path, body, {"Range": "bytes=0-0"})
             round_trips_s.append(now() - start)
         while True:
-            part = bytearray(max(1, min(n_bytes, body)))
+            n_bytes = max(1, min(n_bytes, body))
             start = now()
-            with client.request(path, {"Range": f"bytes=0-{len(part) - 1}"}) as reply:
-                read_full(reply, memoryview(part))
+            with client.request(path, {"Range": f"bytes=0-{n_bytes - 1}"}) as reply:
+                reply.read(n_bytes)
             seconds = now() - start
-            if seconds - min(round_trips_s) >= PROBE_S or len(part) == body:
-                return LinkSample(min(round_trips_s), seconds, len(part))
+            if seconds - min(round_trips_s) >= PROBE_S or n_bytes == body:
+                return LinkSample(min(round_trips_s), seconds, n_bytes)
             n_bytes *= 2
 
     def _time_decoding(self, client: Client, key: ChunkKey, level: str, n_bytes: int) -> None:

@@ -8,5 +8,5 @@ void blendserve_attention(const AttentionArgs& args) {
     if (args.key_scores || (args.threads > 1 && items < 4 * args.threads))
         SplitKv(args).run();
     else
-        SharedKvPack(args).run();
+        attend_packed(args);
 }

@@ -6,7 +6,7 @@
 //     KEY_STRIDE       keys from the first of a word to the second
 //     ThreadScope      state that a thread sets up for its work, and restores
 //
-// and after it words_of, weights_in, pack_queries and attend_tile.
+// and after it words_of, weights_in, pack_queries and attend_visible.
 //
 // Flash attention (arXiv 2205.14135) with keys in blocks that start at multiples of BLOCK. The `group` query heads of a kv
 // head are stacked position by position, and TILE stacked rows make a tile:
@@ -23,6 +23,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -79,25 +80,49 @@ struct TileBuffers {
     char* states;
 
     TileBuffers(const AttentionArgs& c, int64_t tiles) {
-        size_t sizes[] = {sizeof(uint32_t) * BLOCK * words_of(c), sizeof(uint32_t) * BLOCK / PER_WORD * c.dim,
-                          sizeof(uint32_t) * TILE * tiles * words_of(c), sizeof(float) * TILE * SCORES,
-                          sizeof(elem_t) * TILE * WEIGHTS, State::bytes(c) * tiles};
-        size_t starts[7] = {0};
-        for (int i = 0; i < 6; ++i) starts[i + 1] = starts[i] + divide_up(sizes[i], 64) * 64;
-        char* base = thread_scratch.take(starts[6]);
-        keys = reinterpret_cast<uint32_t*>(base + starts[0]);
-        values = reinterpret_cast<uint32_t*>(base + starts[1]);
-        q = reinterpret_cast<uint32_t*>(base + starts[2]);
-        scores = reinterpret_cast<float*>(base + starts[3]);
-        weights = reinterpret_cast<elem_t*>(base + starts[4]);
-        states = base + starts[5];
+        size_t used = 0;
+        auto room = [&](size_t bytes) { return std::exchange(used, used + divide_up(bytes, LINE) * LINE); };
+        size_t at[] = {room(sizeof(uint32_t) * BLOCK * words_of(c)),  room(sizeof(uint32_t) * BLOCK / PER_WORD * c.dim),
+                       room(sizeof(uint32_t) * TILE * tiles * words_of(c)), room(sizeof(float) * TILE * SCORES),
+                       room(sizeof(elem_t) * TILE * WEIGHTS), room(State::bytes(c) * tiles)};
+        char* base = thread_scratch.take<char>(used);
+        keys = reinterpret_cast<uint32_t*>(base + at[0]), values = reinterpret_cast<uint32_t*>(base + at[1]);
+        q = reinterpret_cast<uint32_t*>(base + at[2]), scores = reinterpret_cast<float*>(base + at[3]);
+        weights = reinterpret_cast<elem_t*>(base + at[4]), states = base + at[5];
     }
     State& state(const AttentionArgs& c, int64_t i) { return *reinterpret_cast<State*>(states + State::bytes(c) * i); }
 };
 
+// What the rows of a tile see of a block: keys [from, to) of each, and the whole strips [begin, end) that hold all of them.
+struct Visible {
+    int rows, begin, end, last;
+    int from[TILE], to[TILE];  // ascending
+    const uint8_t* masked_keys;
+
+    Visible(const AttentionArgs& c, int64_t tile, int64_t block) {
+        Range all = rows_of(c, tile);
+        int64_t start = block * BLOCK;
+        rows = static_cast<int>(all.end - all.begin);
+        bool is_whole = visible_range(c, all.begin).end >= start + BLOCK && visible_range(c, all.end - 1).begin <= start;
+        for (int r = 0; r < rows; ++r) {
+            Range range = is_whole ? Range{start, start + BLOCK} : visible_range(c, all.begin + r);
+            from[r] = static_cast<int>(std::clamp<int64_t>(range.begin - start, 0, BLOCK));
+            to[r] = static_cast<int>(std::clamp<int64_t>(range.end - start, 0, BLOCK));
+        }
+        last = to[rows - 1];
+        begin = from[0] / N_TILE * N_TILE, end = static_cast<int>(divide_up(last, N_TILE)) * N_TILE;
+        masked_keys = c.masked_keys ? c.masked_keys + start : nullptr;
+    }
+    bool is_edge(int strip) const { return masked_keys || strip < from[rows - 1] || strip + N_TILE > to[0]; }
+};
+
 void pack_queries(const AttentionArgs& c, int64_t head, int64_t tile, uint32_t* to);
-// Attention of a tile over block `block`, packed in `work`, merged into `state`.
-void attend_tile(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state);
+// Attention of a tile over a block, packed in `work`, merged into `state`.
+void attend_visible(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state);
+inline void attend_tile(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state) {
+    Visible visible(c, tile, block);
+    if (visible.begin < visible.last) attend_visible(c, work, q, visible, state);
+}
 
 // 2^x for x <= 0, to 1e-7 relative; exactly 1 at 0 and 0 at -infinity.
 inline F32 exp2_nonpositive(F32 x) {
@@ -132,13 +157,10 @@ Prefetcher ahead_of(const elem_t* rows, int64_t head_stride, int64_t stride, con
 
 // `room`: words of a packed key; what its numbers do not fill is zeros.
 void pack_keys(const elem_t* keys, int64_t stride, int n, int dim, int room, uint32_t* to, Prefetcher ahead) {
-    int64_t filled = dim / PER_WORD, lines = dim * sizeof(elem_t) * LANES / LINE;  // as many as are read
+    int64_t lines = dim * sizeof(elem_t) * LANES / LINE;  // as many as are read
     for (int key = 0; key < n; key += LANES) {
         uint32_t* strip = to + static_cast<int64_t>(key / N_TILE) * room * N_TILE + key % N_TILE;
-        for (int64_t w = 0; w < filled; w += LANES)
-            transpose_into(keys + key * stride + PER_WORD * w, stride, std::min(LANES, n - key),
-                 static_cast<int>(std::min<int64_t>(LANES, filled - w)), strip + w * N_TILE, N_TILE);
-        for (int64_t w = filled; w < room; ++w) store_u32(strip + w * N_TILE, broadcast_u32(0));
+        transpose_into(keys + key * stride, stride, n - key, dim / PER_WORD, room, strip, N_TILE);
         ahead.fetch(lines);
     }
 }
@@ -165,10 +187,10 @@ struct BlockState {
     }
 };
 
-// Which of the block's keys at .. at + LANES - 1 a row that sees [from, to) does not see.
-inline Mask masked(int at, int from, int to, const uint8_t* masked_keys) {
-    Mask mask = outside_range(at, from, to);
-    return masked_keys ? mask_or(mask, nonzero_bytes(masked_keys + at)) : mask;
+// Which of the block's keys at .. at + LANES - 1 row r does not see.
+inline Mask masked(const Visible& visible, int r, int at) {
+    Mask mask = outside_range(at, visible.from[r], visible.to[r]);
+    return visible.masked_keys ? mask_or(mask, nonzero_bytes(visible.masked_keys + at)) : mask;
 }
 
 // How much of two sums is kept when they become one, relative to the larger of their tops. Also joins row_max and row_sum.
@@ -195,14 +217,15 @@ inline F32 merged(F32 old, F32 added, const Rescale& rescale, int r) {
     return fma(added, broadcast(rescale.added[r]), old * broadcast(rescale.old[r]));
 }
 
-// Prefetches the block's values while its keys are packed, and the next block's keys while its values are.
-void pack_block(const AttentionArgs& c, HeadBlock here, HeadBlock next, int64_t end, TileBuffers& work) {
+// next: the block that this thread packs next. Its keys are prefetched while values are packed, and the block's values while its
+// keys are; null = nothing is.
+void pack_block(const AttentionArgs& c, HeadBlock here, const HeadBlock* next, int64_t end, uint32_t* keys, uint32_t* values) {
     int64_t first = here.block * BLOCK;
     int n = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
-    pack_keys(c.keys + here.head * c.k_head + first * c.k_row, c.k_row, n, dim, static_cast<int>(words_of(c)), work.keys,
-              ahead_of(c.values, c.v_head, c.v_row, c, here, end));
-    pack_values(c.values + here.head * c.v_head + first * c.v_row, c.v_row, n, dim, work.values,
-                ahead_of(c.keys, c.k_head, c.k_row, c, next, end));
+    pack_keys(c.keys + here.head * c.k_head + first * c.k_row, c.k_row, n, dim, static_cast<int>(words_of(c)), keys,
+              next ? ahead_of(c.values, c.v_head, c.v_row, c, here, end) : Prefetcher{});
+    pack_values(c.values + here.head * c.v_head + first * c.v_row, c.v_row, n, dim, values,
+                next ? ahead_of(c.keys, c.k_head, c.k_row, c, *next, end) : Prefetcher{});
 }
 
 void write(const AttentionArgs& c, int64_t head, int64_t tile, State& state) {
@@ -212,18 +235,6 @@ void write(const AttentionArgs& c, int64_t head, int64_t tile, State& state) {
         elem_t* to = c.out + (row * c.kv_heads * c.group + h) * c.dim;
         F32 share = broadcast(1.0f / state.row_sum[r]);
         for (int64_t d = 0; d < c.dim; d += LANES) store(to + d, load(state.output() + r * c.dim + d) * share);
-    }
-}
-
-// These tiles over these blocks, each into state(tile, block); `after` is the block that this thread packs next.
-template <class StateOf>
-void attend_tiles(const AttentionArgs& c, int64_t head, Range tiles, Range blocks, HeadBlock after, TileBuffers& work, StateOf state) {
-    int64_t words = TILE * words_of(c), end = visible_range(c, rows_of(c, tiles.end - 1).end - 1).end;
-    for (int64_t t = tiles.begin; t < tiles.end; ++t) pack_queries(c, head, t, work.q + (t - tiles.begin) * words);
-    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-        pack_block(c, {head, b}, b + 1 < blocks.end ? HeadBlock{head, b + 1} : after, end, work);
-        for (int64_t t = tiles.begin; t < tiles.end; ++t)
-            attend_tile(c, work, work.q + (t - tiles.begin) * words, t, b, state(t, b));
     }
 }
 
@@ -244,16 +255,51 @@ class SplitKv {
     int64_t n_attend_items() const { return c.kv_heads * divide_up(tiles, TILES) * n; }
     int64_t n_merge_items() const { return c.kv_heads * tiles; }
 
-    // next: this thread's next item; `n_attend_items()` or more = none.
-    void attend(int64_t item, int64_t next) {
-        int64_t chunks = divide_up(tiles, TILES);
-        auto place = [&](int64_t i) { return HeadBlock{i / (chunks * n), blocks.begin + i % n}; };
-        attend_item(place(item), item / n % chunks, next < n_attend_items() ? place(next) : HeadBlock{});
+    // Joins the blocks of item's tile; each block's `row_sum` becomes what its weights are to be multiplied by.
+    void merge(int64_t item) {
+        int64_t head = item / tiles, tile = item % tiles;
+        TileBuffers work(c, 1);
+        State& all_blocks = work.state(c, 0);
+        all_blocks.clear(c);
+        float* mix = all_blocks.output();
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+            State& one = state(head, tile, b);
+            Rescale rescale = merge_state(all_blocks.row_max, all_blocks.row_sum, one.row_max, one.row_sum);
+            for (int64_t r = 0; r < TILE; ++r)
+                for (int64_t d = r * c.dim; d < (r + 1) * c.dim; d += LANES)
+                    store(mix + d, merged(load(mix + d), load(one.output() + d), rescale, static_cast<int>(r)));
+        }
+        write(c, head, tile, all_blocks);
+        if (!c.key_scores) return;
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+            State& one = state(head, tile, b);
+            for (int i = 0; i < ROW_SLOTS; i += LANES)
+                store(one.row_sum + i, exp2_nonpositive(load(one.row_max + i) - load(all_blocks.row_max + i)) / load(all_blocks.row_sum + i));
+        }
     }
-    void merge(int64_t item) { merge(item / tiles, item % tiles); }
 
+    // Item: some tiles of a head over a block. next: this thread's next item; `n_attend_items()` or more = none.
+    void attend(int64_t item, int64_t next) {
+        int64_t chunks = divide_up(tiles, TILES), chunk = item / n % chunks;
+        auto place = [&](int64_t i) { return HeadBlock{i / (chunks * n), blocks.begin + i % n}; };
+        HeadBlock here = place(item), then = next < n_attend_items() ? place(next) : HeadBlock{};
+        Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
+        for (int64_t t = mine.begin; t < mine.end; ++t) {
+            state(here.head, t, here.block).clear(c);
+            if (c.key_scores) std::memset(weights[index(here.head, t, here.block)], 0, sizeof(Weights));
+        }
+        if (here.block < theirs.begin || here.block >= theirs.end) return;
+        TileBuffers work(c, TILES);
+        int64_t words = TILE * words_of(c), end = visible_range(c, rows_of(c, mine.end - 1).end - 1).end;
+        for (int64_t t = mine.begin; t < mine.end; ++t) pack_queries(c, here.head, t, work.q + (t - mine.begin) * words);
+        pack_block(c, here, &then, end, work.keys, work.values);
+        for (int64_t t = mine.begin; t < mine.end; ++t) {
+            if (c.key_scores) work.weights = weights[index(here.head, t, here.block)][0];
+            attend_tile(c, work, work.q + (t - mine.begin) * words, t, here.block, state(here.head, t, here.block));
+        }
+    }
     void run() {
-        use(call_scratch.take(bytes()));
+        use(call_scratch.take<char>(bytes()));
         int64_t items = n_attend_items();
         std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
@@ -284,42 +330,6 @@ class SplitKv {
         return *reinterpret_cast<State*>(states + State::bytes(c) * index(head, tile, block));
     }
 
-    void attend_item(HeadBlock here, int64_t chunk, HeadBlock next) {
-        Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
-        for (int64_t t = mine.begin; t < mine.end; ++t) {
-            state(here.head, t, here.block).clear(c);
-            if (c.key_scores) std::memset(weights[index(here.head, t, here.block)], 0, sizeof(Weights));
-        }
-        if (here.block < theirs.begin || here.block >= theirs.end) return;
-        TileBuffers work(c, TILES);
-        attend_tiles(c, here.head, mine, {here.block, here.block + 1}, next, work, [&](int64_t t, int64_t b) -> State& {
-            if (c.key_scores) work.weights = weights[index(here.head, t, b)][0];
-            return state(here.head, t, b);
-        });
-    }
-
-    // Joins the blocks of a tile; each block's `row_sum` becomes what its weights are to be multiplied by.
-    void merge(int64_t head, int64_t tile) {
-        TileBuffers work(c, 1);
-        State& all_blocks = work.state(c, 0);
-        all_blocks.clear(c);
-        float* mix = all_blocks.output();
-        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-            State& one = state(head, tile, b);
-            Rescale rescale = merge_state(all_blocks.row_max, all_blocks.row_sum, one.row_max, one.row_sum);
-            for (int64_t r = 0; r < TILE; ++r)
-                for (int64_t d = r * c.dim; d < (r + 1) * c.dim; d += LANES)
-                    store(mix + d, merged(load(mix + d), load(one.output() + d), rescale, static_cast<int>(r)));
-        }
-        write(c, head, tile, all_blocks);
-        if (!c.key_scores) return;
-        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-            State& one = state(head, tile, b);
-            for (int i = 0; i < ROW_SLOTS; i += LANES)
-                store(one.row_sum + i, exp2_nonpositive(load(one.row_max + i) - load(all_blocks.row_max + i)) / load(all_blocks.row_sum + i));
-        }
-    }
-
     // The norms of a strip's values; behind the last one, 0.
     void value_norms(int64_t head, int64_t key, int64_t end, float* to) const {
         for (int64_t i = 0; i < N_TILE; ++i) {
@@ -337,7 +347,7 @@ class SplitKv {
     void add_key_scores(int64_t block, int64_t strip) const {
         float heads = static_cast<float>(c.kv_heads * c.group);
         int64_t key = block * BLOCK + strip, end = visible_range(c, c.rows * c.group - 1).end;
-        auto* lengths = reinterpret_cast<float*>(thread_scratch.take(sizeof(float) * N_TILE * c.kv_heads));
+        auto* lengths = thread_scratch.take<float>(N_TILE * c.kv_heads);
         F32 squares[VECTORS] = {};
         for (int64_t head = 0; head < c.kv_heads; ++head) value_norms(head, key, end, lengths + head * N_TILE);
         for (int64_t row = 0; row < c.rows; ++row) {
@@ -366,91 +376,48 @@ class SplitKv {
     Weights* weights = nullptr;
 };
 
-// Many rows: the keys and values of a head are packed once. A thread packs and attends to whole heads where there are enough
-// of them. Otherwise all threads pack a head, and each attends to some tiles at a time, the longest first. It goes on to the
-// next head when none are left: no thread reads the buffer of two that is packed then.
-class SharedKvPack {
-   public:
-    explicit SharedKvPack(const AttentionArgs& call)
-        : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin),
-          key_words(BLOCK * words_of(c)), value_words(BLOCK / PER_WORD * c.dim), head_words(n * (key_words + value_words)),
-          end(visible_range(c, c.rows * c.group - 1).end) {}
-
-    void run() const {
-        bool whole_heads = c.kv_heads >= HEADS_PER_THREAD * c.threads;
-        uint32_t* shared = whole_heads ? nullptr : take(call_scratch, 2 * head_words);
-#pragma omp parallel num_threads(static_cast<int>(c.threads))
-        {
-            [[maybe_unused]] ThreadScope scope;
-            whole_heads ? run_whole_heads() : run_shared(shared);
-        }
-    }
-
-   private:
-    static constexpr int64_t HEADS_PER_THREAD = 4;
-    static constexpr int64_t ITEM_TILES = 8;          // tiles of an item
-    static constexpr int64_t CACHED_WORDS = 1 << 17;  // words of keys and values that the tiles of an item read in turn, from the cache
-
-    static uint32_t* take(Workspace& memory, int64_t words) {
-        return reinterpret_cast<uint32_t*>(memory.take(sizeof(uint32_t) * words));
-    }
-
-    void run_whole_heads() const {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t head = 0; head < c.kv_heads; ++head) {
-            uint32_t* packed = take(call_scratch, head_words);
-            for (int64_t b = 0; b < n; ++b) pack(head, b, packed);
-            for (int64_t first = 0; first < tiles; first += ITEM_TILES)
-                attend_packed(head, {first, std::min(tiles, first + ITEM_TILES)}, packed);
-        }
-    }
-
-    void run_shared(uint32_t* shared) const {
-        int64_t step = std::clamp<int64_t>(tiles / (4 * c.threads), 1, ITEM_TILES), items = divide_up(tiles, step);
-        for (int64_t head = 0; head < c.kv_heads; ++head) {
-            uint32_t* packed = shared + head % 2 * head_words;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t b = 0; b < n; ++b) pack(head, b, packed);
-#pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t item = 0; item < items; ++item) {
-                int64_t first = (items - 1 - item) * step;
-                attend_packed(head, {first, std::min(tiles, first + step)}, packed);
-            }
-        }
-    }
-
-    uint32_t* keys(uint32_t* packed, int64_t b) const { return packed + b * (key_words + value_words); }
-    uint32_t* values(uint32_t* packed, int64_t b) const { return keys(packed, b) + key_words; }
-
-    void pack(int64_t head, int64_t b, uint32_t* packed) const {
-        int64_t first = (blocks.begin + b) * BLOCK;
-        int n_keys = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
-        pack_keys(c.keys + head * c.k_head + first * c.k_row, c.k_row, n_keys, dim, static_cast<int>(words_of(c)),
-                  keys(packed, b), {});
-        pack_values(c.values + head * c.v_head + first * c.v_row, c.v_row, n_keys, dim, values(packed, b), {});
-    }
-
-    void attend_packed(int64_t head, Range mine, uint32_t* packed) const {
+// Many rows: all threads pack a head's keys and values, and each attends to some tiles at a time, the longest first. It goes on
+// to the next head when none are left: no thread reads the buffer of two that is packed then.
+void attend_packed(const AttentionArgs& c) {
+    constexpr int64_t ITEM_TILES = 8;          // tiles of an item
+    constexpr int64_t CACHED_WORDS = 1 << 17;  // words of keys and values that the tiles of an item read in turn, from the cache
+    const int64_t tiles = tiles_per_head(c), step = std::clamp<int64_t>(tiles / (4 * c.threads), 1, ITEM_TILES);
+    const int64_t items = divide_up(tiles, step), end = visible_range(c, c.rows * c.group - 1).end;
+    const Range blocks = blocks_of(c, {0, tiles});
+    const int64_t key_words = BLOCK * words_of(c), block_words = key_words + BLOCK / PER_WORD * c.dim;
+    const int64_t head_words = (blocks.end - blocks.begin) * block_words, span = std::max<int64_t>(1, CACHED_WORDS / block_words);
+    auto* shared = call_scratch.take<uint32_t>(2 * head_words);
+    auto keys_of = [&](int64_t head, int64_t b) { return shared + head % 2 * head_words + (b - blocks.begin) * block_words; };
+    auto attend = [&](int64_t head, Range mine) {
         TileBuffers work(c, ITEM_TILES);
         Range theirs = blocks_of(c, mine);
-        int64_t words = TILE * words_of(c), span = std::max<int64_t>(1, CACHED_WORDS / (key_words + value_words));
+        auto q_of = [&](int64_t t) { return work.q + (t - mine.begin) * TILE * words_of(c); };
         for (int64_t t = mine.begin; t < mine.end; ++t) {
             work.state(c, t - mine.begin).clear(c);
-            pack_queries(c, head, t, work.q + (t - mine.begin) * words);
+            pack_queries(c, head, t, q_of(t));
         }
         for (int64_t from = theirs.begin; from < theirs.end; from += span)
             for (int64_t t = mine.begin; t < mine.end; ++t)
                 for (int64_t b = from; b < std::min(theirs.end, from + span); ++b) {
-                    work.keys = keys(packed, b - blocks.begin), work.values = values(packed, b - blocks.begin);
-                    attend_tile(c, work, work.q + (t - mine.begin) * words, t, b, work.state(c, t - mine.begin));
+                    work.keys = keys_of(head, b), work.values = work.keys + key_words;
+                    attend_tile(c, work, q_of(t), t, b, work.state(c, t - mine.begin));
                 }
         for (int64_t t = mine.begin; t < mine.end; ++t) write(c, head, t, work.state(c, t - mine.begin));
+    };
+#pragma omp parallel num_threads(static_cast<int>(c.threads))
+    {
+        [[maybe_unused]] ThreadScope scope;
+        for (int64_t head = 0; head < c.kv_heads; ++head) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t b = blocks.begin; b < blocks.end; ++b)
+                pack_block(c, {head, b}, nullptr, end, keys_of(head, b), keys_of(head, b) + key_words);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t item = 0; item < items; ++item) {
+                int64_t first = (items - 1 - item) * step;
+                attend(head, {first, std::min(tiles, first + step)});
+            }
+        }
     }
-
-    const AttentionArgs& c;
-    const int64_t tiles;
-    const Range blocks;
-    const int64_t n, key_words, value_words, head_words, end;  // n blocks; words of a head; end of the visible keys
-};
+}
 
 }  // namespace

@@ -56,12 +56,25 @@ inline U32 weight_bits(F32 x) {
     return as_u32(scale_by_exp2(p, x));
 }
 
-// Scores of a tile against the keys of a strip.
-inline void score_block(const uint32_t* q, const uint32_t* k, int words, float* scores) {
+inline void zero_accumulators() {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+}
+
+// Tiles 0 .. N - 1 side by side.
+template <int N>
+inline void store_tiles(float* to, int64_t row_bytes) {
+    _tile_stored(0, to, row_bytes);
+    if (N > 1) _tile_stored(1, to + 16, row_bytes);
+    if (N > 2) _tile_stored(2, to + 32, row_bytes);
+    if (N > 3) _tile_stored(3, to + 48, row_bytes);
+}
+
+// Scores of a tile against the keys of a strip.
+inline void score_block(const uint32_t* q, const uint32_t* k, int words, float* scores) {
+    zero_accumulators();
     for (int w = 0; w < words; w += LANES, k += LANES * N_TILE) {
         _tile_loadd(4, q + w, words * sizeof(uint32_t));
         _tile_stream_loadd(5, k, N_TILE * sizeof(uint32_t));
@@ -73,26 +86,14 @@ inline void score_block(const uint32_t* q, const uint32_t* k, int words, float* 
         _tile_stream_loadd(6, k + 48, N_TILE * sizeof(uint32_t));
         _tile_dpbf16ps(3, 4, 6);
     }
-    _tile_stored(0, scores, SCORES * sizeof(float));
-    _tile_stored(1, scores + 16, SCORES * sizeof(float));
-    _tile_stored(2, scores + 32, SCORES * sizeof(float));
-    _tile_stored(3, scores + 48, SCORES * sizeof(float));
+    store_tiles<4>(scores, SCORES * sizeof(float));
 }
-
-// What the rows of a tile see of a block.
-struct Visible {
-    int rows, begin, end;        // keys from begin to end, whole strips
-    int inside_from, inside_to;  // what all rows see
-    int from[TILE], to[TILE];
-    const uint8_t* masked_keys;
-    bool edge(int s) const { return masked_keys || s < inside_from || s + N_TILE > inside_to; }
-};
 
 // A strip's scores as they count, and each row's largest.
 template <bool SOFTCAP>
 inline void limit(const AttentionArgs& c, const Visible& visible, int s, float* scores, float (*row_max)[LANES]) {
     scores += s;
-    if (!SOFTCAP && !visible.edge(s)) {
+    if (!SOFTCAP && !visible.is_edge(s)) {
 #pragma GCC unroll 4
         for (int r = 0; r < TILE; ++r, scores += SCORES) {
             F32 a = max(load(scores), load(scores + 16)), b = max(load(scores + 32), load(scores + 48));
@@ -105,7 +106,7 @@ inline void limit(const AttentionArgs& c, const Visible& visible, int s, float* 
         for (int j = 0; j < N_TILE; j += LANES) {
             F32 x = load(scores + j);
             if (SOFTCAP) x = apply_softcap(x, c.scale, c.softcap);
-            x = select(masked(s + j, visible.from[r], visible.to[r], visible.masked_keys), broadcast(NEG_INF), x);
+            x = select(masked(visible, r, s + j), broadcast(NEG_INF), x);
             store(scores + j, x);
             largest = max(largest, x);
         }
@@ -155,21 +156,10 @@ inline void accumulate_strip(const elem_t* weights, const uint32_t* values, int 
     for (int i = 0; i < 8; ++i) accumulate_step<N, SUM>(i, weights, values, dim);
 }
 
-inline void zero_accumulators() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
-
 // Tiles 0 .. N - 1 joined into `to` [TILE][dim], by way of `fresh`.
 template <int N>
 inline void merge(const Rescale& rescale, int rows, int dim, float* fresh, float* to) {
-    constexpr int64_t row = N_TILE * sizeof(float);
-    _tile_stored(0, fresh, row);
-    if (N > 1) _tile_stored(1, fresh + 16, row);
-    if (N > 2) _tile_stored(2, fresh + 32, row);
-    if (N > 3) _tile_stored(3, fresh + 48, row);
+    store_tiles<N>(fresh, N_TILE * sizeof(float));
     for (int r = 0; r < rows; ++r)
         for (int i = 0; i < N; ++i) {
             float* at = to + r * dim + LANES * i;
@@ -186,18 +176,17 @@ void accumulate_more(const TileBuffers& work, const Visible& visible, const Resc
     merge<N>(rescale, visible.rows, dim, work.scores, state.output() + d);
 }
 
-constexpr uint32_t TWO_ONES = 0x3f803f80u;
-alignas(64) constexpr uint32_t ONES[LANES] = {TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES,
-                                              TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES};
-
 // Weights of the strips, and 16 N dims mixed by them in tiles 0 .. 3; each row's sum of weights goes to `row_sum`.
 template <int N>
 inline void softmax_and_accumulate(const TileBuffers& work, const Visible& visible, F32 factor, const float* base, int dim,
                           float* row_sum) {
     auto values = [&](int s) { return work.values + static_cast<int64_t>(s) / PER_WORD * dim; };
     alignas(64) float sums[TILE][LANES];  // every column is the sum
+    alignas(64) uint32_t ones[LANES];
+    store_u32(ones, broadcast_u32(0x3f803f80u));
+    compiler_fence();
     zero_accumulators();
-    _tile_loadd(6, ONES, 0);
+    _tile_loadd(6, ones, 0);
     _tile_zero(7);
     for (int s = visible.begin; s < visible.end; s += N_TILE) {
         compiler_fence();
@@ -249,26 +238,11 @@ void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_
 }
 
 using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, const Visible&, State&);
-constexpr AttendBlock attend_blocks[2][5] = {{nullptr, attend_block<false, 1>, attend_block<false, 2>, attend_block<false, 3>, attend_block<false, 4>},
-                              {nullptr, attend_block<true, 1>, attend_block<true, 2>, attend_block<true, 3>, attend_block<true, 4>}};
+constexpr AttendBlock attend_blocks[2][5] = {
+    {nullptr, attend_block<false, 1>, attend_block<false, 2>, attend_block<false, 3>, attend_block<false, 4>},
+    {nullptr, attend_block<true, 1>, attend_block<true, 2>, attend_block<true, 3>, attend_block<true, 4>}};
 
-void attend_tile(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state) {
-    Range rows = rows_of(c, tile);
-    int64_t start = block * BLOCK;
-    Visible visible;
-    visible.rows = static_cast<int>(rows.end - rows.begin);
-    bool all = visible_range(c, rows.begin).end >= start + BLOCK && visible_range(c, rows.end - 1).begin <= start;
-    for (int r = 0; r < visible.rows; ++r) {
-        Range range = all ? Range{start, start + BLOCK} : visible_range(c, rows.begin + r);
-        visible.from[r] = static_cast<int>(std::clamp<int64_t>(range.begin - start, 0, BLOCK));
-        visible.to[r] = static_cast<int>(std::clamp<int64_t>(range.end - start, 0, BLOCK));
-    }
-    int last = visible.to[visible.rows - 1];  // rows ascend
-    visible.inside_from = visible.from[visible.rows - 1], visible.inside_to = visible.to[0];
-    visible.begin = visible.from[0] / N_TILE * N_TILE;
-    if (visible.begin >= last) return;
-    visible.end = static_cast<int>(divide_up(last, N_TILE)) * N_TILE;
-    visible.masked_keys = c.masked_keys ? c.masked_keys + start : nullptr;
+void attend_visible(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state) {
     attend_blocks[c.softcap > 0][std::min<int64_t>(4, c.dim / LANES)](c, work, q, visible, state);
 }
 
@@ -279,5 +253,5 @@ void blendserve_attention(const AttentionArgs& args) {
     if (args.key_scores || tiles_per_head(args) < 8 * args.threads)
         SplitKv(args).run();
     else
-        SharedKvPack(args).run();
+        attend_packed(args);
 }

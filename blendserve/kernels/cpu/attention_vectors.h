@@ -31,32 +31,19 @@ void pack_queries(const AttentionArgs& c, int64_t head, int64_t tile, uint32_t* 
     }
 }
 
-// Scores of R rows against the strips [begin, end) of a block; row i sees keys [from[i], to[i]).
+// Scores of R rows against the keys of a block that they see.
 template <int R>
-void score_block(const uint32_t* q, const uint32_t* keys, int words, int begin, int end, const int* from, const int* to,
-           const uint8_t* masked_keys, float* scores, float (*row_max)[LANES]) {
-    int inside_from = *std::max_element(from, from + R), inside_to = *std::min_element(to, to + R);
+void score_block(const uint32_t* q, const uint32_t* keys, int words, const Visible& visible, float* scores, float (*row_max)[LANES]) {
     for (int r = 0; r < R; ++r) store(row_max[r], broadcast(NEG_INF));
-    for (int s = begin; s < end; s += N_TILE) {
-        F32 sum[R][VECTORS];
-        for (int r = 0; r < R; ++r)
-            for (int i = 0; i < VECTORS; ++i) sum[r][i] = broadcast(0.0f);
-        const uint32_t* k = keys + s * words;
-        for (int w = 0; w < words; ++w, k += N_TILE) {
-            U32 ks[VECTORS];
-            for (int i = 0; i < VECTORS; ++i) ks[i] = load_u32(k + LANES * i);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                U32 x = broadcast_u32(q[w * R + r]);
-                for (int i = 0; i < VECTORS; ++i) sum[r][i] = dot(sum[r][i], x, ks[i]);
-            }
-        }
-        bool edge = masked_keys || s < inside_from || s + N_TILE > inside_to;
+    for (int s = visible.begin; s < visible.end; s += N_TILE) {
+        F32 sum[R][VECTORS] = {};
+        add_dots(words, [&](int64_t w, int r) { return broadcast_u32(q[w * R + r]); }, keys + s * words, N_TILE, sum);
+        bool edge = visible.is_edge(s);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
             for (int i = 0; edge && i < VECTORS; ++i)
-                sum[r][i] = select(masked(s + i * LANES, from[r], to[r], masked_keys), broadcast(NEG_INF), sum[r][i]);
+                sum[r][i] = select(masked(visible, r, s + i * LANES), broadcast(NEG_INF), sum[r][i]);
             F32 largest = load(row_max[r]);
 #pragma GCC unroll 4
             for (int i = 0; i < VECTORS; ++i) {
@@ -94,19 +81,9 @@ void softmax_block(const AttentionArgs& c, int begin, int end, const float* scor
 // weights [R][WEIGHTS] times N vectors of each value, keys [begin, end), joined into `mix` [TILE][dim].
 template <int R, int N>
 void accumulate(const elem_t* weights, const uint32_t* values, int dim, int begin, int end, const Rescale& rescale, float* to) {
-    F32 sum[R][N];
-    for (int r = 0; r < R; ++r)
-        for (int i = 0; i < N; ++i) sum[r][i] = broadcast(0.0f);
-    const uint32_t* v = values + begin / PER_WORD * dim;
-    for (int j = begin; j < end; j += PER_WORD, v += dim) {
-        U32 vs[N];
-        for (int i = 0; i < N; ++i) vs[i] = load_u32(v + LANES * i);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            U32 two = broadcast_word(weights + r * WEIGHTS + j);
-            for (int i = 0; i < N; ++i) sum[r][i] = dot(sum[r][i], two, vs[i]);
-        }
-    }
+    F32 sum[R][N] = {};
+    auto weight = [&](int64_t w, int r) { return broadcast_word(weights + r * WEIGHTS + begin + PER_WORD * w); };
+    add_dots((end - begin) / PER_WORD, weight, values + begin / PER_WORD * dim, dim, sum);
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < N; ++i) {
             float* at = to + r * dim + LANES * i;
@@ -115,38 +92,28 @@ void accumulate(const elem_t* weights, const uint32_t* values, int dim, int begi
 }
 
 template <int R>
-void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state) {
-    int from[R], to[R];
-    for (int r = 0; r < R; ++r) {
-        Range range = visible_range(c, tile * TILE + r);
-        from[r] = static_cast<int>(std::clamp<int64_t>(range.begin - block * BLOCK, 0, BLOCK));
-        to[r] = static_cast<int>(std::clamp<int64_t>(range.end - block * BLOCK, 0, BLOCK));
-    }
-    int begin = from[0] / N_TILE * N_TILE, last = to[R - 1];  // rows ascend
-    if (begin >= last) return;
-    int dim = static_cast<int>(c.dim), end = static_cast<int>(divide_up(last, N_TILE)) * N_TILE;
+void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state) {
     alignas(64) float row_max[R][LANES];
-    score_block<R>(q, work.keys, dim / PER_WORD, begin, end, from, to, c.masked_keys ? c.masked_keys + block * BLOCK : nullptr, work.scores,
-             row_max);
+    int dim = static_cast<int>(c.dim), begin = visible.begin, end = visible.end;
+    score_block<R>(q, work.keys, dim / PER_WORD, visible, work.scores, row_max);
     BlockState part;
     (c.softcap > 0 ? softmax_block<R, true> : softmax_block<R, false>)(c, begin, end, work.scores, row_max, work.weights, part);
     Rescale rescale = merge_state(state.row_max, state.row_sum, part.row_max, part.row_sum);
-    int stop = static_cast<int>(divide_up(last, LANES)) * LANES, d = 0;  // weights after `last` are zeros
-    for (; d + N_TILE <= dim; d += N_TILE)
-        accumulate<R, VECTORS>(work.weights, work.values + d, dim, begin, stop, rescale, state.output() + d);
-    auto rest = [&](auto n) { accumulate<R, decltype(n)::value>(work.weights, work.values + d, dim, begin, stop, rescale, state.output() + d); };
+    int stop = static_cast<int>(divide_up(visible.last, LANES)) * LANES, d = 0;  // weights after `last` are zeros
+    auto add = [&](auto n) { accumulate<R, decltype(n)::value>(work.weights, work.values + d, dim, begin, stop, rescale, state.output() + d); };
+    for (; d + N_TILE <= dim; d += N_TILE) add(std::integral_constant<int, VECTORS>());
     int left = (dim - d) / LANES;
-    if (left == 1) rest(std::integral_constant<int, 1>());
-    if (VECTORS > 2 && left == 2) rest(std::integral_constant<int, 2>());
-    if (VECTORS > 2 && left == 3) rest(std::integral_constant<int, 3>());
+    if (left == 1) add(std::integral_constant<int, 1>());
+    if (VECTORS > 2 && left == 2) add(std::integral_constant<int, 2>());
+    if (VECTORS > 2 && left == 3) add(std::integral_constant<int, 3>());
 }
 
-using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, int64_t, int64_t, State&);
-constexpr AttendBlock attend_blocks[TILE + 1] = {nullptr, attend_block<1>, attend_block<2>, attend_block<3>, attend_block<4>, attend_block<5>, attend_block<6>};
+using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, const Visible&, State&);
+constexpr AttendBlock attend_blocks[TILE + 1] = {nullptr,         attend_block<1>, attend_block<2>, attend_block<3>,
+                                                 attend_block<4>, attend_block<5>, attend_block<6>};
 
-void attend_tile(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state) {
-    Range rows = rows_of(c, tile);
-    attend_blocks[rows.end - rows.begin](c, work, q, tile, block, state);
+void attend_visible(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state) {
+    attend_blocks[visible.rows](c, work, q, visible, state);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +60,23 @@ def supports_attention(
 
 
 def attention(
-    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
-) -> Tensor:
-    """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
-    return _attention(level, q, keys, values, spec, plan.positions, None, None)
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan,
+    masked: Tensor | None = None, key_scores: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
+
+    masked: [T + KEY_PAD] uint8. key_scores: [T] fp32, gets squared norms.
+    """
+    n_heads, n_rows, dim = q.shape
+    n_kv, positions = keys.shape[0], plan.positions.contiguous()
+    out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
+    loaded(level).attention(
+        *map(pointer, (q, keys, values, out, positions, masked, key_scores)),
+        *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        n_rows, n_kv, n_heads // n_kv, dim, spec.window or 0,
+        spec.scale, spec.softcap or 0.0, team.size(),
+    )  # fmt: skip
+    return out
 
 
 def attention_with_key_scores(
@@ -76,32 +90,10 @@ def attention_with_key_scores(
     squares, out = torch.zeros(n_keys), torch.empty(q.shape[1], q.shape[0] * q.shape[2], dtype=q.dtype)
     for start in range(0, q.shape[1], SCORED_ROWS):
         rows, part = slice(start, start + SCORED_ROWS), torch.zeros(n_keys)
-        out[rows] = _attention(level, q[:, rows], keys, values, spec, plan.positions[rows], masked, part)
+        some = replace(plan, positions=plan.positions[rows])
+        out[rows] = attention(level, q[:, rows], keys, values, spec, some, masked, part)
         squares += part
     return out, squares.sqrt_()
-
-
-def _attention(
-    level: Level,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spec: AttentionSpec,
-    positions: Tensor,
-    masked: Tensor | None,
-    key_scores: Tensor | None,
-) -> Tensor:
-    """positions [S], ascending, below T; masked [T + KEY_PAD] uint8; key_scores [T] fp32 gets squared norms."""
-    n_heads, n_rows, dim = q.shape
-    n_kv, positions = keys.shape[0], positions.contiguous()
-    out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
-    loaded(level).attention(
-        *map(pointer, (q, keys, values, out, positions, masked, key_scores)),
-        *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        n_rows, n_kv, n_heads // n_kv, dim, spec.window or 0,
-        spec.scale, spec.softcap or 0.0, team.size(),
-    )  # fmt: skip
-    return out
 
 
 # Linear layers, norms, activations
@@ -172,22 +164,25 @@ def silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation)
 # RoPE, stored KV, corrections
 
 
-def supports_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> bool:
+def _can_rotate(level: Level, rope: Rope, rotary: Rotary, dim: int, *tensors: Tensor) -> bool:
     cos, sin = rope.cos, rope.sin
     return (
         rotary == HALVES
-        and _is_native(level, x, cos, sin)
+        and _is_native(level, *tensors, cos, sin)
         and cos.stride(0) == sin.stride(0)
         and cos.shape[-1] % ROPE_STEP == 0
-        and 0 < cos.shape[-1] <= x.shape[-1] <= MAX_DIM
-        and not torch.is_grad_enabled()
+        and 0 < cos.shape[-1] <= dim <= MAX_DIM
     )
+
+
+def supports_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> bool:
+    return _can_rotate(level, rope, rotary, x.shape[-1], x) and not torch.is_grad_enabled()
 
 
 def apply_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
     """ops.rotate."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    _scatter(level, [(0, x, None)], out, out, rope)
+    scatter_kv(level, [(0, x, None)], out, out, rope, rotary)
     return out
 
 
@@ -199,25 +194,16 @@ def supports_scatter(
 
 
 def scatter_kv(
-    level: Level, chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
-) -> None:
+    level: Level, chunks: Sequence[tuple[int, Tensor, Tensor | None]], keys: Tensor, values: Tensor, rope: Rope,
+    rotary: Rotary,
+) -> None:  # fmt: skip
     """ops.place."""
-    _scatter(level, chunks, keys, values, rope)
-
-
-def _scatter(
-    level: Level,
-    segments: Sequence[tuple[int, Tensor, Tensor | None]],
-    keys: Tensor,
-    values: Tensor,
-    rope: Rope,
-) -> None:
     cos, sin = rope.cos, rope.sin
-    table = pack("KvSegment", [_segment(*segment) for segment in segments])
+    table = pack("KvSegment", [_segment(*chunk) for chunk in chunks])
     loaded(level).scatter_kv(
         *map(pointer, (table, keys, values, cos, sin)),
         *keys.stride()[:2], *values.stride()[:2], cos.stride(0),
-        len(segments), keys.shape[0], keys.shape[2], cos.shape[1], team.size(),
+        len(chunks), keys.shape[0], keys.shape[2], cos.shape[1], team.size(),
     )  # fmt: skip
 
 
@@ -227,22 +213,10 @@ def _segment(start: int, keys: Tensor, values: Tensor | None) -> tuple[int, ...]
 
 
 def supports_correction(
-    level: Level,
-    keys: Tensor,
-    values: Tensor,
-    fresh: RecomputedTokens,
-    rope: Rope,
-    rotary: Rotary,
-    *_: object,
+    level: Level, keys: Tensor, values: Tensor, fresh: object, rope: Rope, rotary: Rotary, *_: object
 ) -> bool:
-    cos, sin = rope.cos, rope.sin
-    return (
-        rotary == HALVES
-        and _is_native(level, keys, values, cos, sin)
-        and cos.stride(0) == sin.stride(0)
-        and keys.shape[-1] % ROPE_STEP == cos.shape[-1] % ROPE_STEP == 0
-        and 0 < cos.shape[-1] <= keys.shape[-1] <= MAX_DIM
-    )
+    dim = keys.shape[-1]
+    return dim % ROPE_STEP == 0 and _can_rotate(level, rope, rotary, dim, keys, values)
 
 
 def correct_kv(

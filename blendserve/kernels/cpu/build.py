@@ -45,7 +45,7 @@ def build(level: Level) -> Path:
     if (made := prebuilt(level)).exists():
         return made
     compiler = find_compiler()
-    target = cache_folder() / "native" / f"{level.name}-{digest(level, compiler)}.so"
+    target = cache_folder() / "native" / f"{level.name}-{_digest(level, _run([compiler, '--version']))}.so"
     if not target.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,12 +71,8 @@ def find_compiler() -> str:
     return path
 
 
-def digest(level: Level, compiler: str) -> str:
-    """Of all that the shared object is made of and with."""
-    return _digest(level, _run([compiler, "--version"]))
-
-
 def _digest(level: Level, version: str = "") -> str:
+    """Of all that the shared object is made of and with."""
     files = (*_sources(level), *sorted(SOURCES.glob("*.h")))
     options = repr((COMPILE, level.compile, LINK)).encode()
     parts = (*(file.read_bytes() for file in files), options, version.encode())

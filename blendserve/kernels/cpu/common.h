@@ -20,20 +20,20 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Memory of one thread, which grows and stays.
 class Workspace {
    public:
-    char* take(size_t bytes) {
+    // Room for n numbers, in the place of what was taken before.
+    template <class T>
+    T* take(int64_t n) {
+        size_t bytes = divide_up(n * sizeof(T), LINE) * LINE;
         if (bytes > size_) {
-            memory_.reset(static_cast<char*>(std::aligned_alloc(64, divide_up(bytes, 64) * 64)));
+            memory_.reset(static_cast<char*>(std::aligned_alloc(LINE, bytes)));
             size_ = memory_ ? bytes : 0;
             if (!memory_) throw std::bad_alloc();
         }
-        return memory_.get();
+        return reinterpret_cast<T*>(memory_.get());
     }
 
    private:
-    struct Free {
-        void operator()(char* p) const { std::free(p); }
-    };
-    std::unique_ptr<char, Free> memory_;
+    std::unique_ptr<char, decltype(&std::free)> memory_{nullptr, &std::free};
     size_t size_ = 0;
 };
 

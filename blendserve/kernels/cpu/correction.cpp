@@ -11,54 +11,51 @@
 #include <cmath>
 #include <utility>
 
-#include "rope.h"
+#include "elementwise.h"
 
 namespace {
 
-constexpr int TILE = 6;  // tokens predicted together: with VECTORS each they fill the registers
-
-constexpr int BLOCK = 96;         // tokens of an item of work
-constexpr int ROW_STEP = 4;           // rows of a system taken together
+constexpr int TILE = 6;      // tokens predicted together: with VECTORS each they fill the registers
+constexpr int BLOCK = 96;    // tokens of an item of work
+constexpr int ROW_STEP = 4;  // rows of a system taken together
 constexpr int MAX_DIM = 256;
-constexpr float MIN_SQUARE = 1e-12f;          // mean square of features that are 0
+constexpr float MIN_SQUARE = 1e-12f;     // mean square of features that are 0
 constexpr float MIN_SPREAD = 1 / 64.0f;  // of the size of features: what varies less is rounding (reference.py)
 
 thread_local Workspace heads_memory;
 
-// Arrays of a kv head, f = 2 dim numbers wide, a multiple of a strip.
+// Arrays of a kv head, f = 2 dim numbers wide, a multiple of a strip. Loops do ROW_STEP rows at a time; the numbers after the last
+// row are never read.
 struct Head {
-    float *x, *left;      // [rows, f]
-    float *gram, *w;      // [f, f]
-    float* expected;       // [rows, f], by the prior
-    float* share;          // of it that counts: of keys, and of values
-    float* centre;         // [f]
-    float* square;         // mean square of centred keys, and of values
-    float* constants;     // [chunks, f]
-    uint32_t* weights;    // words [f / PER_WORD][f], of rows of W
+    float *left, *x, *expected;  // [rows, f]: deltas, features, null without a regression, and what the prior expects
+    float *gram, *w;             // [f, f]
+    float* constants;            // [chunks, f]
+    float* centre;               // [f]
+    float *share, *square;       // of keys, and of values: how much of `expected` counts; mean square of centred features
+    uint32_t* weights;           // words [f / PER_WORD][f], of rows of W
 };
 
-// Loops do ROW_STEP rows at a time; the numbers after the last row are never read.
-int64_t padded_rows(int64_t rows) { return divide_up(rows, ROW_STEP) * ROW_STEP; }
+int64_t padded_rows(const CorrectionArgs& c) { return divide_up(c.rows, ROW_STEP) * ROW_STEP; }
 
-size_t floats_per_head(const CorrectionArgs& c) {
-    int64_t f = 2 * c.dim, rows = padded_rows(c.rows);
-    int64_t fitted = c.penalty < 0 ? 0 : rows * f + 2 * f * f + f + 2 * N_TILE + f / PER_WORD * f;
-    return fitted + (rows + (c.prior ? rows : 0) + c.chunks) * f;
+int64_t floats_per_head(const CorrectionArgs& c) {
+    int64_t f = 2 * c.dim;
+    return (3 * padded_rows(c) + 2 * f + c.chunks + 1 + f / PER_WORD) * f + 2 * N_TILE;
 }
 
 Head head_at(const CorrectionArgs& c, float* memory) {
-    int64_t f = 2 * c.dim;
-    Head h{};
+    int64_t f = 2 * c.dim, rows = padded_rows(c);
     auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
-    int64_t rows = padded_rows(c.rows);
-    h.left = take(rows * f);
-    h.constants = take(c.chunks * f);
-    if (c.penalty < 0) return h;
-    h.x = take(rows * f), h.gram = take(f * f), h.w = take(f * f), h.centre = take(f);
-    h.square = take(N_TILE), h.share = take(N_TILE);
-    if (c.prior) h.expected = take(rows * f);
-    h.weights = reinterpret_cast<uint32_t*>(take(f / PER_WORD * f));
+    Head h{take(rows * f), take(rows * f), take(rows * f), take(f * f), take(f * f), take(c.chunks * f), take(f), take(N_TILE),
+           take(N_TILE), reinterpret_cast<uint32_t*>(take(f / PER_WORD * f))};
+    if (c.penalty < 0) h.x = nullptr;
     return h;
+}
+
+// row(chunk, s) of each recomputed token s.
+template <class Row>
+void each_recomputed(const CorrectionArgs& c, Row row) {
+    for (int64_t n = 0; n < c.chunks; ++n)
+        for (int64_t s = c.first_recomputed[n]; s < c.first_recomputed[n + 1]; ++s) row(n, s);
 }
 
 void to_f32_array(const elem_t* from, float* to, int64_t n) {
@@ -96,15 +93,8 @@ inline void multiply(const float* x, const float* y, int64_t n, int64_t f, const
     F32 sum[ROW_STEP][VECTORS];
     for (int r = 0; r < ROW_STEP; ++r)
         for (int v = 0; v < VECTORS; ++v) sum[r][v] = first ? load(first + v * LANES) : broadcast(0.0f);
-    for (int64_t i = 0; i < n; ++i) {
-        F32 ys[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) ys[v] = load(y + i * f + v * LANES);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROW_STEP; ++r) {
-            F32 one = broadcast(TRANSPOSED ? x[i * f + r] : x[r * f + i]);
-            for (int v = 0; v < VECTORS; ++v) sum[r][v] = fma(one, ys[v], sum[r][v]);
-        }
-    }
+    auto one = [&](int64_t i, int r) { return broadcast(TRANSPOSED ? x[i * f + r] : x[r * f + i]); };
+    add_products(n, one, y, f, sum, [](F32 s, F32 a, F32 b) { return fma(a, b, s); });
     for (int r = 0; r < ROW_STEP; ++r)
         for (int v = 0; v < VECTORS; ++v) store(out + r * f + v * LANES, sum[r][v]);
 }
@@ -116,29 +106,22 @@ void predict_by_prior(const CorrectionArgs& c, int64_t head, int64_t j, Head& h)
     for (int64_t s = 0; s < c.rows; s += ROW_STEP) multiply<false>(h.x + s * f, w, f, f, constant, h.expected + s * f + j);
 }
 
-// expected -> of this much other text.
-void weight_expected(const CorrectionArgs& c, int64_t offset, Head& h) {
-    int64_t f = 2 * c.dim;
-    for (int64_t n = 0; n < c.chunks; ++n)
-        for (int64_t s = c.first_recomputed[n]; s < c.first_recomputed[n + 1]; ++s)
-            for (int64_t j = s * f + offset; j < s * f + offset + c.dim; j += LANES)
-                store(h.expected + j, load(h.expected + j) * broadcast(c.context_weight[n]));
-}
-
-// The prior's factor: the slope of deviations on predictions, shrunk towards 1 by `prior_shrinkage` tokens, and at most
-// that. left -> what is beyond it.
+// expected -> of as much other text as each chunk has. The prior's factor: the slope of deviations on that, shrunk towards 1 by
+// `prior_shrinkage` tokens, and at most that. left -> what is beyond it.
 void fit_prior_scale(const CorrectionArgs& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     double both = 0, squares = 0;
-    for (int64_t s = 0; s < c.rows; ++s) {
-        const float *p = h.expected + s * f + offset, *y = h.left + s * f + offset;
+    each_recomputed(c, [&](int64_t n, int64_t s) {
+        float *expected = h.expected + s * f + offset, *left = h.left + s * f + offset;
         F32 product = broadcast(0.0f), square = broadcast(0.0f);
         for (int64_t j = 0; j < c.dim; j += LANES) {
-            product = fma(load(p + j), load(y + j), product);
-            square = fma(load(p + j), load(p + j), square);
+            F32 p = load(expected + j) * broadcast(c.context_weight[n]);
+            store(expected + j, p);
+            product = fma(p, load(left + j), product);
+            square = fma(p, p, square);
         }
         both += reduce_add(product), squares += reduce_add(square);
-    }
+    });
     double trust = c.rows ? c.prior_shrinkage / static_cast<double>(c.rows) : 0;
     double share = squares > 0 ? (both / squares + trust) / (1 + trust) : 1;
     h.share[offset / c.dim] = static_cast<float>(std::clamp(share, 0.0, 1.0));
@@ -146,28 +129,21 @@ void fit_prior_scale(const CorrectionArgs& c, int64_t offset, Head& h) {
         add(h.left + s * f + offset, h.expected + s * f + offset, -h.share[offset / c.dim], c.dim);
 }
 
-// Sums of left by chunk, and of x.
-void sum_deltas(const CorrectionArgs& c, int64_t offset, Head& h) {
-    int64_t f = 2 * c.dim;
-    if (h.x) std::fill(h.centre + offset, h.centre + offset + c.dim, 0.0f);
-    for (int64_t n = 0; n < c.chunks; ++n) {
-        float* sum = h.constants + n * f + offset;
-        std::fill(sum, sum + c.dim, 0.0f);
-        for (int64_t s = c.first_recomputed[n]; s < c.first_recomputed[n + 1]; ++s) {
-            add(sum, h.left + s * f + offset, 1, c.dim);
-            if (h.x) add(h.centre + offset, h.x + s * f + offset, 1, c.dim);
-        }
-    }
-}
-
-// Sums by chunk -> shrunk means of a chunk's deviations.
-void shrink_means(const CorrectionArgs& c, int64_t offset, Head& h) {
+// constants -> the shrunk mean of each chunk's deltas; centre -> the sum of features.
+void mean_deltas(const CorrectionArgs& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float overall[MAX_DIM] = {};
+    if (h.x) std::fill_n(h.centre + offset, c.dim, 0.0f);
+    for (int64_t n = 0; n < c.chunks; ++n) std::fill_n(h.constants + n * f + offset, c.dim, 0.0f);
+    each_recomputed(c, [&](int64_t n, int64_t s) {
+        add(h.constants + n * f + offset, h.left + s * f + offset, 1, c.dim);
+        if (h.x) add(h.centre + offset, h.x + s * f + offset, 1, c.dim);
+    });
     for (int64_t n = 0; n < c.chunks; ++n)
         add(overall, h.constants + n * f + offset, 1 / (static_cast<float>(c.rows) + c.zero_shrinkage), c.dim);
     for (int64_t n = 0; n < c.chunks; ++n) {
-        float *mean = h.constants + n * f + offset, trust = static_cast<float>(c.first_recomputed[n + 1] - c.first_recomputed[n]) + c.chunk_shrinkage;
+        float* mean = h.constants + n * f + offset;
+        float trust = static_cast<float>(c.first_recomputed[n + 1] - c.first_recomputed[n]) + c.chunk_shrinkage;
         for (int64_t j = 0; j < c.dim; ++j) mean[j] = (mean[j] + c.chunk_shrinkage * overall[j]) / trust;
     }
 }
@@ -177,20 +153,18 @@ void centre(const CorrectionArgs& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     for (int64_t j = offset; j < offset + c.dim; ++j) h.centre[j] /= static_cast<float>(c.rows);
     double squares = 0, lengths = 0;
-    for (int64_t n = 0; n < c.chunks; ++n)
-        for (int64_t s = c.first_recomputed[n]; s < c.first_recomputed[n + 1]; ++s) {
-            add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
-            F32 sum = broadcast(0.0f), length = broadcast(0.0f);
-            for (int64_t j = offset; j < offset + c.dim; j += LANES) {
-                F32 stored = load(h.x + s * f + j) * broadcast(c.context_weight[n]);
-                F32 x = (load(h.x + s * f + j) - load(h.centre + j)) * broadcast(c.context_weight[n]);
-                store(h.x + s * f + j, x);
-                sum = fma(x, x, sum);
-                length = fma(stored, stored, length);
-            }
-            squares += reduce_add(sum);
-            lengths += reduce_add(length);
+    each_recomputed(c, [&](int64_t n, int64_t s) {
+        add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
+        F32 sum = broadcast(0.0f), length = broadcast(0.0f);
+        for (int64_t j = offset; j < offset + c.dim; j += LANES) {
+            F32 stored = load(h.x + s * f + j) * broadcast(c.context_weight[n]);
+            F32 x = (load(h.x + s * f + j) - load(h.centre + j)) * broadcast(c.context_weight[n]);
+            store(h.x + s * f + j, x);
+            sum = fma(x, x, sum);
+            length = fma(stored, stored, length);
         }
+        squares += reduce_add(sum), lengths += reduce_add(length);
+    });
     squares = std::max(squares, lengths * MIN_SPREAD * MIN_SPREAD);
     h.square[offset / c.dim] = std::max(MIN_SQUARE, static_cast<float>(squares / static_cast<double>(c.rows * c.dim)));
 }
@@ -210,62 +184,51 @@ void build_system(const CorrectionArgs& c, int64_t i, Head& h) {
 // gram = L U in place, L of unit diagonal, from what is right of the diagonal: it is symmetric and positive definite.
 void factor(float* gram, int64_t n) {
     for (int64_t k = 0; k < n; ++k) {
-        float inverse = 1 / gram[k * n + k];
+        const float *pivot = gram + k * n, inverse = 1 / pivot[k];
         for (int64_t i = k + 1; i < n; ++i) {
-            float by = gram[k * n + i] * inverse;
-            int64_t from = i / LANES * LANES;  // what this changes left of the diagonal is overwritten or not read
-            for (int64_t j = from; j < n; j += LANES) {
-                Mask right = lanes_from(j == from ? static_cast<int>(i - from) : 0);
-                store(gram + i * n + j, right, fnma(broadcast(by), load(gram + k * n + j), load(gram + i * n + j)));
-            }
-            gram[i * n + k] = by;
+            float *row = gram + i * n, by = pivot[i] * inverse;
+            auto reduced = [&](int64_t j) { return fnma(broadcast(by), load(pivot + j), load(row + j)); };
+            int64_t j = i / LANES * LANES;
+            store(row + j, lanes_from(static_cast<int>(i - j)), reduced(j));
+            for (j += LANES; j < n; j += LANES) store(row + j, reduced(j));
+            row[k] = by;
         }
-    }
-}
-
-// sum -= lu[i .. i + ROW_STEP, k] * w[k], over a strip
-inline void eliminate(const float* lu, const float* w, int64_t n, int64_t i, int64_t k, F32 (&sum)[ROW_STEP][VECTORS]) {
-    F32 y[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) y[v] = load(w + k * n + v * LANES);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROW_STEP; ++r) {
-        F32 by = broadcast(lu[(i + r) * n + k]);
-        for (int v = 0; v < VECTORS; ++v) sum[r][v] = fnma(by, y[v], sum[r][v]);
     }
 }
 
 // L U x = w in place, for a strip of w.
 void substitute(const float* lu, float* w, int64_t n) {
     F32 sum[ROW_STEP][VECTORS];
-    auto move = [&](int64_t i, bool in) {
+    auto each = [&](int64_t i, auto use) {
         for (int r = 0; r < ROW_STEP; ++r)
-            for (int v = 0; v < VECTORS; ++v) {
-                float* at = w + (i + r) * n + v * LANES;
-                if (in)
-                    sum[r][v] = load(at);
-                else
-                    store(at, sum[r][v]);
-            }
+            for (int v = 0; v < VECTORS; ++v) use(sum[r][v], w + (i + r) * n + v * LANES);
+    };
+    auto read = [](F32& x, const float* at) { x = load(at); };
+    auto write = [](F32& x, float* at) { store(at, x); };
+    // sum -= lu[i .. i + ROW_STEP, k] * w[k], for k from .. to - 1
+    auto eliminate = [&](int64_t i, int64_t from, int64_t to) {
+        add_products(to - from, [&](int64_t k, int r) { return broadcast(lu[(i + r) * n + from + k]); }, w + from * n, n, sum,
+                     [](F32 s, F32 a, F32 b) { return fnma(a, b, s); });
     };
     for (int64_t i = 0; i < n; i += ROW_STEP) {
-        move(i, true);
-        for (int64_t k = 0; k < i; ++k) eliminate(lu, w, n, i, k, sum);
+        each(i, read);
+        eliminate(i, 0, i);
         for (int r = 1; r < ROW_STEP; ++r)
             for (int q = 0; q < r; ++q)
                 for (int v = 0; v < VECTORS; ++v)
                     sum[r][v] = fnma(broadcast(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
-        move(i, false);
+        each(i, write);
     }
     for (int64_t i = n - ROW_STEP; i >= 0; i -= ROW_STEP) {
-        move(i, true);
-        for (int64_t k = i + ROW_STEP; k < n; ++k) eliminate(lu, w, n, i, k, sum);
+        each(i, read);
+        eliminate(i, i + ROW_STEP, n);
         for (int r = ROW_STEP - 1; r >= 0; --r)
             for (int v = 0; v < VECTORS; ++v) {
                 for (int q = r + 1; q < ROW_STEP; ++q)
                     sum[r][v] = fnma(broadcast(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
                 sum[r][v] = sum[r][v] / broadcast(lu[(i + r) * n + i + r]);
             }
-        move(i, false);
+        each(i, write);
     }
 }
 
@@ -273,21 +236,22 @@ void substitute(const float* lu, float* w, int64_t n) {
 // and of constants what is to be scaled by `context_weight`.
 void build_rule(const CorrectionArgs& c, int64_t head, int64_t j, Head& h) {
     int64_t f = 2 * c.dim;
-    alignas(64) float centred[N_TILE] = {}, scales[N_TILE], shares[N_TILE];
+    alignas(64) float centred[N_TILE] = {};
     for (int64_t i = 0; i < f; ++i) add(centred, h.w + i * f + j, -h.centre[i], N_TILE);
-    for (int64_t k = 0; k < N_TILE; ++k) {
-        bool key = j + k < c.dim;
-        scales[k] = key ? c.key_scale : c.value_scale;
-        shares[k] = c.prior ? (key ? c.prior_key_scale : c.prior_value_scale) * h.share[(j + k) / c.dim] : 0;
+    F32 scale[VECTORS], share[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) {  // a vector has keys or values
+        bool key = j + v * LANES < c.dim;
+        scale[v] = broadcast(key ? c.key_scale : c.value_scale);
+        share[v] = broadcast(c.prior ? (key ? c.prior_key_scale : c.prior_value_scale) * h.share[key ? 0 : 1] : 0);
     }
-    auto moved = [&](const float* learnt, const float* expected, int64_t k) {
-        F32 x = load(scales + k) * load(learnt + k);
-        return expected ? fma(load(shares + k), load(expected + k), x) : x;
+    auto moved = [&](F32 learnt, const float* expected, int v) {
+        F32 x = scale[v] * learnt;
+        return expected ? fma(share[v], load(expected + v * LANES), x) : x;
     };
     for (int64_t i = 0; i < f; ++i) {
         float* row = h.w + i * f + j;
         const float* expected = c.prior ? c.prior + (head * f + i) * f + j : nullptr;
-        for (int64_t k = 0; k < N_TILE; k += LANES) store(row + k, moved(row, expected, k));
+        for (int v = 0; v < VECTORS; ++v) store(row + v * LANES, moved(load(row + v * LANES), expected, v));
     }
     for (int64_t i = 0; i < f / PER_WORD; ++i)
         for (int64_t k = j; k < j + N_TILE; k += LANES) {
@@ -295,35 +259,11 @@ void build_rule(const CorrectionArgs& c, int64_t head, int64_t j, Head& h) {
             store_u32(h.weights + i * f + k, pack_words(load(low), load(high)));
         }
     const float* constant = c.prior ? c.prior_constant + head * f + j : nullptr;
-    for (int64_t n = 0; n < c.chunks; ++n) {
-        float* to = h.constants + n * f + j;
-        for (int64_t k = 0; k < N_TILE; k += LANES)
-            store(to + k, load(to + k) / broadcast(c.context_weight[n]) + load(centred + k));
-        for (int64_t k = 0; k < N_TILE; k += LANES) store(to + k, moved(to, constant, k));
-    }
-}
-
-// known W + constants for n tokens, known [TILE][f]; after n tokens, zeros.
-void predict(const CorrectionArgs& c, const Head& h, const float* constants, const elem_t (*known)[2 * MAX_DIM], int64_t n,
-             float (*shift)[2 * MAX_DIM]) {
-    int64_t f = 2 * c.dim;
-    for (int64_t j = 0; j < f; j += N_TILE) {
-        F32 sum[TILE][VECTORS];
-        for (int r = 0; r < TILE; ++r)
-            for (int v = 0; v < VECTORS; ++v) sum[r][v] = load(constants + j + v * LANES);
-        const uint32_t* w = h.weights + j;
-        for (int64_t i = 0; i < f; i += PER_WORD, w += f) {
-            U32 y[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) y[v] = load_u32(w + v * LANES);
-#pragma GCC unroll 6
-            for (int r = 0; r < TILE; ++r) {
-                U32 x = broadcast_word(known[r] + i);
-                for (int v = 0; v < VECTORS; ++v) sum[r][v] = dot(sum[r][v], x, y[v]);
-            }
+    for (int64_t n = 0; n < c.chunks; ++n)
+        for (int v = 0; v < VECTORS; ++v) {
+            float* to = h.constants + n * f + j + v * LANES;
+            store(to, moved(load(to) / broadcast(c.context_weight[n]) + load(centred + v * LANES), constant, v));
         }
-        for (int64_t r = 0; r < n; ++r)
-            for (int v = 0; v < VECTORS; ++v) store(shift[r] + j + v * LANES, sum[r][v]);
-    }
 }
 
 // n tokens of a chunk, at most TILE.
@@ -343,7 +283,15 @@ void shift_tile(const CorrectionArgs& c, const Head& h, int64_t head, int64_t ch
             for (int64_t j = 0; j < dim; j += LANES) store(known[r] + j, load(key + j));
             std::memcpy(known[r] + dim, values + tokens[r] * c.v_row, dim * sizeof(elem_t));
         }
-        predict(c, h, constants, known, n, shift);
+        for (int64_t j = 0; j < 2 * dim; j += N_TILE) {
+            F32 sum[TILE][VECTORS];
+            for (int r = 0; r < TILE; ++r)
+                for (int v = 0; v < VECTORS; ++v) sum[r][v] = load(constants + j + v * LANES);
+            auto word = [&](int64_t i, int r) { return broadcast_word(known[r] + PER_WORD * i); };
+            add_dots(2 * dim / PER_WORD, word, h.weights + j, 2 * dim, sum);
+            for (int64_t r = 0; r < n; ++r)
+                for (int v = 0; v < VECTORS; ++v) store(shift[r] + j + v * LANES, sum[r][v]);
+        }
     }
     for (int64_t r = 0; r < n; ++r) {
         if (!h.x)
@@ -379,8 +327,8 @@ void blendserve_correct_kv(const CorrectionArgs& c) {
     bool has_regression = c.penalty >= 0, fits = has_regression && c.rows;
     int64_t f = 2 * c.dim, strips = f / N_TILE, blocks = 0;
     for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.first_reused[n + 1] - c.first_reused[n], BLOCK);
-    size_t numbers = divide_up(floats_per_head(c), LANES) * LANES;
-    auto* memory = reinterpret_cast<float*>(heads_memory.take(sizeof(float) * numbers * c.kv_heads));
+    int64_t numbers = divide_up(floats_per_head(c), LANES) * LANES;
+    auto* memory = heads_memory.take<float>(numbers * c.kv_heads);
     // Shares out `parts` items of every head among the threads of the region; returns when all are done.
     auto each = [&](int64_t parts, auto item) {
 #pragma omp for schedule(dynamic, 1)
@@ -398,9 +346,8 @@ void blendserve_correct_kv(const CorrectionArgs& c) {
         if (c.prior) each(strips, [&](Head& h, int64_t head, int64_t strip) { predict_by_prior(c, head, strip * N_TILE, h); });
         each(2, [&](Head& h, int64_t, int64_t half) {
             int64_t offset = half * c.dim;
-            if (c.prior) weight_expected(c, offset, h), fit_prior_scale(c, offset, h);
-            sum_deltas(c, offset, h);
-            shrink_means(c, offset, h);
+            if (c.prior) fit_prior_scale(c, offset, h);
+            mean_deltas(c, offset, h);
             if (fits) centre(c, offset, h);
         });
         if (fits) {

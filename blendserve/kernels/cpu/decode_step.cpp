@@ -21,7 +21,6 @@
 #include "attention_vectors.h"
 #include "elementwise.h"
 #include "gemv.h"
-#include "rope.h"
 
 namespace {
 
@@ -46,31 +45,25 @@ class Worker {
    public:
     Worker(const DecodeStepArgs& call, Shared& shared_numbers, Stage* all_stages, char* attention_memory)
         : c(call), s(shared_numbers), stages(all_stages), states(attention_memory),
-          normed(c.n_rows * c.dim), total(normed.size()), scaled_added(normed.size()), head(2 * c.n_rows * c.head_dim),
-          both(2 * c.n_rows * LANES) {}
+          normed(c.n_rows * c.dim), total(normed.size()), scaled_added(normed.size()), head(c.n_rows * c.head_dim),
+          both(2 * c.n_rows * LANES) {
+        calls.reserve(c.n_rows), rows.reserve(c.n_rows);  // rows refer to calls
+    }
 
     void run() {
-        const elem_t* residual = c.hidden;
-        int to = 0;
-        const elem_t* after = nullptr;  // the norm behind the MLP of the layer below
+        const elem_t *added = nullptr, *after = nullptr;  // of the MLP of the layer below, and the norm behind it
         for (int64_t l = 0; l < c.n_layers; ++l) {
             const LayerWeights& layer = c.layers[l];
-            elem_t* next = s.residual[to].data();
-            begin_norm(residual, l ? s.added.data() : nullptr, after, layer.norm_before_attention, next);
+            begin_norm(added, after, layer.norm_before_attention);
             stage(c.heads + 2 * c.kv_heads, [&](int64_t i, int64_t) { project(l, i); });
             attend(l);
-            residual = next;
             outputs(layer.o, layer.o_bias, s.attended.data(), c.heads * c.head_dim, s.added.data(), c.dim);
-            to = 1 - to;
-            next = s.residual[to].data();
-            begin_norm(residual, s.added.data(), layer.norm_after_attention, layer.norm_before_mlp, next);
+            added = s.added.data(), after = layer.norm_after_mlp;
+            begin_norm(added, layer.norm_after_attention, layer.norm_before_mlp);
             feed(layer);
-            residual = next;
-            to = 1 - to;
             outputs(layer.down, layer.down_bias, s.activated.data(), c.inner, s.added.data(), c.dim);
-            after = layer.norm_after_mlp;
         }
-        begin_norm(residual, s.added.data(), after, c.norm, s.residual[to].data());
+        begin_norm(added, after, c.norm);
         outputs(c.head, c.head_bias, nullptr, c.dim, c.logits, c.vocabulary);
     }
 
@@ -86,17 +79,14 @@ class Worker {
             ++finished;
         }
         if (finished) mine.done.fetch_add(finished, std::memory_order_release);
-        for (int spins = 0; mine.done.load(std::memory_order_acquire) < n; ++spins) {
-            if (spins < 2000)
-                _mm_pause();
-            else
-                sched_yield();  // the thread that is waited for may need this core
-        }
+        for (int spins = 0; mine.done.load(std::memory_order_acquire) < n; ++spins)
+            spins < 2000 ? _mm_pause() : void(sched_yield());  // the thread that is waited for may need this core
     }
 
     // What the next stage's items need normed: residual + (added, normed itself and scaled where the family does so).
-    void begin_norm(const elem_t* residual, const elem_t* added, const elem_t* after, const elem_t* weight, elem_t* keep) {
-        pending = {residual, added, after, weight, keep};
+    void begin_norm(const elem_t* added, const elem_t* after, const elem_t* weight) {
+        elem_t* keep = s.residual[n_norms++ % 2].data();
+        pending = {n_norms > 1 ? pending.keep : c.hidden, added, after, weight, keep};
         is_normed = false;
     }
 
@@ -105,25 +95,22 @@ class Worker {
         if (!is_normed) {
             const elem_t* added = pending.added;
             if (added && pending.after) {
-                norm_rows(added, nullptr, pending.after, nullptr, scaled_added.data());
+                norm_rows(added, nullptr, pending.after, nullptr, scaled_added.data(), c.dim);
                 added = scaled_added.data();
             }
             if (added && c.residual_scale) {
-                for (size_t j = 0; j < scaled_added.size(); j += LANES) {
-                    Mask mask = tail_mask(scaled_added.size() - j);
-                    store(scaled_added.data() + j, mask, load(added + j, mask) * broadcast(c.residual_scale));
-                }
+                scale_and_add(added, c.residual_scale, nullptr, scaled_added.data(), c.n_rows * c.dim);
                 added = scaled_added.data();
             }
-            norm_rows(pending.residual, added, pending.weight, total.data(), normed.data());
+            norm_rows(pending.residual, added, pending.weight, total.data(), normed.data(), c.dim);
             is_normed = true;
         }
         if (item == 0) std::memcpy(pending.keep, total.data(), sizeof(elem_t) * total.size());
         return normed.data();
     }
 
-    void norm_rows(const elem_t* x, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out) const {
-        NormArgs call{x, add, weight, sum, out, c.dim, c.dim, c.n_rows, c.dim, c.rounds_first, c.eps, c.offset, 1};
+    void norm_rows(const elem_t* x, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out, int64_t dim) const {
+        NormArgs call{x, add, weight, sum, out, dim, dim, c.n_rows, dim, c.rounds_first, c.eps, c.offset, 1};
         for (int64_t row = 0; row < c.n_rows; ++row) norm_row(call, row);
     }
 
@@ -132,12 +119,6 @@ class Worker {
         return {x, w, bias, out, x_row, inputs, out_row, c.n_rows, outputs, inputs, 1};
     }
     void run(const LinearArgs& call, int64_t o) const { (c.is_int8 ? gemvs_int8 : gemvs)[c.n_rows](call, o); }
-
-    // A matrix from output o on, a multiple of LANES.
-    const elem_t* from_output(const elem_t* w, int64_t o, int64_t inputs) const {
-        if (!c.is_int8) return w + o * inputs;
-        return reinterpret_cast<const elem_t*>(reinterpret_cast<const char*>(w) + int8_bytes(o, inputs));
-    }
 
     // A head of queries, keys or values.
     void project(int64_t l, int64_t i) {
@@ -148,15 +129,10 @@ class Worker {
         const elem_t* weights[] = {layer.q, layer.k, layer.v};
         const elem_t* biases[] = {layer.q_bias, layer.k_bias, layer.v_bias};
         const elem_t* norms[] = {layer.q_norm, layer.k_norm, nullptr};
-        const elem_t* bias = biases[kind] ? biases[kind] + h * dim : nullptr;
-        elem_t *out = head.data(), *other = out + c.n_rows * dim;
-        LinearArgs call = linear(x, c.dim, from_output(weights[kind], h * dim, c.dim), bias, out, dim, dim, c.dim);
-        for (int64_t o = 0; o < dim; o += LANES) run(call, o);
-        if (norms[kind]) {
-            NormArgs each{out, nullptr, norms[kind], nullptr, other, dim, 0, c.n_rows, dim, c.rounds_first, c.eps, c.offset, 1};
-            for (int64_t row = 0; row < c.n_rows; ++row) norm_row(each, row);
-            std::swap(out, other);
-        }
+        elem_t* out = head.data();
+        LinearArgs call = linear(x, c.dim, weights[kind], biases[kind], out - h * dim, dim, (kind ? c.kv_heads : c.heads) * dim, c.dim);
+        for (int64_t o = h * dim; o < (h + 1) * dim; o += LANES) run(call, o);
+        if (norms[kind]) norm_rows(out, nullptr, norms[kind], nullptr, out, dim);
         const RopeTable* rope = layer.rope < 0 ? nullptr : c.ropes + layer.rope;
         for (int64_t r = 0; r < c.n_rows; ++r) {
             const DecodeRow& row = c.rows[r];
@@ -179,14 +155,12 @@ class Worker {
     }
 
     void attend(int64_t l) {
-        AttentionArgs calls[MAX_GEMV_ROWS];
-        alignas(SplitKv) char room[MAX_GEMV_ROWS * sizeof(SplitKv)];
-        auto* rows = reinterpret_cast<SplitKv*>(room);
+        calls.clear(), rows.clear();
         int64_t attend_items[MAX_GEMV_ROWS + 1] = {0}, merge_items[MAX_GEMV_ROWS + 1] = {0};
         size_t used = 0;
         for (int64_t r = 0; r < c.n_rows; ++r) {
-            calls[r] = attention(l, r);
-            new (rows + r) SplitKv(calls[r]);
+            calls.push_back(attention(l, r));
+            rows.emplace_back(calls.back());
             rows[r].use(states + used);
             used += rows[r].bytes();
             attend_items[r + 1] = attend_items[r] + rows[r].n_attend_items();
@@ -252,26 +226,24 @@ class Worker {
     Shared& s;
     Stage* stages;
     char* states;
-    int64_t passed = 0;
+    int64_t passed = 0, n_norms = 0;
     Pending pending{};
     bool is_normed = false;
+    std::vector<AttentionArgs> calls;  // of a layer, for each row
+    std::vector<SplitKv> rows;
     std::vector<elem_t> normed, total, scaled_added, head, both;
 };
 
-// Bytes of the attention's states, for the layer that needs most.
+// Bytes of the attention's states in a layer without a window, which needs most.
 size_t attention_bytes(const DecodeStepArgs& c) {
-    size_t most = 0;
-    for (int64_t l = 0; l < c.n_layers; ++l) {
-        size_t bytes = 0;
-        for (int64_t r = 0; r < c.n_rows; ++r) {
-            AttentionArgs call{};
-            call.positions = &c.rows[r].position, call.rows = 1, call.window = c.layers[l].window;
-            call.kv_heads = c.kv_heads, call.group = c.heads / c.kv_heads, call.dim = c.head_dim;
-            bytes += SplitKv(call).bytes();
-        }
-        most = std::max(most, bytes);
+    size_t bytes = 0;
+    for (int64_t r = 0; r < c.n_rows; ++r) {
+        AttentionArgs call{};
+        call.positions = &c.rows[r].position, call.rows = 1;
+        call.kv_heads = c.kv_heads, call.group = c.heads / c.kv_heads, call.dim = c.head_dim;
+        bytes += SplitKv(call).bytes();
     }
-    return most;
+    return bytes;
 }
 
 }  // namespace
@@ -279,7 +251,7 @@ size_t attention_bytes(const DecodeStepArgs& c) {
 void blendserve_decode_step(const DecodeStepArgs& args) {
     Shared shared(args);
     std::vector<Stage> stages(6 * args.n_layers + 1);
-    char* states = call_scratch.take(attention_bytes(args));
+    char* states = call_scratch.take<char>(attention_bytes(args));
 #pragma omp parallel num_threads(static_cast<int>(args.threads))
     Worker(args, shared, stages.data(), states).run();
 }

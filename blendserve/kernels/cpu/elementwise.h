@@ -1,12 +1,11 @@
-// RMS norm with the sum before it, and silu(gate) * up: the bits of torch's modules (but bf16 below 2^-126 is 0).
-// kernels/reference.py is the plain form.
+// Operations on rows: RMS norm with the sum before it, silu(gate) * up, and RoPE, with the bits of torch's modules (but bf16
+// below 2^-126 is 0). kernels/reference.py is the plain form.
 //
 //     sum = x + add                                  rounded
 //     out = sum / sqrt(mean(sum^2) + eps) * weight   rounded once, or before the weight, too
 //
 // The mean is summed in torch's order (ATen's SumKernel.cpp: 4 times 8 lanes side by side, in cascades), and the exponential
 // is that of torch's vectors, Sleef's expf: so the bits are equal.
-
 #pragma once
 
 #include <cmath>
@@ -103,6 +102,15 @@ void norm_row(const NormArgs& c, int64_t row) {
     }
 }
 
+// out = x * factor + add, n numbers each, rounded after each step; without a factor, or where add is null, less.
+inline void scale_and_add(const elem_t* x, float factor, const elem_t* add, elem_t* out, int64_t n) {
+    for (int64_t j = 0; j < n; j += LANES) {
+        Mask mask = tail_mask(n - j);
+        F32 y = factor ? round_to_elem(load(x + j, mask) * broadcast(factor)) : load(x + j, mask);
+        store(out + j, mask, add ? load(add + j, mask) + y : y);
+    }
+}
+
 // Of numbers from -104 to 105, as more is 0 or infinity.
 inline F32 exp_like_torch(F32 x) {
     F32 n = round_even(x * broadcast(1.44269504088896341f));
@@ -121,6 +129,47 @@ inline F32 exp_like_torch(F32 x) {
 inline F32 silu_mul(F32 x, F32 up) {
     F32 minus = max(broadcast(-104.0f), broadcast(-0.0f) - max(broadcast(-105.0f), x));
     return round_to_elem(x / (broadcast(1.0f) + exp_like_torch(minus))) * up;
+}
+
+// RoPE by halves: x = [x1 | x2] of a head's first `width` numbers, a multiple of 32, with the same cos and sin for both.
+//
+//     turned       x cos + [-x2 | x1] sin
+//     turned back  (x cos - [-x2 | x1] sin) / (cos^2 + sin^2)      YaRN makes cos and sin longer than 1
+struct RopeAngles {
+    const elem_t *cos, *sin;  // [positions, width]
+    int64_t row;              // elements from a position to the next
+    int64_t width;
+};
+
+// A head at a position, with the roundings of torch: every product and the sum.
+inline void apply_rope(const RopeAngles& t, int64_t at, const elem_t* x, elem_t* out, int64_t dim) {
+    const elem_t *cos = t.cos + at * t.row, *sin = t.sin + at * t.row;
+    int64_t half = t.width / 2;
+    for (int64_t j = 0; j < half; j += LANES) {
+        F32 x1 = load(x + j), x2 = load(x + half + j);
+        F32 a1 = round_to_elem(x1 * load(cos + j)), b1 = round_to_elem(x2 * load(sin + j));
+        F32 a2 = round_to_elem(x2 * load(cos + half + j)), b2 = round_to_elem(x1 * load(sin + half + j));
+        store(out + j, a1 - b1);
+        store(out + half + j, a2 + b2);
+    }
+    if (t.width < dim) std::memcpy(out + t.width, x + t.width, (dim - t.width) * sizeof(elem_t));
+}
+
+// The same in fp32 and in place; `sign` is -1 for back.
+inline void apply_rope_f32(const RopeAngles& t, int64_t at, float* x, float sign) {
+    const elem_t *cos = t.cos + at * t.row, *sin = t.sin + at * t.row;
+    int64_t half = t.width / 2;
+    for (int64_t j = 0; j < half; j += LANES) {
+        F32 c = load(cos + j), s = load(sin + j) * broadcast(sign);
+        if (sign < 0) {
+            F32 by = reciprocal(fma(c, c, s * s));
+            c = c * by;
+            s = s * by;
+        }
+        F32 x1 = load(x + j), x2 = load(x + half + j);
+        store(x + j, fms(x1, c, x2 * s));
+        store(x + half + j, fma(x2, c, x1 * s));
+    }
 }
 
 }  // namespace

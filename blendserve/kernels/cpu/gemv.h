@@ -14,7 +14,7 @@ constexpr int MAX_GEMV_ROWS = 8;  // rows
 
 // Word k of R rows times the same word of LANES outputs.
 template <int R>
-inline void add(const LinearArgs& c, int k, U32 weights, F32 (&sum)[R]) {
+inline void add(const LinearArgs& c, int64_t k, U32 weights, F32 (&sum)[R]) {
     for (int r = 0; r < R; ++r) sum[r] = dot(sum[r], broadcast_word(c.x + r * c.x_row + PER_WORD * k), weights);
 }
 
@@ -31,8 +31,7 @@ void store_gemv(const LinearArgs& c, int64_t o, F32 (&sum)[R]) {
 // R rows times outputs [o, o + LANES).
 template <int R>
 void gemv(const LinearArgs& c, int64_t o) {
-    F32 sum[R];
-    for (int r = 0; r < R; ++r) sum[r] = broadcast(0.0f);
+    F32 sum[R] = {};
     const elem_t* w = c.weights + o * c.w_row;
     int n_outputs = static_cast<int>(std::min<int64_t>(LANES, c.outputs - o)), words = static_cast<int>(c.inputs / PER_WORD);
     const char* next = reinterpret_cast<const char*>(w + 2 * LANES * c.w_row);
@@ -62,8 +61,7 @@ inline int64_t int8_bytes(int64_t o, int64_t inputs) { return o / LANES * divide
 // R rows times outputs [o, o + LANES); c.weights is of int8.
 template <int R>
 void gemv_int8(const LinearArgs& c, int64_t o) {
-    F32 sum[R];
-    for (int r = 0; r < R; ++r) sum[r] = broadcast(0.0f);
+    F32 sum[R] = {};
     const char* block = reinterpret_cast<const char*>(c.weights) + int8_bytes(o, c.inputs);
     for (int64_t k = 0; k < c.inputs; k += INT8_GROUP, block += BLOCK_BYTES) {
         const auto* scales = reinterpret_cast<const float*>(block);
@@ -71,13 +69,10 @@ void gemv_int8(const LinearArgs& c, int64_t o) {
         int words = static_cast<int>(std::min<int64_t>(INT8_GROUP, c.inputs - k) / PER_WORD);
         const char* next = block + 2 * BLOCK_BYTES;
         for (int i = 0; i < BLOCK_BYTES; i += LINE) _mm_prefetch(next + i, _MM_HINT_T1);
-        F32 part[R];
-        for (int r = 0; r < R; ++r) part[r] = broadcast(0.0f);
+        F32 part[R] = {};
 #pragma GCC unroll 8
-        for (int w = 0; w < words; ++w) {
-            U32 numbers = words_from_int8(weights + w * LANES * PER_WORD);
-            for (int r = 0; r < R; ++r) part[r] = dot(part[r], broadcast_word(c.x + r * c.x_row + k + PER_WORD * w), numbers);
-        }
+        for (int w = 0; w < words; ++w)
+            add<R>(c, k / PER_WORD + w, words_from_int8(weights + w * LANES * PER_WORD), part);
         for (int r = 0; r < R; ++r) sum[r] = fma(part[r], load(scales), sum[r]);
     }
     store_gemv<R>(c, o, sum);

@@ -19,21 +19,20 @@ _AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
 _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-_VECTORS = {  # exported function -> source
-    "attention": "attention.cpp",
-    "linear": "linear.cpp",
-    **dict.fromkeys(("add_rms_norm", "silu_and_mul"), "elementwise.cpp"),
-    "scatter_kv": "kv_scatter.cpp",
-    "correct_kv": "correction.cpp",
-    **dict.fromkeys(("layer_qkv", "layer_out"), "layer.cpp"),
-    "decode_step": "decode_step.cpp",
-    **dict.fromkeys(("rans_encode", "rans_decode", "dequantize"), "rans.cpp"),
-}
+# Exported function -> source. AMX has attention, linear layers, and the halves of a layer around them.
 _LAYER = ("add_rms_norm", "silu_and_mul", "scatter_kv", "layer_qkv", "layer_out")
 _AMX_SOURCES = {
     "attention": "attention_amx.cpp",
     "linear": "linear_amx.cpp",
-    **{name: _VECTORS[name] for name in _LAYER},  # the halves of a layer, around these linear layers
+    **dict.fromkeys(_LAYER, "layer.cpp"),
+}
+_VECTORS = {
+    "attention": "attention.cpp",
+    "linear": "linear.cpp",
+    **dict.fromkeys(_LAYER, "layer.cpp"),
+    "correct_kv": "correction.cpp",
+    "decode_step": "decode_step.cpp",
+    **dict.fromkeys(("rans_encode", "rans_decode", "dequantize"), "rans.cpp"),
 }
 
 

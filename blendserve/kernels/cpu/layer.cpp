@@ -1,24 +1,25 @@
-// The two halves of a decoder layer around attention, for any number of rows: the other kernels, one after another. So the bits
-// are those of the layer-by-layer loop. models/native.py binds a model's weights.
+// Norms, activations and RoPE of rows, stored KV copied to its position in the prompt, and the two halves of a decoder layer
+// around attention: these kernels and linear layers, one after another. So a half has the bits of the layer-by-layer loop.
+// models/native.py binds a model's weights.
 
-#include "common.h"
+#include "elementwise.h"
 
 namespace {
 
-// Uninitialised memory of one call.
-class Buffer {
-   public:
-    explicit Buffer(int64_t n) : memory_(static_cast<elem_t*>(std::aligned_alloc(64, divide_up(n * sizeof(elem_t), 64) * 64))) {
-        if (!memory_ && n) throw std::bad_alloc();
-    }
-    ~Buffer() { std::free(memory_); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    operator elem_t*() const { return memory_; }
+constexpr int64_t MIN_PARALLEL = 1 << 15;  // numbers for which further threads are woken
+constexpr int64_t BLOCK = 128;             // tokens of an item of work
 
-   private:
-    elem_t* memory_;
-};
+// Keys are rotated as the model rotates them, values are copied.
+void scatter(const ScatterArgs& c, const KvSegment& p, int64_t head, Range tokens) {
+    RopeAngles rope{c.cos, c.sin, c.rope_row, c.rope_width};
+    for (int64_t i = tokens.begin; i < tokens.end; ++i) {
+        int64_t position = p.start + i;
+        apply_rope(rope, position, p.keys + head * p.k_head + i * p.k_row, c.keys + head * c.k_head + position * c.k_row, c.dim);
+        if (p.values)
+            std::memcpy(c.values + head * c.v_head + position * c.v_row, p.values + head * p.v_head + i * p.v_row,
+                        c.dim * sizeof(elem_t));
+    }
+}
 
 // RMS norms of one form.
 struct Norms {
@@ -38,23 +39,49 @@ void linear(const elem_t* x, int64_t x_row, const elem_t* weights, const elem_t*
     blendserve_linear({x, weights, bias, out, x_row, inputs, outputs, rows, outputs, inputs, threads});
 }
 
-// out = x * factor + add, [rows, dim] each, rounded after each step; add may be null.
+// The same of rows; all are contiguous.
 void scale_and_add(const elem_t* x, float factor, const elem_t* add, elem_t* out, int64_t rows, int64_t dim, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (rows * dim > 1 << 15)
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (rows * dim > MIN_PARALLEL)
     for (int64_t row = 0; row < rows; ++row)
-        for (int64_t j = row * dim; j < (row + 1) * dim; j += LANES) {
-            Mask mask = tail_mask((row + 1) * dim - j);
-            F32 y = factor ? round_to_elem(load(x + j, mask) * broadcast(factor)) : load(x + j, mask);
-            store(out + j, mask, add ? load(add + j, mask) + y : y);
-        }
+        scale_and_add(x + row * dim, factor, add ? add + row * dim : nullptr, out + row * dim, dim);
 }
 
 }  // namespace
 
+void blendserve_add_rms_norm(const NormArgs& args) {
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(args.threads)) if (args.rows * args.dim > MIN_PARALLEL)
+    for (int64_t row = 0; row < args.rows; ++row) norm_row(args, row);
+}
+
+void blendserve_silu_and_mul(const SiluArgs& c) {
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(c.threads)) if (c.rows * c.width > MIN_PARALLEL)
+    for (int64_t row = 0; row < c.rows; ++row) {
+        const elem_t *gate = c.gate + row * c.gate_row, *up = c.up + row * c.up_row;
+        elem_t* out = c.out + row * c.out_row;
+        int64_t j = 0;
+        for (; j + LANES <= c.width; j += LANES) store(out + j, silu_mul(load(gate + j), load(up + j)));
+        Mask mask = tail_mask(c.width - j);
+        if (j < c.width) store(out + j, mask, silu_mul(load(gate + j, mask), load(up + j, mask)));
+    }
+}
+
+void blendserve_scatter_kv(const ScatterArgs& c) {
+    int64_t blocks = 0;  // of the longest segment
+    for (int64_t n = 0; n < c.n_segments; ++n) blocks = std::max(blocks, divide_up(c.segments[n].tokens, BLOCK));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(c.threads))
+    for (int64_t item = 0; item < c.n_segments * c.heads * blocks; ++item) {
+        const KvSegment& segment = c.segments[item / (c.heads * blocks)];
+        int64_t begin = item % blocks * BLOCK;
+        if (begin < segment.tokens)
+            scatter(c, segment, item / blocks % c.heads, {begin, std::min(begin + BLOCK, segment.tokens)});
+    }
+}
+
 void blendserve_layer_qkv(const LayerQkvArgs& c) {
     const LayerWeights& w = *c.layer;
     Norms norms{c.rounds_first, c.eps, c.offset, c.threads};
-    Buffer normed(c.rows * c.dim);
+    Workspace memory;
+    auto* normed = memory.take<elem_t>(c.rows * c.dim);
     norms.apply(c.hidden, c.hidden_row, nullptr, w.norm_before_attention, nullptr, normed, c.rows, c.dim);
     auto project = [&](const elem_t* weights, const elem_t* bias, const elem_t* norm, int64_t heads, elem_t* out, elem_t* rotated) {
         linear(normed, c.dim, weights, bias, out, c.rows, heads * c.head_dim, c.dim, c.threads);
@@ -73,7 +100,9 @@ void blendserve_layer_out(const LayerOutArgs& c) {
     const LayerWeights& w = *c.layer;
     int64_t rows = c.rows, dim = c.dim, inner = c.inner, threads = c.threads;
     Norms norms{c.rounds_first, c.eps, c.offset, threads};
-    Buffer added(rows * dim), sum(rows * dim), normed(rows * dim), gates(rows * inner), ups(rows * inner);
+    Workspace memory;
+    auto* added = memory.take<elem_t>(rows * (3 * dim + 2 * inner));
+    elem_t *sum = added + rows * dim, *normed = sum + rows * dim, *gates = normed + rows * dim, *ups = gates + rows * inner;
     linear(c.attended, c.attended_row, w.o, w.o_bias, added, rows, dim, c.attended_dim, threads);
     if (w.norm_after_attention) norms.apply(added, dim, nullptr, w.norm_after_attention, nullptr, added, rows, dim);
     if (c.residual_scale) scale_and_add(added, c.residual_scale, nullptr, added, rows, dim, threads);

@@ -33,19 +33,10 @@ void gemv_rows(const LinearArgs& c) {
 // `to` [N / PER_WORD][N_TILE].
 template <int N, int V>
 void gemm(const LinearArgs& c, const uint32_t* x, int64_t o, uint32_t* to) {
-    F32 sum[N][V];
-    for (int n = 0; n < N; ++n)
-        for (int v = 0; v < V; ++v) sum[n][v] = broadcast(0.0f);
+    F32 sum[N][V] = {};
     const elem_t* w = c.weights + o * c.w_row;
-    for (int64_t k = 0; k < c.inputs; k += PER_WORD, x += V * LANES) {
-        U32 xs[V];
-        for (int v = 0; v < V; ++v) xs[v] = load_u32(x + LANES * v);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
-            U32 two = broadcast_word(w + n * c.w_row + k);
-            for (int v = 0; v < V; ++v) sum[n][v] = dot(sum[n][v], xs[v], two);
-        }
-    }
+    auto weight = [&](int64_t k, int n) { return broadcast_word(w + n * c.w_row + PER_WORD * k); };
+    add_dots(c.inputs / PER_WORD, weight, x, V * LANES, sum);
     for (int n = 0; n < N; n += PER_WORD)
         for (int v = 0; v < V; ++v) {
             constexpr int OTHER = PER_WORD - 1;
@@ -98,7 +89,7 @@ constexpr Panel panels[5] = {nullptr, panel<1>, panel<2>, panel<WIDE ? 3 : 1>, p
 
 void gemm_rows(const LinearArgs& c) {
     int64_t words = c.inputs / PER_WORD, strips = divide_up(c.rows, N_TILE), items = divide_up(c.outputs, N_PANEL) * strips;
-    auto* x = reinterpret_cast<uint32_t*>(transposed_x.take(sizeof(uint32_t) * words * strips * N_TILE));
+    auto* x = transposed_x.take<uint32_t>(words * strips * N_TILE);
     auto vectors = [&](int64_t strip) { return std::min<int64_t>(VECTORS, divide_up(c.rows - strip * N_TILE, LANES)); };
     auto rows_of = [&](int64_t o) { return reinterpret_cast<const char*>(c.weights + std::min(o, c.outputs) * c.w_row); };
     std::atomic<int64_t> taken{0};
@@ -108,9 +99,7 @@ void gemm_rows(const LinearArgs& c) {
         for (int64_t i = 0; i < divide_up(c.rows, LANES); ++i) {
             int64_t strip = i / VECTORS, width = vectors(strip) * LANES;
             uint32_t* to = x + strip * words * N_TILE + i % VECTORS * LANES;
-            for (int64_t w = 0; w < words; w += LANES)
-                transpose_into(c.x + i * LANES * c.x_row + PER_WORD * w, c.x_row, static_cast<int>(std::min<int64_t>(LANES, c.rows - i * LANES)),
-                     static_cast<int>(std::min<int64_t>(LANES, words - w)), to + w * width, width);
+            transpose_into(c.x + i * LANES * c.x_row, c.x_row, c.rows - i * LANES, words, words, to, width);
         }
         // Strip by strip over a panel's weights; each thread knows its next item, so that it can ask for its weights.
         for (int64_t item = taken++, next; item < items; item = next) {

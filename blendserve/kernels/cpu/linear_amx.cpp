@@ -25,8 +25,8 @@ struct Weights {
     int64_t lines;
 };
 
-// Products of M tiles of outputs with N tiles of rows, x packed [words][LANES N] -> C tiles 0 .. 2 and 3 .. 5.
-template <int M, int N>
+// Products of two tiles of outputs with N tiles of rows, x packed [words][LANES N] -> C tiles 0 .. 2 and 3 .. 5.
+template <int N>
 inline void multiply(const Weights& weights, const uint32_t* x, int64_t steps) {
     constexpr int64_t width = N * LANES, x_bytes = width * sizeof(uint32_t);
     const elem_t* w = weights.at;
@@ -51,7 +51,6 @@ inline void multiply(const Weights& weights, const uint32_t* x, int64_t steps) {
             _tile_loadd(7, x + 32, x_bytes);
             _tile_dpbf16ps(2, 6, 7);
         }
-        if (M == 1) continue;
         _tile_loadd(6, w + 16 * weights.row, w_bytes);  // tile 7 holds the last rows: they go first
         if (N > 2) {
             _tile_dpbf16ps(5, 6, 7);
@@ -65,25 +64,24 @@ inline void multiply(const Weights& weights, const uint32_t* x, int64_t steps) {
     }
 }
 
-// M tiles of outputs from o times N tiles of rows from `row`.
-template <int M, int N>
+// A panel of outputs from o times N tiles of rows from `row`.
+template <int N>
 void block(const LinearArgs& c, const Weights& weights, const uint32_t* x, int64_t row, int64_t o) {
     alignas(64) float part[2][ROW_TILES][LANES][LANES];
     compiler_fence();
-    multiply<M, N>(weights, x, divide_up(c.inputs, DEEP));
+    multiply<N>(weights, x, divide_up(c.inputs, DEEP));
     _tile_stored(0, part[0][0], 64);
+    _tile_stored(3, part[1][0], 64);
     if (N > 1) _tile_stored(1, part[0][1], 64);
+    if (N > 1) _tile_stored(4, part[1][1], 64);
     if (N > 2) _tile_stored(2, part[0][2], 64);
-    if (M > 1) _tile_stored(3, part[1][0], 64);
-    if (M > 1 && N > 1) _tile_stored(4, part[1][1], 64);
-    if (M > 1 && N > 2) _tile_stored(5, part[1][2], 64);
-    for (int m = 0; m < M; ++m) {
-        int64_t from = o + m * LANES;
+    if (N > 2) _tile_stored(5, part[1][2], 64);
+    for (int64_t from = o; from < std::min(c.outputs, o + N_PANEL); from += LANES) {
         Mask mask = tail_mask(c.outputs - from);
         F32 bias = c.bias ? load(c.bias + from, mask) : broadcast(0.0f);
         for (int n = 0; n < N; ++n) {
             U32 lines[LANES];
-            for (int i = 0; i < LANES; ++i) lines[i] = load_u32(part[m][n][i]);
+            for (int i = 0; i < LANES; ++i) lines[i] = load_u32(part[(from - o) / LANES][n][i]);
             transpose(lines);
             int64_t first_row = row + n * LANES;
             for (int i = 0; i < LANES && first_row + i < c.rows; ++i)
@@ -93,34 +91,21 @@ void block(const LinearArgs& c, const Weights& weights, const uint32_t* x, int64
 }
 
 using Block = void (*)(const LinearArgs&, const Weights&, const uint32_t*, int64_t, int64_t);
-constexpr Block blocks[3][ROW_TILES + 1] = {{},
-                                        {nullptr, block<1, 1>, block<1, 2>, block<1, 3>},
-                                        {nullptr, block<2, 1>, block<2, 2>, block<2, 3>}};
+constexpr Block blocks[ROW_TILES + 1] = {nullptr, block<1>, block<2>, block<3>};
 
-// A panel's weights, filled up with zeros to whole tiles where they are none.
-Weights filled(const LinearArgs& c, int64_t o) {
-    int64_t inputs = divide_up(c.inputs, DEEP) * DEEP, outputs = std::min<int64_t>(N_PANEL, c.outputs - o);
-    auto* to = reinterpret_cast<elem_t*>(filled_weights.take(sizeof(elem_t) * N_PANEL * inputs));
-    std::memset(to, 0, sizeof(elem_t) * N_PANEL * inputs);
-    for (int64_t i = 0; i < outputs; ++i) std::memcpy(to + i * inputs, c.weights + (o + i) * c.w_row, sizeof(elem_t) * c.inputs);
-    return {to, inputs, nullptr, 0};
-}
-
+// A panel's weights, copied and filled up with zeros where they are no whole tiles.
 Weights weights_of(const LinearArgs& c, int64_t o) {
-    if (c.inputs % DEEP || (c.outputs - o < N_PANEL && c.outputs % LANES)) return filled(c, o);
-    bool ask = c.w_row == c.inputs && c.outputs - o >= 2 * N_PANEL;  // the next panel lies right behind this one
-    return {c.weights + o * c.w_row, c.w_row, reinterpret_cast<const char*>(c.weights + (o + N_PANEL) * c.w_row),
-            ask ? N_PANEL * DEEP * static_cast<int64_t>(sizeof(elem_t)) / LINE : 0};
-}
-
-// 16 rows from 16 i on into B's layout, zeros where there are none.
-void transpose_rows(const LinearArgs& c, int64_t i, uint32_t* to, int64_t width) {
-    int64_t words = c.inputs / PER_WORD, room = divide_up(c.inputs, DEEP) * LANES;
-    int rows = static_cast<int>(std::min<int64_t>(LANES, c.rows - i * LANES));
-    for (int64_t w = 0; w < words; w += LANES)
-        transpose_into(c.x + i * LANES * c.x_row + PER_WORD * w, c.x_row, rows, static_cast<int>(std::min<int64_t>(LANES, words - w)),
-             to + w * width, width);
-    for (int64_t w = words; w < room; ++w) store_u32(to + w * width, broadcast_u32(0));
+    const elem_t* at = c.weights + o * c.w_row;
+    int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), inputs = divide_up(c.inputs, DEEP) * DEEP;
+    if (inputs == c.inputs && outputs == N_PANEL) {
+        bool ask = c.w_row == c.inputs && c.outputs - o >= 2 * N_PANEL;  // the next panel lies right behind this one
+        return {at, c.w_row, reinterpret_cast<const char*>(at + N_PANEL * c.w_row),
+                ask ? N_PANEL * DEEP * static_cast<int64_t>(sizeof(elem_t)) / LINE : 0};
+    }
+    auto* to = filled_weights.take<elem_t>(N_PANEL * inputs);
+    std::memset(to, 0, sizeof(elem_t) * N_PANEL * inputs);
+    for (int64_t i = 0; i < outputs; ++i) std::memcpy(to + i * inputs, at + i * c.w_row, sizeof(elem_t) * c.inputs);
+    return {to, inputs, nullptr, 0};
 }
 
 }  // namespace
@@ -128,7 +113,7 @@ void transpose_rows(const LinearArgs& c, int64_t i, uint32_t* to, int64_t width)
 void blendserve_linear(const LinearArgs& c) {
     if (!c.rows) return;
     int64_t words = divide_up(c.inputs, DEEP) * LANES, tiles = divide_up(c.rows, LANES), groups = divide_up(tiles, ROW_TILES);
-    auto* packed = reinterpret_cast<uint32_t*>(transposed_rows.take(sizeof(uint32_t) * words * tiles * LANES));
+    auto* packed = transposed_rows.take<uint32_t>(words * tiles * LANES);
     auto group_of = [&](int64_t g) { return packed + g * ROW_TILES * LANES * words; };
     auto tiles_of = [&](int64_t g) { return std::min<int64_t>(ROW_TILES, tiles - g * ROW_TILES); };
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
@@ -136,12 +121,13 @@ void blendserve_linear(const LinearArgs& c) {
         TileScope scope;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tiles; ++i)
-            transpose_rows(c, i, group_of(i / ROW_TILES) + i % ROW_TILES * LANES, tiles_of(i / ROW_TILES) * LANES);
+            transpose_into(c.x + i * LANES * c.x_row, c.x_row, c.rows - i * LANES, c.inputs / PER_WORD, words,
+                           group_of(i / ROW_TILES) + i % ROW_TILES * LANES, tiles_of(i / ROW_TILES) * LANES);
 #pragma omp for schedule(static)
         for (int64_t o = 0; o < c.outputs; o += N_PANEL) {
             Weights panel = weights_of(c, o);
             for (int64_t g = 0; g < groups; ++g) {
-                blocks[c.outputs - o > LANES ? 2 : 1][tiles_of(g)](c, panel, group_of(g), g * ROW_TILES * LANES, o);
+                blocks[tiles_of(g)](c, panel, group_of(g), g * ROW_TILES * LANES, o);
                 panel.lines = 0;  // prefetched
             }
         }

@@ -2,6 +2,7 @@
 // plain form with the same bits: sums are of integers, and each step after them is rounded as IEEE 754 says.
 // One thread: callers decode several chunks at a time.
 
+#include <array>
 #include <iterator>
 #include <vector>
 
@@ -32,19 +33,11 @@ inline void sizes_of(const std::vector<int32_t>& means, std::vector<uint8_t>& si
 inline void models_of(const uint8_t* model_of, const std::vector<uint8_t>& sizes, std::vector<uint8_t>& models) {
     size_t j = 0;
 #if defined(__AVX512BW__)
-    __m512i part[4];
-    for (int64_t i = 0; i < 4; ++i)
-        part[i] = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(model_of) + i));
-    const __m512i first = _mm512_set1_epi8(16), second = _mm512_set1_epi8(32);
-    for (; j + 64 <= sizes.size(); j += 64) {
-        const __m512i at = _mm512_loadu_si512(sizes.data() + j);  // a shuffle looks at its lowest four bits
-        const __mmask64 odd = _mm512_test_epi8_mask(at, first), upper = _mm512_test_epi8_mask(at, second);
-        const __m512i in_part = _mm512_and_si512(at, _mm512_set1_epi8(15));
-        __m512i found = _mm512_maskz_shuffle_epi8(~odd & ~upper, part[0], in_part);
-        found = _mm512_mask_shuffle_epi8(found, odd & ~upper, part[1], in_part);
-        found = _mm512_mask_shuffle_epi8(found, ~odd & upper, part[2], in_part);
-        found = _mm512_mask_shuffle_epi8(found, odd & upper, part[3], in_part);
-        _mm512_storeu_si512(models.data() + j, found);
+    auto words = [](const uint8_t* at) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); };
+    const __m512i low = words(model_of), high = words(model_of + 32);
+    for (; j + 32 <= sizes.size(); j += 32) {
+        const __m512i found = _mm512_permutex2var_epi16(low, words(sizes.data() + j), high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(models.data() + j), _mm512_cvtepi16_epi8(found));
     }
 #endif
     for (; j < sizes.size(); ++j) models[j] = model_of[sizes[j]];
@@ -82,7 +75,7 @@ inline uint16_t word_at(const Input& in, int64_t at) {
 static_assert(STREAMS == 16);
 using States = __m512i;
 inline States states_from(const uint32_t* at) { return _mm512_loadu_si512(at); }
-inline void states_to(uint32_t* at, States x) { _mm512_storeu_si512(at, x); }
+inline bool are_lowest(States x) { return !_mm512_cmpneq_epi32_mask(x, _mm512_set1_epi32(LOWEST)); }
 
 inline __m256i next_words(const Input& in) {
     const uint8_t* at = in.words + 2 * in.word;
@@ -93,40 +86,37 @@ inline __m256i next_words(const Input& in) {
 }
 
 // Where the first symbols of each axis' class begin. That depends on no state, so no step waits for it.
-class Lookup {
-   public:
-    Lookup(const RansDecodeArgs& model, int64_t axes) : model_(model), row_((axes + 31) / 32 * 32), starts_(COMPARED * row_) {}
+struct Lookup {
+    const RansDecodeArgs& model;
+    const int64_t row;
+    std::vector<uint16_t> starts;
+
+    Lookup(const RansDecodeArgs& c, int64_t axes) : model(c), row((axes + 31) / 32 * 32), starts(COMPARED * row) {}
 
     // models: of all axes, and some behind them
     void prepare(const std::vector<uint8_t>& models) {
         __m512i low[COMPARED], high[COMPARED];
 #pragma GCC unroll 16
         for (int64_t k = 0; k < COMPARED; ++k) {
-            low[k] = _mm512_loadu_si512(model_.cdf_head + k * MODELS);
-            high[k] = _mm512_loadu_si512(model_.cdf_head + k * MODELS + 32);
+            low[k] = _mm512_loadu_si512(model.cdf_head + k * MODELS);
+            high[k] = _mm512_loadu_si512(model.cdf_head + k * MODELS + 32);
         }
-        for (int64_t j = 0; j < row_; j += 32) {
+        for (int64_t j = 0; j < row; j += 32) {
             const __m512i at = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(models.data() + j)));
 #pragma GCC unroll 16
             for (int64_t k = 0; k < COMPARED; ++k)
-                _mm512_storeu_si512(starts_.data() + k * row_ + j, _mm512_permutex2var_epi16(low[k], at, high[k]));
+                _mm512_storeu_si512(starts.data() + k * row + j, _mm512_permutex2var_epi16(low[k], at, high[k]));
         }
     }
 
     __m256i start(int64_t k, int64_t axis) const {  // of symbol k + 1
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(starts_.data() + k * row_ + axis));
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(starts.data() + k * row + axis));
     }
-
-    const RansDecodeArgs& model() const { return model_; }
-
-   private:
-    const RansDecodeArgs& model_;
-    int64_t row_;
-    std::vector<uint16_t> starts_;
 };
 
 // States after a symbol, with words of 16 bits where they became small -> whether there were enough.
-inline bool renew(Input& in, States& x, __m512i next, __mmask16 alive) {
+inline bool renew(Input& in, States& x, __m512i width, __m512i place, __mmask16 alive) {
+    const __m512i next = _mm512_add_epi32(_mm512_mullo_epi32(width, _mm512_srli_epi32(x, PRECISION)), place);
     const __mmask16 low = _mm512_mask_cmplt_epu32_mask(alive, next, _mm512_set1_epi32(LOWEST));
     const int64_t n = __builtin_popcount(low);
     if (in.word + n > in.n_words) return false;
@@ -137,25 +127,24 @@ inline bool renew(Input& in, States& x, __m512i next, __mmask16 alive) {
     return true;
 }
 
-inline __m512i after(States x, __m512i width, __m512i place) {
-    return _mm512_add_epi32(_mm512_mullo_epi32(width, _mm512_srli_epi32(x, PRECISION)), place);
+inline void store_values(__m256i symbol, int8_t* values) {
+    const __m256i one = _mm256_set1_epi16(1), half = _mm256_srli_epi16(_mm256_add_epi16(symbol, one), 1);
+    const __m256i sign = _mm256_sub_epi16(_mm256_and_si256(symbol, one), one);  // -1 for what is not above 0
+    const __m256i value = _mm256_sub_epi16(_mm256_xor_si256(half, sign), sign);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_cvtepi16_epi8(value));
 }
 
 // Any symbols, by one look-up, which waits for memory.
-inline bool step_by_slots(const RansDecodeArgs& model, Input& in, States& x, const uint8_t* models, __m512i slot, uint32_t live,
+inline bool step_by_slots(const RansDecodeArgs& model, Input& in, States& x, const uint8_t* models, __m512i slot, __mmask16 live,
                           int8_t* values) {
     const __m512i model_id = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(models)));
     const __m512i at = _mm512_or_si512(_mm512_slli_epi32(model_id, PRECISION), slot);
     const __m512i found = _mm512_i32gather_epi32(at, model.decode_table, 4);
     const __m512i place = _mm512_and_si512(_mm512_srli_epi32(found, 5), _mm512_set1_epi32(ONE - 1));
-    const __mmask16 alive = static_cast<__mmask16>(live);
-    if (!renew(in, x, after(x, _mm512_srli_epi32(found, 17), place), alive)) return false;
-    const __m512i one = _mm512_set1_epi32(1), symbol = _mm512_and_si512(found, _mm512_set1_epi32(SYMBOLS - 1));
-    const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(symbol, one), 1);
-    const __m512i sign = _mm512_sub_epi32(_mm512_and_si512(symbol, one), one);  // -1 for what is not above 0
-    const __m512i value = _mm512_sub_epi32(_mm512_xor_si512(half, sign), sign);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm512_cvtepi32_epi8(value));
-    for (uint32_t left = _mm512_mask_cmpeq_epi32_mask(alive, symbol, _mm512_set1_epi32(ESCAPE)); left; left &= left - 1) {
+    if (!renew(in, x, _mm512_srli_epi32(found, 17), place, live)) return false;
+    const __m512i symbol = _mm512_and_si512(found, _mm512_set1_epi32(SYMBOLS - 1));
+    store_values(_mm512_cvtepi32_epi16(symbol), values);
+    for (uint32_t left = _mm512_mask_cmpeq_epi32_mask(live, symbol, _mm512_set1_epi32(ESCAPE)); left; left &= left - 1) {
         if (in.escape == in.n_escapes) return false;
         values[__builtin_ctz(left)] = in.escapes[in.escape++];
     }
@@ -163,10 +152,9 @@ inline bool step_by_slots(const RansDecodeArgs& model, Input& in, States& x, con
 }
 
 // The symbols of `live` streams from `axis` on -> whether there were enough bytes. All values are written.
-inline bool step(const Lookup& lookup, Input& in, States& x, const uint8_t* models, int64_t axis, uint32_t live,
-                 int8_t* values) {
+inline bool step(const Lookup& lookup, Input& in, States& x, const uint8_t* models, int64_t axis, uint32_t live, int8_t* values) {
     const __m512i slot = _mm512_and_si512(x, _mm512_set1_epi32(ONE - 1));
-    const __m256i at = _mm512_cvtepi32_epi16(slot), one = _mm256_set1_epi16(1);
+    const __m256i at = _mm512_cvtepi32_epi16(slot);
     // `behind` is small where a symbol's first slot is reached, and else, as numbers of 16 bits start over, large.
     __m256i behind = _mm256_setzero_si256(), place = at, most = _mm256_setzero_si256(), symbol = _mm256_set1_epi16(COMPARED);
 #pragma GCC unroll 16
@@ -176,53 +164,42 @@ inline bool step(const Lookup& lookup, Input& in, States& x, const uint8_t* mode
         most = _mm256_max_epu16(most, behind);
         symbol = _mm256_add_epi16(symbol, _mm256_srai_epi16(behind, 15));
     }
+    const __mmask16 alive = static_cast<__mmask16>(live);
     if (live & ~_mm256_movepi16_mask(behind))
-        return step_by_slots(lookup.model(), in, x, models + axis, slot, live, values);
+        return step_by_slots(lookup.model, in, x, models + axis, slot, alive, values);
     const __m256i width = _mm256_sub_epi16(place, most);  // from the symbol's first slot to the next one's
-    const __m512i next = after(x, _mm512_cvtepu16_epi32(width), _mm512_cvtepu16_epi32(place));
-    if (!renew(in, x, next, static_cast<__mmask16>(live))) return false;
-    const __m256i half = _mm256_srli_epi16(_mm256_add_epi16(symbol, one), 1);
-    const __m256i sign = _mm256_sub_epi16(_mm256_and_si256(symbol, one), one);  // -1 for what is not above 0
-    const __m256i value = _mm256_sub_epi16(_mm256_xor_si256(half, sign), sign);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_cvtepi16_epi8(value));
+    if (!renew(in, x, _mm512_cvtepu16_epi32(width), _mm512_cvtepu16_epi32(place), alive)) return false;
+    store_values(symbol, values);
     return true;
 }
 
 #else
 
-struct States {
-    uint32_t x[STREAMS];
-};
+using States = std::array<uint32_t, STREAMS>;
 inline States states_from(const uint32_t* at) {
     States states;
-    std::copy(at, at + STREAMS, states.x);
+    std::copy_n(at, STREAMS, states.begin());
     return states;
 }
-inline void states_to(uint32_t* at, const States& states) { std::copy(states.x, states.x + STREAMS, at); }
+inline bool are_lowest(const States& states) { return std::count(states.begin(), states.end(), LOWEST) == STREAMS; }
 
-class Lookup {
-   public:
-    Lookup(const RansDecodeArgs& model, int64_t) : model_(model) {}
+struct Lookup {
+    const RansDecodeArgs& model;
+    Lookup(const RansDecodeArgs& c, int64_t) : model(c) {}
     void prepare(const std::vector<uint8_t>&) {}
-    const RansDecodeArgs& model() const { return model_; }
-
-   private:
-    const RansDecodeArgs& model_;
 };
 
-inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t* models, int64_t axis, uint32_t live,
-                 int8_t* values) {
-    const RansDecodeArgs& model = lookup.model();
+inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t* models, int64_t axis, uint32_t live, int8_t* values) {
     models += axis;
     for (int64_t i = 0; live >> i & 1; ++i) {
-        uint32_t x = states.x[i], slot = x & (ONE - 1), model_id = models[i];
-        uint32_t found = model.decode_table[model_id << PRECISION | slot], symbol = found & (SYMBOLS - 1);
+        uint32_t x = states[i], slot = x & (ONE - 1), model_id = models[i];
+        uint32_t found = lookup.model.decode_table[model_id << PRECISION | slot], symbol = found & (SYMBOLS - 1);
         x = (found >> 17) * (x >> PRECISION) + (found >> 5 & (ONE - 1));
         if (x < LOWEST) {
             if (in.word == in.n_words) return false;
             x = x << 16 | word_at(in, in.word++);
         }
-        states.x[i] = x;
+        states[i] = x;
         if (symbol == ESCAPE && in.escape == in.n_escapes) return false;
         values[i] = symbol == ESCAPE ? in.escapes[in.escape++] : value_of(symbol);
     }
@@ -281,10 +258,7 @@ int64_t blendserve_rans_decode(const RansDecodeArgs& c) {
         update_means(means, values.data());
         std::copy(values.data(), values.data() + axes, c.symbols + t * axes);
     }
-    uint32_t states[STREAMS];
-    states_to(states, x);
-    return in.word == c.n_words && in.escape == c.n_escapes &&
-           std::all_of(states, states + STREAMS, [](uint32_t state) { return state == LOWEST; });
+    return in.word == c.n_words && in.escape == c.n_escapes && are_lowest(x);
 }
 
 void blendserve_rans_encode(const RansEncodeArgs& c) {
@@ -324,17 +298,13 @@ void blendserve_rans_encode(const RansEncodeArgs& c) {
 
 namespace {
 
-// A matrix of integers, laid out for instructions that multiply four bytes at a time: [outputs / 16, inputs / 4, 16, 4],
-// plus 128.
-struct Matrix {
-    const uint8_t* weights;
-    int64_t inputs;  // a multiple of 4
-};
+// A matrix of integers is laid out for instructions that multiply four bytes at a time: [outputs / 16, inputs / 4, 16, 4], plus 128.
 
 constexpr int64_t BLOCK = 16;  // outputs
 
 #if defined(__AVX512VNNI__)
 
+constexpr int64_t ROWS = 6, BLOCKS = 4;  // as many sums as registers hold
 struct Sum {
     __m512i v = _mm512_setzero_si512();
     void add(__m512i w, int32_t x) { v = _mm512_dpbusd_epi32(v, w, _mm512_set1_epi32(x)); }
@@ -345,6 +315,7 @@ inline Weights weights_at(const uint8_t* at) { return _mm512_loadu_si512(at); }
 
 #else
 
+constexpr int64_t ROWS = 2, BLOCKS = 1;
 struct Weights {
     __m256i quarter[4];
 };
@@ -371,31 +342,18 @@ struct Sum {
 
 #endif
 
-// As many sums as registers hold.
-#if defined(__AVX512VNNI__)
-constexpr int64_t ROWS = 6, BLOCKS = 4;
-#else
-constexpr int64_t ROWS = 2, BLOCKS = 1;
-#endif
-
-inline int32_t four_at(const int8_t* at) {
-    int32_t x;
-    std::memcpy(&x, at, 4);
-    return x;
-}
-
-// Sums of `rows` tokens for some blocks of outputs, in registers.
+// Sums of `rows` tokens for some blocks of outputs, in registers: x [rows, inputs], `inputs` a multiple of 4.
 template <int64_t rows, int64_t blocks>
-inline void multiply(const Matrix& m, int64_t at, const int8_t* x, int64_t stride, Sum (&sums)[blocks][rows]) {
-    const uint8_t* weights = m.weights + at * m.inputs;
+inline void multiply(const uint8_t* weights, int64_t inputs, const int8_t* x, Sum (&sums)[blocks][rows]) {
     Sum here[blocks][rows];
-    for (int64_t i = 0; i < m.inputs; i += 4, weights += 4 * BLOCK) {
+    for (int64_t i = 0; i < inputs; i += 4, weights += 4 * BLOCK) {
         Weights w[blocks];
 #pragma GCC unroll 8
-        for (int64_t n = 0; n < blocks; ++n) w[n] = weights_at(weights + n * BLOCK * m.inputs);
+        for (int64_t n = 0; n < blocks; ++n) w[n] = weights_at(weights + n * BLOCK * inputs);
 #pragma GCC unroll 8
         for (int64_t r = 0; r < rows; ++r) {
-            int32_t four = four_at(x + r * stride + i);
+            int32_t four;
+            std::memcpy(&four, x + r * inputs + i, 4);
 #pragma GCC unroll 8
             for (int64_t n = 0; n < blocks; ++n) here[n][r].add(w[n], four);
         }
@@ -406,11 +364,12 @@ inline void multiply(const Matrix& m, int64_t at, const int8_t* x, int64_t strid
         for (int64_t r = 0; r < rows; ++r) sums[n][r] = here[n][r];
 }
 
-// What the 128 that every weight has too much adds up to.
-inline int32_t surplus_of(const int8_t* x, int64_t n) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += x[i];
-    return 128 * sum;
+// What the 128 that every weight has too much adds up to, for each token; x [tokens, n], null = zeros.
+std::vector<int32_t> surplus_of(const int8_t* x, int64_t tokens, int64_t n) {
+    std::vector<int32_t> sums(tokens);
+    for (int64_t t = 0; x && t < tokens; ++t)
+        for (int64_t i = t * n; i < (t + 1) * n; ++i) sums[t] += 128 * x[i];
+    return sums;
 }
 
 inline uint16_t rounded_short(float x) {
@@ -419,31 +378,26 @@ inline uint16_t rounded_short(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Where a block of outputs goes: its numbers lie `step` side by side in one head after another.
+// Where a block of outputs goes: to a head, or to several whole ones.
 struct Place {
-    int64_t block, step, to[BLOCK];  // of the first token, in numbers
+    int64_t block, to[BLOCK];  // of the first token, in numbers
 };
 inline Place place_of(const DequantizeArgs& c, int64_t block) {
-    Place place{block, std::min(BLOCK, c.dim), {}};
+    Place place{block, {}};
     for (int64_t i = 0; i < BLOCK; ++i)
         place.to[i] = (block + i) / c.dim * c.tokens * c.dim + (block + i) % c.dim;
     return place;
 }
 
-template <int64_t n>
-inline void put(const DequantizeArgs& c, int64_t to, const float* numbers, const uint16_t* shorts) {
-    if (c.out) std::memcpy(c.out + to, numbers, n * sizeof(float));
-    if (c.bf16_out) std::memcpy(c.bf16_out + to, shorts, n * sizeof(uint16_t));
-}
-
 // A token's block of numbers to where it goes.
-inline void place_block(const DequantizeArgs& c, int64_t t, const Place& place, const float* numbers,
-                        const uint16_t* shorts) {
-    if (place.step == BLOCK) {  // of a size that the compiler knows
-        put<BLOCK>(c, place.to[0] + t * c.dim, numbers, shorts);
-        return;
-    }
-    for (int64_t i = 0; i < BLOCK; ++i) put<1>(c, place.to[i] + t * c.dim, numbers + i, shorts + i);
+inline void place_block(const DequantizeArgs& c, int64_t t, const Place& place, const float* numbers, const uint16_t* shorts) {
+    auto put = [&](int64_t i, auto n) {  // of a size that the compiler knows
+        const int64_t to = place.to[i] + t * c.dim;
+        if (c.out) std::memcpy(c.out + to, numbers + i, n * sizeof(float));
+        if (c.bf16_out) std::memcpy(c.bf16_out + to, shorts + i, n * sizeof(uint16_t));
+    };
+    if (c.dim >= BLOCK) return put(0, std::integral_constant<int64_t, BLOCK>());
+    for (int64_t i = 0; i < BLOCK; ++i) put(i, std::integral_constant<int64_t, 1>());
 }
 
 // Sums of a token -> its numbers and codes of one block.
@@ -480,8 +434,8 @@ template <int64_t rows, int64_t blocks>
 void dequantize_rows(const DequantizeArgs& c, int64_t t, const Place (&places)[blocks], const Surplus& surplus) {
     const int64_t axes = c.axes, at = places[0].block;
     Sum map[blocks][rows], residual[blocks][rows];
-    multiply<rows, blocks>({c.map, c.width}, at, c.below + t * c.width, c.width, map);
-    if (c.symbols) multiply<rows, blocks>({c.residual, axes}, at, c.symbols + t * axes, axes, residual);
+    multiply(c.map + at * c.width, c.width, c.below + t * c.width, map);
+    if (c.symbols) multiply(c.residual + at * axes, axes, c.symbols + t * axes, residual);
     for (int64_t n = 0; n < blocks; ++n)
         for (int64_t r = 0; r < rows; ++r)
             finish(c, t + r, places[n], map[n][r], surplus.map[t + r], residual[n][r], surplus.residual[t + r]);
@@ -500,11 +454,7 @@ void dequantize_blocks(const DequantizeArgs& c, int64_t at, const Surplus& surpl
 }  // namespace
 
 void blendserve_dequantize(const DequantizeArgs& c) {
-    Surplus surplus{std::vector<int32_t>(c.tokens), std::vector<int32_t>(c.tokens)};
-    for (int64_t t = 0; t < c.tokens; ++t) {
-        surplus.map[t] = surplus_of(c.below + t * c.width, c.width);
-        if (c.symbols) surplus.residual[t] = surplus_of(c.symbols + t * c.axes, c.axes);
-    }
+    const Surplus surplus{surplus_of(c.below, c.tokens, c.width), surplus_of(c.symbols, c.tokens, c.axes)};
     int64_t block = 0;
     for (; block + BLOCKS * BLOCK <= c.width; block += BLOCKS * BLOCK) dequantize_blocks<BLOCKS>(c, block, surplus);
     for (; block < c.width; block += BLOCK) dequantize_blocks<1>(c, block, surplus);

@@ -6,7 +6,6 @@ attend in one launch, by variable lengths: each row sees the prefix and its own 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,7 +45,8 @@ def _supports(q: Tensor, *others: Tensor) -> bool:
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
     parts = (x.transpose(0, 1)[None] for x in (q, keys[:, : plan.kv_len], values[:, : plan.kv_len]))
-    out: Tensor = _package().flash_attn_func(*parts, **_options(spec))
+    package: Any = flash_attn()
+    out: Tensor = package.flash_attn_func(*parts, **_options(spec))
     return out[0].reshape(q.shape[1], -1)
 
 
@@ -58,16 +58,11 @@ def attend_chunks(
         torch.cat(pair, dim=1).index_select(1, stack.key_index).transpose(0, 1)
         for pair in zip(prefix_kv, (k, v), strict=True)
     )
-    out: Tensor = _package().flash_attn_varlen_func(
+    package: Any = flash_attn()
+    out: Tensor = package.flash_attn_varlen_func(
         q.transpose(0, 1), *packed, **stack.packing._asdict(), **_options(spec)
     )
     return out.reshape(q.shape[1], -1)
-
-
-def _package() -> ModuleType:
-    package = flash_attn()
-    assert package is not None, "ask `supports` first"
-    return package
 
 
 def _options(spec: AttentionSpec) -> dict[str, Any]:

@@ -48,16 +48,13 @@ def place(
     n_kv, _, dim = cache_keys.shape
     longest = max(k.shape[1] for _, k, _ in chunks)
     grid = (-(-longest // BLOCK), len(rows), n_kv)
+    table = torch.tensor(rows, dtype=torch.int64)
+    if cache_keys.is_cuda:  # from pinned memory, so that the host does not wait
+        table = table.pin_memory().to(cache_keys.device, non_blocking=True)
     with torch.cuda.device(cache_keys.device if cache_keys.is_cuda else -1):  # triton launches where torch is
         chunks_into_cache[grid](
-            _on(cache_keys.device, rows), cache_keys, cache_values, cos, sin,
+            table, cache_keys, cache_values, cos, sin,
             *cache_keys.stride()[:2], *cache_values.stride()[:2], cos.stride(0),
             DIM=dim, TURNED=cos.shape[-1], NEIGHBOURS=rotary.neighbours, STEP=rotary.step, WIDE=rotary.wide,
             ALIGNED=aligned, BLOCK=BLOCK, BLOCK_D=max(16, 1 << (dim - 1).bit_length()), num_warps=4,
         )  # fmt: skip
-
-
-def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """The table on the device; copied from pinned memory, so that the host does not wait."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

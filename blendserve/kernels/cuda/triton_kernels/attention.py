@@ -21,30 +21,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _walk(
-    q,
-    acc,
-    total,
-    peak,
-    at,
-    lo,
-    hi,
-    end,
-    keys,
-    values,
-    k_row,
-    v_row,
-    dims,
-    dim,
-    window,
-    scale,
-    softcap,
-    BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    q, acc, total, peak, at, lo, hi, end, keys, values, k_row, v_row, dims, dim, window, scale, softcap,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Keys [lo, hi) of one tile, lo a multiple of BLOCK_N. Unless MASKED, they are whole blocks that all rows see.
 
     end: keys that may be read. scale holds log2(e) where there is no softcap, softcap where there is one.
@@ -97,28 +77,10 @@ def rows_over_keys(
     positions,  # [S] int64, ascending
     out,  # [S, H * D]; with SPLIT [splits, S, H, D] fp32
     logs,  # with SPLIT [splits, S, H] fp32: log2 of the sum of weights
-    q_head,
-    q_row,
-    k_head,
-    k_row,
-    v_head,
-    v_row,
-    rows,
-    n_keys,
-    splits,
-    window,
-    scale,
-    softcap,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_head, q_row, k_head, k_row, v_head, v_row, rows, n_keys, splits, window, scale, softcap,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid: (K * splits, tiles); the tiles with the most keys start first."""
     EVEN: tl.constexpr = DIM == BLOCK_D
     kv_head = tl.program_id(0) // splits

@@ -32,9 +32,8 @@ from blendserve.store.codecs.base import (
     Undecodable,
     tables_hash,
 )
+from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.fit import fit
-from blendserve.store.codecs.predict.rans import contexts_of, to_codes
-from blendserve.store.codecs.predict.rans_native import decode, dequantize, encode, native_library
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
 
 EXPECTED = 6, 8, 9, 10, 10  # compression by level; it is higher for text like that of the tables
@@ -113,7 +112,7 @@ class Predict(Codec):
 
     def codes(self, l: int, numbers: Tensor) -> Tensor:
         """Numbers of layer l [n, W] -> codes of int8."""
-        return to_codes(numbers, self.tables.code_scale[l], self.tables.code_zero[l])
+        return rans.to_codes(numbers, self.tables.code_scale[l], self.tables.code_zero[l])
 
     def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor, int]:
         """Codes of layer 0 [C, W], the exceptions' tokens, and where the coded part ends. Raises ValueError."""
@@ -171,17 +170,17 @@ class Predict(Codec):
         self, l: int, numbers: Tensor, below: Tensor, symbols: np.ndarray | None, far: Tensor
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
-        layer, dim, library = self.layer(l), self.tables.head_dim, native_library()
-        predicted, _ = dequantize(library, below, None, layer, dim, torch.float32)
+        layer, dim, library = self.layer(l), self.tables.head_dim, rans.native_library()
+        predicted, _ = rans.dequantize(library, below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
         found = quantised(along, float(self.tables.steps[self.coding.level - 1]), self.means(l))
         found[far.numpy()] = 0
-        _, codes = dequantize(library, below, torch.from_numpy(found), layer, dim, torch.float32)
+        _, codes = rans.dequantize(library, below, torch.from_numpy(found), layer, dim, torch.float32)
         if not len(found):
             return b"", codes, found
-        contexts = contexts_of(symbols, len(found))
-        return encode(library, found, contexts, self.means(l), self.tables.model), codes, found
+        contexts = rans.contexts_of(symbols, len(found))
+        return rans.encode(library, found, contexts, self.means(l), self.tables.model), codes, found
 
 
 class PredictDecoder:
@@ -220,12 +219,12 @@ class PredictDecoder:
 
     def _further(self, l: int, segment: memoryview) -> Tensor:
         """Heads [2 K, C, D] of layer l > 0."""
-        shape, codec, library, symbols = self._shape, self._codec, native_library(), None
+        shape, codec, library, symbols = self._shape, self._codec, rans.native_library(), None
         if shape.n_tokens:
             means, model = codec.means(l), codec.tables.model
-            self._symbols = decode(library, segment, self._symbols, shape.n_tokens, means, model)
+            self._symbols = rans.decode(library, segment, self._symbols, shape.n_tokens, means, model)
             symbols = torch.from_numpy(self._symbols)
-        heads, self._codes = dequantize(
+        heads, self._codes = rans.dequantize(
             library, self._codes, symbols, codec.layer(l), shape.head_dim, shape.dtype
         )
         return heads

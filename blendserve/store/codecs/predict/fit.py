@@ -21,16 +21,7 @@ from blendserve.errors import InputError
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Progress, Sample
 from blendserve.store.codecs.predict import rans
-from blendserve.store.codecs.predict.rans import (
-    CLASSES,
-    CONTEXTS,
-    ESCAPE,
-    ONE,
-    SIZES,
-    SYMBOLS,
-    LayerMap,
-    to_codes,
-)
+from blendserve.store.codecs.predict.rans import CLASSES, CONTEXTS, ESCAPE, ONE, SIZES, SYMBOLS, LayerMap
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
 from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables, flat, quantised
 
@@ -77,7 +68,7 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
     weights = _weights(numbers, ids, adapter, lambda: progress(next(done), total))
     row_ids, rows = _first_rows(numbers[0], ids, adapter)
     scale, zero = _code_scale(torch.cat((rows, numbers[0].float())))
-    below, fitted = to_codes(numbers[0].float(), scale, zero), list[FittedLayer]()
+    below, fitted = rans.to_codes(numbers[0].float(), scale, zero), list[FittedLayer]()
     for l in range(1, n_layers):
         fitted.append(_fit_layer(numbers[l].float(), below, weights[l]))
         below = fitted[-1].codes
@@ -95,7 +86,7 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
         shape=torch.tensor([VERSION, n_layers, heads, dim], dtype=torch.int32),
         steps=torch.tensor(STEPS),
         ids=torch.tensor(row_ids, dtype=torch.int32),
-        rows=to_codes(rows, scale, zero),
+        rows=rans.to_codes(rows, scale, zero),
         code_scale=torch.cat((scale[None], stacked("code_scale", width))),
         code_zero=torch.cat((zero[None], stacked("code_zero", width))),
         maps=stacked("map", width, width, dtype=torch.int8),
@@ -180,7 +171,7 @@ def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -
     back_numbers = predicted + symbols @ exact.float() * MIDDLE
     code_scale, code_zero = _code_scale(back_numbers)
     made = LayerMap(matrix, residual, map_scale, mean, residual_scale, code_scale, code_zero)
-    return FittedLayer(made, n_axes, along, to_codes(back_numbers, code_scale, code_zero))
+    return FittedLayer(made, n_axes, along, rans.to_codes(back_numbers, code_scale, code_zero))
 
 
 def _regress(inputs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:

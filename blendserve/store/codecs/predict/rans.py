@@ -1,7 +1,8 @@
-"""The three loops of coded KV in their plain form: bytes <-> symbols, and symbols -> numbers.
+"""The three loops of coded KV: bytes <-> symbols, and symbols -> numbers.
 
-rans_native.py has them compiled, with the same bits: symbols are integers, numbers are sums of integers, and each step
-after them rounds once, as IEEE 754 says for fp32.
+Each has a plain form, and a compiled one where that gives the same bits on this machine: symbols are integers, numbers
+are sums of integers, and each step after them rounds once, as IEEE 754 says for fp32. Compiled kernels take one thread,
+free the GIL and check nothing (kernels/cpu/kernels.h).
 
     encode       symbols [C, N] -> bytes                 rANS (Duda, arXiv 1311.2540) with words of 16 bits
     decode       bytes -> symbols
@@ -14,12 +15,20 @@ on the recent size of the axis' symbols, and on the size of the token's symbols 
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from blendserve.kernels import switches
+from blendserve.kernels.cpu.build import Unavailable
+from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.cpu.library import loaded, pointer
 
 STREAMS, LOWEST, PRECISION, RATE = 16, 1 << 16, 12, 5
 BLOCK = 16  # numbers that compiled kernels compute side by side
@@ -30,6 +39,7 @@ UNKNOWN = CONTEXTS - 1  # the context of layer 1, below which no symbols are
 # Between contexts: a token's symbols, in sixteenths of the mean token's.
 RATIOS = np.array([6, 9, 12, 15, 18, 23, 32])
 
+Library: TypeAlias = "SimpleNamespace | None"  # of compiled kernels; None: the plain form
 _STATES = struct.Struct(f"<{STREAMS}I")
 
 
@@ -242,6 +252,118 @@ def slots_of(share: np.ndarray) -> np.ndarray:
     for row in width:
         row[row.argmax()] += ONE - row.sum()
     return width.astype(np.uint16)
+
+
+# Compiled, where there is a library
+
+
+def native_library() -> Library:
+    """The kernels of the widest instruction set that pass their check on this machine; None = use the plain form."""
+    return _native_library() if switches.is_native_on() else None
+
+
+@cache
+def _native_library() -> Library:
+    for level in reversed(LEVELS.values()):
+        with suppress(Unavailable):
+            if "rans_decode" in level.sources:
+                check(library := loaded(level))
+                return library
+    return None
+
+
+def encode(
+    library: Library, values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: RansModel
+) -> bytes:
+    """As encode_reference."""
+    if library is None:
+        return encode_reference(values, contexts, means, model)
+    words, escapes = np.empty(values.size, np.uint16), np.empty(values.size, np.int8)
+    states, counts = np.empty(STREAMS, np.uint32), np.empty(2, np.int64)
+    values = np.ascontiguousarray(values, np.int8)
+    given = values, np.ascontiguousarray(contexts, np.uint8), np.ascontiguousarray(means, np.int32)
+    arrays = *given, model.model_of, model.encode_table, words, escapes, states, counts
+    library.rans_encode(*(x.ctypes.data for x in arrays), *values.shape)
+    n_words, n_escapes = counts.tolist()
+    return join_segment(states.tolist(), escapes[:n_escapes], words[len(words) - n_words :])
+
+
+def decode(
+    library: Library,
+    segment: memoryview,
+    below: np.ndarray | None,
+    n_tokens: int,
+    means: np.ndarray,
+    model: RansModel,
+) -> np.ndarray:
+    """Bytes of a layer -> symbols [C, N] of int8. below: symbols [C, M] of the layer below, None for layer 1.
+
+    means [N]: expected sizes of the axes' symbols. Raises ValueError for bytes that encode no such symbols.
+    """
+    if library is None:
+        return decode_reference(segment, contexts_of(below, n_tokens), means, model)
+    states, escapes, words = split_segment(segment)
+    means = np.ascontiguousarray(means, np.int32)
+    values = np.empty((n_tokens, len(means)), np.int8)
+    arrays = (
+        *(np.frombuffer(words, np.uint8), escapes, below, means, model.model_of, model.decode_table),
+        *(model.cdf_head, np.array(states, np.uint32), values),
+    )
+    is_right = library.rans_decode(
+        *(0 if x is None else x.ctypes.data for x in arrays),
+        *(len(words) // 2, len(escapes), *values.shape, 0 if below is None else below.shape[1]),
+    )
+    if not is_right:
+        raise ValueError("its bytes and its symbols do not end together")
+    return values
+
+
+def dequantize(
+    library: Library, below: Tensor, symbols: Tensor | None, layer: LayerMap, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As dequantize_reference."""
+    if library is None or not is_supported(layer, dim):
+        return dequantize_reference(below, symbols, layer, dim, dtype)
+    below, symbols = below.contiguous(), None if symbols is None else symbols.contiguous()
+    tokens, width = below.shape
+    is_short = dtype == torch.bfloat16
+    out = torch.empty(width // dim, tokens, dim, dtype=dtype if is_short else torch.float32)
+    codes = torch.empty_like(below)
+    scales = layer.map_scale, layer.mean, layer.residual_scale, layer.code_scale, layer.code_zero
+    outputs = (None, out, codes) if is_short else (out, None, codes)
+    tensors = below, symbols, *layer.packed, *scales, *outputs
+    library.dequantize(*map(pointer, tensors), tokens, width, len(layer.residual), dim)
+    return out.to(dtype), codes
+
+
+def is_supported(layer: LayerMap, dim: int) -> bool:
+    """Whether heads fill whole blocks, or blocks whole heads."""
+    is_whole = layer.width % BLOCK == 0 and len(layer.residual) % 4 == 0
+    return is_whole and (dim % BLOCK == 0 or BLOCK % dim == 0)
+
+
+def check(library: SimpleNamespace) -> None:
+    """Raises Unavailable unless the kernels give the plain form's bytes and bits."""
+    model, generator = random_model(), np.random.default_rng(0)
+    layer, codes = random_map(64, 20), random_codes(40, 64)
+    values = (generator.laplace(size=(40, 20)) * np.linspace(0.01, 9.0, 20)).clip(-128, 127).astype(np.int8)
+    means = np.full(20, ONE // 3)
+    for below in (random_codes(40, 37).numpy(), None):
+        given = values, contexts_of(below, 40), means, model
+        wanted = encode_reference(*given)
+        _require(encode(library, *given) == wanted, "rANS encoding")
+        found = decode(library, memoryview(wanted), below, 40, means, model)
+        _require(np.array_equal(found, values), "rANS decoding")
+    for dim, symbols in ((16, torch.from_numpy(values)), (8, random_codes(40, 20)), (16, None)):
+        for dtype in (torch.float32, torch.bfloat16):  # the random codes give the largest possible integers
+            args: Any = codes, symbols, layer, dim, dtype
+            pairs = zip(dequantize(library, *args), dequantize_reference(*args), strict=True)
+            _require(all(torch.equal(got, want) for got, want in pairs), "dequantizing KV")
+
+
+def _require(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise Unavailable(f"wrong on this machine: {what}")
 
 
 # Inputs of self-checks and tests
