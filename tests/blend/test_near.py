@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from blendserve.blend import near as near_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, matching_runs
+from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, find_runs, matching_runs
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
 from blendserve.fetch import TieredStore
@@ -56,11 +56,7 @@ def donors_of(done: Prefilled) -> list[str]:
 
 def spans(ids: TokenIds, *donors: TokenIds) -> list[Span]:
     """Of `ids`, what is reused of these donors."""
-    left, found = [Span(0, len(ids))], []
-    for donor in donors:
-        some, left = matching_runs(ids, donor, left)
-        found += [span for span, _ in some]
-    return sorted(found, key=lambda span: span.start)
+    return [run.span for run in find_runs(ids, {bytes([n]): donor for n, donor in enumerate(donors)})]
 
 
 def changed(ids: TokenIds, at: Sequence[int]) -> TokenIds:
