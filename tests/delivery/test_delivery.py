@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.fetch.layers import Layer, LayerReader
-from blendserve.fetch.plan import Plan
+from blendserve.fetch.plan import Candidate, LinkState, Plan
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
@@ -82,10 +83,12 @@ def test_a_prefill_asks_for_a_layer_before_the_peer_sends_it(
 
 def test_a_chunk_in_transit_comes_anew_at_another_level(service: Service, prompt: Prompt) -> None:
     """The planner changes it after the first layer of every chunk, once."""
+
+    def planner(todo: Sequence[Candidate], link: LinkState, now: str | None) -> Plan:
+        return Plan("int8" if now else "raw", len(todo))
+
     with peers.delivered(service, config={"level": "auto"}) as (store, paced):
-        fetcher = KVFetcher(
-            store, planner=lambda todo, link, now=None: Plan("int8" if now else "raw", len(todo))
-        )
+        fetcher = KVFetcher(store, planner=planner)
         check(blender(store, fetcher=fetcher).run(prompt, peers.BLEND), prompt, level="int8")
     assert set(paced.asked.values()) == {2}
 
