@@ -10,7 +10,7 @@ from typing import Any
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys
 from blendserve.blend.cost import CostModel
-from blendserve.blend.layout import Layout, lay_out, look_up, usable_chunks
+from blendserve.blend.layout import Layout, lay_out, usable_chunks, usable_view
 from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.planner import Planner, PrefillPlan
 from blendserve.blend.policies import make_policy
@@ -164,7 +164,10 @@ class Blender:
     ) -> Layout:
         """The layout by what was fetched, and by near-duplicates."""
         n_layers, first_is_exact = self.model.n_layers, self._first_is_exact(prompt)
-        layout = look_up(fetch, prompt, requests, TensorView(prefix.kv), n_layers, first_is_exact)
+        keys = {i: request.key for i, request in requests.items()}
+        found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
+        sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
+        layout = lay_out(prompt, TensorView(prefix.kv), found, sources, first_is_exact=first_is_exact)
         if not blend.near or blend.method == "prefix" or fetch.trouble:
             return layout
         token_s = None

@@ -28,7 +28,6 @@ from blendserve.config import Method
 from blendserve.core import Prompt, Span
 from blendserve.errors import CorruptRecord
 from blendserve.fetch.fetcher import Fetch
-from blendserve.fetch.incoming import ChunkRequest
 from blendserve.store.base import LOCAL, Miss
 from blendserve.store.key import ChunkKey
 from blendserve.store.view import ChunkView
@@ -179,21 +178,6 @@ ASSUMED = cast(ChunkView, object())  # of a layout that is never read
 def suppose(prompt: Prompt, chunks: Collection[int], first_is_exact: bool) -> Layout:
     """The layout if the prefix and these chunks were stored: to estimate costs, not to read."""
     return lay_out(prompt, ASSUMED, dict.fromkeys(chunks, ASSUMED), first_is_exact=first_is_exact)
-
-
-def look_up(
-    fetch: Fetch,
-    prompt: Prompt,
-    requests: Mapping[int, ChunkRequest],
-    prefix: ChunkView,
-    n_layers: int,
-    first_is_exact: bool,
-) -> Layout:
-    """The layout by what was fetched. requests: by number of the chunk."""
-    keys = {i: request.key for i, request in requests.items()}
-    found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
-    sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
-    return lay_out(prompt, prefix, found, sources, first_is_exact=first_is_exact)
 
 
 def usable_view(fetch: Fetch, key: ChunkKey, n_layers: int) -> ChunkView | None:

@@ -136,10 +136,15 @@ class ChunkWriter:
         todo = self.missing(chunks)
         run = PrecomputeRun(progress, sum(map(len, todo)))
         self._store.pin(map(self._key, set(chunks) - set(todo)))  # a request may have stored some, unpinned
-        left = self._compute(todo, run, on_leased == "compute")
-        if left and on_leased == "wait":
-            self._wait_for_others(left, run)
-            left = []
+        leased = left = self._compute(todo, run, anyway=on_leased == "compute")
+        deadline = time.monotonic() + max(MIN_WAIT_S, self._token_s * sum(map(len, leased)))
+        while left and on_leased == "wait":
+            time.sleep(POLL_S)
+            missing = self.missing(left)
+            run.advance(sum(map(len, left)) - sum(map(len, missing)))
+            left = self._compute(missing, run, anyway=time.monotonic() >= deadline)
+        if leased and not left:
+            self._store.pin(map(self._key, leased))
         return run.report(len({ids for ids in chunks if ids}), len(left))
 
     def precompute_one(self, ids: TokenIds, on_leased: Literal["skip", "compute"]) -> Steps[bool]:
@@ -151,16 +156,6 @@ class ChunkWriter:
             if leased or on_leased == "compute":
                 self._put((yield from self.chunks.steps([ids]))[0], pin=True)
         return bool(self.missing([ids]))
-
-    def _wait_for_others(self, leased: list[TokenIds], run: PrecomputeRun) -> None:
-        """Wait for chunks that other processes compute, pin them, and compute the ones that stay missing."""
-        left, deadline = leased, time.monotonic() + max(MIN_WAIT_S, self._token_s * sum(map(len, leased)))
-        while left:
-            time.sleep(POLL_S)
-            missing = self.missing(left)
-            run.advance(sum(map(len, left)) - sum(map(len, missing)))
-            left = self._compute(missing, run, anyway=time.monotonic() >= deadline)
-        self._store.pin(map(self._key, leased))
 
     def _compute(self, todo: Sequence[TokenIds], run: PrecomputeRun, anyway: bool) -> list[TokenIds]:
         """Compute, store and pin chunks -> the ones that other processes compute. anyway: compute these as well."""

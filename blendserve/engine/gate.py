@@ -42,9 +42,10 @@ from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
-from blendserve.models.reference import model_forward
+from blendserve.models.reference import Forward, model_forward
 from blendserve.models.runner import append
 from blendserve.paths import cache_folder
 from blendserve.registry import FULL_REUSE
@@ -174,7 +175,7 @@ class _Checks:
         ids = (*prompt.ids, following)
         self.own = model_forward(model, ids)
         nudged = [model_forward(model, ids, nudge=seed) for seed in (1, 2)]
-        self.kv_bound = max(FLOOR, *(SLACK * self._kv_distance(n.keys, n.values) for n in nudged))
+        self.kv_bound = max(FLOOR, *(SLACK * self._kv_distance(n) for n in nudged))
         logits = [_logits_distance(n.logits[i], self.own.logits[i]) for n in nudged for i in (0, 1)]
         self.logits_bound = max(FLOOR, SLACK * max(logits))
         computer = ChunkComputer(model, prompt.prefix)
@@ -196,11 +197,12 @@ class _Checks:
         same = {"nothing stored": whole, "ratio 1.0": self._prefill(3, ratio=1.0)}
         same["one chunk in front"] = self._prefill(1, ratio=0.0)
         for name, done in same.items():
-            yield GateRow(f"{name}: KV is forward's", self._kv_of(done), self.kv_bound)
+            yield GateRow(f"{name}: KV is forward's", self._kv_distance(done.cache), self.kv_bound)
             distance = _logits_distance(done.logits, self.own.logits[0])
             yield GateRow(f"{name}: logits are forward's", distance, self.logits_bound)
         reused = self._prefill(3, ratio=0.0, correction=FULL_REUSE["correction"])
-        yield GateRow("full reuse: KV is not forward's", self._kv_of(reused), self.kv_bound, above=True)
+        distance = self._kv_distance(reused.cache)
+        yield GateRow("full reuse: KV is not forward's", distance, self.kv_bound, above=True)
 
     def _prefill(self, n_stored: int, has_prefix: bool = True, **options: Any) -> PassResult:
         """Blend when the first `n_stored` chunks are stored."""
@@ -227,16 +229,13 @@ class _Checks:
             distances.append(_keys_distance(model.rotate(kv.keys[0], rope), own))
         return _worst(distances)
 
-    def _kv_of(self, done: PassResult) -> float:
-        return self._kv_distance(done.cache.keys, done.cache.values)
-
-    def _kv_distance(self, keys: Tensor, values: Tensor) -> float:
+    def _kv_distance(self, kv: KVCache | Forward) -> float:
         """Of all positions of the prompt together, the worst layer.
 
         Not the worst position: in a mixture of experts, rounding alone may send a token to another expert.
         """
         n, distances = len(self.prompt), []
-        for ours, own in ((keys, self.own.keys), (values, self.own.values)):
+        for ours, own in ((kv.keys, self.own.keys), (kv.values, self.own.values)):
             for mine, theirs in zip(ours, own, strict=True):
                 a, b = mine[:, :n].float(), theirs[:, :n].float()
                 distances.append(float((a - b).norm() / b.norm().clamp_min(TINY)))

@@ -76,19 +76,6 @@ def test_a_stream_is_the_answer_in_pieces(warm: Engine) -> None:
     assert (cut.text, cut.finish_reason) == (answer.text[: answer.text.index(stop)], "stop")
 
 
-def test_streams_that_are_read_in_turns_or_dropped_do_not_disturb_each_other(warm: Engine) -> None:
-    orders = [SOME, SOME[::-1], SOME[1:], SOME[:1]]
-    alone = [warm.answer(QUESTION, order, max_new_tokens=6).token_ids for order in orders]
-    assert len(set(alone)) == len(alone)
-    streams = [warm.stream(QUESTION, order, max_new_tokens=6) for order in orders]
-    sources = [iter(stream) for stream in streams]
-    for _ in range(8):
-        next(iter(warm.stream(QUESTION, SOME)), None)  # dropped after its first piece
-        for source in sources:
-            next(source, None)
-    assert [stream.answer().token_ids for stream in streams] == alone
-
-
 @pytest.mark.parametrize("write_back", [True, False])
 def test_what_a_request_misses_is_stored_after_its_answer(write_back: bool) -> None:
     """At the latest before the scheduler stops."""

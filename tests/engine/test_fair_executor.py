@@ -102,17 +102,19 @@ def test_a_long_job_rests_between_its_parts_and_short_ones_go_meanwhile(jobs: Jo
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_rest_ends_with_the_last_request_or_the_thread(jobs: Jobs, stops: bool) -> None:
     """Nothing moves the clock while it rests."""
-    job = jobs.submit_long(1)
+    job, second, third = (jobs.submit_long(1) for _ in range(3))
     eventually(lambda: jobs.looks > 3)
     assert not job.done()
+    assert second.cancel()
     if stops:
         jobs.thread.stop()
         with pytest.raises(ShuttingDown):
             job.result(60)
+        assert third.cancelled()
     else:
         jobs.in_flight = False
-        job.result(60)
-    assert jobs.done == ["part 0"]
+        third.result(60)
+    assert jobs.done == ["part 0"] * (1 if stops else 2)
 
 
 def test_after_a_refusal_its_tenant_waits_nine_times_as_long_for_requests_of_others(jobs: Jobs) -> None:
@@ -133,13 +135,3 @@ def test_after_a_refusal_its_tenant_waits_nine_times_as_long_for_requests_of_oth
     assert not fourth.done()
     jobs.others["hostile"] = False
     fourth.result(60)
-
-
-def test_jobs_that_wait_after_a_refusal_can_be_cancelled_and_end_with_the_thread(jobs: Jobs) -> None:
-    jobs.others["hostile"] = True
-    jobs.refuse()
-    second, third = (jobs.submit("hostile", "more") for _ in range(2))
-    assert second.cancel()
-    jobs.thread.stop()
-    assert third.cancelled()
-    assert jobs.done == ["refused"]

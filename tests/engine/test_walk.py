@@ -14,12 +14,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import pytest
-
 import blendserve
-from blendserve.blend import planner
-from blendserve.blend.layout import Layout
-from blendserve.engine.engine import Engine
 from tests.support.engines import QUESTIONS, toy_engine
 from tests.support.http import DOCUMENTS, index
 from tests.support.kernels import threads
@@ -79,35 +74,15 @@ def caller_file(frame: FrameType) -> str:
     return file_of(caller) if caller else ""
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """With an index whose chunks are stored."""
-    made = toy_engine()
-    made.index = index(tmp_path_factory.mktemp("walk") / "index", made.prompts, DOCUMENTS)
-    made.precompute()
-    made.answer(QUESTIONS[0], max_new_tokens=2)  # registries have loaded their classes
-    return made
-
-
-def walk(engine: Engine) -> list[Stay]:
+def test_an_answer_takes_the_way_that_the_page_lists(tmp_path: Path) -> None:
+    """Over an index whose chunks are stored."""
+    engine = toy_engine()
+    engine.index = index(tmp_path / "index", engine.prompts, DOCUMENTS)
+    engine.precompute()
+    engine.answer(QUESTIONS[0], max_new_tokens=2)  # registries have loaded their classes
     with threads(1):  # with more, the number that a layer uses is tried anew at run time: another way
-        return Walk(lambda: engine.answer(QUESTIONS[0], max_new_tokens=2)).stays
-
-
-def test_an_answer_takes_the_way_that_the_page_lists(engine: Engine) -> None:
-    stays = walk(engine)
+        stays = Walk(lambda: engine.answer(QUESTIONS[0], max_new_tokens=2)).stays
     rows = re.findall(r"^\| \d+ \| `(\S+\.py)` \| `(\w+)` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
     assert stays == rows
     assert len({file for file, _ in stays}) <= MAX_FILES
     assert len(stays) <= MAX_STAYS
-
-
-def test_a_detour_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, plan = walk(engine), planner.Planner.plan
-
-    def detour(self: Any, layout: Layout, blend: Any) -> Any:
-        planner.choose_method({"full": 1.0, "blend": 2.0})  # called from this file: a second stay
-        return plan(self, layout, blend)
-
-    monkeypatch.setattr(planner.Planner, "plan", detour)
-    assert walk(engine) != usual
