@@ -9,9 +9,8 @@ import pytest
 
 from blendserve.core import Prompt
 from blendserve.fetch.kdn.manifest import Collection
-from blendserve.kdn.publish import publish
 from blendserve.store import KVStore
-from tests.support.peers import PLAIN, Service, published, publisher, question
+from tests.support.peers import Service, published, question
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def made(folder: Path) -> tuple[KVStore, Collection]:
-    store, collection = published(folder)
-    publish(publisher(folder, store), PLAIN)
-    return store, collection
+    return published(folder)
 
 
 @pytest.fixture(scope="session")

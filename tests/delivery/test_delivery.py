@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -37,20 +35,12 @@ from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.support import peers
 from tests.support.engines import CONFIG
 from tests.support.engines import toy_reader as reader
-from tests.support.http import DOCUMENTS
+from tests.support.http import DOCUMENTS, certificate
 from tests.support.links import Known
 from tests.support.peers import LEVELS, NAME, Service, answered, blender, check, kdn_store, settings
 from tests.support.waiting import ManualClock, eventually
 
 Made = tuple[KVStore, Collection]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_is_delivered_answers_as_a_local_store_at_that_level(
-    service: Service, prompt: Prompt, level: str
-) -> None:
-    with kdn_store(settings(service.url, level=level)) as store:
-        check(blender(store).run(prompt, peers.BLEND), prompt, level=level)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +102,6 @@ def test_a_connection_that_is_cut_is_resumed(
             assert sum(n_bytes) < link.down.n_bytes - before < 1.5 * sum(n_bytes)
 
 
-def test_a_service_that_goes_is_a_miss_and_one_that_comes_is_used(made: Made) -> None:
-    with Service(made[0]) as running:
-        store = kdn_store(settings(running.url))
-        assert answered(store).report.chunks_hit == 4
-    with store:
-        done = answered(store)
-    assert done.report.chunks_hit == 0
-    assert {why.kind for why in done.report.unusable} == {"unreachable"}
-
-
 def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     monkeypatch.setattr(priors, "CHUNKS_PER_PROMPT", 2)
@@ -133,16 +113,9 @@ def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made, tmp_path: Path) -> None:
-    if not (openssl := shutil.which("openssl")):
-        pytest.skip("openssl, which makes the certificate, is not installed")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    about = (
-        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    )
-    command = [openssl, *about.split(), "-out", str(certificate), "-keyout", str(key)]
-    subprocess.run(command, check=True, capture_output=True)
-    with Service(made[0], tls={"ssl_certfile": certificate, "ssl_keyfile": key}) as service:
-        for ca_file, hits in ((certificate, 4), (None, 0)):
+    cert, key = certificate(tmp_path)
+    with Service(made[0], tls={"ssl_certfile": cert, "ssl_keyfile": key}) as service:
+        for ca_file, hits in ((cert, 4), (None, 0)):
             with kdn_store(settings(service.url, ca_file=ca_file)) as store:
                 report = answered(store).report
                 assert report.chunks_hit == hits
@@ -223,10 +196,12 @@ def test_settings_and_indexes_lead_to_the_service(
         assert answered(store).report.chunks_hit == 4
 
 
-def test_a_fetched_index_is_used_while_the_service_is_away(
+def test_while_the_service_is_away_a_fetched_index_is_used_and_chunks_miss(
     made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Service(made[0]) as running:
+        store = kdn_store(settings(running.url))
+        assert answered(store).report.chunks_hit == 4
         options = settings(running.url)
         pull(options, tmp_path / "index")
         with pytest.raises(InputError) as error:
@@ -236,6 +211,10 @@ def test_a_fetched_index_is_used_while_the_service_is_away(
     assert [r.levelname for r in caplog.records if r.name == "blendserve.kdn.pull"][-1:] == ["WARNING"]
     with pytest.raises(StoreUnavailable):
         pull(options, tmp_path / "none")
+    with store:
+        report = answered(store).report
+    assert report.chunks_hit == 0
+    assert {why.kind for why in report.unusable} == {"unreachable"}
 
 
 # Collections

@@ -128,10 +128,9 @@ def test_another_chunk_is_no_answer_and_the_truth_is(service: Service, plain: to
 
 @pytest.mark.parametrize("lie", [*LIES.values(), absent], ids=[*LIES, "absent"])
 def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(service: Service, lie: Lie) -> None:
-    config = {"level": "raw"}
     with (
         Liar(service, lie, "/layers") as liar,
-        kdn_store(settings(liar.url, **config), link=Known(1e9)) as store,
+        kdn_store(settings(liar.url), link=Known(1e9)) as store,
     ):
         store.source.contains([])
         done = blender(store, costs=SLOW).run(question(ASKED), BlendConfig(method="auto"))

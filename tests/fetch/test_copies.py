@@ -12,12 +12,11 @@ from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch import KVFetcher, open_storage, open_store
 from blendserve.fetch.copies import Copies, CopyCache, open_copies
-from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.layers import LayerReader
 from blendserve.store import LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Admission, Always, TinyLFU
-from tests.support.stores import CAP, LAYERS, UNIT, cache, chunk, copy_of, key_of, put_kv, same
+from tests.support.stores import CAP, LAYERS, UNIT, cache, copy_of, key_of, kv, put_kv, requests, same
 from tests.support.streams import LateCopyStream
 
 CUDA = torch.device("cuda", 0)
@@ -27,17 +26,13 @@ CUDA = torch.device("cuda", 0)
 def disk(tmp_path: Path) -> Iterator[LMDBStore]:
     with LMDBStore(tmp_path / "kv", CAP) as store:
         for n in range(8):
-            put_kv(store, key_of(n), chunk(10, seed=n))
+            put_kv(store, key_of(n), kv(n))
         yield store
 
 
 def cached(disk: LMDBStore, *units: float, admission: Admission | None = None) -> KVFetcher:
     copies = Copies([cache(n * UNIT, admission) for n in units], admission)
     return KVFetcher(disk, copies=copies)
-
-
-def request(n: int) -> ChunkRequest:
-    return ChunkRequest(key_of(n), 10)
 
 
 def held(fetcher: KVFetcher) -> list[tuple[int, int, int]]:
@@ -47,8 +42,8 @@ def held(fetcher: KVFetcher) -> list[tuple[int, int, int]]:
 
 def ask(fetcher: KVFetcher, *numbers: int) -> None:
     for n in numbers:
-        with fetcher.fetch([request(n)]) as fetch:
-            assert same(copy_of(fetch.views[key_of(n)]), chunk(10, seed=n))
+        with fetcher.fetch(requests(n)) as fetch:
+            assert same(copy_of(fetch.views[key_of(n)]), kv(n))
 
 
 def test_a_cache_serves_its_copy_and_evicts_the_least_recently_used(disk: LMDBStore) -> None:
@@ -66,16 +61,16 @@ def test_a_cache_serves_its_copy_and_evicts_the_least_recently_used(disk: LMDBSt
 def test_a_replaced_chunk_is_not_read_from_its_copy(disk: LMDBStore) -> None:
     fetcher = cached(disk, 2)
     ask(fetcher, 0, 0)
-    put_kv(disk, key_of(0), chunk(10, seed=9))
+    put_kv(disk, key_of(0), kv(9))
     for _ in range(2):
-        with fetcher.fetch([request(0)]) as fetch:
-            assert same(copy_of(fetch.views[key_of(0)]), chunk(10, seed=9))
+        with fetcher.fetch(requests(0)) as fetch:
+            assert same(copy_of(fetch.views[key_of(0)]), kv(9))
 
 
 def test_resident_chunks_are_those_that_memory_holds_whole(disk: LMDBStore) -> None:
     fetcher = cached(disk, 2)
     ask(fetcher, 0, 1, 2)
-    with fetcher.fetch([request(3)]) as fetch:
+    with fetcher.fetch(requests(3)) as fetch:
         fetch.views[key_of(3)].layer(0)  # one layer takes the place of a chunk
         assert fetcher.resident() == {key_of(2)}
         assert fetcher.locate(disk.describe([key_of(2), key_of(3)])) == {
@@ -83,11 +78,11 @@ def test_resident_chunks_are_those_that_memory_holds_whole(disk: LMDBStore) -> N
             key_of(3): "local",
         }
         fetcher.forget([key_of(2), key_of(3)])
-        fetch.extend([request(2)])
-        assert same(copy_of(fetch.views[key_of(2)]), chunk(10, seed=2))
+        fetch.extend(requests(2))
+        assert same(copy_of(fetch.views[key_of(2)]), kv(2))
     assert fetcher.resident() == frozenset()
     memory = MemoryStore(CAP)
-    put_kv(memory, key_of(0), chunk(10))
+    put_kv(memory, key_of(0), kv(0))
     assert KVFetcher(memory).resident() == {key_of(0)}
 
 
@@ -105,26 +100,26 @@ def test_the_nearest_cache_that_admits_it_holds_a_chunk(disk: LMDBStore) -> None
 
 def test_a_view_of_an_evicted_chunk_stays_readable(disk: LMDBStore) -> None:
     fetcher = cached(disk, 1)
-    with fetcher.fetch([request(0)]) as fetch:
+    with fetcher.fetch(requests(0)) as fetch:
         view = fetch.views[key_of(0)]
         view.layer(0)
         ask(fetcher, 1)
         for l in (0, 1):
-            assert torch.equal(view.layer(l)[0], chunk(10).keys[l])
+            assert torch.equal(view.layer(l)[0], kv(0).keys[l])
         assert held(fetcher) == [(1, 1, 0)]
 
 
 def load(fetcher: KVFetcher, stream: LateCopyStream, *numbers: int) -> None:
     """Read chunks as a prefill does, and check them."""
-    with fetcher.fetch([request(n) for n in numbers]) as fetch:
+    with fetcher.fetch(requests(*numbers)) as fetch:
         reader = LayerReader([fetch.views[key_of(n)] for n in numbers], LAYERS, stream)
         layers = [reader.take(l) for l in range(LAYERS)]
         reader.close()
     stream.finish()
     for l, layer in enumerate(layers):
         for n, (keys, values) in zip(numbers, layer, strict=True):
-            assert torch.equal(keys, chunk(10, seed=n).keys[l])
-            assert torch.equal(values, chunk(10, seed=n).values[l])
+            assert torch.equal(keys, kv(n).keys[l])
+            assert torch.equal(values, kv(n).values[l])
 
 
 def test_a_chunk_is_copied_once_to_a_late_device_or_into_pinned_memory(disk: LMDBStore) -> None:

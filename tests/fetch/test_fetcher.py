@@ -26,7 +26,7 @@ from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
 from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarSource, Fault, ScriptedSource
-from tests.support.stores import CAP, UNIT, FaultyStore, cache, chunk, copy_of, key_of, put_kv, same
+from tests.support.stores import CAP, UNIT, FaultyStore, cache, copy_of, key_of, kv, put_kv, requests, same
 
 PROMPT = some_prompt([9, 14, 3, 20, 7])
 KEYS = [tiny_blender().key(c.ids) for c in PROMPT.chunks]
@@ -164,14 +164,6 @@ def over(source: ScriptedSource, **options: Any) -> KVFetcher:
     return KVFetcher(MemoryStore(0), source=source, prefetch_bytes=ROOM, **options)
 
 
-def kv(n: int) -> ChunkKV:
-    return chunk(10, seed=n)
-
-
-def requests(n: int, **costs: float) -> list[ChunkRequest]:
-    return [ChunkRequest(key_of(i), 10, **costs) for i in range(n)]
-
-
 def test_the_cpu_computes_the_last_chunks_while_the_link_brings_the_first() -> None:
     """Of n chunks that are left the link takes .35 n seconds: of 6, 5 and 4 the last is computed in 1 s meanwhile.
 
@@ -182,13 +174,13 @@ def test_the_cpu_computes_the_last_chunks_while_the_link_brings_the_first() -> N
     fetcher = over(source)
 
     def compute(request: ChunkRequest) -> ChunkKV:
-        holds.append(fetcher.prefetch(requests(6, saved_s=0.0)))
+        holds.append(fetcher.prefetch(requests(*range(6), saved_s=0.0)))
         computed.append(request.key)
         if len(computed) == 3:
             gate.set()
         return kv(6)
 
-    with fetcher.fetch(requests(6, saved_s=1.0, compute_s=1.0), compute) as fetch:
+    with fetcher.fetch(requests(*range(6), saved_s=1.0, compute_s=1.0), compute) as fetch:
         assert [fetch.source[key_of(n)] for n in range(6)] == [REMOTE] * 3 + [COMPUTED] * 3
         assert computed == [key_of(n) for n in (5, 4, 3)]
         for n, expected in enumerate([0, 1, 2, 6, 6, 6]):
@@ -202,7 +194,7 @@ def test_a_link_that_stands_still_is_soon_given_up_and_used_again_when_it_answer
     source, found = far({(key_of(0), 1): "stall"}), list[dict[ChunkKey, str]]()
     fetcher, began = over(source, early_start=False), source.clock.now
     for _ in range(2):
-        with fetcher.fetch(requests(1, saved_s=1e-6)) as fetch:
+        with fetcher.fetch(requests(0, saved_s=1e-6)) as fetch:
             found.append(fetch.source)
     assert found == [{}, {key_of(0): REMOTE}]
     assert source.clock.now - began < source.deadline_s / 2
@@ -211,7 +203,7 @@ def test_a_link_that_stands_still_is_soon_given_up_and_used_again_when_it_answer
 def test_threads_share_chunks_that_are_in_transit() -> None:
     both = threading.Barrier(2)
     source = far(before=lambda key, l: both.wait(PATIENT_S))  # the layers of both chunks come in turns
-    with over(source).fetch(requests(2)) as fetch, ThreadPoolExecutor(2) as pool:
+    with over(source).fetch(requests(0, 1)) as fetch, ThreadPoolExecutor(2) as pool:
         read = pool.map(lambda _: [copy_of(fetch.views[key_of(n)]) for n in range(2)], range(2))
         assert [same(copy, kv(n)) for copies in read for n, copy in enumerate(copies)] == [True] * 4
 
@@ -221,7 +213,7 @@ def test_a_thread_that_waits_for_a_layer_is_released_when(how: str) -> None:
     gates = {key_of(n): threading.Event() for n in range(2)}
     source = far({(key_of(1), 2): "damage"}, before=lambda key, l: l < 2 or gates[key].wait(PATIENT_S))
     with ThreadPoolExecutor(1) as pool:
-        with over(source).fetch(requests(2)) as fetch:
+        with over(source).fetch(requests(0, 1)) as fetch:
             late, other = fetch.views[key_of(0)], fetch.views[key_of(1)]
             late.layer(1)
             waits = pool.submit(late.layer, 2)

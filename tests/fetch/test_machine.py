@@ -73,10 +73,6 @@ class FetchMachine(RuleBasedStateMachine):
         assert self.place.far is not None
         return self.place.far
 
-    @property
-    def reachable(self) -> bool:
-        return not self.far.down and self.clock.now >= self.well_at
-
     # Writing
 
     @initialize(some=st.lists(PUTS, max_size=4))
@@ -85,35 +81,29 @@ class FetchMachine(RuleBasedStateMachine):
 
     @rule(some=st.lists(PUTS, min_size=1, max_size=4), who=handles)
     def put(self, some: list[tuple[ChunkKey, bool, str]], who: int) -> None:
-        for key, pin, how in some:
-            self.put_one(who, key, pin or how == "behind", how)
-
-    def put_one(self, who: int, key: ChunkKey, pin: bool, how: str) -> None:
-        reached = who == OTHER or not self.far.down
-        try:
-            stored = put(self.handles[who], key, content(key), pin, how, self.place)
-        except StoreUnavailable:
-            assert not self.place.near
-            assert not reached
-            return
-        self.flush()
-        assert stored or not reached
-        if who == OTHER:
-            self.far.damaged.discard(key)
-        elif stored:
-            self.fetcher.forget([key])  # as a blender does
-            self.failed.pop(key, None)
-            if self.place.near:
-                self.seen.add(key)
-        if reached:
-            self.there.add(key)
-            assert self.handles[OTHER].describe([key])[key].pinned or not pin
+        for key, is_pinned, how in some:
+            reached, pin = who == OTHER or not self.far.down, is_pinned or how == "behind"
+            try:
+                stored = put(self.handles[who], key, content(key), pin, how, self.place)
+            except StoreUnavailable:
+                assert not self.place.near
+                assert not reached
+                continue
+            self.fetcher.flush()
+            assert stored or not reached
+            if who == OTHER:
+                self.far.damaged.discard(key)
+            elif stored:
+                self.fetcher.forget([key])  # as a blender does
+                self.failed.pop(key, None)
+                if self.place.near:
+                    self.seen.add(key)
+            if reached:
+                self.there.add(key)
+                assert self.handles[OTHER].describe([key])[key].pinned or not pin
 
     @rule(key=keys, who=handles)
     def delete(self, key: ChunkKey, who: int) -> None:
-        self.delete_one(key, who)
-
-    def delete_one(self, key: ChunkKey, who: int) -> None:
         here = who == SELF and self.place.near is not None and has(self.place.near, key)
         if who == SELF:
             self.fetcher.forget([key])
@@ -140,7 +130,7 @@ class FetchMachine(RuleBasedStateMachine):
         """changed: chunks that another machine stored or deleted since they were prefetched."""
         near = self.place.near
         must = near.contains(some) if near else set()
-        if self.reachable:
+        if not self.far.down and self.clock.now >= self.well_at:
             must |= {key for key in some if key in self.there - self.far.damaged - changed}
         must -= {key for key, until in self.failed.items() if until > self.clock.now}
         must |= near.contains(some) if near else set()
@@ -148,7 +138,7 @@ class FetchMachine(RuleBasedStateMachine):
         with self.fetcher.fetch([ChunkRequest(key, TOKENS) for key in some]) as fetch:
             for key in some:
                 assert self.look(fetch, key, may) or key not in must
-        self.flush()
+        self.fetcher.flush()
 
     def look(self, fetch: Fetch, key: ChunkKey, may: set[ChunkKey], keep: bool = True) -> bool:
         """Whether a chunk is found, and right. keep: it may be here afterwards."""
@@ -179,9 +169,9 @@ class FetchMachine(RuleBasedStateMachine):
         if closed:
             hold.close()
         if change == "put":
-            self.put_one(who, some[0], False, "put")
+            self.put([(some[0], False, "put")], who)
         elif change == "delete":
-            self.delete_one(some[0], who)
+            self.delete(some[0], who)
         self.check(some, frozenset(some[:1] if change == "delete" and who == OTHER else ()))
         hold.close()
 
@@ -207,7 +197,7 @@ class FetchMachine(RuleBasedStateMachine):
         for opened in self.fetches:
             opened.stack.close()
         self.fetches = []
-        self.flush()
+        self.fetcher.flush()
 
     # Faults, processes, time
 
@@ -215,7 +205,7 @@ class FetchMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    @precondition(lambda self: self.place.reopens)
+    @precondition(lambda self: self.place.lasts)
     @rule()
     def reopen(self) -> None:
         self.close()
@@ -229,9 +219,6 @@ class FetchMachine(RuleBasedStateMachine):
         self.far.down, self.far.latency_s = down, latency_s
         self.far.damaged |= damaged & self.there
         self.broken |= self.far.damaged
-
-    def flush(self) -> None:
-        self.fetcher.flush()
 
     # What always holds
 

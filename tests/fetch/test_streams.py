@@ -56,15 +56,12 @@ def is_layer(layer: Sequence[tuple[torch.Tensor, torch.Tensor]], views: Sequence
     return all(torch.equal(a, b) for found, wanted in pairs for a, b in zip(found, wanted, strict=True))
 
 
-def unstable(*lengths: int, dtype: torch.dtype = torch.float32) -> list[Unstable]:
-    return [Unstable(chunk(n, LAYERS, dtype=dtype, seed=i)) for i, n in enumerate(lengths)]
-
-
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_a_layer_is_whole_once_its_own_mark_has_passed_and_stays_so(
     lengths: list[int], dtype: torch.dtype
 ) -> None:
-    views, stream, layers = unstable(*lengths, dtype=dtype), LateCopyStream(), []
+    views = [Unstable(chunk(n, LAYERS, dtype=dtype, seed=i)) for i, n in enumerate(lengths)]
+    stream, layers = LateCopyStream(), []
     with closing(LayerReader(views, LAYERS, stream)) as reader:
         for l in range(LAYERS):
             layers.append(reader.take(l))

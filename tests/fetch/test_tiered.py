@@ -8,26 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import Hold
-from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.source import StoreSource
 from blendserve.fetch.tiered import REST_S
-from blendserve.store import KVStore, LMDBStore, MemoryStore, read_record
+from blendserve.store import LMDBStore, MemoryStore, read_record
 from tests.support.codecs import Toy
 from tests.support.stores import (
     CAP,
     UNIT,
     FaultyStore,
     cache,
-    chunk,
     copy_of,
     key_of,
+    kv,
     put_kv,
     read,
+    requests,
     same,
     stored,
 )
@@ -46,7 +45,8 @@ class Machine:
             put_kv(self.far, key_of(n), kv(n))
         self.near = FaultyStore(LMDBStore(folder / "kv", CAP))
         self.store = TieredStore(self.near, self.far, clock=self.clock)
-        self.fetcher = cached(self.store)
+        copies = Copies([cache(2 * UNIT, name="memory")])  # of two chunks
+        self.fetcher = KVFetcher(self.store, copies, prefetch_bytes=CAP)
 
 
 @pytest.fixture
@@ -55,19 +55,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     yield machine
     machine.far.gate.set()
     machine.store.close()
-
-
-def kv(n: int) -> ChunkKV:
-    return chunk(10, seed=n)
-
-
-def cached(store: KVStore) -> KVFetcher:
-    """With room for copies of two chunks."""
-    return KVFetcher(store, Copies([cache(2 * UNIT, name="memory")]), prefetch_bytes=CAP)
-
-
-def requests(*numbers: int) -> list[ChunkRequest]:
-    return [ChunkRequest(key_of(n), 10) for n in numbers]
 
 
 def ask(fetcher: KVFetcher, *numbers: int) -> list[str]:

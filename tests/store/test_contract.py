@@ -25,7 +25,6 @@ from tests.support.codecs import Toy
 from tests.support.places import EVERY_KIND, REMOTE_STORES, SHARED_KINDS, STORES
 from tests.support.stores import CAP, ROOMY, UNIT, chunk, flip, key_of, put_kv, read, same, stored, tamper
 from tests.support.valkey import store_at
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
 every_kind = pytest.mark.parametrize("kind", ["memory", *SHARED_KINDS])
@@ -55,19 +54,6 @@ def test_a_chunk_of_any_dtype_and_shape_replaces_another_and_is_read_bit_for_bit
             long.keys.detach().zero_()
             assert store.verify() == VerifyReport(1, ())
             assert same(read(store, key_of(1)), wanted)
-            record = read_record(store, key_of(1))
-            assert record
-            assert (record.n_tokens, record.raw_bytes) == (tokens, wanted.n_bytes)
-            assert record.n_bytes == store.stats().bytes
-
-
-@shared_kinds
-def test_a_lease_ends_with_its_time(kind: str, tmp_path: Path) -> None:
-    place = STORES[kind](tmp_path)
-    with place.open() as store, place.other() as other:
-        assert other.lease([key_of(1)], 0.001)
-        place.clock.advance(1)
-        assert eventually(lambda: store.lease([key_of(1)], 60))
 
 
 @shared_kinds

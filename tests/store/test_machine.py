@@ -62,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = self.place.open()
-        self.handles = [self.store, self.place.other() if self.place.shared else self.store]
+        self.handles = [self.store, self.place.other() if self.place.lasts else self.store]
         self.noted = [self.clock.now] * 2
         self.held: list[tuple[ChunkKey, int]] = []  # and the handle
 
@@ -79,27 +79,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     def handle(self, who: int) -> int:
         self.clock.advance(0.001)
-        return who if self.place.shared else SELF
+        return who if self.place.lasts else SELF
 
     # Writing
 
     @rule(some=st.lists(PUTS, min_size=1, max_size=4), who=handles)
     def put(self, some: list[Put], who: int) -> None:
-        for key, tokens, revision, pin, how in some:
-            self.put_one(self.handle(who), key, content(key, tokens, revision), pin or how == "behind", how)
-
-    def put_one(self, who: int, key: ChunkKey, kv: ChunkKV, pin: bool, how: str) -> None:
-        size = self.place.size(kv, how == "uncoded")
-        if not self.model.server and how == "put":
-            _, fits = self.model.victims(key, size)
-            assert self.handles[who].admits(key, size) == (key in self.model.chunks or fits)
-        stored = self.model.put(who, key, kv, size, pin)
-        assert put(self.handles[who], key, kv, pin, how, self.place) == stored
-        if stored:  # it mends the chunk and ends the lease on it
-            self.damaged.pop(key, None)
-            self.model.leases.pop(key, None)
-        for victim in self.damaged.keys() - self.model.chunks.keys():
-            del self.damaged[victim]
+        for key, tokens, revision, is_pinned, how in some:
+            who, kv, pin = self.handle(who), content(key, tokens, revision), is_pinned or how == "behind"
+            size = self.place.size(kv, how == "uncoded")
+            if not self.model.server and how == "put":
+                _, fits = self.model.victims(key, size)
+                assert self.handles[who].admits(key, size) == (key in self.model.chunks or fits)
+            stored = self.model.put(who, key, kv, size, pin)
+            assert put(self.handles[who], key, kv, pin, how, self.place) == stored
+            if stored:  # it mends the chunk and ends the lease on it
+                self.damaged.pop(key, None)
+                self.model.leases.pop(key, None)
+            for victim in self.damaged.keys() - self.model.chunks.keys():
+                del self.damaged[victim]
 
     @rule(key=keys, who=handles)
     def delete(self, key: ChunkKey, who: int) -> None:
@@ -211,13 +209,13 @@ class StoreMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(min(seconds, self.place.longest_pause_s))
 
-    @precondition(lambda self: self.place.reopens)
+    @precondition(lambda self: self.place.lasts)
     @rule()
     def reopen(self) -> None:
         self.close()
         self.open()
 
-    @precondition(lambda self: self.place.damageable)
+    @precondition(lambda self: self.place.lasts)
     @rule(key=keys, n=st.integers(0, 99))
     def damage(self, key: ChunkKey, n: int) -> None:
         """Another program changes the records of a chunk: in another way after every change, as drawn ways repeat."""

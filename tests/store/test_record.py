@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import ChunkRecord, record
-from blendserve.store.codecs.base import ChunkShape, Coding, Undecodable
+from blendserve.store.codecs.base import ChunkShape, Coding
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
 from blendserve.store.view import RecordView
@@ -66,23 +64,7 @@ def test_tensors_that_are_no_chunk_are_refused(keys: Tensor, values: Tensor, ids
         encode(KEY, ChunkKV(keys, values, ids=ids))
 
 
-def test_the_layout_is_the_documented_one() -> None:
-    """Header and payload against bytes put together by hand."""
-    kv = chunk(tokens=3, layers=2)
-    header, layers = encode(KEY, kv)
-    for l, raw in enumerate(layers):
-        flat = [*kv.keys[l].flatten().tolist(), *kv.values[l].flatten().tolist()]
-        assert raw == struct.pack(f"<{len(flat)}f", *flat)
-    fields = b"BSKV" + struct.pack("<HHIIII", 3, 3, 2, 2, 4, 3) + b"raw\0\0\0\0\0" + bytes(4 + 16)
-    assert header[:52] == fields
-    assert struct.unpack_from("<QxxxxxxxxQ", header, 52) == (len(layers[0]), len(layers[1]))
-    for l, raw in enumerate(layers):
-        seed = xxhash.xxh3_64_intdigest(KEY + fields + struct.pack("<I", l))
-        assert struct.unpack_from("<Q", header, 52 + 16 * l + 8) == (xxhash.xxh3_64_intdigest(raw, seed),)
-    assert header == sealed(KEY, header[:84])
-
-
-@pytest.mark.parametrize("damage", [one for one in DAMAGES if not one.readable], ids=str)
+@pytest.mark.parametrize("damage", [one for one in DAMAGES if not one.readable], ids=lambda one: one.name)
 def test_damage_is_reported_by_the_record_that_has_it(damage: Damage) -> None:
     header, layers = encode(KEY, chunk())
     bad, *records = damage.change(KEY, [header, *layers])
@@ -104,18 +86,6 @@ def test_other_bytes_in_any_place_are_damage(n: int, data: st.DataObject) -> Non
     records[n] = bad
     with pytest.raises((CorruptRecord, StoreVersion)):
         decode(KEY, records[0], records[1:])
-
-
-@given(st.sampled_from(LIES), st.binary(min_size=8, max_size=8))
-def test_any_value_of_a_field_is_refused_or_changes_no_tensor(
-    field: tuple[int, str, list[Any]], raw: bytes
-) -> None:
-    """Under a checksum that fits. A codec, a level or tables that are not installed are not damage."""
-    kv, (offset, kind, _) = chunk(), field
-    header, layers = encode(KEY, kv)
-    (value,) = struct.unpack_from("<" + kind, raw)
-    with suppress(CorruptRecord, StoreVersion, Undecodable):
-        assert same(decode(KEY, relabelled(KEY, header, (offset, kind, value)), layers), kv)
 
 
 def test_a_field_that_agrees_with_no_other_is_damage() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,10 +23,10 @@ from blendserve.store.key import TAG_BYTES
 from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import library
-from blendserve.store.valkey_layout import CHUNK, Fields, namespace_name, read_fields
+from blendserve.store.valkey_layout import CHUNK, namespace_name, read_fields
 from tests.support.commands import cli
 from tests.support.stores import CAP, chunk, copy_of, key_of, put_kv, read, same, stored
-from tests.support.valkey import PATIENT_S, cluster, database, needs_server, settings, store_at
+from tests.support.valkey import PATIENT_S, cluster, database, needs_server, store_at
 from tests.support.waiting import eventually
 
 pytestmark = needs_server
@@ -34,65 +34,50 @@ pytestmark = needs_server
 
 @pytest.fixture
 def store(path: Path) -> Iterator[ValkeyStore]:
-    with ValkeyStore(settings(path), CAP) as store:
+    with store_at(path, CAP) as store:
         yield store
-
-
-def counted_trips(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Has an element for each round trip from now on."""
-    trips, ask = list[object](), BoundedClient.ask
-
-    def noted(self: BoundedClient, *args: Any, **options: Any) -> object:
-        trips.append(args)
-        return ask(self, *args, **options)
-
-    monkeypatch.setattr(BoundedClient, "ask", noted)
-    return trips
 
 
 def fetched(fetcher: KVFetcher, keys: Sequence[bytes], tokens: int = 5) -> AbstractContextManager[Fetch]:
     return fetcher.fetch([ChunkRequest(key, tokens) for key in keys])
 
 
-def test_leasing_reading_and_describing_take_one_round_trip_each(
-    store: ValkeyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, fetcher = [key_of(n) for n in range(4)], KVFetcher(store)
-    trips = counted_trips(monkeypatch)
-    assert store.lease(keys, 60) == set(keys)
-    assert len(trips) == 1
-    for key in keys[:2]:
-        put_kv(store, key, chunk())
-    trips.clear()
-    store.release(keys[:2])  # a put ends a lease
-    assert trips == []
-    with fetched(fetcher, keys[:1]) as fetch:  # from now on the size of a chunk is known
-        assert keys[0] in fetch.views
-    trips.clear()
-    with fetched(fetcher, keys[:2]) as fetch:
-        assert fetch.views.keys() == set(keys[:2])
-    assert len(trips) == 1
-    assert store.describe([key_of(n) for n in range(200)]).keys() == set(keys[:2])
-    assert len(trips) == 2
+def test_leasing_reading_and_describing_take_one_round_trip_each(store: ValkeyStore) -> None:
+    keys, fetcher, ask = [key_of(n) for n in range(4)], KVFetcher(store), BoundedClient.ask
+    with mock.patch.object(BoundedClient, "ask", autospec=True, side_effect=ask) as trip:
+        assert store.lease(keys, 60) == set(keys)
+        assert trip.call_count == 1
+        for key in keys[:2]:
+            put_kv(store, key, chunk())
+        trip.reset_mock()
+        store.release(keys[:2])  # a put ends a lease
+        assert trip.call_count == 0
+        with fetched(fetcher, keys[:1]) as fetch:  # from now on the size of a chunk is known
+            assert keys[0] in fetch.views
+        trip.reset_mock()
+        with fetched(fetcher, keys[:2]) as fetch:
+            assert fetch.views.keys() == set(keys[:2])
+        assert trip.call_count == 1
+        assert store.describe([key_of(n) for n in range(200)]).keys() == set(keys[:2])
+        assert trip.call_count == 2
+    assert store.lease([key_of(9)], 0.001)
+    assert eventually(lambda: store.lease([key_of(9)], 60))  # by the server's own clock
 
 
 def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, keys = list[int](), [key_of(n) for n in range(6)]
-
-    def noted(client: object, keys: list[bytes]) -> list[Fields]:
-        sizes.append(len(keys))
-        return read_fields(client, keys)
-
-    monkeypatch.setattr("blendserve.store.valkey_layout.read_fields", noted)
+    keys = [key_of(n) for n in range(6)]
     monkeypatch.setattr(ValkeyConfig, "in_flight_mb", 1)
-    with ValkeyStore(settings(path), CAP) as store:
+    with (
+        mock.patch("blendserve.store.valkey_layout.read_fields", side_effect=read_fields) as batches,
+        store_at(path, CAP) as store,
+    ):
         for key in keys:
             put_kv(store, key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
         fetcher = KVFetcher(store)
         for _ in range(2):
             with fetched(fetcher, keys, 600) as fetch:
                 assert fetch.views.keys() == set(keys)
-    assert sorted(sizes) == [1] * 6 + [2] * 3
+    assert sorted(len(call.kwargs["keys"]) for call in batches.call_args_list) == [1] * 6 + [2] * 3
 
 
 def test_store_merge_copies_from_a_server_by_its_url(store: ValkeyStore, path: Path, tmp_path: Path) -> None:

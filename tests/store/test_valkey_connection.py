@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socketserver
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from blendserve.serve.metrics import Metrics
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import PASSWORD
 from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
+from tests.support.http import certificate
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
 from tests.support.valkey import PATIENT_S, needs_server, shared_server
 
@@ -124,12 +124,7 @@ def test_credentials_come_from_a_file_or_the_environment(
 
 @needs_server
 def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    try:
-        subprocess.run([*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no openssl here to make a certificate with")
+    cert, key = certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     with Proxy(shared_server().port, tls=context) as link:

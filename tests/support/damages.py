@@ -27,9 +27,6 @@ class Damage:
     layer: int | None  # the first that fails its check; None = the header fails
     readable: bool = False  # reading shows nothing of it
 
-    def __str__(self) -> str:
-        return self.name
-
 
 def sealed(key: ChunkKey, body: bytes) -> bytes:
     """A header record whose own checksum fits the key."""

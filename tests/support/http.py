@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import numpy as np
+import pytest
 import uvicorn
 
 from blendserve.bench.server_process import LISTENING, ServerProcess
@@ -267,6 +269,17 @@ def asked(text: str = QUESTIONS[0], **fields: Any) -> list[Any]:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    made, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    try:
+        subprocess.run([*command.split(), "-keyout", key, "-out", made], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no openssl here to make a certificate with")
+    return made, key
 
 
 def run_toy_server(_: Connection, folder: Path) -> None:

@@ -62,7 +62,6 @@ class ScriptedSource:
     workers: int = 2
     rate: float | None = None  # of the link; None: measured
     before: Callable[[ChunkKey, int], object] = lambda key, l: None  # called before each layer; may wait
-    layer_s: float = 1e-4
     name, deadline_s, wanted_s, batch_bytes = "the scripted source", 5.0, 0.0, 0
     max_interleaved, in_flight_bytes = 64, 1 << 62
 
@@ -95,7 +94,7 @@ class ScriptedSource:
                     self.before(chunk.key, l)
                     if self._fails(chunk, l, interrupts):
                         return
-                    self.clock.advance(self.layer_s)
+                    self.clock.advance(1e-4)
                     self.link.arrived(len(record.segment(l)))
                     chunk.add(record.segment(l))
                 if any(chunk.level != level for chunk, level in zip(batch, levels, strict=True)):

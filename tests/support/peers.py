@@ -6,6 +6,7 @@ of a local store that holds what the request used.
 
 from __future__ import annotations
 
+import re
 import socket
 import socketserver
 import threading
@@ -16,7 +17,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import torch
@@ -36,6 +36,7 @@ from blendserve.store.base import REMOTE
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
+from blendserve.store.key import KEY_BYTES
 from blendserve.store.record import decode_header
 from tests.support.blending import check_report
 from tests.support.engines import CONFIG, PASSAGES
@@ -43,12 +44,9 @@ from tests.support.engines import toy_reader as reader
 from tests.support.http import DOCUMENTS, Listener, index
 
 HEADER = -1
+KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")  # of a chunk, in a path
 Before = Callable[[ChunkKey, int, bytearray], None]
 """Called before a piece is sent: chunk, layer or HEADER, bytes. It may wait, change the bytes, or raise to cut."""
-
-
-def anything(key: ChunkKey, l: int, part: bytearray) -> None:
-    """Let every piece pass."""
 
 
 def head(length: int | None, status: str = "200 OK", more: str = "") -> bytes:
@@ -89,14 +87,14 @@ class Peer(socketserver.ThreadingTCPServer):
 class Paced:
     """Speaks as the service at `url` does, and sends chunks piece by piece: whole ones, whatever range is asked for."""
 
-    def __init__(self, url: str, before: Before = anything) -> None:
+    def __init__(self, url: str, before: Before) -> None:
         self.url, self.before = url, before
         self.asked: Counter[ChunkKey] = Counter()
         self.most_at_once = 0  # chunks in one request
 
     def __call__(self, connection: socket.socket, path: str) -> None:
         reply = httpx.get(self.url + path, timeout=300)
-        body, keys = reply.content, keys_in(path)
+        body, keys = reply.content, [bytes.fromhex(key) for key in KEY.findall(path)]
         self.asked.update(keys)
         self.most_at_once = max(self.most_at_once, len(keys))
         connection.sendall(head(len(body), f"{reply.status_code} x"))
@@ -107,15 +105,6 @@ class Paced:
             part, body = bytearray(body[:n_bytes]), body[n_bytes:]
             self.before(key, l, part)
             connection.sendall(part)
-
-
-def keys_in(path: str) -> list[ChunkKey]:
-    """The chunks that a request names."""
-    split: Any = urlsplit(path)
-    if "/chunks/" in split.path:
-        return [bytes.fromhex(split.path.rpartition("/")[2])]
-    chunks = parse_qs(split.query).get("chunks", [""])[0] if split.path.endswith("/layers") else ""
-    return [bytes.fromhex(one.partition(":")[0]) for one in chunks.split(",") if one]
 
 
 def pieces(keys: list[ChunkKey], body: bytes) -> Iterator[tuple[ChunkKey, int, int]]:
@@ -132,7 +121,7 @@ def pieces(keys: list[ChunkKey], body: bytes) -> Iterator[tuple[ChunkKey, int, i
 
 # A published collection, and requests over it
 
-NAME, PLAIN = "manual", "plain"  # a collection of two levels, and one of the first alone
+NAME = "manual"  # a collection of two levels
 PATIENT_S = 30.0  # where nothing may fail: a test machine may stop for a while
 LEVELS = ("raw", "int8")
 BLEND = BlendConfig(method="blend")
@@ -192,7 +181,10 @@ class Unprobed(KdnSource):
 
 @contextmanager
 def delivered(
-    service: Service, before: Before = anything, config: dict[str, Any] | None = None, **options: Any
+    service: Service,
+    before: Before = lambda key, l, part: None,
+    config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[TieredStore, Paced]]:
     """A store over a paced peer, which has read the description and the directory. options: of the source."""
     paced = Paced(service.url, before)

@@ -142,16 +142,15 @@ class Place:
     """Where one store keeps its chunks, on a manual clock; made anew for every example. cap: in bytes."""
 
     server = False  # whose snapshots follow the store, and whose leases end by its own clock
-    reopens = True  # whether chunks outlive the store's object
-    shared = True  # whether another process may open it, too
-    damageable = True
+    lasts = True  # chunks outlive the store's object, and other processes open it, too
     far: FaultyStore | None = None  # another machine's
     near: KVStore | None = None  # the own store of a place that has a far one
-    codec: Codec = Raw()
+    coded = False
     longest_pause_s = 100.0
 
     def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         self.folder, self.cap, self.clock = folder, cap, ManualClock()
+        self.codec: Codec = Toy(level=6) if self.coded else Raw()
 
     def open(self) -> KVStore:
         raise NotImplementedError
@@ -172,16 +171,14 @@ class Place:
 
 
 class InMemory(Place):
-    reopens = shared = damageable = False
+    lasts = False
 
     def open(self) -> KVStore:
         return MemoryStore(self.cap, LRU(), clock=self.clock)
 
 
 class OnDisk(Place):
-    def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
-        super().__init__(folder, cap)
-        self.codec = Toy(level=6)
+    coded = True
 
     def open(self) -> KVStore:
         return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), clock=self.clock)
@@ -199,11 +196,11 @@ class OnDisk(Place):
 
 class OnServer(Place):
     server = True
+    coded = True
     longest_pause_s = 1.0  # after a minute another thread writes notes
 
     def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         super().__init__(folder, cap)
-        self.codec = Toy(level=6)
         self._settings: ValkeyConfig = valkey_settings(folder.parent)
         self._client = library().Valkey.from_url(self._settings.url)
         self._client.flushdb()
@@ -249,7 +246,7 @@ class Tiered(Place):
 class Behind(Tiered):
     """A small store in memory, and another machine's: chunks are written there in the background."""
 
-    reopens = False
+    lasts = False
     write = "back"
 
     def own(self) -> KVStore:

@@ -16,6 +16,7 @@ import torch
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import CopyCache
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.store import ChunkRecord, KVStore, LMDBStore, Snapshot
 from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Codec
@@ -119,6 +120,16 @@ def flip(name: bytes, at: int) -> Change:
 
 
 UNIT = chunk(10).n_bytes
+
+
+def kv(n: int) -> ChunkKV:
+    """A chunk of one unit, what tests store under `key_of(n)`."""
+    return chunk(10, seed=n)
+
+
+def requests(*numbers: int, **costs: float) -> list[ChunkRequest]:
+    """For chunks of one unit."""
+    return [ChunkRequest(key_of(n), 10, **costs) for n in numbers]
 
 
 def cache(n_bytes: float, admission: Admission | None = None, name: str = "cache") -> CopyCache:

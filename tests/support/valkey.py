@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -14,8 +13,8 @@ import pytest
 
 from benchmarks.support.valkey import Server, binary, free_port
 from blendserve.config import ValkeyConfig
-from blendserve.store import KVStore
 from blendserve.store.valkey import ValkeyStore
+from blendserve.store.valkey_client import library
 from tests.support.waiting import eventually
 
 SLOTS = 1 << 14  # of a cluster
@@ -48,7 +47,7 @@ def settings(path: Path, **options: Any) -> ValkeyConfig:
     return ValkeyConfig(url=database(path), **{"deadline_s": PATIENT_S, **options})
 
 
-def store_at(path: Path, cap_bytes: int, **options: Any) -> KVStore:
+def store_at(path: Path, cap_bytes: int, **options: Any) -> ValkeyStore:
     return ValkeyStore(settings(path), cap_bytes, **options)
 
 
@@ -58,24 +57,11 @@ def cluster(nodes: int = 3) -> Iterator[list[Server]]:
     with ExitStack() as stack:
         buses = [str(free_port()) for _ in range(nodes)]  # by default a port plus 10,000, which may be none
         servers = [stack.enter_context(Server(cluster_enabled="yes", cluster_port=bus)) for bus in buses]
-        for n, server in enumerate(servers):
-            first, last = n * SLOTS // nodes, (n + 1) * SLOTS // nodes - 1
-            _command(server, f"CLUSTER ADDSLOTSRANGE {first} {last}", b"OK")
-            _command(server, f"CLUSTER SET-CONFIG-EPOCH {n + 1}", b"OK")
-        for server, bus in zip(servers[1:], buses[1:], strict=True):
-            _command(servers[0], f"CLUSTER MEET 127.0.0.1 {server.port} {bus}", b"OK")
-        for server in servers:
-            _command(server, "CLUSTER INFO", b"cluster_state:ok", b"cluster_known_nodes:%d" % nodes)
+        clients = [stack.enter_context(library().Valkey(port=server.port)) for server in servers]
+        for n, client in enumerate(clients):
+            client.cluster("addslotsrange", n * SLOTS // nodes, (n + 1) * SLOTS // nodes - 1)
+            client.cluster("set-config-epoch", n + 1)
+            client.cluster("meet", "127.0.0.1", servers[0].port, buses[0])
+        state = {"cluster_state": "ok", "cluster_known_nodes": str(nodes)}
+        eventually(lambda: all(state.items() <= client.cluster("info").items() for client in clients))
         yield servers
-
-
-def _command(server: Server, command: str, *wanted: bytes) -> None:
-    """Send it until the reply has all that is wanted."""
-
-    def is_right() -> bool:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENT_S) as line:
-            line.sendall(command.encode() + b"\r\n")
-            reply = line.recv(1 << 16)
-        return all(part in reply for part in wanted)
-
-    eventually(is_right, timeout_s=120)
