@@ -20,7 +20,7 @@ from blendserve.models.loader import load_model
 from blendserve.models.reference import model_forward
 from blendserve.models.sources import BUNDLED
 from tests.support.blending import OneOff, lay
-from tests.support.tokenizers import bundled_reader, bundled_tokenizer
+from tests.support.tokenizers import bundled_tokenizer
 
 PASSAGES = [Passage(topics[name][:520], name) for name in ("with", "for", "lambda", "try")]
 
@@ -29,10 +29,10 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own_bf16() -> None:
     """Ours was 1.03 to 1.05 times as far off as transformers' sdpa, on four prompts: 1.15 is allowed."""
     prompt = PromptBuilder(bundled_tokenizer(), PromptConfig()).build("What does it do?", PASSAGES)
     assert 500 < len(prompt) < 700
-    adapter = bundled_reader("bfloat16").adapter
+    adapter, whole = (load_model(ModelConfig(dtype=x)).adapter for x in ("bfloat16", "float32"))
     cache = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(ratio=1.0), new_tokens=0)).cache
     theirs = model_forward(adapter, prompt.ids)
-    exact = model_forward(bundled_reader("float32").adapter, prompt.ids)
+    exact = model_forward(whole, prompt.ids)
     for a, b, truth in ((cache.keys, theirs.keys, exact.keys), (cache.values, theirs.values, exact.values)):
         assert (a[:, :, : len(prompt)] - truth).norm() < 1.15 * (b - truth).norm()
 

@@ -102,10 +102,7 @@ def test_tables_are_fitted_used_and_shown(tmp_path: Path) -> None:
     assert cli("precompute", index, "--codec", "cachegen@2", "--json").code == 0
     stats = cli("store", "stats", index, "--json").json()
     assert (stats["chunks"], stats["tables_bytes"]) == (3, fitted["bytes"])
-    assert stats["raw_bytes"] > 5 * stats["bytes"]
     assert cli("store", "verify", index, "--json").json()["bad_tables"] == []
-    asked = cli("ask", "Where was the bee?", "-i", index, "--json", "--max-new-tokens", 3)
-    assert asked.json()["report"]["chunks_hit"] == 3
 
 
 def test_results_are_tables_without_json(index: Path) -> None:
@@ -118,7 +115,7 @@ def test_results_are_tables_without_json(index: Path) -> None:
 def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every chunk is good, none is computed twice. tests/endurance/crash.py does the same with SIGKILL."""
+    """No chunk is computed twice. tests/endurance/crash.py kills by SIGKILL, and verifies what is stored."""
     corpus, index, store = write_corpus(tmp_path / "corpus.jsonl", 24), tmp_path / "index", tmp_path / "kv"
     assert cli("index", "build", corpus, index).code == 0
     put, puts = LMDBStore.put, count(1)
@@ -137,12 +134,9 @@ def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(
             runpy.run_path(str(SCRIPTS / "precompute_kv.py"), run_name="__main__")
     signal.signal(signal.SIGINT, before)
     assert stopped.value.code == 130
-    done = cli("precompute", index, "--store", store, "--json")
-    report = done.json()
+    report = cli("precompute", index, "--store", store, "--json").json()
     assert report["computed"] + report["skipped"] == report["chunks"] == 24
     assert STORED <= report["skipped"] < 24  # the chunks of the stopped batch are stored before the exit
-    verified = cli("store", "verify", index, "--store", store, "--json").json()
-    assert (verified["good"], verified["bad"]) == (24, [])
 
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -170,7 +164,6 @@ def test_every_command_and_option_has_help() -> None:
     basic, whole = cli("ask", "--help"), cli("ask", "--help-all")
     assert [done.code for done in (basic, whole)] == [0, 0]
     assert ["--top-p" in done.out for done in (basic, whole)] == [False, True]
-    assert "ttft" in cli("bench", "--help").out
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -196,23 +189,18 @@ def called(options: Options, *words: str) -> Any:
     return got[0]
 
 
-def test_options_set_the_fields_they_are_named_after() -> None:
+def test_options_set_the_fields_they_are_named_after_over_what_a_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("store: {memory_bytes: 5, codec: int8}")
     base = Config(blend=BlendConfig(ratio=0.3))
     assert called(Options(base, "blend.ratio", "decode.stop")) == base
     fields = ("blend.ratio", "blend.check_layers", "store.location", "store.memory_bytes", "store.write_back")
     options = Options(Config(), *fields, load=Config.load)
-    words = "--ratio auto --check-layers 1,3 --check-layers 5 --store here --memory-bytes 8 --no-write-back"
+    words = f"-c {file} --ratio auto --check-layers 1,3 --check-layers 5 --store here --memory-bytes 8 --no-write-back"
     got = called(options, *words.split())
     assert (got.blend.ratio, got.blend.check_layers) == ("auto", (1, 3, 5))
     assert (got.store.path, got.store.memory_bytes, got.store.write_back) == (Path("here"), 8, False)
+    assert (got.store.codec, got.decode) == ("int8", DecodeConfig())
     options = Options(Config(), "decode.seed", "decode.stop")
     got = called(options, "--seed", "3", "--stop", "a, b", "--stop", "c")
     assert (got.decode.seed, got.decode.stop) == (3, ("a, b", "c"))
-
-
-def test_an_option_overrides_the_file_and_the_file_the_default(tmp_path: Path) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text("decode: {max_new_tokens: 5, top_p: 0.5}")
-    fields = ("decode.max_new_tokens", "decode.top_p", "decode.temperature")
-    got = called(Options(Config(), *fields, load=Config.load), "-c", str(file), "--max-new-tokens", "7")
-    assert got.decode == DecodeConfig(max_new_tokens=7, top_p=0.5)

@@ -64,15 +64,15 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     assert adapter.context_limit == (tiny.CONTEXT // 2 if kind == "ministral3" else tiny.CONTEXT)
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
     assert FAMILIES[kind].experts == any(part.endswith("experts") for part in parts)
+    check_norms_and_rotation(tiny_adapter(name, torch.bfloat16))
 
 
 @torch.inference_mode()
 def check_norms_and_rotation(adapter: DecoderModel) -> None:
     """In bf16, where forms of norms and rotation differ by their roundings: every bit is the model's own."""
     model: Any = adapter.reference
-    rows = (
-        3 * torch.randn(9, adapter.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
-    )
+    seeded = torch.Generator().manual_seed(0)
+    rows = 3 * torch.randn(9, adapter.config.hidden_size, generator=seeded).bfloat16()
     heads = rows.view(9, -1, adapter.head_dim)
     positions = torch.arange(9) * 37 + 1
     family, ropes = adapter.family, adapter.rope(positions)
@@ -90,15 +90,9 @@ def check_norms_and_rotation(adapter: DecoderModel) -> None:
             assert torch.equal(ropes[l].cos, cos[0])
             turned = heads.transpose(0, 1)[..., : cos.shape[-1]]
             rotate = sys.modules[type(own.self_attn).__module__].apply_rotary_pos_emb
-            assert torch.equal(
-                adapter.rotate(turned, ropes[l]), rotate(turned[None], turned[None], cos, sin)[0][0]
-            )
+            expected = rotate(turned[None], turned[None], cos, sin)[0][0]
+            assert torch.equal(adapter.rotate(turned, ropes[l]), expected)
     assert torch.equal(call_norm(adapter.norm, rows)[1], model.model.norm(rows))
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_norms_and_rotation_in_bf16_are_the_models_own(name: str) -> None:
-    check_norms_and_rotation(tiny_adapter(name, torch.bfloat16))
 
 
 def peculiarities() -> list[tuple[str, str]]:
@@ -174,7 +168,6 @@ def test_every_family_has_a_tiny_model_and_refused_names_are_real_and_no_family(
     assert {name.partition("-")[0] for name in TINY} == set(FAMILIES)
     assert set(REFUSED) - set(CONFIG_MAPPING) == set()
     assert not set(REFUSED) & set(FAMILIES)
-    assert set(FAMILIES) <= set(CONFIG_MAPPING)
 
 
 def test_the_page_of_families_is_printed_from_the_table() -> None:

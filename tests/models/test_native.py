@@ -70,11 +70,8 @@ def agree(a: Tensor, b: Tensor) -> bool:
 def test_a_pass_in_halves_gives_the_bits_of_the_loop(
     name: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, rows, native = (
-        wide_adapter(name),
-        [(0, 50 + i, i % 97) for i in range(n_rows)],
-        list[list[Tensor]](),
-    )
+    model, rows = wide_adapter(name), [(0, 50 + i, i % 97) for i in range(n_rows)]
+    native = list[list[Tensor]]()
     for n in (1, 3):
         with threads(n):
             assert native_layers(model, n_rows)
@@ -149,10 +146,8 @@ def test_a_step_that_differs_from_the_loop_does_not_serve(
 def test_int8_decoding_is_that_of_a_model_with_rounded_weights(name: str, dtype: torch.dtype) -> None:
     """Answers alone are decoded so: prefill and what checks the model keep the model's own weights."""
     reference = deepcopy(wide_model(name, dtype))
-    model, rows = (
-        DecoderModel.of(reference),
-        [(0, 40 + i, 3 * i) for i in range(11)],
-    )  # more than one call takes
+    model = DecoderModel.of(reference)
+    rows = [(0, 40 + i, 3 * i) for i in range(11)]  # more than one call takes
     own = outcome(run_rows, model, rows[:5])[0]
     decode_in_int8(model)
     assert agree(outcome(append_each, model, rows[:5])[0], own)

@@ -20,9 +20,6 @@ from tests.support.kernels import plain_torch
 from tests.support.models import KINDS, fresh_model, tiny_adapter
 
 SLOTS, ROOM = 4, 40
-EVERY_KIND = pytest.mark.parametrize(
-    "name", [name for name in ("llama", *KINDS) if not tiny_adapter(name).family.experts]
-)
 
 
 class Replay:
@@ -68,7 +65,7 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
     assert_near(keys[0][:, :, :39], alone[0].keys[:, :, :39], 1e-9)  # a slot that has no row keeps its KV
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("name", ["llama", *KINDS])
 def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     """Plainly for the first steps, and replayed from then on."""
     adapter, at, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()

@@ -109,13 +109,6 @@ class Ingress(Client):
         self.here.close()
 
 
-def test_a_cluster_of_our_own_is_reached_from_this_machine_alone(share: WorkerResources) -> None:
-    import ray
-
-    assert share == WorkerResources(max(1, share.cpus), 0)
-    assert all(ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes())
-
-
 @pytest.mark.usefixtures("share")
 def test_addresses_without_a_cluster_are_refused() -> None:
     """In seconds: Ray itself tries for minutes."""
@@ -185,7 +178,13 @@ def made(share: WorkerResources, tmp_path_factory: pytest.TempPathFactory) -> It
         yield made
 
 
-def test_replicas_are_reached_from_this_machine_alone(made: Ingress) -> None:
+def test_the_cluster_and_its_replicas_are_reached_from_this_machine_alone(
+    share: WorkerResources, made: Ingress
+) -> None:
+    import ray
+
+    assert share == WorkerResources(max(1, share.cpus), 0)
+    assert all(ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes())
     for line in made.opener.log.read_text().splitlines():
         assert (open_to := listening(int(line.split()[1])))
         assert all(address.is_loopback for address in open_to), open_to

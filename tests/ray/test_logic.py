@@ -32,11 +32,6 @@ STARTED: Any = PrefillDone(0, None, None)  # type: ignore[arg-type]
 SECRET = "PID 4711 others-command --key"
 
 
-def finished(text: str) -> Any:
-    answer: Any = SimpleNamespace(text=text)
-    return Finished(answer)
-
-
 def test_workers_get_equal_shares() -> None:
     for cpus, free, workers, each in (
         ([8], 8, 2, 4),
@@ -117,8 +112,9 @@ def received(*attempts: Attempt) -> tuple[str, list[type[Event]]]:
 
 def events(text: str, cuts: Sequence[int] = (3,)) -> list[Event]:
     """A whole answer, in pieces."""
+    answer: Any = SimpleNamespace(text=text)
     at = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [STARTED, *(TextDelta(text[a:b]) for a, b in pairwise(at)), finished(text)]
+    return [STARTED, *(TextDelta(text[a:b]) for a, b in pairwise(at)), Finished(answer)]
 
 
 CUTS = st.lists(st.integers(0, 40), max_size=6)
@@ -256,10 +252,6 @@ def cold(names: list[str]) -> list[Replica]:
     return [Replica(name) for name in names]
 
 
-def key(i: int) -> bytes:
-    return f"chunk {i}".encode()
-
-
 @given(CHUNKS, clusters(), st.floats(1.0, 4.0))
 def test_nobody_gets_more_than_a_bounded_share_however_hot_it_is(
     chunks: frozenset[bytes], replicas: list[Replica], slack: float
@@ -299,5 +291,5 @@ def test_who_goes_moves_its_own_requests_alone(requests: list[frozenset[bytes]],
 
 def test_homes_are_spread() -> None:
     names = [f"replica {i}" for i in range(4)]
-    counts = Counter(ranked([key(i)], cold(names))[0] for i in range(4000))
+    counts = Counter(ranked([f"chunk {i}".encode()], cold(names))[0] for i in range(4000))
     assert all(abs(counts[name] - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75) for name in names)

@@ -14,12 +14,10 @@ from blendserve.core import Passage
 from blendserve.serve.rag import token_texts
 from blendserve.serve.responses import PING
 from tests.support.engines import PASSAGES, QUESTIONS, toy_reader
-from tests.support.http import DOCUMENTS as STORED
-from tests.support.http import MODEL, OWN, SEPARATOR, Client, Server, asked, bearer
+from tests.support.http import DOCUMENTS, MODEL, OWN, SEPARATOR, Client, Server, asked, bearer
 from tests.support.waiting import eventually
 
 FULL = {"method": "full"}  # its answers do not depend on the cache
-DOCUMENTS = [{"title": p.title, "text": p.text, "id": p.title.lower()} for p in PASSAGES[:4]]
 
 
 def test_a_chat_completion_is_the_engines_answer(server: Server, client: Client) -> None:
@@ -50,14 +48,14 @@ def test_a_stream_with_options_says_the_same(server: Server, client: Client, opt
 
 
 def test_other_routes_say_the_same(client: Client) -> None:
-    expected = client.chat(documents=DOCUMENTS, x_blendserve=FULL).choices[0].message.content
-    body = {"documents": DOCUMENTS, "x_blendserve": FULL}
+    expected = client.chat(documents=OWN, x_blendserve=FULL).choices[0].message.content
+    body = {"documents": OWN, "x_blendserve": FULL}
     done = client.openai.completions.create(model=MODEL, prompt=QUESTIONS[0], extra_body=body)
     assert done.choices[0].text == expected
     prompt = [QUESTIONS[0]]
     chunks = client.openai.completions.create(model=MODEL, prompt=prompt, stream=True, extra_body=body)
     assert "".join(c.choices[0].text for c in chunks) == expected
-    fields: dict[str, Any] = {"documents": DOCUMENTS, **FULL}
+    fields: dict[str, Any] = {"documents": OWN, **FULL}
     assert client.ask(**fields)["text"] == expected
     events = client.events("/v1/rag/query", {"question": QUESTIONS[0], **fields})
     assert "".join(e["text"] for e in events[1:-1]) == events[-1]["text"] == expected
@@ -86,23 +84,18 @@ def test_passages_are_retrieved_over_all_collections(server: Server, client: Cli
     scores = [p["score"] for p in found["passages"]]
     assert (found["passages"][0]["title"], scores) == ("Snow", sorted(scores, reverse=True))
     only = client.ask(question, top_k=3, collections=["b"])
-    assert {p["title"] for p in only["passages"]} == {d.title for d in STORED[1::2]}
+    assert {p["title"] for p in only["passages"]} == {d.title for d in DOCUMENTS[1::2]}
     same = server.engine.answer(question, [Passage(**p) for p in found["passages"]], **FULL)
     assert (same.text, same.report.tokens_prompt) == (found["text"], found["report"]["tokens_prompt"])
 
 
-def test_names_of_a_documents_text(client: Client) -> None:
-    texts = {name: p.text for name, p in zip(("text", "contents", "content"), PASSAGES, strict=False)}
-    done = client.chat(documents=[{name: text} for name, text in texts.items()], max_tokens=1)
-    assert [p["text"] for p in done.x_blendserve["passages"]] == [*texts.values()]
-
-
 def test_a_message_is_cut_at_the_separator(client: Client) -> None:
-    """Its chunks come after `documents`."""
+    """Its chunks come after `documents`, whose texts have one of three names."""
     texts = [p.text for p in PASSAGES[:3]]
-    cut = client.chat(SEPARATOR.join([*texts[1:], QUESTIONS[0]]), documents=DOCUMENTS[:1], x_blendserve=FULL)
+    cut = client.chat(SEPARATOR.join([*texts[1:], QUESTIONS[0]]), documents=OWN[:1], x_blendserve=FULL)
     assert [p["text"] for p in cut.x_blendserve["passages"]] == texts
-    same = client.chat(documents=[DOCUMENTS[0], *({"text": text} for text in texts[1:])], x_blendserve=FULL)
+    named = [OWN[0], {"contents": texts[1]}, {"content": texts[2]}]
+    same = client.chat(documents=named, x_blendserve=FULL)
     assert cut.choices[0].message.content == same.choices[0].message.content
 
 

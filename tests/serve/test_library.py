@@ -106,13 +106,12 @@ def together(server: Server, client: Client, n: int, **fields: Any) -> list[dict
 
 
 def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_load_them_once(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: Client
 ) -> None:
-    put = Mock(wraps=server.engine.store.put)
-    monkeypatch.setattr(server.engine.store, "put", put)
-    answers = together(server, client, 8, passages=OWN, max_tokens=2)
-    assert len({a["text"] for a in answers}) == 1
-    client.warm()
+    with patch.object(server.engine.store, "put", wraps=server.engine.store.put) as put:
+        answers = together(server, client, 8, passages=OWN, max_tokens=2)
+        assert len({a["text"] for a in answers}) == 1
+        client.warm()
     keys = [call.args[0] for call in put.call_args_list]
     assert len(keys) == len(set(keys)) == len(OWN)
 
@@ -127,14 +126,9 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch, chunks = server.backend.batch, server.engine.prompts.chunk_ids(PASSAGES)
-
     writer = batch.blender("").writer
-
-    def cancel(_: int) -> None:
-        job.cancel()
-
     with server.busy() as release:
-        job = batch.precompute(writer, chunks[:1], cancel, "")
+        job: Any = batch.precompute(writer, chunks[:1], Mock(side_effect=lambda _: job.cancel()), "")
         release.set()
         eventually(job.cancelled)
     for some in (chunks, []):

@@ -38,12 +38,11 @@ class Result:
         return json.loads(self.out.strip().splitlines()[-1])
 
 
-def cli(*argv: object, stdin: str = "", env: Mapping[str, str] | None = None) -> Result:
+def cli(*argv: object, env: Mapping[str, str] | None = None) -> Result:
     """Run `blendserve ARGV`; `env` is added to the environment. An error that is a bug is raised."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, env or {}),
-        mock.patch("sys.stdin", io.StringIO(stdin)),
         mock.patch("sys.argv", ["blendserve"]),
         redirect_stdout(out),
         redirect_stderr(err),

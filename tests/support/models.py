@@ -41,7 +41,6 @@ TYPED_ROPE = {"rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
 }}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 GROUPED = {
     **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }
@@ -63,12 +62,8 @@ TINY: dict[str, dict[str, Any]] = {
     "ministral-window": SLIDES,
     "mixtral": {**EXPERTS, "sliding_window": None},
     "mixtral-window": {**EXPERTS, **WINDOWED},
-    "qwen2": {},
     "qwen2-window": SLIDES_IF_USED,
-    "qwen2-yarn": YARN,
-    "qwen2_moe": SHARED,
-    "qwen2_moe-window": {**SHARED, **SLIDES_IF_USED},
-    "qwen3": {},
+    "qwen2_moe-window": {**EXPERTS, **SLIDES_IF_USED, "shared_expert_intermediate_size": 40},
     "qwen3-window": SLIDES_IF_USED,
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
     "qwen3_moe-window": {**EXPERTS, **WINDOWED, "use_sliding_window": True},
@@ -77,7 +72,6 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma2-uncapped": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3_text": {**GEMMA, **TYPED_ROPE},
     "gemma3_text-capped": {**GEMMA, "final_logit_softcapping": 5.0},
-    "phi3": {},
     "phi3-partial": PARTIAL,
     "phi3-window": WINDOWED,
     "olmo2": {},

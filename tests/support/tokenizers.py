@@ -8,8 +8,6 @@ from typing import Any
 import tokenizers as tk
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from blendserve.config import ModelConfig
-from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import bundled_folder
 
 
@@ -17,11 +15,6 @@ from blendserve.models.sources import bundled_folder
 def bundled_tokenizer() -> Any:
     """Byte-level BPE. Fails with the loader's own message when the package is not installed."""
     return AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
-
-
-@cache
-def bundled_reader(dtype: str) -> LoadedModel:
-    return load_model(ModelConfig(dtype=dtype))
 
 
 def spaced_tokenizer(words: str) -> Any:

@@ -16,13 +16,11 @@ import torch
 
 from blendserve import cpu_cap
 from blendserve.errors import ConfigError
-from blendserve.kernels import ops, selfcheck, switches
+from blendserve.kernels import selfcheck, switches
 from blendserve.kernels.cpu import build, isa
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
 from blendserve.kernels.cpu.library import LAYOUTS, loaded
-from blendserve.kernels.dispatch import PLAIN
 from blendserve.models.loader import fast_dtype
-from tests.support.kernels import plain_torch
 
 ROOT = Path(__file__).parents[3]
 HERE = [level for level in LEVELS.values() if not missing(level)]
@@ -60,16 +58,6 @@ def made(folder: Path) -> list[Path]:
     return list(folder.glob("cache/blendserve/native/*.so"))
 
 
-def test_a_new_process_reads_the_switch() -> None:
-    """Torch serves while the kernels are off."""
-    before = [selfcheck.cpu_status(level).active for level in LEVELS.values()]
-    x = torch.zeros(2, 8).bfloat16()
-    with plain_torch(), torch.inference_mode():
-        assert all(map(is_refused, LEVELS.values()))
-        assert ops.linear.select(x, x, None).name == PLAIN
-    assert [selfcheck.cpu_status(level).active for level in LEVELS.values()] == before
-
-
 def test_each_function_of_the_header_has_sources_and_arguments() -> None:
     functions = set().union(*(level.sources for level in LEVELS.values()))
     assert functions == {name for name in LAYOUTS if name.islower()}
@@ -104,6 +92,7 @@ def wrong(level: Level) -> None:
         "unwritable cache",
         "broken object",
         "refused",
+        "switched off",
     ],
 )
 def test_without_kernels_the_reason_is_told(
@@ -125,6 +114,9 @@ def test_without_kernels_the_reason_is_told(
             build.prebuilt(level).write_bytes(b"not a shared object")
         case "refused":
             monkeypatch.setattr(selfcheck, "check_level", wrong)
+        case "switched off":
+            monkeypatch.setenv(switches.NATIVE, "0")
+            switches.read_again()
     assert is_refused(level)
     assert bool(made(tmp_path)) == (fault == "refused")
     assert build.main("all") == int("compiler" in fault or fault == "broken source")
@@ -136,6 +128,7 @@ def test_a_cap_leaves_wider_sets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa, "may_use_tiles", lambda: True)
     monkeypatch.delenv(cpu_cap.SWITCH, raising=False)
     assert isa.allowed() == cpu_cap.SETS
+    assert fast_dtype() == torch.bfloat16
     monkeypatch.setenv(cpu_cap.SWITCH, "avx512")
     assert isa.allowed() == ("avx2", "avx512")
     assert missing(LEVELS["amx"])

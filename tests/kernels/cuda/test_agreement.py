@@ -61,8 +61,6 @@ def prefills(model: Any, dtype: torch.dtype, device: str, prompt: Prompt) -> Pre
     for method in parse_methods(("full", "reuse", *CORRECTED, *CHOOSING), ()):
         done = blender.run(prompt, method.blend).result
         parts = done.logits, done.cache.keys, done.cache.values
-        found[method.name] = (
-            torch.cat([x.cpu().double().flatten() for x in parts]),
-            set(done.recomputed.tolist()),
-        )
+        numbers = torch.cat([x.cpu().double().flatten() for x in parts])
+        found[method.name] = numbers, set(done.recomputed.tolist())
     return found
