@@ -24,7 +24,6 @@ from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.random import SHAPES, TILE, random_model, shape_config
 from tests.bench.conftest import write_shape
 from tests.support.models import tiny_adapter
-from tests.support.tokenizers import bundled_tokenizer
 
 
 def test_a_workload_has_exactly_the_tokens_asked_for(reader: LoadedModel) -> None:
@@ -126,11 +125,9 @@ def test_a_named_shape_has_the_published_number_of_parameters(name: str) -> None
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
 
 
-def test_weights_are_noise_that_follows_from_the_seed_alone(tiny: str, reader: LoadedModel) -> None:
+def test_weights_are_noise_that_follows_from_the_seed(tiny: str) -> None:
     config = shape_config(tiny.removeprefix("random:"))
     first, other = (random_model(config, torch.float32, seed).state_dict() for seed in (0, 1))
-    own = reader.adapter.reference.state_dict()
-    assert all(torch.equal(first[name], own[name]) for name in own)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     assert not torch.equal(*(first[f"model.layers.{l}.mlp.up_proj.weight"] for l in range(2)))
     for name, weights in random_model(config, torch.bfloat16).named_parameters():
@@ -141,13 +138,6 @@ def test_weights_are_noise_that_follows_from_the_seed_alone(tiny: str, reader: L
     rows = random_model(config, torch.float32).model.embed_tokens.weight
     assert len(rows[-2000:].unique(dim=0)) == 2000
     assert not torch.equal(rows[:100], rows[-100:])
-
-
-def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: LoadedModel) -> None:
-    text = "Folding changes which tokens there are, not how many."
-    own = bundled_tokenizer()(text)["input_ids"]
-    assert reader.tokenizer(text)["input_ids"] == [i % 500 for i in own]
-    assert max(reader.end_tokens) < 500
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 import threading
 import time
@@ -199,8 +198,7 @@ class Serving:
 def is_idle(url: str) -> bool:
     """No slot is used and no request waits."""
     text = httpx.get(f"{url}/metrics", timeout=None).text
-    names = ("slots_in_use", "queue_length")
-    return all(re.search(rf"^blendserve_{name} 0\.0$", text, re.MULTILINE) for name in names)
+    return all(f"\nblendserve_{name} 0.0\n" in text for name in ("slots_in_use", "queue_length"))
 
 
 def make_asks(engine: Engine, passages: Sequence[Passage], n: int, seed: int) -> Asks:

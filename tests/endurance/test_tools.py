@@ -1,4 +1,4 @@
-"""Each long run made short: it ends well, and each of its promises can be seen to break."""
+"""Long runs made short: each ends well, and each of its promises can be seen to break."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.support.engines import toy_reader as reader
 from tests.support.http import Server, ToyServer
 from tests.support.kernels import threads
 from tests.support.stores import put_kv
-from tests.support.valkey import needs_server
 
 BLOCK: Figures = {"warm_up": False, "bytes_most": 100, "hit_rate": 0.6, "gain": 2.0, "reused": 0.4}
 
@@ -94,14 +93,6 @@ def test_reuse_lasts() -> None:
     found = soak(reuse.reuse(reader(), 3, 10, "blend", 0), reuse.PROMISES)
     assert not set(found["broken"]) - {"the hit rate lasts", "the gain lasts"}  # blocks of ten may differ
     assert all(block["bytes_most"] > 0.8 * found["cap_bytes"] for block in found["blocks"])
-
-
-@needs_server
-def test_a_fault_is_counted() -> None:
-    """tests/store/valkey/test_faults.py has every one."""
-    found = soak(faults.faults(2, "none", 0), faults.PROMISES)
-    assert found["broken"] == [], found
-    assert found["faults"]["none"]["looked_for"] == 2 * faults.CHUNKS
 
 
 def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:

@@ -178,11 +178,9 @@ def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendserve-simulate-")))
         pool = max(config.pool, pool_size(config.request_chunks))
         url = stack.enter_context(Server()).url
-        task, node = (
-            {**config.model_dump(mode="json"), "pool": pool, "url": url},
-            "tests.endurance.simulator_node",
-        )
+        task = {**config.model_dump(mode="json"), "pool": pool, "url": url}
         start = [(task, folder / f"{n}.log", {**os.environ, COUNT: "1"}) for n in range(config.nodes)]
+        node = "tests.endurance.simulator_node"
         yield [stack.enter_context(WorkerProcess(node, *arguments)) for arguments in start]
 
 

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.prefill import PassResult, blend_prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import run as run_steps
 from blendserve.evaluate import stats
@@ -29,16 +29,11 @@ from tests.support.models import KINDS, tiny_adapter
 ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
 
-def prefilled(name: str, **options: Any) -> PassResult:
-    adapter = tiny_adapter(name)
-    return run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER)))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_forced_logits_are_the_model_s_own(name: str) -> None:
     """Over a full prefill; what decoding left in the cache does not matter."""
     adapter, at = tiny_adapter(name), len(PROMPT)
-    done = prefilled(name, ratio=1.0)
+    done = run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(ratio=1.0), len(ANSWER)))
     append(adapter, done.cache, at, some_ids(len(ANSWER), seed=8))
     own = model_says(adapter, (*PROMPT.ids, *ANSWER[:-1])).logits[0, at - 1 :]
     assert_near(forced(adapter, done.cache, at, done.logits, ANSWER), own)

@@ -177,13 +177,8 @@ def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
             yield f"error: {type(error).__name__}", _exchange(root, "GET", "/v1/cache/stats", None)
     for key in ("", "wrong"):
         yield f"key: {key or 'none'}", _exchange(server.with_key(key), "GET", "/v1/models", None)
-    for method, path, body in (
-        ("GET", "/metrics", None),
-        ("GET", "/v1/cache/stats", None),
-        ("POST", "/v1/documents", {"documents": [NEW]}),
-        ("DELETE", "/v1/documents/cats", None),
-        ("POST", "/v1/cache/delete", WHICH),
-    ):
+    changes = (REQUESTS[name] for name in ("stats", "add", "delete document", "delete chunks"))
+    for method, path, body in (("GET", "/metrics", None), *changes):
         yield f"rights: {method} {path}", _exchange(reading, method, path, body)
     etag = root.get("/page/style.css").headers["etag"]
     again = server.http.get("/page/style.css", headers={"If-None-Match": etag})
@@ -192,16 +187,13 @@ def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
     eventually(lambda: server.is_idle)
     yield "job", _response(root.get(f"/v1/jobs/{job}"))
     with mock.patch.object(Blender, "prefill", side_effect=RuntimeError("m")):
-        for name, path, body in (("chat", "/v1/chat/completions", CHAT), ("query", "/v1/rag/query", QUERY)):
-            yield f"bug in a {name} stream", _exchange(root, "POST", path, {**body, "stream": True})
+        for name in ("chat stream", "query stream"):
+            yield f"bug in a {name}", _exchange(root, *REQUESTS[name])
     yield "metrics", _metrics(root.get("/metrics").text)
     yield "openapi", _described(root.get("/openapi.json").json())
     server.backend.drain()
-    for name, method, path, body in (
-        ("ready", "GET", "/ready", None),
-        ("query", "POST", "/v1/rag/query", QUERY),
-    ):
-        yield f"stopping: {name}", _exchange(root, method, path, body)
+    for name in ("/ready", "query"):
+        yield f"stopping: {name.strip('/')}", _exchange(root, *REQUESTS[name])
 
 
 def _delivered(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -242,14 +234,10 @@ def _response(response: httpx.Response) -> dict[str, Any]:
     if "json" in response.headers.get("content-type", ""):
         return {**kept, "body": shape(response.json())}
     if "event-stream" in response.headers.get("content-type", ""):
-        lines = [line for line in response.text.splitlines() if line]
-        return {**kept, "lines": shape([_line(line) for line in lines])}
+        lines = filter(None, response.text.splitlines())
+        found = [{"data": json.loads(s[6:])} if s.startswith("data: {") else s for s in lines]
+        return {**kept, "lines": shape(found)}
     return kept
-
-
-def _line(line: str) -> Any:
-    """`data: {...}` as {"data": {...}}; any other line as it is."""
-    return {"data": json.loads(line[6:])} if line.startswith("data: {") else line
 
 
 def shape(value: Any, name: str = "") -> Any:
