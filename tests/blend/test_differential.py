@@ -307,14 +307,6 @@ def test_each_kind_with_several_check_layers_and_a_scoring_pass(kind: str, optio
     check(example(kind, **options))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("policy", p) for p in POLICIES.names] + [("method", m) for m in ("full", "prefix", "reuse")],
-)
-def test_each_policy_and_method(option: str, value: str) -> None:
-    check(example(**{option: value}))
-
-
 @pytest.mark.parametrize(("ratio", "prior"), [(0.0, 0.3), (0.05, 0.3), (0.1, 0.3), (0.3, 0.02)])
 def test_a_prior_counts_less_where_few_tokens_are_recomputed_or_they_contradict_it(
     ratio: float, prior: float

@@ -1,30 +1,25 @@
-"""Numbers that a rewrite must not change: toy evaluations, the simulator, the cost model, fingerprints; no times.
+"""Numbers that a rewrite must not change: toy evaluations, the simulator, the cost model. Times are left out.
 
-python -m tests.golden.research record    writes evaluate, simulate, cost and fingerprints.json here anew
+python -m tests.golden.research record    writes evaluate.json, simulate.json and cost.json here anew
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import transformers
 
 from blendserve.config import changed
+from blendserve.cost import CostConfig, report
 from blendserve.evaluate.job import Outcome
-from blendserve.models.loader import fingerprint
 from blendserve.simulate.config import ROUTINGS, SimulateConfig
 from blendserve.simulate.metrics import simulate
-from tests.support.commands import cli
 from tests.support.evaluations import RUNS, predictions, toy_run, untimed
-from tests.support.models import TINY, tiny_model
 
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parents[1] / "configs" / "cost"
@@ -65,14 +60,11 @@ def simulation() -> Any:
 
 
 def costs() -> Any:
-    """What the command says of the examples with the example prices."""
-    found = {}
-    for example in ("smollm_cpu", "h100_8b"):
-        words = ("cost", "-c", EXAMPLES / f"{example}.yaml", "--prices", EXAMPLES / "prices.yaml")
-        assert cli(*words).code == 0
-        said = cli(*words, "--json").json()
-        found[example] = {part: said[part] for part in ("verdicts", "missing", "keep")}
-    return found
+    """The examples with the example prices."""
+    prices = CostConfig.load(EXAMPLES / "prices.yaml").model_dump(include={"tiers"})
+    examples = {name: CostConfig.load(EXAMPLES / f"{name}.yaml") for name in ("smollm_cpu", "h100_8b")}
+    found = {name: report(changed(config, **prices)) for name, config in examples.items()}
+    return plain({n: {part: f[part] for part in ("verdicts", "missing", "keep")} for n, f in found.items()})
 
 
 def evaluations() -> Any:
@@ -83,23 +75,7 @@ def evaluations() -> Any:
     return found
 
 
-@torch.no_grad()
-def fingerprints(kinds: Iterable[str] = TINY) -> dict[str, Any]:
-    """Of models whose weights are made of integers: equal bits on any machine."""
-    found = {}
-    for kind in kinds:
-        made, draw = tiny_model.__wrapped__(kind), np.random.default_rng(0)
-        for name, weights in sorted(made.named_parameters()):
-            drawn = torch.from_numpy(draw.integers(-(2**15), 2**15, tuple(weights.shape)).astype(np.float32))
-            is_norm = weights.dim() == 1 and not name.endswith("bias")
-            weights.copy_(is_norm + drawn * 2.0**-17)
-        found[kind] = fingerprint(made)
-    return {"transformers": transformers.__version__, "kinds": found}
-
-
-GOLDEN: dict[str, Callable[[], Any]] = {
-    **{"evaluate": evaluations, "simulate": simulation, "cost": costs, "fingerprints": fingerprints},
-}
+GOLDEN: dict[str, Callable[[], Any]] = {"evaluate": evaluations, "simulate": simulation, "cost": costs}
 
 if __name__ == "__main__":
     assert sys.argv[1:] == ["record"], __doc__

@@ -1,4 +1,4 @@
-"""Fingerprints and the server give what they gave when fingerprints.json and http.json were recorded."""
+"""Blending and the server give what they gave when blend.json and http.json were recorded, on any machine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,30 @@ import json
 import pytest
 import transformers
 
-from tests.golden import http, research
-from tests.support.models import BLEND_KINDS
+from tests.golden import blend, http
+from tests.support.kernels import plain_torch
 
-FINGERPRINTS = research.golden("fingerprints")
+GOLDEN = json.loads(blend.FILE.read_text("utf-8"))
+KINDS = sorted({case.split(", ")[0] for case in GOLDEN["cases"]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selections_reports_reasons_and_logits_stay(kind: str) -> None:
+    with plain_torch():
+        cases = dict(blend.sample(kind))
+    for case, (*values, logits) in cases.items():
+        *before, logits_before = GOLDEN["cases"][f"{kind}, {case}"]
+        assert values == before, case
+        assert logits == pytest.approx(logits_before, abs=1e-4), case
 
 
 @pytest.mark.skipif(
-    transformers.__version__ != FINGERPRINTS["transformers"],
+    transformers.__version__ != GOLDEN["transformers"],
     reason="a configuration's defaults, which are part of a fingerprint, differ by version of transformers",
 )
 def test_fingerprints_stay() -> None:
     """They are part of every chunk's key: a change would make the KV that users have stored useless."""
-    assert research.fingerprints(BLEND_KINDS)["kinds"].items() <= FINGERPRINTS["kinds"].items()
+    assert blend.fingerprints().items() <= GOLDEN["fingerprints"].items()
 
 
 def test_what_the_server_sends_is_as_recorded() -> None:
