@@ -40,6 +40,7 @@ test-nightly: $(DEV)
 	$(BIN)/python -m tests.endurance.soak_serving --requests 200 --clients 16
 	$(BIN)/python -m tests.endurance.crash --rounds 12 --seconds 90
 	$(BIN)/python -m tests.endurance.faults --requests 20
+	$(BIN)/python -m tests.endurance.validate_simulator --model random:configs/simulate/small_reader --requests 30
 	$(BIN)/python scripts/mutations.py run
 
 test-gpu: $(DEV)

@@ -179,17 +179,6 @@ def test_a_store_that_refuses_writes_serves_requests(tmp_path: Path) -> None:
             assert (report.blended, report.chunks_hit, report.chunks_missing) == (True, 4, 1)
 
 
-def test_a_tenant_neither_hits_nor_counts_what_another_stored(warm: Engine) -> None:
-    other, n = warm.tenant("other"), 4
-    before = warm.store.stats("")
-    assert other.answer(QUESTION, SOME).report.chunks_hit == 0
-    assert other.answer(QUESTION, SOME).report.chunks_hit == n  # under its own keys
-    after = warm.store.stats("")
-    assert (after.chunks, after.bytes, after.misses) == (before.chunks, before.bytes, before.misses)
-    assert other.blender.writer.delete(ids for ids in other.prompts.chunk_ids(SOME) if ids) == n
-    assert (other.missing(SOME), warm.missing(SOME)) == (n, 0)
-
-
 @pytest.mark.parametrize(("location", "pins"), [("", 1), ("shared", 4)])
 def test_an_index_that_is_built_anew_unpins_what_the_old_one_had_in_a_store_of_its_own(
     location: str, pins: int, tmp_path: Path

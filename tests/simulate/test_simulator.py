@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -296,27 +296,3 @@ def test_every_constant_is_measured(tmp_path: Path, served: bool) -> None:
     settings = configured(SimulateConfig(), constants, node.prompt_shape)
     assert settings.compute.per_row == constants["per_row"]
     assert settings.requests.prefix_tokens == node.prompt_shape["prefix_tokens"]
-
-
-class FakeNode:
-    """A node that has every chunk in its own store, and needs half a second for each request."""
-
-    about: ClassVar[Any] = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
-
-    def call(self, order: list[Any]) -> dict[str, Any]:
-        if order[0] == "measure":
-            return {**CONSTANTS, "hot": 0.25}
-        return {"ttft": 0.5, "after": 0.1, "hot": [], "found": [0, len(order[1]), 0, 0]}
-
-
-def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every run: it needs twice its least time."""
-    monkeypatch.setattr(validation, "processes", lambda _: nullcontext([FakeNode()]))
-    sizes = {"pool": 20, "chunk_tokens": 10, "requests": 40}
-    found = validation.validate(ValidationConfig(nodes=1, memory=5, disk=9, **sizes))
-    assert [(run["store"], run["routing"]) for run in found["runs"]] == [*validation.RUNS]
-    assert found["slowdown"] == (2.0,)
-    for one in found["runs"]:
-        measured, simulated = (one[name]["ttft"]["mean"] for name in ("measured", "simulated"))
-        assert simulated < measured
-        assert one["error_of_ttft"]["mean"] == pytest.approx(simulated / measured - 1)

@@ -24,7 +24,6 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def copied_model(folder: Path, copy: Path) -> Path:
     """A model's folder to change files in; its weights are a link, and must not be written to."""
-
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
     for weights in folder.rglob("*.safetensors"):
         (copy / weights.relative_to(folder)).symlink_to(weights.resolve())

@@ -2,7 +2,7 @@
 
 In fp32 both devices agree to rounding. In bf16 each is off from fp32 on the CPU, and the GPU may not be off by much more
 than the CPU is. Policies that choose by what was computed may choose other tokens there; so KV and logits are compared
-where the choice is a rule, and of the others the share of tokens that both chose. Without a GPU the CPU stands for it.
+where the choice is a rule, and of the others the share of tokens that both chose.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ LEAST_COMMON = 0.8  # share of the chosen tokens, in fp32
 Prefills = dict[str, tuple[Tensor, set[int]]]  # by method: logits, keys and values, and the chosen tokens
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_whole_prefills_agree(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    model = toy_llama(VOCAB, 1024)
-    prompt = some_prompt([30 if device == "cpu" else 128] * 4, prefix=32, suffix=40)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_whole_prefills_agree() -> None:
+    model, prompt = toy_llama(VOCAB, 1024), some_prompt([128] * 4, prefix=32, suffix=40)
     right, coarse, found, rough = (
         prefills(model, dtype, where, prompt)
-        for where in ("cpu", device)
+        for where in ("cpu", "cuda")
         for dtype in (torch.float32, torch.bfloat16)
     )
     for name, (numbers, chosen) in right.items():
