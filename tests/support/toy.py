@@ -1,7 +1,4 @@
-"""A small Llama of random weights: its answers say nothing, and everything that a real model needs is used.
-
-Its weights are the same in every process.
-"""
+"""A small Llama of random weights, the same in every process. All that a real model needs is used."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -23,7 +24,9 @@ def eventually(condition: Callable[[], T], timeout_s: float = 180.0) -> T:
 
 def is_blocked(thread: threading.Thread) -> bool:
     """Whether the thread waits for a condition, an event or another thread. One that is starting does not."""
+    gc.disable()  # before Python 3.12.1 a collection within the next call may never end (gh-106883)
     frame = sys._current_frames().get(thread.ident or 0)  # allow: of Python, not of the package
+    gc.enable()
     code = frame.f_code if frame else None
     return code is not None and code.co_filename == threading.__file__ and code.co_name in WAITS
 
