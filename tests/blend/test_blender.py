@@ -161,7 +161,7 @@ def test_the_models_weights_stay_as_they_are() -> None:
 
 
 def advance(steps: Steps[Any], n: int) -> bool:
-    """Whether there are so many pauses."""
+    """Run until it has paused n times -> whether it has, before its end."""
     return len(list(islice(steps, n))) == n
 
 

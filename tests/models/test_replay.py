@@ -71,7 +71,7 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     adapter, at, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()
     keys, values, alone = slots(adapter)
     for part in (keys, values):
-        part[:, :, :, max(at) :] = float("nan")  # memory that nobody has written
+        part[:, :, :, max(at) :] = float("nan")  # unwritten memory
 
     def capture(work: Callable[[], Tensor], device: torch.device) -> Replay:
         captured.append(Replay(work))

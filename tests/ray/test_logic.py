@@ -253,7 +253,7 @@ def cold(names: list[str]) -> list[Replica]:
 
 
 @given(CHUNKS, clusters(), st.floats(1.0, 4.0))
-def test_nobody_gets_more_than_a_bounded_share_however_hot_it_is(
+def test_no_replica_gets_more_than_a_bounded_share_however_hot_it_is(
     chunks: frozenset[bytes], replicas: list[Replica], slack: float
 ) -> None:
     loads = {r.name: r.load for r in replicas}
@@ -263,7 +263,7 @@ def test_nobody_gets_more_than_a_bounded_share_however_hot_it_is(
 
 
 @given(CHUNKS, clusters())
-def test_within_the_bound_nobody_has_more_of_the_chunks(
+def test_within_the_bound_no_replica_has_more_of_the_chunks(
     chunks: frozenset[bytes], replicas: list[Replica]
 ) -> None:
     hits = {r.name: sum(chunk in r.hot for chunk in chunks) for r in replicas}

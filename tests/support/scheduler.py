@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(stops=st.sampled_from([False, False, True]))
     def drain(self, stops: bool = False) -> None:
-        """Take no more requests; those that are here go on, unless it stops."""
+        """Take no more requests; requests in the scheduler go on, unless it stops."""
         self.closed = True
         self.scheduler.drain()
         if stops:
