@@ -32,7 +32,7 @@ class ServiceTime:
                 rows += size
                 pairs += _pairs(prefix + i * size, size)
         reusable = n_hits - hits[0]
-        chosen = min(round(self._compute.ratio * n_hits * size), reusable * size)
+        chosen = min(round(self._compute.ratio * (n_hits * size)), reusable * size)
         if chosen:
             at = sum(i for i, hit in enumerate(hits) if hit)
             rows += chosen

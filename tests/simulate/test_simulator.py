@@ -240,6 +240,7 @@ def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
     st.lists(st.booleans(), min_size=1, max_size=6), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9),
     st.sampled_from([0.0, 0.05, 0.3, 1.0]),
 )  # fmt: skip
+@example([True, True, True], 15, 1, 1, 0.3)  # 13.5 tokens: a half, which rounds by the order of the products
 def test_work_is_counted_as_the_engine_counts_it(
     found: list[bool], size: int, prefix: int, question: int, ratio: float
 ) -> None:
