@@ -172,7 +172,7 @@ class FetchMachine(RuleBasedStateMachine):
             self.put([(some[0], False, "put")], who)
         elif change == "delete":
             self.delete(some[0], who)
-        self.check(some, frozenset(some[:1] if change == "delete" and who == OTHER else ()))
+        self.check(some, frozenset(some[:1] if change and who == OTHER else ()))
         hold.close()
 
     @precondition(lambda self: len(self.fetches) < 3 and not self.far.down)
