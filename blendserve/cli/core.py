@@ -244,7 +244,7 @@ def ask(
         raise InputError("the question is empty: ask something")
     gc.disable()  # imports and models create objects that live until exit: scanning them is a seventh of the start
     try:
-        from blendserve.demo import print_sources  # torch and all the rest: seconds
+        from blendserve.demo import print_answer_details  # torch and all the rest: seconds
         from blendserve.engine.engine import Engine
         from blendserve.kdn.pull import resolve
 
@@ -260,4 +260,4 @@ def ask(
             return
         for piece in stream:
             console.out.print(piece, end="", markup=False)
-        print_sources(stream.answer())
+        print_answer_details(stream.answer())
