@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
+from blendserve.cli.options import IndexArg, make_app, option, with_options, with_settings
 from blendserve.config import Config
+from blendserve.console import Output
 from blendserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def publish(
         "Further codec to store every chunk with, written name or name@level, for engines behind "
         "slower links. Repeatable; it codes what store.codec stores.",
     ),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Publish an index as a collection.
 
     Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, and by every
@@ -76,23 +76,22 @@ def publish(
         computing = console.progress("Precomputing", "tokens", per_token)
         with computing as computed, console.progress("Encoding", "chunks") as encoded:
             made = run(engine, name, level or (), computed, encoded)
-    console.emit(
-        _summary(made),
-        json,
+    text = (
         f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
-        f"{', '.join(made.levels)}; next: blendserve kdn serve",
+        f"{', '.join(made.levels)}; next: blendserve kdn serve"
     )
+    return Output(_summary(made), text)
 
 
 @kdn.command("list")
 @with_settings("store.location")
-def list_collections(settings: Config, json: JsonOpt = False) -> None:
+def list_collections(settings: Config) -> Output:
     """List the collections in a store."""
     with _catalogue(settings) as (_, catalogue):
         found = [_summary(collection) for collection in catalogue.collections().values()]
-    columns = {name: name for name in ("name", "chunks", "tokens", "levels", "pinned", "published")}
-    columns |= {"model": "reader", "stored bytes": "n_bytes"}
-    console.emit_list("collections", found, json, "collections", columns)
+    fields = ("name", "chunks", "tokens", "levels", "pinned", "published")
+    columns = (*fields, "model=reader", "stored bytes=n_bytes")
+    return console.listing("collections", found, "collections", columns)
 
 
 def _summary(collection: Collection) -> dict[str, Any]:
@@ -102,28 +101,28 @@ def _summary(collection: Collection) -> dict[str, Any]:
 
 @kdn.command()
 @with_settings("store.location")
-def pin(name: NameArg, settings: Config, json: JsonOpt = False) -> None:
+def pin(name: NameArg, settings: Config) -> Output:
     """Protect a collection's chunks from eviction."""
-    _set_pins(name, settings, True, json)
+    return _set_pins(name, settings, True)
 
 
 @kdn.command()
 @with_settings("store.location")
-def unpin(name: NameArg, settings: Config, json: JsonOpt = False) -> None:
+def unpin(name: NameArg, settings: Config) -> Output:
     """Allow eviction of a collection's chunks.
 
     Chunks of other pinned collections stay pinned.
     """
-    _set_pins(name, settings, False, json)
+    return _set_pins(name, settings, False)
 
 
-def _set_pins(name: str, settings: Config, pinned: bool, json: bool) -> None:
+def _set_pins(name: str, settings: Config, pinned: bool) -> Output:
     from blendserve.kdn.publish import set_pins  # with torch: seconds
 
     with _catalogue(settings) as (store, catalogue):
         n = set_pins(store, catalogue, name, pinned)
     done = "pinned" if pinned else "unpinned"
-    console.emit({"collection": name, done: n}, json, f"{name}: {n} chunks {done}")
+    return Output({"collection": name, done: n}, f"{name}: {n} chunks {done}")
 
 
 @kdn.command("unpublish")
@@ -133,8 +132,7 @@ def unpublish(
     name: NameArg,
     settings: Config,
     delete: bool = option(False, "Delete its chunks at once, except those of other collections.", "--delete"),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Unpublish a collection.
 
     Services stop delivering it within seconds, and its chunks can be evicted.
@@ -144,18 +142,18 @@ def unpublish(
     with _catalogue(settings) as (store, catalogue):
         n = run(store, catalogue, name, delete)
     done = "deleted" if delete else "unpinned"
-    console.emit({"collection": name, done: n}, json, f"unpublished {name}: {n} chunks {done}")
+    return Output({"collection": name, done: n}, f"unpublished {name}: {n} chunks {done}")
 
 
 @kdn.command("prefetch")
 @kdn.command("warm", hidden=True, deprecated=True)
+@with_options()
 def prefetch(
     name: NameArg,
     node: Annotated[
         list[str], typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable.")
     ],
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Prefetch a collection's KV into the stores of engines.
 
     The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own in front of it. If they
@@ -176,9 +174,7 @@ def prefetch(
         except (httpx.HTTPError, ValueError) as error:
             results[url] = {"error": f"no answer of a server ({error}): start one by `blendserve serve`"}
     lines = [f"{url}: {r.get('error') or 'fetching, job ' + r['job']}" for url, r in results.items()]
-    console.emit(results, json, "\n".join(lines))
-    if any("error" in result for result in results.values()):
-        raise typer.Exit(1)
+    return Output(results, "\n".join(lines), int(any("error" in result for result in results.values())))
 
 
 @kdn.command()
@@ -187,8 +183,7 @@ def pull(
     source: Annotated[str, typer.Argument(help="Collection, written kdn:URL/NAME.")],
     folder: Annotated[str, typer.Argument(help="Folder for the index, or its name in indexes/.")],
     settings: Config,
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Fetch a collection's index, without KV, into a folder.
 
     Commands with `-i kdn:URL/NAME` do the same into the user's cache. If the service has API keys, the key is read
@@ -200,7 +195,7 @@ def pull(
 
     place = settings.store.replace("location", location_of(source))
     found = run(place.kdn, index_folder(folder), settings.store.namespace)
-    console.emit({"index": str(found)}, json, f"{found}: next: blendserve ask ... -i {source}")
+    return Output({"index": str(found)}, f"{found}: next: blendserve ask ... -i {source}")
 
 
 @kdn.command()

@@ -2,9 +2,10 @@
 
     @single_command
     @with_settings("model.name", "blend.ratio")
-    def ask(question: ..., settings: Config) -> None: ...
+    def ask(question: ..., settings: Config) -> Output: ...
 
-gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`.
+gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`, and the option
+--json, as it returns an output.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from blendserve.config import BASIC, Config, Section
+from blendserve.console import Output
 from blendserve.registry import Registry
 
 
@@ -45,7 +47,9 @@ RayOpt = Annotated[
         "RAY_ADDRESS, or a new cluster on this machine that ends with the command]",
     ),
 ]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+JSON = typer.Option("--json", help="Print one JSON object and nothing else.")
+JsonOpt = Annotated[bool, JSON]
+Command = Callable[..., Output | None]
 
 
 def _help_all(context: typer.Context, asked: bool) -> None:
@@ -157,20 +161,26 @@ class Options:
         return _parameter(name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden))
 
 
-def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace these parameters of a command by their options."""
+def with_options(**groups: Options) -> Callable[[Command], Callable[..., None]]:
+    """Replace these parameters of a command by their options; print the output that it returns, as --json asks."""
 
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters
+    def wrap(command: Command) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
         shown: list[inspect.Parameter] = []
-        for name, parameter in own.items():
+        for name, parameter in own.parameters.items():
             parts = groups[name].parameters() if name in groups else [parameter]
             shown += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts]
+        has_output = own.return_annotation is Output
+        if has_output:
+            shown.append(_parameter("json", bool, JSON))
 
         @wraps(command)
         def run(**given: Any) -> None:
+            json = given.pop("json") if has_output else False
             made = {name: group.make(given) for name, group in groups.items()}
-            command(**given, **made)
+            if output := command(**given, **made):
+                output.print(bool(json))
+                raise typer.Exit(output.exit_code)
 
         del run.__wrapped__  # typer would look through it
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -180,7 +190,7 @@ def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[
     return wrap
 
 
-def with_settings(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*paths: str) -> Callable[[Command], Callable[..., None]]:
     """Replace the parameter `settings` of a command by options for these settings, --config and --set."""
     return with_options(settings=Options(Config(), *paths, load=Config.load))
 
