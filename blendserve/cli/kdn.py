@@ -6,8 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,9 +17,7 @@ from blendserve.console import Output
 from blendserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from blendserve.fetch.kdn.manifest import Collection
-    from blendserve.kdn.catalogue import Catalogue
-    from blendserve.store import KVStore
+    from blendserve.kdn.catalog import CollectionCatalog
 
 kdn = make_app("Publish collections and deliver them to remote engines.")
 NODE_KEY = "BLENDSERVE_NODE_KEY"
@@ -69,6 +66,7 @@ def publish(
         blendserve kdn publish docs manual -c configs/kdn.yaml --level predict@1 --level predict@3
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+    from blendserve.kdn.catalog import summary
     from blendserve.kdn.publish import publish as run
 
     with Engine.open(index, settings) as engine:
@@ -80,23 +78,20 @@ def publish(
         f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
         f"{', '.join(made.levels)}; next: blendserve kdn serve"
     )
-    return Output(_summary(made), text)
+    return Output(summary(made), text)
 
 
 @kdn.command("list")
 @with_settings("store.location")
 def list_collections(settings: Config) -> Output:
     """List the collections in a store."""
-    with _catalogue(settings) as (_, catalogue):
-        found = [_summary(collection) for collection in catalogue.collections().values()]
+    from blendserve.kdn.catalog import summary  # with torch: seconds
+
+    with _catalog(settings) as catalog:
+        found = [summary(collection) for collection in catalog.collections().values()]
     fields = ("name", "chunks", "tokens", "levels", "pinned", "published")
     columns = (*fields, "model=reader", "stored bytes=n_bytes")
     return console.listing("collections", found, "collections", columns)
-
-
-def _summary(collection: Collection) -> dict[str, Any]:
-    """Without the fields that only client programs need."""
-    return {k: v for k, v in asdict(collection).items() if k not in ("files", "directory", "tables")}
 
 
 @kdn.command()
@@ -119,8 +114,8 @@ def unpin(name: NameArg, settings: Config) -> Output:
 def _set_pins(name: str, settings: Config, pinned: bool) -> Output:
     from blendserve.kdn.publish import set_pins  # with torch: seconds
 
-    with _catalogue(settings) as (store, catalogue):
-        n = set_pins(store, catalogue, name, pinned)
+    with _catalog(settings) as catalog:
+        n = set_pins(catalog, name, pinned)
     done = "pinned" if pinned else "unpinned"
     return Output({"collection": name, done: n}, f"{name}: {n} chunks {done}")
 
@@ -139,8 +134,8 @@ def unpublish(
     """
     from blendserve.kdn.publish import unpublish as run  # with torch: seconds
 
-    with _catalogue(settings) as (store, catalogue):
-        n = run(store, catalogue, name, delete)
+    with _catalog(settings) as catalog:
+        n = run(catalog, name, delete)
     done = "deleted" if delete else "unpinned"
     return Output({"collection": name, done: n}, f"unpublished {name}: {n} chunks {done}")
 
@@ -236,20 +231,20 @@ def moq_publish(
     """
     from blendserve.kdn.moq import Publisher  # with torch: seconds
 
-    with _catalogue(settings) as (store, _):
-        asyncio.run(Publisher(store, url, fingerprint).run())
+    with _catalog(settings) as catalog:
+        asyncio.run(Publisher(catalog.store, url, fingerprint).run())
 
 
 @contextmanager
-def _catalogue(settings: Config) -> Iterator[tuple[KVStore, Catalogue]]:
-    """The store, and the collections in it. Raises ConfigError, StoreError."""
+def _catalog(settings: Config) -> Iterator[CollectionCatalog]:
+    """The collections of a store. Raises ConfigError, StoreError."""
     if not settings.store.location:
         raise ConfigError(
             "the store of the collections is not set: give --store, such as indexes/NAME/kv, or a file with --config",
             setting="store.location",
         )
     from blendserve.fetch import open_store
-    from blendserve.kdn.catalogue import Catalogue
+    from blendserve.kdn.catalog import CollectionCatalog
 
     with open_store(settings.store, None, persistent=True) as store:
-        yield store, Catalogue(store)
+        yield CollectionCatalog(store)

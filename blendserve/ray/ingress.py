@@ -53,10 +53,6 @@ class RayEngineClient(EngineClient):
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
         self.collections = TenantCollections(library, retrieval)
 
-    def close(self) -> None:
-        """End the thread."""
-        self.collections.executor.stop()
-
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """See EngineClient."""
         if not self.is_alive:
@@ -64,7 +60,7 @@ class RayEngineClient(EngineClient):
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
-        prepared = await self.collections.run(tenant, prepare_request, *arguments)
+        prepared = await self.collections.executor.run(tenant.name, prepare_request, *arguments)
         request = RoutedRequest(prepared, tenant.name, tenant.namespace)
         key = ChunkKeys(
             self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
