@@ -61,13 +61,12 @@ class RayEngineClient(EngineClient):
         limits = self._facts.n_layers, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
         prepared = await self.collections.executor.run(tenant.name, prepare_request, *arguments)
-        request = RoutedRequest(prepared, tenant.name, tenant.namespace)
-        key = ChunkKeys(
-            self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
-        )
+        of_model = self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context
+        key = ChunkKeys(*of_model, tenant.namespace)
         keys = frozenset(key(chunk.ids) for chunk in prepared.prompt.chunks if len(chunk))
+        request = RoutedRequest(prepared, keys, tenant.name, tenant.namespace)
         # The task that awaits the events cancels the request.
-        return RequestHandle(prepared, self._replicas.answer(request, keys), lambda: None)
+        return RequestHandle(prepared, self._replicas.answer(request), lambda: None)
 
 
 def serve_cluster(
@@ -84,7 +83,7 @@ def serve_cluster(
     log.info("Starting replicas: %d to %d", *replicas)
     with (
         cluster(address, replicas.most) as resources,
-        Replicas(open_engine, settings.serve.batching, replicas, resources) as group,
+        Replicas(open_engine, config.serve, replicas, resources) as group,
     ):
         facts = group.facts()
         tokenizer = load_tokenizer(config.model)

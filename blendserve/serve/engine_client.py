@@ -150,7 +150,7 @@ class LocalEngineClient(EngineClient):
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
         metrics, reader = Metrics(), engine.reader
-        self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, **http.batching)
+        self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
         super().__init__(
             engine.config, http, metrics, reader.name, reader.tokenizer, self.batch.pool.n_tokens
         )
