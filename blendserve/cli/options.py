@@ -4,8 +4,7 @@
     @with_settings("model.name", "blend.ratio")
     def ask(question: ..., settings: Config) -> Output: ...
 
-gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`, and the option
---json, as it returns an output.
+gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`, and --json.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ JsonOpt = Annotated[bool, JSON]
 Command = Callable[..., Output | None]
 
 
-def _help_all(context: typer.Context, asked: bool) -> None:
+def _help_all(context: typer.Context, asked: bool | None) -> None:
     """Print the help with the options that --help leaves out, and exit."""
     if asked:
         for parameter in context.command.params:
@@ -61,14 +60,7 @@ def _help_all(context: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
-    ],
-)
+HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
 FLAGS = {  # options that are not named after their setting's last part
     **{"model.name": "model", "store.location": "store", "retrieve.index": "kind"},
     **{"requests.chunks": "request_chunks", "requests.number": "requests"},
@@ -129,12 +121,14 @@ class Options:
         options = [self._parameter(name, path) for name, path in self._paths.items()]
         if self._load:
             options = [_parameter("config", Path, CONFIG), _parameter("set", list[str], SET), *options]
-        return [*options, HELP_ALL] if any(o.annotation.__metadata__[0].hidden for o in options) else options
+        if any(option.annotation.__metadata__[0].hidden for option in options):
+            options.append(_parameter("help_all", bool, HELP_ALL))
+        return options
 
     def make(self, given: dict[str, Any]) -> Section:
         """The settings; takes its options out of `given`. Raises ConfigError."""
         section = self._load(given.pop("config"), given.pop("set") or ()) if self._load else self._base
-        given.pop(HELP_ALL.name, None)
+        given.pop("help_all", None)
         for name, path in self._paths.items():
             value = given.pop(name)
             if isinstance(value, list) and path not in VERBATIM:
@@ -162,7 +156,7 @@ class Options:
 
 
 def with_options(**groups: Options) -> Callable[[Command], Callable[..., None]]:
-    """Replace these parameters of a command by their options; print the output that it returns, as --json asks."""
+    """Replace these parameters of a command by their options. A command that returns an Output also gets --json."""
 
     def wrap(command: Command) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)

@@ -15,7 +15,7 @@ from blendserve.console import Output
 from blendserve.errors import ConfigError, InputError
 from blendserve.extras import install_hint
 from blendserve.paths import index_folder
-from blendserve.registry import CODECS, DELIVERED, nearest
+from blendserve.registry import CODECS, DELIVERED
 
 if TYPE_CHECKING:
     from blendserve.store import KVStore
@@ -188,7 +188,7 @@ def fit_tables(
 def _describe(name: str) -> dict[str, Any]:
     try:
         found = CODECS.load(name)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         return {"codec": name, "levels": [], "needs_tables": True, "problem": str(error)}
     level = {"default_level": found.default_level, "needs_tables": found.needs_tables}
     return {"codec": name, "levels": list(found.levels), **level}
@@ -196,14 +196,11 @@ def _describe(name: str) -> dict[str, Any]:
 
 def _check_codecs(names: list[str]) -> list[str]:
     """The codecs to fit, by default all that need tables. Raises ConfigError, InputError."""
-    for name in names:
-        if name not in CODECS.names:
-            raise ConfigError(f"there is no codec {name!r}: {nearest(name, list(CODECS.names))}")
-        described = _describe(name)
-        if "problem" in described:
-            raise ConfigError(described["problem"])
-        if not described["needs_tables"]:
-            raise InputError(f"codec {name!r} needs no tables: set store.codec to it")
+    for found in map(_describe, names):
+        if "problem" in found:
+            raise ConfigError(found["problem"])
+        if not found["needs_tables"]:
+            raise InputError(f"codec {found['codec']!r} needs no tables: set store.codec to it")
     known = [d["codec"] for d in map(_describe, CODECS.names) if d["needs_tables"] and "problem" not in d]
     if not (names or known):
         raise InputError(f"no installed codec needs tables: {install_hint('codecs')}")

@@ -32,7 +32,7 @@ MAX_DIRECTORIES, MAX_DESCRIPTIONS = 8, 256  # parsed ones in memory
 
 
 def summary(collection: Collection) -> dict[str, Any]:
-    """A description without the fields that only programs need which pull the collection."""
+    """A description without the fields that only `kdn pull` and engines need."""
     return {k: v for k, v in asdict(collection).items() if k not in ("files", "directory", "tables")}
 
 
@@ -105,7 +105,7 @@ class CollectionCatalog:
     def chunk_keys(
         self, collection: Collection, key_hex: str, level: str
     ) -> tuple[ChunkKey, ChunkKey] | None:
-        """The key of a chunk, and the one that it is stored under at a level; None if the collection has it not.
+        """The key of a chunk, and the one that it is stored under at a level; None if the collection does not have it.
 
         Raises StoreUnavailable.
         """
