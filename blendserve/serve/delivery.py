@@ -262,10 +262,8 @@ async def _send(
             return Response(status_code=304, headers={"ETag": found.etag})
         is_current = request.headers.get("if-range", found.etag) == found.etag
         span = parse_range(request.headers.get("range") if is_current else None, found.n_bytes)
-        response = RangeResponse(found, span, backend.http.send_s)
-        backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
-        response.on_close = stack.pop_all().close
-        return response
+        backend.take_bytes(tenant, span[1] - span[0] if span and request.method == "GET" else 0)
+        return RangeResponse(found, span, backend.http.send_s, stack.pop_all().close)
 
 
 def parse_range(header: str | None, total: int) -> tuple[int, int] | None:
@@ -286,19 +284,19 @@ def parse_range(header: str | None, total: int) -> tuple[int, int] | None:
 class RangeResponse(Response):
     """A range of a body in memory. Raises BodyTooSlow if the client stops reading. `on_close` is called in any case."""
 
-    on_close: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, whole: CachedBody, span: tuple[int, int] | None, timeout_s: float) -> None:
+    def __init__(
+        self, whole: CachedBody, span: tuple[int, int] | None, timeout_s: float, on_close: Callable[[], None]
+    ) -> None:
         """timeout_s: of each part that is sent."""
         self._parts = [memoryview(part).cast("B") for part in whole.parts]
         self._begin, self._end = span or (0, 0)
-        self._timeout_s, self.n_bytes = timeout_s, self._end - self._begin
-        total, status = whole.n_bytes, 200
+        self._timeout_s, self._on_close = timeout_s, on_close
+        total, n_bytes, status = whole.n_bytes, self._end - self._begin, 200
         headers = {"ETag": whole.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
-        headers["Content-Length"] = str(self.n_bytes)
+        headers["Content-Length"] = str(n_bytes)
         if span is None:
             status, headers["Content-Range"] = 416, f"bytes */{total}"
-        elif self.n_bytes < total:
+        elif n_bytes < total:
             status, headers["Content-Range"] = 206, f"bytes {self._begin}-{self._end - 1}/{total}"
         super().__init__(None, status, headers, "application/octet-stream")
 
@@ -314,7 +312,7 @@ class RangeResponse(Response):
                     raise BodyTooSlow(f"the client received nothing for {self._timeout_s:g} s") from None
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self.on_close()
+            self._on_close()
 
     def _blocks(self) -> Iterator[Buffer]:
         """The range in blocks of at most SEND_BYTES; small parts are joined, because each call has a cost."""
