@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -50,30 +51,36 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
-def emit(values: Mapping[str, Any], json: bool, show: str | Callable[[], None] | None = None) -> None:
-    """Print a result on stdout: as JSON, or as `show`, a text or a function that prints; by default a line a value."""
-    if json:
-        print_json(values)
-    elif isinstance(show, str):
-        out.print(show, markup=False)
-    elif show:
-        show()
-    else:
-        width = max(map(len, values))
-        for name, value in values.items():
-            shown = f"{value:,}" if isinstance(value, int) else value
-            out.print(f"{name:<{width}}  {shown}", markup=False)
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of a command: with --json one object, else `show`, a text or a function that prints.
+
+    Without `show`, each value has a line. exit_code: 1 if something is missing or bad.
+    """
+
+    values: Mapping[str, Any]
+    show: str | Callable[[], None] | None = None
+    exit_code: int = 0
+
+    def print(self, json: bool) -> None:
+        """On stdout."""
+        if json:
+            print_json(self.values)
+        elif isinstance(self.show, str):
+            out.print(self.show, markup=False)
+        elif self.show:
+            self.show()
+        else:
+            width = max(map(len, self.values))
+            for name, value in self.values.items():
+                shown = f"{value:,}" if isinstance(value, int) else value
+                out.print(f"{name:<{width}}  {shown}", markup=False)
 
 
-def emit_list(
-    name: str,
-    records: Sequence[Mapping[str, Any]],
-    json: bool,
-    title: str,
-    columns: Mapping[str, str],
-    none: str = "",
-) -> None:
-    """Print records on stdout: as JSON, {name: records}, or as a table. columns: title -> field. none: shown for None."""
+def listing(
+    name: str, records: Sequence[Mapping[str, Any]], title: str, columns: Sequence[str], none: str = ""
+) -> Output:
+    """The result {name: records}, shown as a table. columns: FIELD or TITLE=FIELD. none: shown for None."""
 
     def cell(value: Any) -> str:
         if isinstance(value, bool):
@@ -82,8 +89,9 @@ def emit_list(
             return ", ".join(map(str, value))
         return none if value is None else f"{value:,}" if isinstance(value, int) else value
 
-    rows = [[cell(record.get(field)) for field in columns.values()] for record in records]
-    emit({name: records}, json, lambda: table(title, tuple(columns), rows))
+    fields = {column.partition("=")[0]: column.rpartition("=")[2] for column in columns}
+    rows = [[cell(record.get(field)) for field in fields.values()] for record in records]
+    return Output({name: records}, lambda: table(title, tuple(fields), rows))
 
 
 @contextmanager

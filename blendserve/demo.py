@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blendserve import console
-from blendserve.config import BlendConfig, Config, DecodeConfig, RetrieveConfig, StoreConfig
+from blendserve.config import Config
 from blendserve.core import Answer
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
@@ -37,13 +37,12 @@ METHODS = {
     "reuse": "full reuse, nothing recomputed",
     "blend": "blending, the default",
 }
-COLUMNS = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
 # The corpus takes 0.4 GB of KV; the cap keeps the demo's promise of half a gigabyte of disk.
 CONFIG = Config(
-    retrieve=RetrieveConfig(top_k=CHUNKS),
-    store=StoreConfig(cap_gb=0.48),
-    blend=BlendConfig(method="blend"),
-    decode=DecodeConfig(max_new_tokens=48),
+    retrieve={"top_k": CHUNKS},
+    store={"cap_gb": 0.48},
+    blend={"method": "blend"},
+    decode={"max_new_tokens": 48},
 )
 TINY_MODEL = """
 The bundled model has 135 million parameters, so that the demo runs on two CPU cores. It is often vague or
@@ -112,10 +111,9 @@ def open_demo(index: Path = INDEX, model: str = CONFIG.model.name) -> Engine:
     return engine
 
 
-def print_sources(answer: Answer) -> None:
+def print_answer_details(answer: Answer) -> None:
     """Print an answer's sources, what was recomputed, and the time to the first token."""
-    scores = ["" if p.score is None else f" {p.score:.2f}" for p in answer.passages]
-    sources = [f"{p.title or p.id}{score}" for p, score in zip(answer.passages, scores, strict=True)]
+    sources = [f"{p.title or p.id}{'' if p.score is None else f' {p.score:.2f}'}" for p in answer.passages]
     timings = answer.timings
     speed = f"first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s"
     console.out.print()
@@ -136,20 +134,17 @@ def compare(engine: Engine, question: str) -> list[Row]:
     start = time.perf_counter()
     ids = engine.prompts.build(question, passages).ids
     int(OwnDecoding(engine.reader.adapter).feed(ids).argmax())
-    base = Row("full prefill, transformers", time.perf_counter() - start, len(ids), 0)
-    rows = [base]
+    rows = [base := Row("full prefill, transformers", time.perf_counter() - start, len(ids), 0)]
     for method, name in METHODS.items():
         for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
             answer = engine.answer(question, passages, method=method, max_new_tokens=1)
         report = answer.report
         tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
         rows.append(Row(name, answer.timings.ttft, tokens, report.tokens_recomputed))
-    shown = [
-        (name, f"{s * 1e3:,.0f}", f"{base.ttft_s / s:.1f}x", f"{n:,}", f"{redone:,}")
-        for name, s, n, redone in rows
-    ]
+    columns = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
+    shown = [(n, f"{s * 1e3:,.0f}", f"{base.ttft_s / s:.1f}x", f"{run:,}", f"{k:,}") for n, s, run, k in rows]
     console.out.print()
-    console.table(f"{CHUNKS} long chunks, a prompt of {len(ids):,} tokens, one round", COLUMNS, shown)
+    console.table(f"{CHUNKS} long chunks, a prompt of {len(ids):,} tokens, one round", columns, shown)
     _say("Medians and spread: blendserve bench ttft")
     return rows
 
@@ -195,10 +190,8 @@ def _ask(engine: Engine, question: str, method: str, before: Answer | None = Non
     if before is None:
         console.out.print(f"  Question: {question}", markup=False)
     console.out.print("  full prefill: " if method == "full" else "  blended:      ", end="", style="bold")
-    sentence = re.split(r"(?<=[.!?])\s", answer.text.strip(), maxsplit=1)[
-        0
-    ]  # the model repeats itself from there on
-    console.out.print(textwrap.shorten(sentence, 140, placeholder=" ..."), markup=False)
+    first, *_ = re.split(r"(?<=[.!?])\s", answer.text.strip(), maxsplit=1)  # then the model repeats itself
+    console.out.print(textwrap.shorten(first, 140, placeholder=" ..."), markup=False)
     work = f"{answer.report.tokens_prompt:,} tokens computed" if method == "full" else _work(answer)
     faster = f", {before.timings.ttft / answer.timings.ttft:.1f} times sooner" if before else ""
     _say(f"{'':14}first token after {answer.timings.ttft * 1e3:.0f} ms{faster}; {work}")
@@ -207,12 +200,12 @@ def _ask(engine: Engine, question: str, method: str, before: Answer | None = Non
 
 def _work(answer: Answer) -> str:
     """The number of recomputed tokens, or why the answer is not blended."""
-    report, damaged = answer.report, ""
+    report = answer.report
     if not report.blended:
         return f"not blended: {report.reason}"
-    if report.chunks_corrupt:
-        damaged = f"; damaged chunks in the store, computed anew: {report.chunks_corrupt}"
-    return f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed{damaged}"
+    work = f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed"
+    n = report.chunks_corrupt
+    return f"{work}; damaged chunks in the store, computed anew: {n}" if n else work
 
 
 def _print_next_steps(index: Path) -> None:

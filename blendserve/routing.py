@@ -28,7 +28,7 @@ class Replica:
     """A replica that may get a request."""
 
     name: str
-    hot: Set[bytes] = frozenset()  # keys of chunks in its memory, by its last report
+    cached_chunks: Set[bytes] = frozenset()  # keys of chunks in its memory, by its last report
     load: int = 0  # running and queued requests
 
 
@@ -41,7 +41,7 @@ def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float 
     bound, home = bounded(sum(loads), min(loads), len(loads), slack), anchor(wanted)
 
     def rank(replica: Replica) -> tuple[bool, int, int, int, str]:
-        hits = len(wanted & replica.hot)
+        hits = len(wanted & replica.cached_chunks)
         return (
             replica.load >= bound,
             -hits,

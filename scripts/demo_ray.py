@@ -89,15 +89,15 @@ class Questions:
         self._engine = engine
         self._topics = [passages[i : i + TOPIC] for i in range(0, len(passages) - TOPIC + 1, TOPIC)]
 
-    def draw(self, seed: int) -> tuple[RoutedRequest, frozenset[bytes]]:
-        """A request, and the keys of its chunks."""
+    def draw(self, seed: int) -> RoutedRequest:
+        """A request."""
         lots = random.Random(seed)
         weights = [1 / (rank + 1) for rank in range(len(self._topics))]  # Zipf
         (topic,) = lots.choices(self._topics, weights)
         own = tuple(lots.sample(topic, ASKED))
         prepared = self._engine.prepare(Request("What is this about?", own))
         keys = frozenset(self._engine.blender.key(chunk.ids) for chunk in prepared.prompt.chunks)
-        return RoutedRequest(prepared, "", ""), keys
+        return RoutedRequest(prepared, keys)
 
 
 async def routed(
@@ -109,9 +109,9 @@ async def routed(
         questions = Questions(engine, passages)
         own = int(0.55 * engine.store.stats().bytes)  # a replica's memory: two hold everything, one does not
         opener = partial(Engine.open, settings(url, own))
-        batching = ServeConfig(slots=4, slot_tokens=4096).batching
+        serve = ServeConfig(slots=4, slot_tokens=4096)
         groups = {
-            name: stack.enter_context(Replicas(opener, batching, ReplicaCount(2, 2), share, router))
+            name: stack.enter_context(Replicas(opener, serve, ReplicaCount(2, 2), share, router))
             for name, router in ROUTERS.items()
         }
         found = {name: Results() for name in groups}
@@ -137,10 +137,10 @@ async def ask_all(
 
 async def ask(group: Replicas, questions: Questions, seed: int, into: Results) -> None:
     """One question, counted."""
-    request, keys = questions.draw(seed)
+    request = questions.draw(seed)
     start = time.perf_counter()
     try:
-        async for event in group.answer(request, keys):
+        async for event in group.answer(request):
             if isinstance(event, PrefillDone):
                 into.ttft.append(time.perf_counter() - start)
                 into.tiers.update(event.report.tiers)

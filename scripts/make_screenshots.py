@@ -1,4 +1,4 @@
-"""Write docs/pictures/page_light.png, page_dark.png and page_race.png: the page on the demo's index, in a browser.
+"""Write docs/pictures/page_ask.png and page_compare.png: the page on the demo's index, in a browser.
 
 python scripts/make_screenshots.py
 
@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.demo import INDEX, QUESTIONS, open_demo
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
-SIZE = {"width": 1280, "height": 860}
+SIZE: ViewportSize = {"width": 1280, "height": 860}
 PATIENCE_MS = 60_000
 
 
@@ -31,23 +31,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         with ServerProcess(command, Path(folder) / "server.log") as server:
-            for scheme in ("light", "dark"):
-                page = visit(browser, server.url, scheme)
-                ask(page)
-                page.screenshot(path=PICTURES / f"page_{scheme}.png")
+            for name, act in (("ask", ask), ("compare", compare)):
+                page = browser.new_page(viewport=SIZE)
+                page.set_default_timeout(PATIENCE_MS)
+                page.goto(server.url)
+                page.fill("#question", QUESTIONS[0])
+                act(page)
+                page.screenshot(path=PICTURES / f"page_{name}.png")
                 page.close()
-            page = visit(browser, server.url, "light")
-            race(page)
-            page.screenshot(path=PICTURES / "page_race.png")
         browser.close()
-
-
-def visit(browser: Browser, url: str, scheme: str) -> Page:
-    page = browser.new_page(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type,unused-ignore]
-    page.set_default_timeout(PATIENCE_MS)
-    page.goto(url)
-    page.fill("#question", QUESTIONS[0])
-    return page
 
 
 def ask(page: Page) -> None:
@@ -65,7 +57,7 @@ def ask(page: Page) -> None:
     page.wait_for_selector("#token-tip:visible")
 
 
-def race(page: Page) -> None:
+def compare(page: Page) -> None:
     for _ in range(2):
         page.get_by_role("button", name="Compare methods").click()
         page.get_by_role("button", name="Replay side by side").wait_for()

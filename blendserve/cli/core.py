@@ -22,6 +22,7 @@ from blendserve.cli.options import (
     with_settings,
 )
 from blendserve.config import Config
+from blendserve.console import Output
 from blendserve.errors import InputError
 from blendserve.paths import index_folder
 
@@ -68,7 +69,7 @@ def demo(
 
 @index.command()
 @with_settings("model.name", "retrieve.chunk_tokens", "retrieve.embedder", "retrieve.index")
-def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     """Build an index of a corpus.
 
     An existing index of the same name is replaced.
@@ -80,12 +81,12 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = 
     with console.progress("Embedding", "windows") as update:
         engine = Engine.build(index, documents, settings, update)
     with engine:
-        _print_index(engine, json)
+        return _facts(engine)
 
 
 @index.command()
 @with_settings("model.name")
-def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+def add(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     """Add the new documents of a corpus to an index.
 
     A document with a known id and new text replaces the old one. Unchanged documents are skipped.
@@ -97,7 +98,7 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = Fa
     with Engine.open(index, settings) as engine:
         with console.progress("Embedding", "windows") as update:
             added = engine.add(documents, update)
-        _print_index(engine, json, added=added)
+        return _facts(engine, added=added)
 
 
 @index.command()
@@ -106,8 +107,7 @@ def delete(
     index: IndexArg,
     doc_ids: Annotated[list[str], typer.Argument(help="Ids of the documents to remove.")],
     settings: Config,
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Remove documents with their passages, vectors and KV.
 
     The exit code is 1 if the index had none of them.
@@ -116,22 +116,20 @@ def delete(
 
     with Engine.open(index, settings) as engine:
         deleted = engine.delete(*doc_ids)
-        _print_index(engine, json, deleted=deleted)
-    if not deleted:
-        raise typer.Exit(1)
+        return _facts(engine, int(not deleted), deleted=deleted)
 
 
-def _print_index(engine: Engine, json: bool, **changes: int) -> None:
+def _facts(engine: Engine, exit_code: int = 0, **changes: int) -> Output:
+    """An index after a command. changes: numbers of documents."""
     assert engine.index is not None
     path = engine.index.path
     facts: dict[str, Any] = {"index": str(path), **asdict(engine.index.manifest), **changes}
     change = "".join(f" ({count} {what})" for what, count in changes.items())
-    console.emit(
-        facts,
-        json,
+    text = (
         f"{path}: {facts['documents']} documents{change}, {facts['passages']} passages, "
-        f"{facts['vectors']} vectors; next: blendserve precompute {path}",
+        f"{facts['vectors']} vectors; next: blendserve precompute {path}"
     )
+    return Output(facts, text, exit_code)
 
 
 @single_command
@@ -146,8 +144,7 @@ def precompute(
         min=1,
     ),
     ray: RayOpt = None,
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Compute and store the KV of an index's chunks.
 
     Stored chunks are skipped, so the command can be stopped and run again at any time. Afterwards a correction
@@ -207,14 +204,12 @@ def precompute(
             log.info("no correction prior: the corpus is too small, or the correction uses none")
         missing = engine.missing(shard=part)
     rate = report.tokens / report.seconds if report.seconds else 0.0
-    console.emit(
-        {**asdict(report), "tokens_per_second": round(rate, 1), "missing": missing},
-        json,
+    text = (
         f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
-        f"{report.bytes / 1e6:,.0f} MB), {report.skipped} already stored, {missing} missing",
+        f"{report.bytes / 1e6:,.0f} MB), {report.skipped} already stored, {missing} missing"
     )
-    if missing:
-        raise typer.Exit(1)
+    values = {**asdict(report), "tokens_per_second": round(rate, 1), "missing": missing}
+    return Output(values, text, int(missing > 0))
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -244,7 +239,7 @@ def ask(
         raise InputError("the question is empty: ask something")
     gc.disable()  # imports and models create objects that live until exit: scanning them is a seventh of the start
     try:
-        from blendserve.demo import print_sources  # torch and all the rest: seconds
+        from blendserve.demo import print_answer_details  # torch and all the rest: seconds
         from blendserve.engine.engine import Engine
         from blendserve.kdn.pull import resolve
 
@@ -260,4 +255,4 @@ def ask(
             return
         for piece in stream:
             console.out.print(piece, end="", markup=False)
-        print_sources(stream.answer())
+        print_answer_details(stream.answer())

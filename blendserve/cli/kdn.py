@@ -6,20 +6,18 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
+from blendserve.cli.options import IndexArg, make_app, option, with_options, with_settings
 from blendserve.config import Config
+from blendserve.console import Output
 from blendserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from blendserve.fetch.kdn.manifest import Collection
-    from blendserve.kdn.catalogue import Catalogue
-    from blendserve.store import KVStore
+    from blendserve.kdn.catalog import CollectionCatalog
 
 kdn = make_app("Publish collections and deliver them to remote engines.")
 NODE_KEY = "BLENDSERVE_NODE_KEY"
@@ -57,8 +55,7 @@ def publish(
         "Further codec to store every chunk with, written name or name@level, for engines behind "
         "slower links. Repeatable; it codes what store.codec stores.",
     ),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Publish an index as a collection.
 
     Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, and by every
@@ -69,6 +66,7 @@ def publish(
         blendserve kdn publish docs manual -c configs/kdn.yaml --level predict@1 --level predict@3
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+    from blendserve.kdn.catalog import summary
     from blendserve.kdn.publish import publish as run
 
     with Engine.open(index, settings) as engine:
@@ -76,54 +74,50 @@ def publish(
         computing = console.progress("Precomputing", "tokens", per_token)
         with computing as computed, console.progress("Encoding", "chunks") as encoded:
             made = run(engine, name, level or (), computed, encoded)
-    console.emit(
-        _summary(made),
-        json,
+    text = (
         f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
-        f"{', '.join(made.levels)}; next: blendserve kdn serve",
+        f"{', '.join(made.levels)}; next: blendserve kdn serve"
     )
+    return Output(summary(made), text)
 
 
 @kdn.command("list")
 @with_settings("store.location")
-def list_collections(settings: Config, json: JsonOpt = False) -> None:
+def list_collections(settings: Config) -> Output:
     """List the collections in a store."""
-    with _catalogue(settings) as (_, catalogue):
-        found = [_summary(collection) for collection in catalogue.collections().values()]
-    columns = {name: name for name in ("name", "chunks", "tokens", "levels", "pinned", "published")}
-    columns |= {"model": "reader", "stored bytes": "n_bytes"}
-    console.emit_list("collections", found, json, "collections", columns)
+    from blendserve.kdn.catalog import summary  # with torch: seconds
 
-
-def _summary(collection: Collection) -> dict[str, Any]:
-    """Without the fields that only client programs need."""
-    return {k: v for k, v in asdict(collection).items() if k not in ("files", "directory", "tables")}
+    with _catalog(settings) as catalog:
+        found = [summary(collection) for collection in catalog.collections().values()]
+    fields = ("name", "chunks", "tokens", "levels", "pinned", "published")
+    columns = (*fields, "model=reader", "stored bytes=n_bytes")
+    return console.listing("collections", found, "collections", columns)
 
 
 @kdn.command()
 @with_settings("store.location")
-def pin(name: NameArg, settings: Config, json: JsonOpt = False) -> None:
+def pin(name: NameArg, settings: Config) -> Output:
     """Protect a collection's chunks from eviction."""
-    _set_pins(name, settings, True, json)
+    return _set_pins(name, settings, True)
 
 
 @kdn.command()
 @with_settings("store.location")
-def unpin(name: NameArg, settings: Config, json: JsonOpt = False) -> None:
+def unpin(name: NameArg, settings: Config) -> Output:
     """Allow eviction of a collection's chunks.
 
     Chunks of other pinned collections stay pinned.
     """
-    _set_pins(name, settings, False, json)
+    return _set_pins(name, settings, False)
 
 
-def _set_pins(name: str, settings: Config, pinned: bool, json: bool) -> None:
+def _set_pins(name: str, settings: Config, pinned: bool) -> Output:
     from blendserve.kdn.publish import set_pins  # with torch: seconds
 
-    with _catalogue(settings) as (store, catalogue):
-        n = set_pins(store, catalogue, name, pinned)
+    with _catalog(settings) as catalog:
+        n = set_pins(catalog, name, pinned)
     done = "pinned" if pinned else "unpinned"
-    console.emit({"collection": name, done: n}, json, f"{name}: {n} chunks {done}")
+    return Output({"collection": name, done: n}, f"{name}: {n} chunks {done}")
 
 
 @kdn.command("unpublish")
@@ -133,29 +127,28 @@ def unpublish(
     name: NameArg,
     settings: Config,
     delete: bool = option(False, "Delete its chunks at once, except those of other collections.", "--delete"),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Unpublish a collection.
 
     Services stop delivering it within seconds, and its chunks can be evicted.
     """
     from blendserve.kdn.publish import unpublish as run  # with torch: seconds
 
-    with _catalogue(settings) as (store, catalogue):
-        n = run(store, catalogue, name, delete)
+    with _catalog(settings) as catalog:
+        n = run(catalog, name, delete)
     done = "deleted" if delete else "unpinned"
-    console.emit({"collection": name, done: n}, json, f"unpublished {name}: {n} chunks {done}")
+    return Output({"collection": name, done: n}, f"unpublished {name}: {n} chunks {done}")
 
 
 @kdn.command("prefetch")
 @kdn.command("warm", hidden=True, deprecated=True)
+@with_options()
 def prefetch(
     name: NameArg,
     node: Annotated[
         list[str], typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable.")
     ],
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Prefetch a collection's KV into the stores of engines.
 
     The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own in front of it. If they
@@ -176,9 +169,7 @@ def prefetch(
         except (httpx.HTTPError, ValueError) as error:
             results[url] = {"error": f"no answer of a server ({error}): start one by `blendserve serve`"}
     lines = [f"{url}: {r.get('error') or 'fetching, job ' + r['job']}" for url, r in results.items()]
-    console.emit(results, json, "\n".join(lines))
-    if any("error" in result for result in results.values()):
-        raise typer.Exit(1)
+    return Output(results, "\n".join(lines), int(any("error" in result for result in results.values())))
 
 
 @kdn.command()
@@ -187,8 +178,7 @@ def pull(
     source: Annotated[str, typer.Argument(help="Collection, written kdn:URL/NAME.")],
     folder: Annotated[str, typer.Argument(help="Folder for the index, or its name in indexes/.")],
     settings: Config,
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Fetch a collection's index, without KV, into a folder.
 
     Commands with `-i kdn:URL/NAME` do the same into the user's cache. If the service has API keys, the key is read
@@ -200,7 +190,7 @@ def pull(
 
     place = settings.store.replace("location", location_of(source))
     found = run(place.kdn, index_folder(folder), settings.store.namespace)
-    console.emit({"index": str(found)}, json, f"{found}: next: blendserve ask ... -i {source}")
+    return Output({"index": str(found)}, f"{found}: next: blendserve ask ... -i {source}")
 
 
 @kdn.command()
@@ -241,20 +231,20 @@ def moq_publish(
     """
     from blendserve.kdn.moq import Publisher  # with torch: seconds
 
-    with _catalogue(settings) as (store, _):
-        asyncio.run(Publisher(store, url, fingerprint).run())
+    with _catalog(settings) as catalog:
+        asyncio.run(Publisher(catalog.store, url, fingerprint).run())
 
 
 @contextmanager
-def _catalogue(settings: Config) -> Iterator[tuple[KVStore, Catalogue]]:
-    """The store, and the collections in it. Raises ConfigError, StoreError."""
+def _catalog(settings: Config) -> Iterator[CollectionCatalog]:
+    """The collections of a store. Raises ConfigError, StoreError."""
     if not settings.store.location:
         raise ConfigError(
             "the store of the collections is not set: give --store, such as indexes/NAME/kv, or a file with --config",
             setting="store.location",
         )
     from blendserve.fetch import open_store
-    from blendserve.kdn.catalogue import Catalogue
+    from blendserve.kdn.catalog import CollectionCatalog
 
     with open_store(settings.store, None, persistent=True) as store:
-        yield store, Catalogue(store)
+        yield CollectionCatalog(store)

@@ -2,9 +2,9 @@
 
     @single_command
     @with_settings("model.name", "blend.ratio")
-    def ask(question: ..., settings: Config) -> None: ...
+    def ask(question: ..., settings: Config) -> Output: ...
 
-gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`.
+gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`, and --json.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from blendserve.config import BASIC, Config, Section
+from blendserve.console import Output
 from blendserve.registry import Registry
 
 
@@ -45,10 +46,12 @@ RayOpt = Annotated[
         "RAY_ADDRESS, or a new cluster on this machine that ends with the command]",
     ),
 ]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+JSON = typer.Option("--json", help="Print one JSON object and nothing else.")
+JsonOpt = Annotated[bool, JSON]
+Command = Callable[..., Output | None]
 
 
-def _help_all(context: typer.Context, asked: bool) -> None:
+def _help_all(context: typer.Context, asked: bool | None) -> None:
     """Print the help with the options that --help leaves out, and exit."""
     if asked:
         for parameter in context.command.params:
@@ -57,14 +60,7 @@ def _help_all(context: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
-    ],
-)
+HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
 FLAGS = {  # options that are not named after their setting's last part
     **{"model.name": "model", "store.location": "store", "retrieve.index": "kind"},
     **{"requests.chunks": "request_chunks", "requests.number": "requests"},
@@ -125,12 +121,14 @@ class Options:
         options = [self._parameter(name, path) for name, path in self._paths.items()]
         if self._load:
             options = [_parameter("config", Path, CONFIG), _parameter("set", list[str], SET), *options]
-        return [*options, HELP_ALL] if any(o.annotation.__metadata__[0].hidden for o in options) else options
+        if any(option.annotation.__metadata__[0].hidden for option in options):
+            options.append(_parameter("help_all", bool, HELP_ALL))
+        return options
 
     def make(self, given: dict[str, Any]) -> Section:
         """The settings; takes its options out of `given`. Raises ConfigError."""
         section = self._load(given.pop("config"), given.pop("set") or ()) if self._load else self._base
-        given.pop(HELP_ALL.name, None)
+        given.pop("help_all", None)
         for name, path in self._paths.items():
             value = given.pop(name)
             if isinstance(value, list) and path not in VERBATIM:
@@ -157,20 +155,26 @@ class Options:
         return _parameter(name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden))
 
 
-def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace these parameters of a command by their options."""
+def with_options(**groups: Options) -> Callable[[Command], Callable[..., None]]:
+    """Replace these parameters of a command by their options. A command that returns an Output also gets --json."""
 
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters
+    def wrap(command: Command) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
         shown: list[inspect.Parameter] = []
-        for name, parameter in own.items():
+        for name, parameter in own.parameters.items():
             parts = groups[name].parameters() if name in groups else [parameter]
             shown += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts]
+        has_output = own.return_annotation is Output
+        if has_output:
+            shown.append(_parameter("json", bool, JSON))
 
         @wraps(command)
         def run(**given: Any) -> None:
+            json = given.pop("json") if has_output else False
             made = {name: group.make(given) for name, group in groups.items()}
-            command(**given, **made)
+            if output := command(**given, **made):
+                output.print(bool(json))
+                raise typer.Exit(output.exit_code)
 
         del run.__wrapped__  # typer would look through it
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -180,7 +184,7 @@ def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[
     return wrap
 
 
-def with_settings(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*paths: str) -> Callable[[Command], Callable[..., None]]:
     """Replace the parameter `settings` of a command by options for these settings, --config and --set."""
     return with_options(settings=Options(Config(), *paths, load=Config.load))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from blendserve.cli.options import (
     with_settings,
 )
 from blendserve.config import Config, changed
+from blendserve.console import Output
 from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
 from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.paths import cache_folder, index_folder
@@ -43,8 +45,7 @@ def evaluate(
     settings: Config,
     name: str | None = option(None, "Name of the run; made from data set and setting if not given."),
     runs: Path = option(Path("runs"), "Folder for runs."),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Compare methods on the questions of one or several data sets.
 
     Prints fidelity to full prefill, scores against the labels, and times, and writes a report. Several data sets, with
@@ -58,14 +59,10 @@ def evaluate(
         if len(datasets) > 1:
             several = job.evaluate_each(datasets, plan, settings, runs)
             found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
-            console.emit(found, json, lambda: report.show_all(found))
-        else:
-            done = job.evaluate(plan, settings, name, runs)
-            console.emit(
-                {"folder": str(done.folder), **done.metrics},
-                json,
-                lambda: report.show(done.metrics, done.folder / "report.html"),
-            )
+            return Output(found, lambda: report.show_all(found))
+        done = job.evaluate(plan, settings, name, runs)
+        show = partial(report.show, done.metrics, done.folder / "report.html")
+        return Output({"folder": str(done.folder), **done.metrics}, show)
     except KeyboardInterrupt:
         log.info("stopped: predictions are saved; run the same command to resume")
         raise typer.Exit(130) from None
@@ -115,7 +112,7 @@ def simulate(
 
     with console.progress("Simulating", "requests") as update:
         figures = run(config, update)
-    console.emit(figures, json, lambda: show(figures))
+    Output(figures, lambda: show(figures)).print(json)
     if plot:
         plot.write_bytes(draw(figures))
 
@@ -140,8 +137,7 @@ def cost(
     bench: Path | None = option(
         None, "Output of `blendserve bench codec --json`; sets the levels and the prefill time."
     ),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Compare the costs of storing and recomputing KV.
 
     For each level of each codec in each place: break-even reuses per month, and the savings of a workload. Missing
@@ -165,7 +161,7 @@ def cost(
         with open_store(Config().store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
             config = with_store(config, store)
     found = report(config)
-    console.emit(found, json, lambda: _show_costs(found))
+    return Output(found, lambda: _show_costs(found))
 
 
 def _show_costs(found: dict[str, Any]) -> None:
@@ -211,7 +207,7 @@ OWN_FORWARD = ("full prefill by the model's own forward",)
 
 @single_command
 @with_settings("model.name")
-def doctor(settings: Config, json: JsonOpt = False) -> None:
+def doctor(settings: Config) -> Output:
     """Check that blending is correct with a model on this machine.
 
     The checks run on the model's real weights. The command also measures the costs that method auto decides by, and
@@ -247,9 +243,8 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         "machine": machine(),
     }
     where = f"{adapter.device}, {str(adapter.dtype).removeprefix('torch.')}"
-    console.emit(found, json, lambda: _show_health(f"{reader.name} on {where}", checks, found))
-    if not checks.passed:
-        raise typer.Exit(1)
+    show = partial(_show_health, f"{reader.name} on {where}", checks, found)
+    return Output(found, show, int(not checks.passed))
 
 
 def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from blendserve import console
-from blendserve.cli.options import JsonOpt, RayOpt, make_app, option, single_command, with_settings
+from blendserve.cli.options import RayOpt, make_app, option, single_command, with_options, with_settings
 from blendserve.config import Config
+from blendserve.console import Output
 from blendserve.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def serve(
 
 
 @keys.command()
+@with_options()
 def create(
     name: OwnerArg,
     file: FileOpt = KEYS,
@@ -92,8 +94,7 @@ def create(
     admin: bool = option(False, "Allow access to /metrics and to other admin routes.", "--admin"),
     max_concurrent: int | None = option(None, "Concurrent requests. [default: the server's limit]", min=1),
     max_per_minute: int | None = option(None, "Requests per minute. [default: the server's limit]", min=1),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Create a key and print it once.
 
     The file stores only the key's hash.
@@ -110,11 +111,12 @@ def create(
         max_per_minute=max_per_minute,
     )
     key = KeyFile(file).create(tenant)
-    console.emit({"name": name, "key": key}, json, key)
+    return Output({"name": name, "key": key}, key)
 
 
 @keys.command("list")
-def list_keys(file: FileOpt = KEYS, json: JsonOpt = False) -> None:
+@with_options()
+def list_keys(file: FileOpt = KEYS) -> Output:
     """List the owners of keys and their rights."""
     from blendserve.serve.keys import KeyFile
 
@@ -127,8 +129,8 @@ def list_keys(file: FileOpt = KEYS, json: JsonOpt = False) -> None:
         }
         for tenant in KeyFile(file).read().values()
     ]
-    columns = {name: name for name in ("name", "namespace", "collections", "rights")}
-    console.emit_list("keys", found, json, str(file), columns, none="all")
+    columns = ("name", "namespace", "collections", "rights")
+    return console.listing("keys", found, str(file), columns, none="all")
 
 
 @keys.command()

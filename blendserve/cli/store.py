@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, make_app, option, with_settings
+from blendserve.cli.options import IndexArg, make_app, option, with_options, with_settings
 from blendserve.config import Config
+from blendserve.console import Output
 from blendserve.errors import ConfigError, InputError
 from blendserve.extras import install_hint
 from blendserve.paths import index_folder
-from blendserve.registry import CODECS, DELIVERED, nearest
+from blendserve.registry import CODECS, DELIVERED
 
 if TYPE_CHECKING:
     from blendserve.store import KVStore
@@ -32,10 +33,10 @@ def _open(index: str, settings: Config, read_only: bool = True) -> KVStore:
 
 @store.command()
 @with_settings("store.location")
-def stats(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+def stats(index: IndexArg, settings: Config) -> Output:
     """Show chunks, bytes, capacity and traffic of the store."""
     with _open(index, settings) as store:
-        console.emit(store.stats().to_dict(), json)
+        return Output(store.stats().to_dict())
 
 
 @store.command()
@@ -46,8 +47,7 @@ def verify(
     repair: bool = option(
         False, "Delete bad chunks and tables; `precompute` and `codec fit` restore them.", "--repair"
     ),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Verify every chunk and the codec tables of the store.
 
     The exit code is 1 if a bad chunk or table remains.
@@ -64,9 +64,8 @@ def verify(
         *(f"  {key}  {problem}" for key, problem in report.bad),
         *(f"  tables {hash}  {problem}" for hash, problem in report.bad_tables),
     ]
-    console.emit({**report.to_dict(), "repaired": repair}, json, "\n".join(lines))
-    if (report.bad or report.bad_tables) and not repair:
-        raise typer.Exit(1)
+    remains = (report.bad or report.bad_tables) and not repair
+    return Output({**report.to_dict(), "repaired": repair}, "\n".join(lines), int(bool(remains)))
 
 
 @store.command()
@@ -75,8 +74,7 @@ def merge(
     index: IndexArg,
     sources: Annotated[list[str], typer.Argument(help="Stores to copy from: folders, or URLs of servers.")],
     settings: Config,
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Copy chunks from other stores into the index's store.
 
     Password and deadline for servers come from store.secret_file and store.deadline_s. The exit code is 1 if a source
@@ -95,21 +93,20 @@ def merge(
             ):
                 new, bad = merge(source, into, update)
                 copied, damaged = copied + new, damaged + bad
-    console.emit({"copied": copied, "damaged": damaged}, json)
-    if damaged:
-        raise typer.Exit(1)
+    return Output({"copied": copied, "damaged": damaged}, exit_code=int(damaged > 0))
 
 
 @codec.command("list")
-def list_codecs(json: JsonOpt = False) -> None:
+@with_options()
+def list_codecs() -> Output:
     """List codecs with their levels, the finest first."""
-    columns = {"codec": "codec", "levels": "levels", "needs tables": "needs_tables", "problem": "problem"}
-    console.emit_list("codecs", [_describe(name) for name in CODECS.names], json, "Codecs", columns)
+    columns = ("codec", "levels", "needs tables=needs_tables", "problem")
+    return console.listing("codecs", [_describe(name) for name in CODECS.names], "Codecs", columns)
 
 
 @codec.command()
 @with_settings("store.location")
-def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+def show(index: IndexArg, settings: Config) -> Output:
     """Show the codec tables in an index's store.
 
     New chunks are coded with the current tables.
@@ -126,8 +123,8 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
             for info in store.blobs.list()
             if info.kind != DELIVERED  # collections
         ]
-    columns = {name: name for name in ("hash", "codec", "bytes", "current")}
-    console.emit_list("tables", found, json, "Tables", {**columns, "model fingerprint": "reader_fingerprint"})
+    columns = ("hash", "codec", "bytes", "current", "model fingerprint=reader_fingerprint")
+    return console.listing("tables", found, "Tables", columns)
 
 
 @codec.command("fit")
@@ -146,8 +143,7 @@ def fit_tables(
     tokens: int = option(
         16_384, "Length of the text to fit on, in tokens, taken from all files in turn.", min=1
     ),
-    json: JsonOpt = False,
-) -> None:
+) -> Output:
     """Fit a codec's tables for a model, into an index's store.
 
     New chunks are coded with the new tables; stored chunks keep theirs. All tenants of the store share the tables,
@@ -184,17 +180,15 @@ def fit_tables(
                 hash = fit(name, chunks, model, prompts, store, computed, fitted)
             size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)
             tables.append({"codec": name, "hash": hash.hex(), "bytes": size})
-    console.emit(
-        {"reader": model.name, "reader_fingerprint": model.fingerprint, "tables": tables},
-        json,
-        "\n".join(f"{t['codec']}: tables {t['hash']}, {t['bytes']:,} bytes" for t in tables),
-    )
+    lines = [f"{t['codec']}: tables {t['hash']}, {t['bytes']:,} bytes" for t in tables]
+    values = {"reader": model.name, "reader_fingerprint": model.fingerprint, "tables": tables}
+    return Output(values, "\n".join(lines))
 
 
 def _describe(name: str) -> dict[str, Any]:
     try:
         found = CODECS.load(name)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         return {"codec": name, "levels": [], "needs_tables": True, "problem": str(error)}
     level = {"default_level": found.default_level, "needs_tables": found.needs_tables}
     return {"codec": name, "levels": list(found.levels), **level}
@@ -202,14 +196,11 @@ def _describe(name: str) -> dict[str, Any]:
 
 def _check_codecs(names: list[str]) -> list[str]:
     """The codecs to fit, by default all that need tables. Raises ConfigError, InputError."""
-    for name in names:
-        if name not in CODECS.names:
-            raise ConfigError(f"there is no codec {name!r}: {nearest(name, list(CODECS.names))}")
-        described = _describe(name)
-        if "problem" in described:
-            raise ConfigError(described["problem"])
-        if not described["needs_tables"]:
-            raise InputError(f"codec {name!r} needs no tables: set store.codec to it")
+    for found in map(_describe, names):
+        if "problem" in found:
+            raise ConfigError(found["problem"])
+        if not found["needs_tables"]:
+            raise InputError(f"codec {found['codec']!r} needs no tables: set store.codec to it")
     known = [d["codec"] for d in map(_describe, CODECS.names) if d["needs_tables"] and "problem" not in d]
     if not (names or known):
         raise InputError(f"no installed codec needs tables: {install_hint('codecs')}")

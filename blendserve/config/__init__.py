@@ -45,7 +45,6 @@ __all__ = ["BASIC", "Config", "Section", "changed", "check_binding"]
 __all__ += [
     "AdmissionName",
     "CorrectionName",
-    "Dtype",
     "KVContext",
     "Method",
     "PolicyName",

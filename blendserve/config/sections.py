@@ -200,20 +200,6 @@ class ServeConfig(HttpConfig):
     log_text: bool = False
     """Write questions to the log."""
 
-    @property
-    def batching(self) -> dict[str, Any]:
-        """The arguments of BatchEngine."""
-        return {
-            "slots": self.slots,
-            "slot_tokens": self.slot_tokens,
-            "queue": self.queue,
-            "gap_s": self.gap_ms / 1e3,
-            "prefill_share": self.prefill_share,
-            "share_bytes": round(self.share_mb * 1e6),
-            "prefix_bytes": round(self.conversations_mb * 1e6),
-            "job_share": self.background_share,
-        }
-
 
 class DeliverConfig(HttpConfig):
     """The service that delivers the chunk KV of collections: `blendserve kdn serve`."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
+from blendserve.config import ServeConfig
 from blendserve.core import Steps, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
@@ -27,29 +28,17 @@ LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a sha
 class BatchEngine:
     """Answers an engine's requests together, on one thread. The engine is its opener's to close."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        observer: Observer,
-        *,
-        slots: int,
-        slot_tokens: int | None,
-        queue: int,
-        gap_s: float,
-        prefill_share: float,
-        share_bytes: int,
-        prefix_bytes: int,
-        job_share: float,
-    ) -> None:
-        """As ServeConfig names them. Raises ModelUnsupported for a model that fails the gate."""
+    def __init__(self, engine: Engine, observer: Observer, config: ServeConfig) -> None:
+        """Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
         reader, limit = engine.reader, engine.reader.adapter.context_limit
         self.engine, self.fetcher = engine, engine.fetcher
-        self.pool = CachePool(reader.adapter, slots, min(slot_tokens or limit, limit))
-        self.fetcher.copies.shared.cap_bytes = share_bytes
-        engine.blender.prefixes.cap_bytes = prefix_bytes
+        self.pool = CachePool(reader.adapter, config.slots, min(config.slot_tokens or limit, limit))
+        self.fetcher.copies.shared.cap_bytes = round(config.share_mb * 1e6)
+        engine.blender.prefixes.cap_bytes = round(config.conversations_mb * 1e6)
+        share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(
-            reader, self.pool, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)
+            reader, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle
         )
         self._blenders = {engine.config.store.namespace: engine.blender}
         self._writing: set[ChunkKey] = set()  # write-backs that are queued or under way

@@ -6,6 +6,7 @@ no job may have it for long.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict, deque
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from blendserve.errors import RateLimited, ShuttingDown
@@ -133,7 +135,7 @@ class FairExecutor:
         self._thread.start()
 
     def submit(self, tenant: str, call: Callable[[], T], long: bool = False) -> Future[T]:
-        """Queue a job. long: it calls `give_way` between its parts. Raises RateLimited and ShuttingDown."""
+        """Queue a job. long: it calls `yield_to_requests` between its parts. Raises RateLimited and ShuttingDown."""
         job = _Job(tenant, call, long)
         with self._wake:
             if self._stopped:
@@ -145,7 +147,11 @@ class FairExecutor:
         job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
         return job.future
 
-    def give_way(self) -> None:
+    async def run(self, tenant: str, call: Callable[..., T], *args: Any, long: bool = False) -> T:
+        """Await a job in an event loop; cancelled while it waits, it does not run. long, errors: as of `submit`."""
+        return await asyncio.wrap_future(self.submit(tenant, partial(call, *args), long))
+
+    def yield_to_requests(self) -> None:
         """Run a short job if one waits; while requests are in flight, rest for the last part and run others.
 
         Outside of long jobs nothing happens. Raises ShuttingDown.

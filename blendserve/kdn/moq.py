@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from blendserve.errors import StoreError
-from blendserve.fetch.kdn.manifest import Collection, encode_body, level_key
+from blendserve.fetch.kdn.manifest import encode_body
 from blendserve.fetch.kdn.moq import GROUP, broadcast_of, library
-from blendserve.kdn.catalogue import Catalogue
-from blendserve.store import ChunkRecord, KVStore, read_record
+from blendserve.kdn.catalog import CollectionCatalog
+from blendserve.store import KVStore, read_record
 
 MAX_TRACKS = 64  # that are kept open after their last frame
 POLL_S = 5.0  # between two looks for published or unpublished collections
@@ -48,10 +48,10 @@ class Publisher:
 
     def __init__(self, store: KVStore, url: str, fingerprint: str = "") -> None:
         """fingerprint: of the relay's certificate, in hex. Raises StoreUnavailable without the package."""
-        self._moq, self._store, self._catalogue = library(), store, Catalogue(store)
+        self._moq, self._store, self._catalog = library(), store, CollectionCatalog(store)
         self._url, self._fingerprints = url, [fingerprint] if fingerprint else None
         self.sent = 0  # bytes of frames, to the relay
-        self._tracks: OrderedDict[str, Any] = OrderedDict()
+        self._tracks = deque[Any](maxlen=MAX_TRACKS)
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Publish until it is cancelled. ready: called when all collections are announced."""
@@ -72,7 +72,7 @@ class Publisher:
 
     async def _announce(self, origin: Any, serving: dict[str, tuple[Any, asyncio.Task[None]]]) -> None:
         """Announce new collections, unannounce unpublished ones."""
-        found = await asyncio.to_thread(self._catalogue.collections)
+        found = await asyncio.to_thread(self._catalog.collections)
         paths = {broadcast_of(collection): name for name, collection in found.items()}
         for path in serving.keys() - paths.keys():
             broadcast, task = serving.pop(path)
@@ -87,14 +87,12 @@ class Publisher:
     async def _answer(self, requests: Any, name: str) -> None:
         """Send each requested track."""
         async for request in requests:
-            wanted = request.name  # an accepted request has no name
-            frames = await asyncio.to_thread(self.frames, name, wanted)
+            frames = await asyncio.to_thread(self.frames, name, request.name)
             if frames is None:
                 request.abort(NOT_FOUND)
                 continue
-            track = self._tracks[wanted] = request.accept()
-            while len(self._tracks) > MAX_TRACKS:
-                self._tracks.popitem(last=False)
+            track = request.accept()
+            self._tracks.append(track)
             group = track.create_group(GROUP)
             for frame in frames:
                 group.write_frame(frame)
@@ -103,20 +101,13 @@ class Publisher:
 
     def frames(self, name: str, track: str) -> list[bytes] | None:
         """Header, then the segment of each layer; None for a chunk that the collection does not have."""
-        key_hex, _, word = track.partition("@")
-        try:
-            collection: Collection | None = self._catalogue.collections().get(name)
-            key = bytes.fromhex(key_hex)
-            if (
-                collection is None
-                or word not in collection.levels
-                or key not in self._catalogue.directory(collection)
-            ):
-                return None
-            record: ChunkRecord | None = read_record(self._store, level_key(key, word, collection.levels))
-        except (ValueError, StoreError):
-            return None
-        return None if record is None else [bytes(part) for part in encode_body(key, record)[1:]]
+        key_hex, _, level = track.partition("@")
+        with suppress(StoreError):
+            collection = self._catalog.collections().get(name)
+            keys = self._catalog.chunk_keys(collection, key_hex, level) if collection else None
+            if keys and (record := read_record(self._store, keys[1])):
+                return [bytes(part) for part in encode_body(keys[0], record)[1:]]
+        return None
 
 
 async def _serve(server: Any) -> None:

@@ -2,14 +2,14 @@
 
     precompute      all chunks, at the store's codec
     encode          once more at every further level, from the first level's KV
-    describe        directory, index, tables -> catalogue
+    describe        directory, index, tables -> catalog
 
 Each step skips what is stored: the command resumes where it was stopped, and a second publication writes changes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -25,15 +25,14 @@ from blendserve.fetch.kdn.manifest import (
     valid_name,
     write_directory,
 )
-from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.registry import codec_word, parse_codec
 from blendserve.retrieve.manifest import MANIFEST, read
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record
+from blendserve.store.base import Progress
 from blendserve.store.codecs.base import Codec, Undecodable
 from blendserve.store.key import namespace_tag
 from blendserve.store.view import decode
-
-Progress = Callable[[int, int], None]
 
 
 def publish(
@@ -58,11 +57,9 @@ def publish(
             f"{len(missing)} of {len(tokens)} chunks are not in the store: is its cap too small? Publish again when "
             "there is room"
         )
-    codecs = {}
-    for word in words[1:]:  # their tables are fitted if the store has none
-        codecs[word] = writing_codec(
-            engine.config.replace("store.codec", word), engine.reader, engine.prompts, store
-        )
+    settings = {word: engine.config.replace("store.codec", word) for word in words[1:]}
+    fitted = engine.reader, engine.prompts, store  # tables are fitted if the store has none
+    codecs = {word: writing_codec(config, *fitted) for word, config in settings.items()}
     prior = engine.blender.priors.hash()
     _, files, _ = read(index.path)
     return publish_chunks(
@@ -96,14 +93,14 @@ def publish_chunks(
     reader: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
     beside the codecs' tables. Raises StoreError.
     """
-    catalogue, used = Catalogue(store), set(tables or ())
+    catalog, used = CollectionCatalog(store), set(tables or ())
     directory: dict[ChunkKey, Entry] = {}
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
         records = [_at_level(store, key, level, levels, codecs) for level in levels]
         used |= {record.coding.tables for record in records}
         directory[key] = Entry(n_tokens, tuple(sum(map(len, encode_body(key, r))) for r in records))
         done(n, len(tokens))
-    blobs = {name: catalogue.write_blob(raw) for name, raw in (files or {}).items()}
+    infos = [info for info in store.blobs.list() if info.hash in used]
     collection = Collection(
         name=name,
         reader=reader[0],
@@ -115,49 +112,45 @@ def publish_chunks(
         n_bytes=sum(sum(entry.bodies) for entry in directory.values()),
         published=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         pinned=True,
-        files=blobs,
-        directory=catalogue.write_blob(write_directory(directory)),
-        tables=tuple(
-            TablesInfo(info.hash.hex(), info.kind, info.owner, info.n_bytes)
-            for info in store.blobs.list()
-            if info.hash in used
-        ),
+        files={name: catalog.write_blob(raw) for name, raw in (files or {}).items()},
+        directory=catalog.write_blob(write_directory(directory)),
+        tables=tuple(TablesInfo(i.hash.hex(), i.kind, i.owner, i.n_bytes) for i in infos),
     )
-    catalogue.write(collection)
+    catalog.write(collection)
     return collection
 
 
-def set_pins(store: KVStore, catalogue: Catalogue, name: str, pinned: bool) -> int:
+def set_pins(catalog: CollectionCatalog, name: str, pinned: bool) -> int:
     """Pin a collection's chunks, or unpin the ones that no other pinned collection has -> number of stored ones."""
-    collection = catalogue.collection(name)
-    keys = set(_stored_keys(catalogue, collection))
-    n = store.pin(keys if pinned else keys - _keys_of_others(catalogue, name, pinned_only=True), pinned)
+    collection = catalog.collection(name)
+    keys = set(_stored_keys(catalog, collection))
+    n = catalog.store.pin(keys if pinned else keys - _keys_of_others(catalog, name, pinned_only=True), pinned)
     if collection.pinned != pinned:
-        catalogue.write(replace(collection, pinned=pinned))
+        catalog.write(replace(collection, pinned=pinned))
     return n
 
 
-def unpublish(store: KVStore, catalogue: Catalogue, name: str, delete: bool = False) -> int:
+def unpublish(catalog: CollectionCatalog, name: str, delete: bool = False) -> int:
     """Delete a collection, and unpin or delete the chunks that no other collection has -> their number.
 
     Services stop delivering it within seconds. Raises NotFound, StoreError.
     """
-    keys = set(_stored_keys(catalogue, catalogue.collection(name))) - _keys_of_others(catalogue, name)
-    catalogue.delete(name)
-    return store.delete(keys) if delete else store.pin(keys, pinned=False)
+    keys = set(_stored_keys(catalog, catalog.collection(name))) - _keys_of_others(catalog, name)
+    catalog.delete(name)
+    return catalog.store.delete(keys) if delete else catalog.store.pin(keys, pinned=False)
 
 
-def _stored_keys(catalogue: Catalogue, collection: Collection) -> Iterator[ChunkKey]:
+def _stored_keys(catalog: CollectionCatalog, collection: Collection) -> Iterator[ChunkKey]:
     """The keys of its chunks at every level."""
     levels = collection.levels
-    return (level_key(key, level, levels) for key in catalogue.directory(collection) for level in levels)
+    return (level_key(key, level, levels) for key in catalog.directory(collection) for level in levels)
 
 
-def _keys_of_others(catalogue: Catalogue, name: str, pinned_only: bool = False) -> set[ChunkKey]:
+def _keys_of_others(catalog: CollectionCatalog, name: str, pinned_only: bool = False) -> set[ChunkKey]:
     """The stored keys of all other collections."""
-    found = catalogue.collections(anew=True).items()
+    found = catalog.collections(anew=True).items()
     others = [c for other, c in found if other != name and (c.pinned or not pinned_only)]
-    return {key for collection in others for key in _stored_keys(catalogue, collection)}
+    return {key for collection in others for key in _stored_keys(catalog, collection)}
 
 
 def _levels(engine: Engine, more: Sequence[str]) -> tuple[str, ...]:

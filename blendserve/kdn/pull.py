@@ -30,14 +30,8 @@ log = logging.getLogger(__name__)
 
 SCHEME = f"{DELIVERED}:"
 MAX_FILE_BYTES = 4 << 30  # bytes of one of its files
-ERRORS = (
-    OSError,
-    ValueError,
-    http.client.HTTPException,
-    PeerUnusable,
-    NotFoundReply,
-    InvalidReply,
-)  # of a service
+# Of a service
+ERRORS = (OSError, ValueError, http.client.HTTPException, PeerUnusable, NotFoundReply, InvalidReply)
 
 
 def resolve(index: str, config: Config) -> tuple[str, Config]:
@@ -64,11 +58,7 @@ def location_of(index: str) -> str:
     return location
 
 
-def pull(
-    settings: KdnConfig,
-    folder: Path | None = None,
-    namespace: str | None = None,
-) -> Path:
+def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None = None) -> Path:
     """Download a collection's index into a folder, by default in the user's cache -> that folder.
 
     A current index is not downloaded again; without the service, the last downloaded one is used. namespace: of the

@@ -53,10 +53,6 @@ class RayEngineClient(EngineClient):
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
         self.collections = TenantCollections(library, retrieval)
 
-    def close(self) -> None:
-        """End the thread."""
-        self.collections.executor.stop()
-
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """See EngineClient."""
         if not self.is_alive:
@@ -64,14 +60,13 @@ class RayEngineClient(EngineClient):
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
-        prepared = await self.collections.run(tenant, prepare_request, *arguments)
-        request = RoutedRequest(prepared, tenant.name, tenant.namespace)
-        key = ChunkKeys(
-            self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, tenant.namespace
-        )
+        prepared = await self.collections.executor.run(tenant.name, prepare_request, *arguments)
+        of_model = self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context
+        key = ChunkKeys(*of_model, tenant.namespace)
         keys = frozenset(key(chunk.ids) for chunk in prepared.prompt.chunks if len(chunk))
+        request = RoutedRequest(prepared, keys, tenant.name, tenant.namespace)
         # The task that awaits the events cancels the request.
-        return RequestHandle(prepared, self._replicas.answer(request, keys), lambda: None)
+        return RequestHandle(prepared, self._replicas.answer(request), lambda: None)
 
 
 def serve_cluster(
@@ -88,7 +83,7 @@ def serve_cluster(
     log.info("Starting replicas: %d to %d", *replicas)
     with (
         cluster(address, replicas.most) as resources,
-        Replicas(open_engine, settings.serve.batching, replicas, resources) as group,
+        Replicas(open_engine, config.serve, replicas, resources) as group,
     ):
         facts = group.facts()
         tokenizer = load_tokenizer(config.model)

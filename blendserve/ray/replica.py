@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blendserve.config import ServeConfig
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Sequence
@@ -24,11 +25,12 @@ REPORT_EXPIRY_S = 10.0  # older reports are ignored
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A laid-out request for a replica, and its owner."""
+    """A laid-out request for a replica, its owner, and the keys of its chunks, for the router."""
 
     prepared: PreparedRequest
-    tenant: str
-    namespace: str
+    keys: frozenset[bytes] = frozenset()
+    tenant: str = ""
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,11 @@ class ModelFacts:
 class EngineReplica:
     """The deployment's class."""
 
-    def __init__(self, open_engine: Callable[[], Engine], batching: Mapping[str, Any]) -> None:
-        """open_engine: picklable; needs no index. batching: arguments of BatchEngine."""
+    def __init__(self, open_engine: Callable[[], Engine], config: ServeConfig) -> None:
+        """open_engine: picklable; needs no index. config: without keys."""
         bind_to_loopback()
         self._engine = open_engine()
-        self._batch = BatchEngine(self._engine, Metrics(), **batching)  # unread: the ingress counts
+        self._batch = BatchEngine(self._engine, Metrics(), config)  # unread: the ingress counts
         self._batch.scheduler.start()
         self._version = 0
 
@@ -70,8 +72,8 @@ class EngineReplica:
         if not self._batch.scheduler.alive:
             raise RuntimeError("the model's thread has ended")
 
-    async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
-        """PrefillDone, pieces of text, then Finished or Failed. keys: of its chunks, for the router."""
+    async def answer(self, request: RoutedRequest) -> AsyncIterator[Event]:
+        """PrefillDone, pieces of text, then Finished or Failed."""
         emit, events = event_queue()
         sequence: Sequence | None = None
         try:

@@ -7,10 +7,11 @@ import importlib
 import logging
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Any, NamedTuple
 
+from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, InputError
@@ -56,32 +57,32 @@ class Replicas(AbstractContextManager["Replicas"]):
     def __init__(
         self,
         open_engine: Callable[[], Engine],
-        batching: Mapping[str, Any],
+        config: ServeConfig,
         count: ReplicaCount,
         resources: WorkerResources,
         router: str = CHUNK_ROUTER,
     ) -> None:
-        """batching: arguments of BatchEngine. resources: of each replica.
+        """config: without keys. resources: of each replica.
 
         Raises what opening an engine raises, and ClusterUnavailable.
         """
         self._ray = import_ray()
         self._serve = importlib.import_module("ray.serve")  # seconds
-        config = importlib.import_module("ray.serve.config")
+        router_config = importlib.import_module("ray.serve.config").RequestRouterConfig
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._serve.start(proxy_location="Disabled")  # HTTP is ours
         self._name = f"blendserve-{secrets.token_hex(4)}"  # others' servers may be on the same cluster
         self._deployment = self._serve.deployment(EngineReplica).options(
             name=self._name,
-            **count.options(batching["slots"]),
-            max_ongoing_requests=batching["slots"] + batching["queue"],
+            **count.options(config.slots),
+            max_ongoing_requests=config.slots + config.queue,
             ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
-            request_router_config=config.RequestRouterConfig(
+            request_router_config=router_config(
                 request_router_class=router, request_routing_stats_period_s=REPORT_PERIOD_S
             ),
             health_check_period_s=HEALTH_PERIOD_S,
         )
-        self._arguments = open_engine, dict(batching)
+        self._arguments = open_engine, config
         self._run()
 
     def _run(self) -> None:
@@ -105,24 +106,22 @@ class Replicas(AbstractContextManager["Replicas"]):
         found: ModelFacts = self._handle.facts.remote().result()
         return found
 
-    def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
-        """The events of `answer_from`. keys: of the request's chunks."""
-        return answer_from(self._handle, self._ray.exceptions, request, keys)
+    def answer(self, request: RoutedRequest) -> AsyncIterator[Event]:
+        """The events of `answer_from`."""
+        return answer_from(self._handle, self._ray.exceptions, request)
 
 
-async def answer_from(
-    handle: Any, errors: Any, request: RoutedRequest, keys: frozenset[bytes]
-) -> AsyncIterator[Event]:
+async def answer_from(handle: Any, errors: Any, request: RoutedRequest) -> AsyncIterator[Event]:
     """PrefillDone, pieces of text, then Finished or Failed, once each, however many replicas die.
 
-    handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Raises ClusterUnavailable if
-    another replica's answer differs from text that was already sent.
+    handle: of the deployment. errors: Ray's exceptions. Raises ClusterUnavailable if another replica's answer differs
+    from text that was already sent.
     """
     replay = ReplayFilter()
     for attempt in range(ATTEMPTS):
         if attempt > 1:
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
-        stream = handle.options(stream=True).answer.remote(request, keys=keys)
+        stream = handle.options(stream=True).answer.remote(request)
         try:
             async with aclosing(_events(stream)) as events:
                 async for event in events:

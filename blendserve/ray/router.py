@@ -21,7 +21,8 @@ class ChunkRouter(RequestRouter):  # type: ignore[misc]  # Ray is an extra
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
         """Replicas in order of preference, one a rank: Ray tries the next rank if a replica is full."""
-        keys = pending_request.kwargs.get("keys", frozenset()) if pending_request else frozenset()
+        arguments = pending_request.args if pending_request else ()
+        keys: frozenset[bytes] = next((request.keys for request in arguments), frozenset())
         found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         reports = {name: replica.routing_stats for name, replica in found.items()}
         cached = self._reports.cached_chunks(reports, time.monotonic())

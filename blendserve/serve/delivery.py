@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,12 +26,11 @@ from blendserve.config import Config, DeliverConfig
 from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import BodyTooSlow, InputError, NotFound, PermissionDenied, RateLimited
 from blendserve.fetch import open_store
-from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
-from blendserve.kdn.catalogue import Catalogue
+from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave
+from blendserve.kdn.catalog import CollectionCatalog, summary
 from blendserve.kdn.publish import set_pins, unpublish
 from blendserve.serve.app import create_app
 from blendserve.serve.auth import Backend, TenantDep, backend_of
-from blendserve.serve.engine_client import run_on
 from blendserve.serve.keys import Tenant, TokenBucket
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import HttpServer, check_http
@@ -77,10 +76,9 @@ class DeliveryBackend(Backend):
     metrics: DeliveryMetrics
 
     def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
-        """clock: of how long the catalogue's entries are fresh."""
+        """clock: of how long the catalog's entries are fresh."""
         super().__init__(config, DeliveryMetrics())
-        self.store = store
-        self.catalogue = Catalogue(store, now=clock.monotonic)
+        self.catalog = CollectionCatalog(store, now=clock.monotonic)
         self.executor = FairExecutor("delivery", config.queue)
         self._sent_mb = TokenBucket()
         self._bodies = OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody]()  # least recently used first
@@ -92,11 +90,11 @@ class DeliveryBackend(Backend):
 
     def collections(self, tenant: Tenant) -> list[Collection]:
         """The collections that a tenant may use. Raises StoreError."""
-        return [c for name, c in self.catalogue.collections().items() if tenant.may_use(name)]
+        return [c for name, c in self.catalog.collections().items() if tenant.may_use(name)]
 
     def collection(self, tenant: Tenant, name: str) -> Collection:
         """Raises NotFound: the same error after the same work, whether it is missing or hidden from this key."""
-        found, allowed = self.catalogue.collections().get(name), tenant.may_use(name)
+        found, allowed = self.catalog.collections().get(name), tenant.may_use(name)
         if found is None or not allowed:
             raise not_found()
         return found
@@ -104,28 +102,24 @@ class DeliveryBackend(Backend):
     def directory(self, tenant: Tenant, name: str) -> CachedBody:
         """The table of a collection's chunks."""
         blob = self.collection(tenant, name).directory
-        return CachedBody([self.catalogue.piece(hash) for hash in blob.pieces], f'"{blob.version}"')
+        return CachedBody([self.catalog.piece(hash) for hash in blob.pieces], f'"{blob.version}"')
 
     def piece(self, tenant: Tenant, name: str, hash: str) -> CachedBody:
         """A part of the index, or codec tables, that belong to this collection."""
         found = self.collection(tenant, name)
         if hash not in found.pieces | {tables.hash for tables in found.tables}:
             raise not_found()
-        return CachedBody([self.catalogue.piece(hash)], f'"{hash}"')
+        return CachedBody([self.catalog.piece(hash)], f'"{hash}"')
 
     def chunk(self, tenant: Tenant, name: str, key_hex: str, level: str) -> CachedBody:
         """A chunk's body at a level, "" for the first. Raises NotFound, CorruptRecord and other StoreErrors."""
         collection = self.collection(tenant, name)
-        try:
-            key = bytes.fromhex(key_hex)
-        except ValueError:
-            raise not_found() from None
-        level = level or collection.levels[0]
-        if level not in collection.levels or key not in self.catalogue.directory(collection):
+        keys = self.catalog.chunk_keys(collection, key_hex, level or collection.levels[0])
+        if keys is None:
             raise not_found()
-        stored_key = level_key(key, level, collection.levels)
-        body = self._bodies.pop((stored_key, key), None)
-        record = None if body else read_record(self.store, stored_key)
+        key, stored_key = keys
+        body = self._bodies.pop(keys, None)
+        record = None if body else read_record(self.catalog.store, stored_key)
         self.metrics.chunks.labels("memory" if body else "store" if record else "missing").inc()
         if record:
             parts = encode_body(key, record)
@@ -133,7 +127,7 @@ class DeliveryBackend(Backend):
             body = CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"')
         if body is None:
             raise not_found()
-        self._bodies[stored_key, key] = body  # now the last one to be evicted
+        self._bodies[keys] = body  # now the last one to be evicted
         self._cached_bytes += body.n_bytes if record else 0
         while self._cached_bytes > self.http.memory_mb * 1e6:
             self._cached_bytes -= self._bodies.popitem(last=False)[1].n_bytes
@@ -183,15 +177,13 @@ def get_and_head(path: str) -> Callable[[Handler], Handler]:
 @router.get("/collections")
 async def list_collections(backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """The collections that this key may read."""
-    found = await run_on(backend.executor, tenant, backend.collections, tenant)
-    for_clients = {"files", "directory", "tables"}  # that pull a collection
-    return {"data": [{k: v for k, v in asdict(c).items() if k not in for_clients} for c in found]}
+    return {"data": list(map(summary, await backend.executor.run(tenant.name, backend.collections, tenant)))}
 
 
 @router.get("/collections/{name}")
 async def get_collection(name: str, backend: BackendDep, tenant: TenantDep) -> dict[str, Any]:
     """A collection's description."""
-    return asdict(await run_on(backend.executor, tenant, backend.collection, tenant, name))
+    return asdict(await backend.executor.run(tenant.name, backend.collection, tenant, name))
 
 
 @get_and_head("/collections/{name}/directory")
@@ -248,15 +240,15 @@ async def _administer(
     backend: DeliveryBackend,
     tenant: Tenant,
     name: str,
-    call: Callable[[KVStore, Catalogue, str, bool], int],
+    call: Callable[[CollectionCatalog, str, bool], int],
     flag: bool,
 ) -> int:
     """Raises NotFound, PermissionDenied, StoreError."""
-    await run_on(backend.executor, tenant, backend.collection, tenant, name)
+    await backend.executor.run(tenant.name, backend.collection, tenant, name)
     tenant.require_write_access()
     if not tenant.admin:
         raise PermissionDenied("pinning and unpublishing collections requires an admin's key")
-    return await run_on(backend.executor, tenant, call, backend.store, backend.catalogue, name, flag)
+    return await backend.executor.run(tenant.name, call, backend.catalog, name, flag)
 
 
 async def _send(
@@ -265,15 +257,13 @@ async def _send(
     """The body that `read` finds, or the requested range of it. It counts as a concurrent request until it is sent."""
     with ExitStack() as stack:
         stack.enter_context(backend.limits.concurrency_slot(tenant))
-        found = await run_on(backend.executor, tenant, read, tenant, *names)
+        found = await backend.executor.run(tenant.name, read, tenant, *names)
         if found.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers={"ETag": found.etag})
         is_current = request.headers.get("if-range", found.etag) == found.etag
         span = parse_range(request.headers.get("range") if is_current else None, found.n_bytes)
-        response = RangeResponse(found, span, backend.http.send_s)
-        backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
-        response.on_close = stack.pop_all().close
-        return response
+        backend.take_bytes(tenant, span[1] - span[0] if span and request.method == "GET" else 0)
+        return RangeResponse(found, span, backend.http.send_s, stack.pop_all().close)
 
 
 def parse_range(header: str | None, total: int) -> tuple[int, int] | None:
@@ -294,19 +284,19 @@ def parse_range(header: str | None, total: int) -> tuple[int, int] | None:
 class RangeResponse(Response):
     """A range of a body in memory. Raises BodyTooSlow if the client stops reading. `on_close` is called in any case."""
 
-    on_close: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, whole: CachedBody, span: tuple[int, int] | None, timeout_s: float) -> None:
+    def __init__(
+        self, whole: CachedBody, span: tuple[int, int] | None, timeout_s: float, on_close: Callable[[], None]
+    ) -> None:
         """timeout_s: of each part that is sent."""
         self._parts = [memoryview(part).cast("B") for part in whole.parts]
         self._begin, self._end = span or (0, 0)
-        self._timeout_s, self.n_bytes = timeout_s, self._end - self._begin
-        total, status = whole.n_bytes, 200
+        self._timeout_s, self._on_close = timeout_s, on_close
+        total, n_bytes, status = whole.n_bytes, self._end - self._begin, 200
         headers = {"ETag": whole.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
-        headers["Content-Length"] = str(self.n_bytes)
+        headers["Content-Length"] = str(n_bytes)
         if span is None:
             status, headers["Content-Range"] = 416, f"bytes */{total}"
-        elif self.n_bytes < total:
+        elif n_bytes < total:
             status, headers["Content-Range"] = 206, f"bytes {self._begin}-{self._end - 1}/{total}"
         super().__init__(None, status, headers, "application/octet-stream")
 
@@ -322,7 +312,7 @@ class RangeResponse(Response):
                     raise BodyTooSlow(f"the client received nothing for {self._timeout_s:g} s") from None
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self.on_close()
+            self._on_close()
 
     def _blocks(self) -> Iterator[Buffer]:
         """The range in blocks of at most SEND_BYTES; small parts are joined, because each call has a cost."""
@@ -342,17 +332,9 @@ class RangeResponse(Response):
             yield bytes(small)
 
 
-# From settings to a running service
-
-
-def create_delivery_app(backend: DeliveryBackend) -> FastAPI:
-    """The application of a delivery service, which it closes."""
-    return create_app(backend, [router])
-
-
 def serve(settings: Config) -> None:
     """Deliver the collections of a store until told to stop. Raises ConfigError, StoreError."""
     check_http(settings.deliver)
     with open_store(settings.store, None, persistent=True) as store:
         backend = DeliveryBackend(store, settings.deliver)
-        HttpServer(create_delivery_app(backend), backend).run()
+        HttpServer(create_app(backend, [router]), backend).run()

@@ -17,7 +17,7 @@ from blendserve.engine.prompt import passage_text
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
-from blendserve.serve.engine_client import LocalEngineClient, run_on
+from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.jobs import Job
 from blendserve.serve.schemas import Body, CacheRequest, DocumentsRequest, Name
 from blendserve.store import ChunkKey
@@ -47,11 +47,11 @@ class Caller:
 
     async def on_index(self, call: Callable[..., T], *args: Any) -> T:
         """Run a call on the thread of the indexes; questions run between its parts."""
-        return await self.client.collections.run(self.tenant, call, *args, background=True)
+        return await self.client.collections.executor.run(self.tenant.name, call, *args, long=True)
 
     async def on_store(self, call: Callable[..., T], *args: Any) -> T:
         """Run a call on the thread of the store."""
-        return await run_on(self.client.storage, self.tenant, call, *args)
+        return await self.client.storage.run(self.tenant.name, call, *args)
 
     def start_job(
         self, body: Body, kind: str, work: Callable[[Job], Awaitable[None]], total_documents: int = 0
@@ -120,7 +120,7 @@ class ListQuery(Caller):
         text = self.search.strip().casefold()
         for n, passage in enumerate(index.passages):
             if n % PASSAGES_PER_YIELD == 0:
-                self.client.collections.executor.give_way()
+                self.client.collections.executor.yield_to_requests()
             if not text or any(text in field.casefold() for field in fields(passage)):
                 yield passage
 
@@ -140,11 +140,8 @@ class Selection(Caller):
             return [passage.passage() for passage in body.passages]
         passages = self.find(body.collection)[1].passages
         documents, ids = (None if names is None else set(names) for names in (body.documents, body.ids))
-        return [
-            p
-            for p in passages
-            if (documents is None or p.doc_id in documents) and (ids is None or p.id in ids)
-        ]
+        chosen = (p for p in passages if documents is None or p.doc_id in documents)
+        return [p for p in chosen if ids is None or p.id in ids]
 
     async def keys(self) -> list[ChunkKey]:
         """The keys of the chunks, without empty passages."""
@@ -244,7 +241,7 @@ async def delete_document(
 @router.post("/cache/warm", status_code=202)
 async def warm(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
-    passages = await chosen.client.collections.run(chosen.tenant, chosen.passages)
+    passages = await chosen.client.collections.executor.run(chosen.tenant.name, chosen.passages)
     return chosen.start_job(chosen.body, "warm", partial(chosen.precompute, passages))
 
 

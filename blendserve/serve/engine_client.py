@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends
 
@@ -30,7 +30,6 @@ from blendserve.serve.keys import Tenant, counted
 from blendserve.serve.metrics import HttpMetrics, Metrics
 from blendserve.timing import Clock
 
-T = TypeVar("T")
 WRITE_BACK_S = 5.0  # limit of storing what answered requests computed, when the server stops
 
 
@@ -82,17 +81,6 @@ def served_names(model: str, served: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((public, model)))
 
 
-async def run_on(
-    executor: FairExecutor, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False
-) -> T:
-    """Run a call on an executor's thread when it is the tenant's turn. Raises RateLimited and ShuttingDown.
-
-    background: it may take longer than a question, and lets questions run between its parts (`executor.give_way`).
-    Cancelled while it waits, it does not run.
-    """
-    return await asyncio.wrap_future(executor.submit(tenant.name, partial(call, *args), background))
-
-
 class TenantCollections:
     """The collections of a server, as tenants may use them. Only the executor's one thread reads or changes an index.
 
@@ -123,10 +111,6 @@ class TenantCollections:
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
         return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
 
-    async def run(self, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False) -> T:
-        """Run a call on the executor's thread: see `run_on`."""
-        return await run_on(self.executor, tenant, call, *args, background=background)
-
 
 class EngineClient(Backend):
     """Answers questions, wherever the engine runs."""
@@ -148,6 +132,10 @@ class EngineClient(Backend):
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
 
+    def close(self) -> None:
+        """End the retrieval thread."""
+        self.collections.executor.stop()
+
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """Retrieve, build the prompt and queue. Raises RateLimited, NotFound and other BlendserveErrors."""
         raise NotImplementedError
@@ -162,7 +150,7 @@ class LocalEngineClient(EngineClient):
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
         metrics, reader = Metrics(), engine.reader
-        self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, **http.batching)
+        self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
         super().__init__(
             engine.config, http, metrics, reader.name, reader.tokenizer, self.batch.pool.n_tokens
         )
@@ -174,9 +162,9 @@ class LocalEngineClient(EngineClient):
         self.collections = TenantCollections(library, retrieval)
         self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
-        engine.prompts.between = retrieval.give_way
+        engine.prompts.between = retrieval.yield_to_requests
         for index in library.collections.values():
-            index.embedder.set_yield_point(retrieval.give_way)
+            index.embedder.set_yield_point(retrieval.yield_to_requests)
 
     @property
     def is_alive(self) -> bool:
@@ -194,7 +182,7 @@ class LocalEngineClient(EngineClient):
         """Cancel the jobs, write back what answered requests computed, and end the threads."""
         self.jobs.cancel()
         self.scheduler.stop(min(WRITE_BACK_S, self.http.drain_s))
-        self.collections.executor.stop()
+        super().close()
         self.storage.stop()
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
@@ -209,7 +197,7 @@ class LocalEngineClient(EngineClient):
             return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
-            sequence = await self.collections.run(tenant, prepare)
+            sequence = await self.collections.executor.run(tenant.name, prepare)
             self.scheduler.submit(sequence)
         return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence))
 

@@ -104,23 +104,17 @@ class Metrics(HttpMetrics):
 
     def prefilled(self, report: BlendReport, loading: float) -> None:
         near = [chunk for chunk in report.near if chunk.donors]
-        stored, fresh = (
-            sum(getattr(chunk, f"tokens_{kind}") for chunk in near) for kind in ("stored", "fresh")
-        )
-        tokens = {
-            kind: getattr(report, f"tokens_{kind}") for kind in ("exact", "reused", "recomputed", "suffix")
-        }
+        near_tokens = {kind: sum(getattr(c, f"tokens_{kind}") for c in near) for kind in ("stored", "fresh")}
+        kinds = ("exact", "reused", "recomputed", "suffix")
+        tokens = {kind: getattr(report, f"tokens_{kind}") for kind in kinds}
+        hits, misses, corrupt = report.chunks_hit, report.chunks_missing, report.chunks_corrupt
         counts: dict[str, Mapping[str, int]] = {
             "prompt_tokens": {**tokens, "missing": report.tokens_computed},
-            "chunks": {
-                "hit": report.chunks_hit,
-                "miss": report.chunks_missing,
-                "corrupt": report.chunks_corrupt,
-            },
+            "chunks": {"hit": hits, "miss": misses, "corrupt": corrupt},
             "chunks_hit_by_tier": report.tiers,
             "chunks_unusable": Counts(chunk.kind for chunk in report.unusable),
             "near_chunks": Counts("donor" if chunk.donors else "none" for chunk in report.near),
-            "near_tokens": {"stored": stored, "fresh": fresh} if near else {},
+            "near_tokens": near_tokens if near else {},
         }
         for name, values in counts.items():
             for label, n in values.items():

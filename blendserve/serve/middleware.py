@@ -146,13 +146,9 @@ class AccessLogMiddleware:
         finally:
             route, state = getattr(scope.get("route"), "path", "other"), scope.get("state", {})
             self._metrics.answered(route, status)
-            line = {
-                "route": f"{scope['method']} {route}",
-                "status": status,
-                "ms": round(clock.elapsed() * 1e3, 1),
-            }
-            text = {"text": state["text"]} if "text" in state else {}
-            access_log.info({**line, "tenant": state.get("tenant", ""), **text})
+            line = {"route": f"{scope['method']} {route}", "status": status}
+            line |= {"ms": round(clock.elapsed() * 1e3, 1), "tenant": state.get("tenant", "")}
+            access_log.info({**line, "text": state["text"]} if "text" in state else line)
 
 
 class JsonFormatter(logging.Formatter):

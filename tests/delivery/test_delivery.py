@@ -26,7 +26,7 @@ from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory,
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.fetch.layers import Layer, LayerReader
 from blendserve.fetch.plan import Candidate, LinkState, Plan
-from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
 from blendserve.retrieve.manifest import read as read_index
@@ -88,7 +88,7 @@ def test_a_connection_that_is_cut_is_resumed(
     service: Service, made: Made, prompt: Prompt, interleaved: bool
 ) -> None:
     """Each lets less than one chunk pass, or less than all interleaved ones: only the rest is asked for again."""
-    n_bytes = [entry.bodies[interleaved] for entry in Catalogue(made[0]).directory(made[1]).values()]
+    n_bytes = [entry.bodies[interleaved] for entry in CollectionCatalog(made[0]).directory(made[1]).values()]
     level, blend = LEVELS[interleaved], changed(peers.BLEND, method="auto" if interleaved else "blend")
     with Proxy(service.port) as link:
         config = settings(f"http://127.0.0.1:{link.port}", level=level)
@@ -230,7 +230,7 @@ def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
     engine.index.save()
     smaller = publish(engine, NAME, ())
     assert (smaller.chunks, smaller.levels) == (first.chunks - 1, ("raw",))
-    found = Catalogue(store)
+    found = CollectionCatalog(store)
     assert dict(found.collections()) == {NAME: smaller}
     with pytest.raises(StoreUnavailable):  # no collection names it any more
         found.blob(first.directory)
@@ -239,17 +239,17 @@ def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
 
 def test_retiring_leaves_the_chunks_of_other_collections(tmp_path: Path) -> None:
     store, first = peers.published(tmp_path)
-    second, catalogue = publish(peers.publisher(tmp_path, store), "second"), Catalogue(store)
-    raw = set(catalogue.directory(second))
+    second, catalog = publish(peers.publisher(tmp_path, store), "second"), CollectionCatalog(store)
+    raw = set(catalog.directory(second))
     assert store.stats().pins == 2 * len(raw)  # two levels of each
-    assert unpublish(store, catalogue, NAME, delete=True) == len(raw)  # the other level alone
+    assert unpublish(catalog, NAME, delete=True) == len(raw)  # the other level alone
     assert set(store.keys()) == raw
     with pytest.raises(NotFound):
-        catalogue.collection(NAME)
+        catalog.collection(NAME)
     for pinned in (False, True):
-        assert set_pins(store, catalogue, "second", pinned) == len(raw) == first.chunks
+        assert set_pins(catalog, "second", pinned) == len(raw) == first.chunks
         assert store.stats().pins == pinned * len(raw)
-    unpublish(store, catalogue, "second")
+    unpublish(catalog, "second")
     assert (store.stats().pins, store.stats().chunks) == (0, len(raw))
     assert [info for info in store.blobs.list() if info.kind == "kdn"] == []
 

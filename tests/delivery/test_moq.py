@@ -16,7 +16,7 @@ import torch
 from blendserve.fetch.kdn.manifest import Collection
 from blendserve.fetch.kdn.moq import MoqSource
 from blendserve.fetch.link import LinkEstimator
-from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.kdn.moq import Publisher, relay
 from blendserve.store import KVStore
 from tests.support.peers import Service, answered, blender, kdn_store, question, settings
@@ -91,7 +91,7 @@ def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Servi
             done = list(pool.map(lambda store: answered(store, 3), stores))
     assert all(is_right(d, made) for d in done)
     assert by_http() == 0
-    directory, of, prompt = Catalogue(made[0]).directory(made[1]), blender(made[0]), question(3)
+    directory, of, prompt = CollectionCatalog(made[0]).directory(made[1]), blender(made[0]), question(3)
     keys = {of.key(chunk.ids) for chunk in prompt.chunks}
     assert there.publisher.sent == sum(directory[key].bodies[0] - 4 for key in keys)
 

@@ -116,7 +116,7 @@ def test_a_hidden_collection_looks_like_a_missing_one_and_costs_the_store_as_muc
     guarded: Any, path: str, below: str
 ) -> None:
     service, keys, store = guarded
-    service.http.get("/collections", headers=keys["admin"])  # from now on the catalogue is fresh
+    service.http.get("/collections", headers=keys["admin"])  # from now on the catalog is fresh
     store.calls.clear()
     below = below.replace("{path}", path).replace("{key}", path.partition("/")[2])
     replies = [

@@ -70,7 +70,7 @@ class Jobs:
             first()
             for n in range(parts):
                 self.work(f"part {n}", 1.0)
-                self.thread.give_way()
+                self.thread.yield_to_requests()
 
         return self.thread.submit("jobs", long, long=True)
 

@@ -17,7 +17,7 @@ import lmdb
 import pytest
 import torch
 
-from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.store import KVStore, LMDBStore, read_record
 from blendserve.store.valkey_client import library
 from tests.support.stores import has, key_of, read
@@ -93,7 +93,7 @@ def test_a_store_of_an_earlier_release_is_read_and_written_on(kind: str, tmp_pat
             blobs = {info.hash.hex(): [info.kind, info.owner, info.n_bytes] for info in store.blobs.list()}
             # A collection's description has its date, so its hash differs from store to store.
             assert sorted(blobs.values()) == sorted(SAID["blobs"].values())
-            collection = json.loads(Catalogue(store).collection("collection").to_json())
+            collection = json.loads(CollectionCatalog(store).collection("collection").to_json())
             assert {**collection, "published": ""} == {**SAID["collection"], "published": ""}
             assert store.verify().bad == store.verify().bad_tables == ()
     with ExitStack() as stack:

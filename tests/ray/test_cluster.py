@@ -85,7 +85,7 @@ class Ingress(Client):
 
     def __init__(self, folder: Path, share: WorkerResources, n: int) -> None:
         self.opener = OpenToy(settings(folder), folder / "opened", replica=True)
-        self.replicas = Replicas(self.opener, SERVE.batching, ReplicaCount(n, n), share)
+        self.replicas = Replicas(self.opener, SERVE, ReplicaCount(n, n), share)
         self.here = toy_engine(config=OF_REPLICAS)
         found, prompts = library(folder, self.here), self.here.prompts
         chunks = prompts.chunk_ids([p for index in found.collections.values() for p in index.passages])

@@ -86,7 +86,7 @@ class Handle:
     def __init__(self, attempts: Sequence[Attempt]) -> None:
         self._attempts, self.answer = list(attempts), self
         self.options: Any = lambda stream: self
-        self.remote: Any = lambda request, keys: self
+        self.remote: Any = lambda request: self
         self.cancel: Any = lambda: None
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -103,7 +103,7 @@ def received(*attempts: Attempt) -> tuple[str, list[type[Event]]]:
     request: Any = None
 
     async def ask() -> list[Event]:
-        return [event async for event in answer_from(Handle(attempts), ERRORS, request, frozenset())]
+        return [event async for event in answer_from(Handle(attempts), ERRORS, request)]
 
     events = asyncio.run(ask())
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
@@ -266,7 +266,7 @@ def test_no_replica_gets_more_than_a_bounded_share_however_hot_it_is(
 def test_within_the_bound_no_replica_has_more_of_the_chunks(
     chunks: frozenset[bytes], replicas: list[Replica]
 ) -> None:
-    hits = {r.name: sum(chunk in r.hot for chunk in chunks) for r in replicas}
+    hits = {r.name: sum(chunk in r.cached_chunks for chunk in chunks) for r in replicas}
     loads = [replica.load for replica in replicas]
     bound, (best, *others) = bounded(sum(loads), min(loads), len(loads)), ranked(chunks, replicas)
     assert hits[best] == max(hits[r.name] for r in replicas if r.load < bound)

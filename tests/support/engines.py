@@ -97,7 +97,7 @@ def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, 
 
 def toy_batch(engine: Engine) -> BatchEngine:
     """Its scheduler is not started."""
-    return BatchEngine(engine, Mock(Observer), **ServeConfig(slots=3).batching)
+    return BatchEngine(engine, Mock(Observer), ServeConfig(slots=3))
 
 
 class Listener:

@@ -30,7 +30,8 @@ from blendserve.fetch import TieredStore
 from blendserve.fetch.kdn.manifest import LENGTH, Collection
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.kdn.publish import publish
-from blendserve.serve.delivery import DeliveryBackend, create_delivery_app
+from blendserve.serve.app import create_app
+from blendserve.serve.delivery import DeliveryBackend, router
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE
 from blendserve.store.clock import Clock
@@ -147,7 +148,7 @@ class Service:
     def __init__(self, store: KVStore, clock: Clock = time, tls: Any = None, **settings: Any) -> None:
         """tls: options of uvicorn."""
         self.backend = DeliveryBackend(store, DeliverConfig(**settings), clock)
-        app = create_delivery_app(self.backend)
+        app = create_app(self.backend, [router])
         self._listener = Listener(app, log_level="critical", **(tls or {}))
         self.port = self._listener.port
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"

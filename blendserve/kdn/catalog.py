@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 from blendserve.errors import CorruptBlob, NotFound, StoreUnavailable
-from blendserve.fetch.kdn.manifest import Blob, Collection, Directory, read_directory
+from blendserve.fetch.kdn.manifest import Blob, Collection, Directory, level_key, read_directory
 from blendserve.registry import DELIVERED
-from blendserve.store import KVStore
+from blendserve.store import ChunkKey, KVStore
 from blendserve.store.blobs import BlobInfo
 from blendserve.store.codecs.base import tables_hash
 
@@ -29,11 +31,16 @@ FRESH_S = 2.0  # until a publication of another process is seen
 MAX_DIRECTORIES, MAX_DESCRIPTIONS = 8, 256  # parsed ones in memory
 
 
-class Catalogue:
+def summary(collection: Collection) -> dict[str, Any]:
+    """A description without the fields that only `kdn pull` and engines need."""
+    return {k: v for k, v in asdict(collection).items() if k not in ("files", "directory", "tables")}
+
+
+class CollectionCatalog:
     """The collections of one store. Thread-safe."""
 
     def __init__(self, store: KVStore, now: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._now = store, now
+        self.store, self._now = store, now
         self._collections: Mapping[str, Collection] = {}
         self._read_at = float("-inf")
         self._lock = threading.Lock()
@@ -56,7 +63,7 @@ class Catalogue:
 
     def write(self, collection: Collection) -> None:
         """Store a description, replacing the one of that name. Its blobs are stored before. Raises StoreError."""
-        new = self._store.blobs.put(DELIVERED, collection.name, collection.to_json())
+        new = self.store.blobs.put(DELIVERED, collection.name, collection.to_json())
         self._delete(lambda info: info.owner == collection.name and info.hash != new)
 
     def delete(self, name: str) -> None:
@@ -68,16 +75,16 @@ class Catalogue:
         """Store bytes in pieces -> their reference. Raises StoreFull, StoreUnavailable."""
         pieces = [raw[at : at + PIECE_BYTES] for at in range(0, len(raw), PIECE_BYTES)]
         hashes = [tables_hash(piece) for piece in pieces]
-        stored = {info.hash for info in self._store.blobs.list()}
+        stored = {info.hash for info in self.store.blobs.list()}
         for hash, piece in zip(hashes, pieces, strict=True):
             if hash not in stored:
-                self._store.blobs.put(DELIVERED, "", piece)
+                self.store.blobs.put(DELIVERED, "", piece)
         return Blob(len(raw), tuple(hash.hex() for hash in hashes))
 
     def piece(self, hash: str) -> bytes:
         """One piece. Raises StoreUnavailable if it is missing or damaged."""
         try:
-            raw = self._store.blobs.get(bytes.fromhex(hash))
+            raw = self.store.blobs.get(bytes.fromhex(hash))
         except CorruptBlob as error:
             raise StoreUnavailable(f"a part of a collection is damaged: publish it again ({error})") from None
         if raw is None:
@@ -95,12 +102,22 @@ class Catalogue:
         except ValueError as error:
             raise StoreUnavailable(f"collection {collection.name!r} cannot be read: {error}") from None
 
+    def chunk_keys(
+        self, collection: Collection, key_hex: str, level: str
+    ) -> tuple[ChunkKey, ChunkKey] | None:
+        """The key of a chunk, and the one that it is stored under at a level; None if the collection does not have it.
+
+        Raises StoreUnavailable.
+        """
+        with suppress(ValueError):
+            key = bytes.fromhex(key_hex)
+            if level in collection.levels and key in self.directory(collection):
+                return key, level_key(key, level, collection.levels)
+        return None
+
     def _read(self) -> dict[str, Collection]:
-        newest = {
-            info.owner: info
-            for info in sorted(self._infos(), key=lambda i: (i.created, i.hash))
-            if info.owner
-        }
+        in_time = sorted(self._infos(), key=lambda info: (info.created, info.hash))
+        newest = {info.owner: info for info in in_time if info.owner}
         found = {}
         for name, info in sorted(newest.items()):
             with suppress(ValueError):  # of a newer blendserve
@@ -114,12 +131,12 @@ class Catalogue:
             if info.owner and is_old(info):
                 with suppress(ValueError, StoreUnavailable):
                     dropped |= self._description(info.hash.hex()).pieces
-                self._store.blobs.delete(info.hash)
+                self.store.blobs.delete(info.hash)
         used = {hash for found in self.collections(anew=True).values() for hash in found.pieces}
         for info in self._infos():
             is_orphaned = info.hash.hex() in dropped or time.time_ns() - info.created > ORPHANED_NS
             if not info.owner and is_orphaned and info.hash.hex() not in used:
-                self._store.blobs.delete(info.hash)
+                self.store.blobs.delete(info.hash)
 
     def _infos(self) -> list[BlobInfo]:
-        return [info for info in self._store.blobs.list() if info.kind == DELIVERED]
+        return [info for info in self.store.blobs.list() if info.kind == DELIVERED]
