@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,8 @@ AnySection = TypeVar("AnySection", bound="Section")
 SECRET = "secret"  # the type of a validation error whose value must not be repeated
 UNION_MEMBERS = {"constrained-float", "float"}  # pydantic adds the type that it tried to a setting's path
 
+_is_nested: ContextVar[bool] = ContextVar("is_nested", default=False)  # an outer section is being made
+
 
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown names. The string below a field is its description."""
@@ -34,13 +37,16 @@ class Section(BaseModel):
     environment: ClassVar[str] = ""  # prefix of environment variables; "" reads none
 
     def __init__(self, **values: Any) -> None:
+        outermost = None if _is_nested.get() else _is_nested.set(True)
         try:
             super().__init__(**values)
         except ValidationError as error:
+            if outermost is None:
+                raise  # the outer section knows the whole path
             raise _config_error(type(self), error) from None
-
-    # As pydantic marks its own: sections in this one are not made by calls, so this one's error has the whole path.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+        finally:
+            if outermost is not None:
+                _is_nested.reset(outermost)
 
     @classmethod
     def load(
