@@ -337,7 +337,8 @@ class SplitKv {
         for (int64_t i = 0; i < c.kv_heads * N_TILE; ++i) {  // of values; behind the last one, 0
             const elem_t* v = c.values + i / N_TILE * c.v_head + (key + i % N_TILE) * c.v_row;
             F32 sum = broadcast(0.0f);
-            for (int64_t d = 0; d < c.dim && key + i % N_TILE < end; d += LANES) sum = fma(load(v + d), load(v + d), sum);
+            for (int64_t d = 0; d < c.dim && key + i % N_TILE < end; d += LANES)
+                sum = fma(load(v + d), load(v + d), sum);
             lengths[i] = std::sqrt(reduce_add(sum));
         }
         for (int64_t row = 0; row < c.rows; ++row) {

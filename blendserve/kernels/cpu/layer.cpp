@@ -11,9 +11,10 @@ constexpr int64_t BLOCK = 128;             // tokens of an item of work
 
 // Rows of x + add [rows, dim], normed in the form of half a layer; the sum is written to `sum` unless that is null.
 template <class Half>
-void norm(const Half& c, const elem_t* x, int64_t x_row, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out,
-          int64_t rows, int64_t dim) {
-    blendserve_add_rms_norm({x, add, weight, sum, out, x_row, dim, rows, dim, c.rounds_first, c.eps, c.offset, c.threads});
+void norm(const Half& c, const elem_t* x, int64_t x_row, const elem_t* add, const elem_t* weight, elem_t* sum,
+          elem_t* out, int64_t rows, int64_t dim) {
+    blendserve_add_rms_norm({x, add, weight, sum, out, x_row, dim, rows, dim, c.rounds_first, c.eps, c.offset,
+                             c.threads});
 }
 
 // out [rows, outputs] = x [rows, inputs] * weights^T + bias; out is contiguous.
@@ -72,7 +73,8 @@ void blendserve_layer_qkv(const LayerQkvArgs& c) {
     Workspace memory;
     auto* normed = memory.take<elem_t>(c.rows * c.dim);
     norm(c, c.hidden, c.hidden_row, nullptr, w.norm_before_attention, nullptr, normed, c.rows, c.dim);
-    auto project = [&](const elem_t* weights, const elem_t* bias, const elem_t* head_norm, int64_t heads, elem_t* out, elem_t* rotated) {
+    auto project = [&](const elem_t* weights, const elem_t* bias, const elem_t* head_norm, int64_t heads, elem_t* out,
+                       elem_t* rotated) {
         linear(normed, c.dim, weights, bias, out, c.rows, heads * c.head_dim, c.dim, c.threads);
         if (head_norm) norm(c, out, c.head_dim, nullptr, head_norm, nullptr, out, c.rows * heads, c.head_dim);
         if (!rotated || !c.rope_width) return;

@@ -50,7 +50,8 @@ template <int V>
 void panel(const LinearArgs& c, const uint32_t* x, int64_t row, int64_t o, Prefetcher ahead) {
     constexpr int MOST = WIDE && V < 4 ? 8 : 6;  // outputs that are summed together
     alignas(64) uint32_t words[N_PANEL / PER_WORD][N_TILE];
-    int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), lines = divide_up(ahead.lines(), N_PANEL / MOST), done = 0;
+    int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), done = 0;
+    int64_t lines = divide_up(ahead.lines(), N_PANEL / MOST);
     auto sum_up = [&](auto n) {  // n outputs together, as long as so many are left
         for (; done + n <= outputs; done += n, ahead.fetch(lines))
             gemm<decltype(n)::value, V>(c, x, o + done, words[done / PER_WORD]);
