@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,22 +67,13 @@ class TuningResult:
         return self.backend, " | ".join(f"{ms:.3g}" for ms in self.milliseconds), self.note
 
 
-class _Process:
-    """What this process has measured."""
-
-    spent_s = 0.0
-    results: ClassVar[dict[str, list[TuningResult]]] = {}  # by kind
+FOUND: dict[str, list[TuningResult]] = {}  # by kind of rows, of this process
+SPENT_S: dict[str, float] = {}
 
 
 def results() -> list[TuningResult]:
     """Of all kinds of rows that this process has met on the CPU: times, and why backends do not serve."""
-    return [result for found in list(_Process.results.values()) for result in found]
-
-
-def forget() -> None:
-    """Measure again at the next call, as a new process does."""
-    _Process.results.clear()
-    _Process.spent_s = 0.0
+    return [result for found in list(FOUND.values()) for result in found]
 
 
 # Kinds of rows, and the calls that are measured for each
@@ -145,7 +136,7 @@ def fastest_first(operation: str, rows: str, dtype: torch.dtype, backends: Seque
     times = _times(kind, runs, calls) if len(runs) > 1 else None
     first = choose(times) if times else next(iter(runs))
     notes |= dict.fromkeys(runs, "slower" if times else NOT_TUNED) | {first: "serves"}
-    _Process.results[kind] = [
+    FOUND[kind] = [
         TuningResult(operation, shapes, name, tuple(1e3 * t for t in (times or {}).get(name, ())), note)
         for name, note in notes.items()
     ]
@@ -162,12 +153,12 @@ def choose(times: Times) -> str:
 def _times(kind: str, runs: Mapping[str, Callable[..., object]], calls: Calls) -> Times | None:
     """Of all these backends, from the cache, or measured and kept; None where the machine is too busy or slow."""
     found = load(kind, list(runs))
-    left_s, start = BUDGET_S - _Process.spent_s, time.perf_counter()
+    left_s, start = BUDGET_S - sum(SPENT_S.values()), time.perf_counter()
     if found is None and left_s > 0:
         found = measure(runs, calls, left_s)
         if found:
             save(kind, found)
-        _Process.spent_s += time.perf_counter() - start if found else left_s
+        SPENT_S[kind] = time.perf_counter() - start if found else left_s
     return found
 
 

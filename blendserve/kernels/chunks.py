@@ -6,22 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
-
-
-class Packing(NamedTuple):
-    """Arguments for kernels with variable lengths, as flash-attn names them. Chunk b has rows [q[b], q[b + 1])."""
-
-    cu_seqlens_q: Tensor  # [B + 1] int32, on the device
-    cu_seqlens_k: Tensor  # [B + 1] int32, of keys: each chunk has the prefix's keys, then its own
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 @dataclass(frozen=True)
@@ -42,13 +33,13 @@ class ChunkStack:
         return self._plans[n_tokens, window]
 
     @cached_property
-    def packing(self) -> Packing:
-        key_lengths = [self.n_prefix + n for n in self.lengths]
-        rows, keys = (
-            torch.tensor([0, *accumulate(x)], dtype=torch.int32).to(self.device)
-            for x in (self.lengths, key_lengths)
-        )
-        return Packing(rows, keys, max(self.lengths), max(key_lengths))
+    def packing(self) -> dict[str, Any]:
+        """Arguments of flash-attn: where each chunk's rows and keys [prefix | own] begin, [B + 1] int32, and the most."""
+        found: dict[str, Any] = {}
+        for name, lengths in (("q", self.lengths), ("k", [self.n_prefix + n for n in self.lengths])):
+            begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device)
+            found |= {f"cu_seqlens_{name}": begins, f"max_seqlen_{name}": max(lengths)}
+        return found
 
     @cached_property
     def key_index(self) -> Tensor:

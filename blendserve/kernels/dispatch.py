@@ -33,9 +33,6 @@ class Backend:
     supports: Callable[..., bool] = lambda *_: True  # dtypes, sizes, strides and options
     unavailable_reason: Callable[..., str] = lambda *_: ""  # on this machine; "" = it may serve
 
-    def is_usable(self, *args: Any) -> bool:
-        return self.supports(*args) and not self.unavailable_reason(*args)
-
 
 class KernelOp(Generic[P, R]):
     """An operation: its plain form in torch, which supports everything, and the backends that serve in its place.
@@ -45,17 +42,14 @@ class KernelOp(Generic[P, R]):
     """
 
     def __init__(
-        self,
-        plain: Callable[P, R],
-        *backends: Backend,
-        rows: Callable[..., str] | None = None,
+        self, plain: Callable[P, R], *backends: Backend, rows: Callable[..., str] | None = None,
         validate: Callable[..., None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """rows: of a call's arguments, "" = the first in the table. validate: raises ValueError for wrong arguments."""
         self.name, self.backends = plain.__name__, (*backends, Backend(PLAIN, plain))
         self.__doc__, self._rows, self._validate = plain.__doc__, rows, validate
-        self._bound: dict[Hashable, Backend] = {}  # by kind of call
-        self._order: dict[Hashable, list[Backend]] = {}  # by kind of rows: the fastest first
+        self.bound: dict[Hashable, Backend] = {}  # by kind of call
+        self.order: dict[Hashable, list[Backend]] = {}  # by kind of rows: the fastest first
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._validate:
@@ -67,25 +61,21 @@ class KernelOp(Generic[P, R]):
         """The backend of such calls."""
         rows = self._rows(*args) if self._rows else ""
         kind = rows, torch.get_num_threads(), torch.is_grad_enabled(), *map(_kind, args)
-        found = self._bound.get(kind)
+        found = self.bound.get(kind)
         if found is None:
             with _lock:
-                found = self._bound[kind] = self._select(rows, *args, **kwargs)
+                found = self.bound[kind] = self._select(rows, *args, **kwargs)
         return found
-
-    def forget(self) -> None:
-        """Select anew at the next call."""
-        self._bound.clear()
-        self._order.clear()
 
     def _select(self, rows: str, *args: Any, **kwargs: Any) -> Backend:
         backends: Sequence[Backend] = self.backends
         if rows and switches.is_autotune_on():
             about = rows, args[0].dtype, torch.get_num_threads()
-            if about not in self._order:
-                self._order[about] = autotune.fastest_first(self.name, rows, args[0].dtype, self.backends)
-            backends = self._order[about]
-        return next(backend for backend in backends if backend.is_usable(*args, **kwargs))
+            if about not in self.order:
+                self.order[about] = autotune.fastest_first(self.name, rows, args[0].dtype, self.backends)
+            backends = self.order[about]
+        able = (backend for backend in backends if backend.supports(*args, **kwargs))
+        return next(backend for backend in able if not backend.unavailable_reason(*args, **kwargs))
 
 
 def _kind(x: Any) -> Hashable:

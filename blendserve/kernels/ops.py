@@ -1,16 +1,5 @@
-"""The operations of the forward pass, and the backends of each. This is the only place that chooses.
-
-    operation             backends, in the order of preference; "plain torch" (reference.py) comes last in each
-    attend                native | flash-attn | torch's SDPA | Triton
-    attend_with_scores    native
-    attend_at             Triton
-    attend_chunks         flash-attn, packed | one chunk after another
-    rotate                native
-    place                 native | Triton
-    linear                native (bf16)
-    correct               native
-    add_norm              native
-    gated_activation      native
+"""The operations of the forward pass, and the backends of each in the order of preference; "plain torch" (reference.py)
+comes last. This is the only place that chooses.
 
 A backend may serve if it supports the tensors and computed the right numbers on this machine (selfcheck.py). The first in
 the table serves, with an exception: on a CPU attention and linear layers are measured once for each kind of rows
@@ -33,7 +22,6 @@ from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.cuda import place as cuda_place
-from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, plan_rows
@@ -66,9 +54,7 @@ def _flash_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, 
     return selfcheck.attention_trouble((flash.attend,), Kind.of(q, keys, spec), ONE_ROW + DENSE)
 
 
-def _packed_reason(
-    q: Tensor, k: Tensor, v: Tensor, prefix_kv: object, spec: AttentionSpec, stack: object
-) -> str:
+def _packed_reason(q: Tensor, k: Tensor, v: Tensor, prefix: object, spec: AttentionSpec, *_: object) -> str:
     return selfcheck.packed_chunks_trouble(Kind.of(q, k, spec))
 
 
@@ -82,8 +68,6 @@ def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, p
 
 
 def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
-    if not has_triton():
-        return "triton is not installed: pip install triton"
     return selfcheck.attention_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
 
 
@@ -146,14 +130,6 @@ _ALL: Sequence[KernelOp[..., Any]] = (
     attend, attend_with_scores, attend_at, attend_chunks, rotate, place, linear, correct, add_norm, gated_activation
 )  # fmt: skip
 OPERATIONS = {operation.name: operation for operation in _ALL}
-
-
-def forget() -> None:
-    """Read the switches and select backends anew at the next calls."""
-    switches.read_again()
-    autotune.forget()
-    for operation in _ALL:
-        operation.forget()
 
 
 def attention_backends(

@@ -82,17 +82,10 @@ def attend_with_scores(
     torch.softmax(weights, dim=-1, out=weights)
     out = torch.stack([torch.mm(weights[head], values[head]) for head in range(n_kv)])
     attended = out.view(n_heads, s, dim).transpose(0, 1).reshape(s, n_heads * dim)
-    return attended, _contributions(weights.view(n_heads, s, n), values)
-
-
-def _contributions(weights: Tensor, values: Tensor) -> Tensor:
-    """weights [H, S, T], values [K, T, D] -> [T] fp32: what each key contributes to these rows, without direction."""
     length = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)  # [K, T]
-    stacked = weights.view(len(values), -1, *weights.shape[1:])
-    per_kv_head = stacked.sum(dim=1, dtype=torch.float32)  # [K, S, T]
-    taken = (per_kv_head * length[:, None]).sum(dim=0) / len(weights)
-    score: Tensor = taken.square().sum(dim=0).sqrt()
-    return score
+    per_kv_head = weights.view(n_kv, -1, s, n).sum(dim=1, dtype=torch.float32)  # [K, S, T]
+    per_row = (per_kv_head * length[:, None]).sum(dim=0) / n_heads
+    return attended, per_row.square().sum(dim=0).sqrt()
 
 
 def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
@@ -155,14 +148,9 @@ def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor
 
 
 def correct(
-    keys: Tensor,
-    values: Tensor,
-    fresh: RecomputedTokens,
-    rope: Rope,
-    rotary: Rotary,
-    params: CorrectionParams,
+    keys: Tensor, values: Tensor, fresh: RecomputedTokens, rope: Rope, rotary: Rotary, params: CorrectionParams,
     prior: Prior | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Correct reused tokens' keys (after RoPE) and values [K, N, D] by the deviations of their chunks' recomputed tokens.
 
     In place; rope: of positions [N]. Formulas: blend/corrections.

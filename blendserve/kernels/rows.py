@@ -95,12 +95,9 @@ class AttentionPlan:
 
 
 def plan_rows(
-    positions: Tensor,
-    group: int,
-    window: int | None = None,
-    host_positions: Tensor | None = None,
+    positions: Tensor, group: int, window: int | None = None, host_positions: Tensor | None = None,
     masked_keys: Tensor | None = None,
-) -> AttentionPlan:
+) -> AttentionPlan:  # fmt: skip
     """The plan for rows at ascending `positions` [S]; for the other parameters see AttentionPlan."""
     if host_positions is None and positions.device.type == "cpu":
         host_positions = positions

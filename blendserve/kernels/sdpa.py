@@ -57,7 +57,7 @@ def _sdpa(
         q[None],
         keys[None],
         values[None],
-        attn_mask=mask,
+        mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=len(q) > len(keys),

@@ -7,8 +7,8 @@ what it compiled on disk).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import AttentionSpec, Rope
 
-Attend = Callable[..., Tensor]
+Attend = Callable[..., Any]
 Options = dict[str, Any]  # of a call of cases.py
 
 WRITES = {"place": (1, 2), "correct": (0, 1)}  # operations that write to arguments
@@ -92,18 +92,12 @@ def cpu_status(level: Level) -> Status:
     """Compiles and checks the kernels at the first call. Raises nothing but ConfigError, for an unknown cap."""
     if not switches.is_native_on():
         return Status(False, f"switched off by {switches.NATIVE}=0")
-    return _cpu_status(level)
-
-
-def forget() -> None:
-    """Build, load and check at the next call, as a new process does."""
-    switches.read_again()
-    _cpu_status.cache_clear()
-    loaded.cache_clear()
+    return checked(level)
 
 
 @cache
-def _cpu_status(level: Level) -> Status:
+def checked(level: Level) -> Status:
+    """The same, whatever the switch says."""
     try:
         check_level(level)
     except Unavailable as error:
@@ -113,16 +107,28 @@ def _cpu_status(level: Level) -> Status:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How a compiled function is checked: calls of an operation, and bounds for bf16 and fp32."""
+    """How a kernel is checked: by calls of an operation."""
 
     operation: str
     calls: Sequence[Options]
-    bounds: tuple[float, float]
-    relative: tuple[float, float] = (0.0, 0.0)
-    is_exact: bool = False
+    bounds: Mapping[torch.dtype, float]  # of the largest error
+    relative: Mapping[torch.dtype, float] = field(default_factory=dict)  # of the result, that is no error
+    is_exact: bool = False  # against the plain form in the same dtype
+
+    def trouble(self, run: Callable[..., Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
+        """Why the kernel is wrong, "" if it is right."""
+        relative = self.relative.get(dtype, 0.0)
+        for call in self.calls:
+            error = largest_error(run, self.operation, call, dtype, device, self.is_exact, relative)
+            if not error <= self.bounds[dtype]:
+                return f"off by {error:.3g} with {call}"
+        return ""
 
 
 POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
+# Rounding of values that reach 4, of the weights and of the output; sums are kept in fp32. tf32 would fail the last one.
+ATTENTION_BOUNDS = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 2e-5}
+EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
 _FEATURES = {"lengths": (31, 50), "n": 27, "dim": 32, "width": 32}  # fewer recomputed tokens than features
 _RIDGE = RIDGE._replace(penalty=5.0)
 CHECKS = {  # by function of kernels.h
@@ -132,18 +138,18 @@ CHECKS = {  # by function of kernels.h
             {"at": POSITIONS, "group": 3, "window": window, "softcap": softcap, "size": 2.0}
             for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0))
         ],
-        (0.03, 2e-5),
+        ATTENTION_BOUNDS,
     ),
     "linear": Check(  # few rows and many, and sizes that fill no vector
         "linear",
         [{"rows": rows, "outs": 142, "depth": 90} for rows in (1, 7, 150)],
-        (1e-4, 1e-4),
-        relative=(2**-8, 2**-20),
+        {torch.bfloat16: 1e-4, torch.float32: 1e-4},
+        {torch.bfloat16: 2**-8, torch.float32: 2**-20},
     ),
     "scatter_kv": Check(  # a part of each head is rotated, or all of it
         "place",
         [{"lengths": (31, 50), "dim": 96, "width": width} for width in (32, 96)],
-        (0.0, 0.0),
+        EXACT,
         is_exact=True,
     ),
     "correct_kv": Check(
@@ -152,39 +158,31 @@ CHECKS = {  # by function of kernels.h
             {**_FEATURES, "params": params, "has_prior": has_prior}
             for params, has_prior in ((SHIFT, False), (_RIDGE, False), (_RIDGE, True))
         ],
-        (0.05, 1e-4),
+        {torch.bfloat16: 0.05, torch.float32: 1e-4},
     ),
     "add_rms_norm": Check(  # sizes that fill no vector, and that torch sums in cascades
         "add_norm",
         [{"rows": 16, "dim": dim, "form": form} for dim in (90, 2080) for form in range(3)],
-        (0.0, 0.0),
+        EXACT,
         is_exact=True,
     ),
-    "silu_and_mul": Check("gated_activation", [{"rows": 40, "width": 100}], (TINY, TINY), is_exact=True),
+    "silu_and_mul": Check(
+        "gated_activation", [{"rows": 40, "width": 100}], dict.fromkeys(EXACT, TINY), is_exact=True
+    ),
 }
 
 
 def check_level(level: Level) -> None:
     """Raises Unavailable unless every kernel of the instruction set is right."""
     loaded(level)
-    dtype = dtype_of(level)
-    which = 0 if dtype == torch.bfloat16 else 1
     for function, check in CHECKS.items():
-        if function not in level.sources:
-            continue
         run = partial(getattr(bindings, function), level)
-        for call in check.calls:
-            error = largest_error(
-                run, check.operation, call, dtype, is_exact=check.is_exact, relative=check.relative[which]
-            )
-            if not error <= check.bounds[which]:
-                raise Unavailable(f"wrong on this machine: {function} is off by {error:.3g} with {call}")
+        if function in level.sources and (reason := check.trouble(run, dtype_of(level))):
+            raise Unavailable(f"wrong on this machine: {function} is {reason}")
 
 
 # A GPU's kernels
 
-# Rounding of values that reach 4, of the weights and of the output; sums are kept in fp32. tf32 would fail the last one.
-BOUNDS = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 2e-5}
 KEYS = 700
 ONE_ROW, SCATTERED = ((0,), (KEYS - 1,)), (tuple(range(1, KEYS - 2, 3)),)
 DENSE = (tuple(range(130)), tuple(range(KEYS - 200, KEYS)))
@@ -217,16 +215,15 @@ class Kind:
 def attention_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """Why an attention kernel may not serve, "" if it may. forms: all that is compiled; rows: positions below KEYS."""
     calls = [{**kind.options, "size": 2.0, "at": positions} for positions in rows]
-    return _trouble(forms, "attend", calls, kind.dtype, kind.device, BOUNDS[kind.dtype])
+    return _trouble(forms, Check("attend", calls, ATTENTION_BOUNDS), kind.dtype, kind.device)
 
 
 @cache
 def packed_chunks_trouble(kind: Kind) -> str:
     """Why flash-attn's packed chunks may not serve, "" if they may."""
     calls = [{**kind.options, "lengths": (130, 9, 80), "prefix": n} for n in (0, 100)]
-    return _trouble(
-        (flash.attend_chunks,), "attend_chunks", calls, kind.dtype, kind.device, BOUNDS[kind.dtype]
-    )
+    check = Check("attend_chunks", calls, ATTENTION_BOUNDS)
+    return _trouble((flash.attend_chunks,), check, kind.dtype, kind.device)
 
 
 @cache
@@ -234,19 +231,12 @@ def placing_trouble(form: Rotary, device: torch.device, dtype: torch.dtype, dim:
     """Why a GPU's placement of such heads may not serve, "" if it may. Compiles it."""
     # all of a head is rotated, or a part
     calls = [{"lengths": (40, 33), "dim": dim, "width": width, "form": form} for width in {dim, dim // 4 * 2}]
-    return _trouble(
-        (cuda_place.place,), "place", calls, dtype, device, 2 * torch.finfo(dtype).eps, is_exact=True
-    )
+    check = Check("place", calls, {dtype: 2 * torch.finfo(dtype).eps}, is_exact=True)
+    return _trouble((cuda_place.place,), check, dtype, device)
 
 
-def _trouble(
-    forms: Sequence[Callable[..., Any]], operation: str, calls: Sequence[Options], dtype: torch.dtype,
-    device: torch.device, bound: float, is_exact: bool = False,
-) -> str:  # fmt: skip
+def _trouble(forms: Sequence[Attend], check: Check, dtype: torch.dtype, device: torch.device) -> str:
     try:
-        error = max(
-            largest_error(f, operation, call, dtype, device, is_exact) for f in forms for call in calls
-        )
+        return next(filter(None, (check.trouble(form, dtype, device) for form in forms)), "")
     except Exception as failure:  # of a compiler, a driver or a GPU without room for the tile
         return f"{type(failure).__name__}: {str(failure).strip() or 'no reason given'}".splitlines()[0]
-    return "" if error <= bound else f"off by {error:.3g}"

@@ -18,9 +18,3 @@ def is_native_on() -> bool:
 @cache
 def is_autotune_on() -> bool:
     return is_native_on() and os.environ.get(AUTOTUNE, os.environ.get(OLD_AUTOTUNE)) != "0"
-
-
-def read_again() -> None:
-    """Read the environment at the next use, as a new process does."""
-    is_native_on.cache_clear()
-    is_autotune_on.cache_clear()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import ConfigError
-from blendserve.kernels.cpu.decoder import MAX_ROWS, DecodeStep, unsupported
+from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.kernels.selfcheck import cpu_status
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 class NativeDecoder:
     """A model's decoding steps by native calls. One thread at a time."""
 
-    def __init__(self, model: DecoderModel, step: DecodeStep) -> None:
-        self._model, self._step = model, step
+    def __init__(self, model: DecoderModel, native: NativeLayers) -> None:
+        self._model, self._native = model, native
         self._tables = model.rope_tables[1]
         self._series = Series(ThreadTuner())
 
@@ -57,7 +57,7 @@ class NativeDecoder:
         ropes = model.rope(torch.tensor([row.at for row in rows]))
         tables = [ropes[l] for l in self._tables]
         caches = [(row.cache.keys, row.cache.values, row.at) for row in rows]
-        return model.scale_logits(self._series.run(lambda: self._step(hidden, tables, caches)))
+        return model.scale_logits(self._series.run(lambda: self._native.decode(hidden, tables, caches)))
 
 
 def native_decoder(model: DecoderModel, int8: bool = False) -> tuple[NativeDecoder | None, str]:
@@ -85,7 +85,7 @@ def _bind(model: DecoderModel, int8: bool) -> tuple[NativeDecoder | None, str]:
         return None, str(missing)
     if reason := unsupported(level, weights):
         return None, reason
-    decoder = NativeDecoder(model, DecodeStep(level, weights, model.rope_tables[0], int8))
+    decoder = NativeDecoder(model, NativeLayers(level, weights, model.rope_tables[0], int8))
     error = _difference(model, decoder, CHECKED[:1] if int8 else CHECKED)
     if not error <= (INT8_TOLERANCE if int8 else TOLERANCE[model.dtype]):
         return None, f"logits differ from the layer loop's by {error:.2g} of the largest"

@@ -108,10 +108,11 @@ from pathlib import Path
 import torch
 from blendserve.blend.layout import lay_out
 from blendserve.core import Chunk, ChunkKV, Prompt
-from blendserve.kernels import ops, reference
+from blendserve.kernels import reference
 from blendserve.models.model import DecoderModel
 from blendserve.store.view import TensorView
 from tests.support.blending import blend
+from tests.support.kernels import forget
 from tests.support.toy import toy_llama
 
 def peak():
@@ -125,7 +126,7 @@ prompt = Prompt(ids[:64], (Chunk(ids[64 : tokens // 2]), Chunk(ids[tokens // 2 :
 short = Prompt(ids[:64], (), ids[-64:])
 for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0), (torch.float32, "0", 2**40)):
     os.environ["BLENDSERVE_NATIVE"] = native
-    ops.forget()
+    forget()
     adapter = DecoderModel.of(toy_llama(64, tokens, layers=2, heads=2, kv_heads=1).to(dtype))
     shape = (2, adapter.n_layers, adapter.n_kv_heads, len(prompt.chunks[1]), adapter.head_dim)
     view = TensorView(ChunkKV(*torch.zeros(shape, dtype=dtype)))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.kernels import autotune, ops, switches
+from blendserve.kernels import autotune, switches
 from blendserve.kernels.autotune import Times, choose, load, measure, save
 from blendserve.kernels.dispatch import Backend, KernelOp
 from tests.support.files import own_cache
-from tests.support.kernels import threads
+from tests.support.kernels import forget, threads
 
 RULE: list[tuple[str, Times]] = [  # the first, and what was measured
     ("tiles", {"tiles": [1.04], "plain": [1.0]}),
@@ -112,10 +112,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mock]:
     monkeypatch.setattr(autotune, "measure", found := Mock(return_value=None))
     for rows in ("narrow", "wide"):
         monkeypatch.setitem(autotune.SAMPLES, rows, lambda draw: [[(draw(8),)]])
-    ops.forget()
+    forget()
     yield found
     monkeypatch.undo()
-    ops.forget()
+    forget()
 
 
 def toy() -> KernelOp[..., str]:
@@ -150,7 +150,7 @@ def test_calls_go_to_the_fastest_of_their_kind(measured: Mock, monkeypatch: pyte
     assert toy()(torch.zeros(8)) == "plain torch"
     assert measured.call_count == 2, "the next process reads what the first has measured"
     monkeypatch.setenv(switches.AUTOTUNE, "0")
-    switches.read_again()
+    switches.is_autotune_on.cache_clear()
     assert toy()(torch.zeros(8)) == "vectors", "switched off, the table's order"
 
 

@@ -29,7 +29,7 @@ from tests.support.models import wide_model
 
 COVERED = [
     *("llama-yarn", "llama-biased", "mistral-window", "ministral-window", "qwen2-window", "qwen3-window"),
-    *("phi3-window", "granite", "smollm3", "cwm", "internlm3", "seed_oss"),
+    *("phi3-window", "granite", "smollm3", "cwm", "internlm3", "seed_oss", "llama-yarn/8"),
 ]
 LOOPED = ["gemma2", "cohere2", "glm4", "olmo2", "qwen3_moe", "starcoder2", "exaone4"]
 ACTIVE = {level.dtype for level in LEVELS.values() if cpu_status(level).active}
@@ -96,15 +96,19 @@ def test_a_step_equals_the_layer_loop(name: str, dtype: torch.dtype) -> None:
 
 
 @EACH_DTYPE
-def test_bits_of_a_step_depend_on_neither_other_rows_nor_threads(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["qwen3-window", "llama-yarn/8"])
+def test_bits_of_a_step_depend_on_neither_other_rows_nor_threads(name: str, dtype: torch.dtype) -> None:
     def one_by_one(model: DecoderModel, rows: list[Row]) -> Tensor:
         return torch.cat([append_each(model, [row]) for row in rows])
 
-    model, rows = wide_adapter("qwen3-window", dtype), [(1, 126 + i, 1 + i) for i in range(8)]
+    model, rows = wide_adapter(name, dtype), [(1, 126 + i, 1 + i) for i in range(8)]
+    assert native_decoder(model)[0] is not None, native_decoder(model)[1]
     together = outcome(append_each, model, rows)
     for n in (1, 2, 3):
         with threads(n):
-            assert all(map(torch.equal, outcome(one_by_one, model, rows), together))
+            assert all(map(agree, together, outcome(run_rows, model, rows)))
+            for step in (append_each, one_by_one):
+                assert all(map(torch.equal, outcome(step, model, rows), together))
 
 
 @pytest.mark.parametrize("name", LOOPED)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.kernels import ops, reference, selfcheck
+from blendserve.kernels import autotune, ops, reference, selfcheck, switches
 from blendserve.kernels.cases import CASES, NAN, RIDGE, SHIFT, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
@@ -28,7 +28,6 @@ from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.dispatch import Backend
 from blendserve.kernels.rotary import FORMS, HALVES
 from blendserve.kernels.rows import AttentionPlan, plan_rows
-from blendserve.kernels.switches import NATIVE
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Rope
 from tests.support import kernel_formulas as formulas
 
@@ -155,13 +154,24 @@ def threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def forget() -> None:
+    """Read the switches, select backends and measure anew at the next call, as a new process does."""
+    switches.is_native_on.cache_clear()
+    switches.is_autotune_on.cache_clear()
+    for kept in (autotune.FOUND, autotune.SPENT_S):
+        kept.clear()
+    for operation in ops.OPERATIONS.values():
+        operation.bound.clear()
+        operation.order.clear()
+
+
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Torch in the place of compiled kernels, as a process has it that starts with the switch."""
-    with patch.dict(os.environ, {NATIVE: "0"}):
-        ops.forget()
+    with patch.dict(os.environ, {switches.NATIVE: "0"}):
+        forget()
         yield
-    ops.forget()
+    forget()
 
 
 @contextmanager

@@ -193,9 +193,12 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @cache
 def wide_model(name: str, dtype: torch.dtype) -> Any:
-    """The same with heads of 64 dimensions and even sizes, which native kernels take."""
+    """The same with heads of 64 dimensions and even sizes, which native kernels take. NAME/8: with 8 kv heads."""
+    name, _, n_kv_heads = name.partition("/")
     made = tiny_config(name)
     made.hidden_size, made.head_dim, made.vocab_size = 256, 64, 98
+    if n_kv_heads:
+        made.num_key_value_heads, made.num_attention_heads = int(n_kv_heads), 2 * int(n_kv_heads)
     model = from_config(made)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -13,6 +13,13 @@ namespace {
 // What was written before is in memory for the tile loads behind this: compilers do not know that those read it.
 inline void compiler_fence() { __asm__ volatile("" ::: "memory"); }
 
+inline void zero_accumulators() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
 // As long as it lives, all of the thread's tiles have 16 rows of 64 bytes; then the thread has what it had before. Linux gives a
 // process tiles when it asks once (isa.py), threads then have them without asking. torch's libraries use them, too, in the same
 // threads, and take their configuration for what they left it.

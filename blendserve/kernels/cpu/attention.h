@@ -125,6 +125,7 @@ struct Visible {
 
 void pack_queries(const AttentionArgs& c, int64_t head, int64_t tile, uint32_t* to);
 // Attention of a tile over a block, packed in `work`, merged into `state`.
+using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, const Visible&, State&);
 void attend_visible(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state);
 inline void attend_tile(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state) {
     Visible visible(c, tile, block);
@@ -327,26 +328,19 @@ class SplitKv {
         return *reinterpret_cast<State*>(states + State::bytes(c) * index(head, tile, block));
     }
 
-    // The norms of a strip's values; behind the last one, 0.
-    void value_norms(int64_t head, int64_t key, int64_t end, float* to) const {
-        for (int64_t i = 0; i < N_TILE; ++i) {
-            const elem_t* v = c.values + head * c.v_head + (key + i) * c.v_row;
-            F32 sum = broadcast(0.0f);
-            for (int64_t d = 0; d < c.dim && key + i < end; d += LANES) {
-                F32 x = load(v + d);
-                sum = fma(x, x, sum);
-            }
-            to[i] = std::sqrt(reduce_add(sum));
-        }
-    }
-
     // Adds up the scores of the keys of one strip.
     void add_key_scores(int64_t block, int64_t strip) const {
         float heads = static_cast<float>(c.kv_heads * c.group);
         int64_t key = block * BLOCK + strip, end = visible_range(c, c.rows * c.group - 1).end;
         auto* lengths = thread_scratch.take<float>(N_TILE * c.kv_heads);
         F32 squares[VECTORS] = {};
-        for (int64_t head = 0; head < c.kv_heads; ++head) value_norms(head, key, end, lengths + head * N_TILE);
+        for (int64_t i = 0; i < c.kv_heads * N_TILE; ++i) {  // of values; behind the last one, 0
+            const elem_t* v = c.values + i / N_TILE * c.v_head + (key + i % N_TILE) * c.v_row;
+            F32 sum = broadcast(0.0f);
+            for (int64_t d = 0; d < c.dim && key + i % N_TILE < end; d += LANES)
+                sum = fma(load(v + d), load(v + d), sum);
+            lengths[i] = std::sqrt(reduce_add(sum));
+        }
         for (int64_t row = 0; row < c.rows; ++row) {
             F32 sum[VECTORS] = {};
             for (int64_t head = 0; head < c.kv_heads; ++head) {

@@ -56,13 +56,6 @@ inline U32 weight_bits(F32 x) {
     return as_u32(scale_by_exp2(p, x));
 }
 
-inline void zero_accumulators() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
-
 // Tiles 0 .. N - 1 side by side.
 template <int N>
 inline void store_tiles(float* to, int64_t row_bytes) {
@@ -237,7 +230,6 @@ void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_
     if (d < dim) rest(work, visible, rescale, dim, d, state);
 }
 
-using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, const Visible&, State&);
 constexpr AttendBlock attend_blocks[5] = {nullptr, attend_block<1>, attend_block<2>, attend_block<3>, attend_block<4>};
 
 void attend_visible(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, const Visible& visible, State& state) {

@@ -108,7 +108,6 @@ void attend_block(const AttentionArgs& c, const TileBuffers& work, const uint32_
     if (VECTORS > 2 && left == 3) add(std::integral_constant<int, 3>());
 }
 
-using AttendBlock = void (*)(const AttentionArgs&, const TileBuffers&, const uint32_t*, const Visible&, State&);
 constexpr AttendBlock attend_blocks[TILE + 1] = {nullptr,         attend_block<1>, attend_block<2>, attend_block<3>,
                                                  attend_block<4>, attend_block<5>, attend_block<6>};
 

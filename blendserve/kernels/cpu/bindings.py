@@ -220,15 +220,9 @@ def supports_correction(
 
 
 def correct_kv(
-    level: Level,
-    keys: Tensor,
-    values: Tensor,
-    fresh: RecomputedTokens,
-    rope: Rope,
-    rotary: Rotary,
-    params: CorrectionParams,
-    prior: Prior | None = None,
-) -> None:
+    level: Level, keys: Tensor, values: Tensor, fresh: RecomputedTokens, rope: Rope, rotary: Rotary,
+    params: CorrectionParams, prior: Prior | None = None,
+) -> None:  # fmt: skip
     """ops.correct."""
     cos, sin = rope.cos, rope.sin
     first, first_reused = (

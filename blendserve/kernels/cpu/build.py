@@ -18,9 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
@@ -48,8 +46,11 @@ def build(level: Level) -> Path:
     target = cache_folder() / "native" / f"{level.name}-{_digest(level, _run([compiler, '--version']))}.so"
     if not target.exists():
         try:
+            import fcntl  # start-up: Unix alone, and `missing` has refused every other system
+
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(target.with_suffix(".lock")):
+            with target.with_suffix(".lock").open("a") as lock:  # the system releases it if its holder dies
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists():
                     compile_level(level, compiler, target)
         except OSError as error:
@@ -95,16 +96,6 @@ def compile_level(level: Level, compiler: str, target: Path) -> None:
         linked = Path(folder, "linked.so")
         _run([compiler, *LINK, *objects.values(), "-o", str(linked)])
         os.replace(linked, target)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` between processes; the system releases it if its holder dies."""
-    import fcntl  # start-up: Unix alone, and `missing` has refused every other system before
-
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _run(command: list[str]) -> str:

@@ -38,8 +38,8 @@ struct Head {
 int64_t padded_rows(const CorrectionArgs& c) { return divide_up(c.rows, ROW_STEP) * ROW_STEP; }
 
 int64_t floats_per_head(const CorrectionArgs& c) {
-    int64_t f = 2 * c.dim;
-    return (3 * padded_rows(c) + 2 * f + c.chunks + 1 + f / PER_WORD) * f + 2 * N_TILE;
+    int64_t f = 2 * c.dim, n = (3 * padded_rows(c) + 2 * f + c.chunks + 1 + f / PER_WORD) * f + 2 * N_TILE;
+    return divide_up(n, LANES) * LANES;
 }
 
 Head head_at(const CorrectionArgs& c, float* memory) {
@@ -182,7 +182,7 @@ void factor(float* gram, int64_t n) {
             float *row = gram + i * n, by = pivot[i] * inverse;
             auto reduced = [&](int64_t j) { return fnma(broadcast(by), load(pivot + j), load(row + j)); };
             int64_t j = i / LANES * LANES;
-            store(row + j, lanes_from(static_cast<int>(i - j)), reduced(j));
+            store(row + j, outside_range(0, 0, static_cast<int>(i - j)), reduced(j));
             for (j += LANES; j < n; j += LANES) store(row + j, reduced(j));
             row[k] = by;
         }
@@ -318,10 +318,10 @@ void shift_block(const CorrectionArgs& c, const Head& h, int64_t head, int64_t i
 
 void blendserve_correct_kv(const CorrectionArgs& c) {
     bool has_regression = c.penalty >= 0, fits = has_regression && c.rows;
-    int64_t f = 2 * c.dim, strips = f / N_TILE, blocks = 0;
+    int64_t f = 2 * c.dim, strips = f / N_TILE, blocks = 0, numbers = floats_per_head(c);
     for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.first_reused[n + 1] - c.first_reused[n], BLOCK);
-    int64_t numbers = divide_up(floats_per_head(c), LANES) * LANES;
     auto* memory = heads_memory.take<float>(numbers * c.kv_heads);
+    if (!c.rows) std::fill_n(memory, numbers * c.kv_heads, 0.0f);  // W, where nothing is fitted
     // Shares out `parts` items of every head among the threads of the region; returns when all are done.
     auto each = [&](int64_t parts, auto item) {
 #pragma omp for schedule(dynamic, 1)
@@ -332,10 +332,7 @@ void blendserve_correct_kv(const CorrectionArgs& c) {
     };
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
     {
-        each(2, [&](Head& h, int64_t head, int64_t half) {
-            collect_deltas(c, head, half == 0, h);
-            if (has_regression && !fits) std::fill_n(h.centre + half * c.dim, c.dim, 0.0f);
-        });
+        each(2, [&](Head& h, int64_t head, int64_t half) { collect_deltas(c, head, half == 0, h); });
         if (c.prior)
             each(strips, [&](Head& h, int64_t head, int64_t strip) {
                 int64_t j = strip * N_TILE;
@@ -354,12 +351,8 @@ void blendserve_correct_kv(const CorrectionArgs& c) {
         }
         if (has_regression)
             each(strips, [&](Head& h, int64_t head, int64_t strip) {
-                int64_t j = strip * N_TILE;
-                if (fits)
-                    substitute(h.gram, h.w + j, f);
-                else
-                    for (int64_t i = 0; i < f; ++i) std::fill_n(h.w + i * f + j, N_TILE, 0.0f);
-                build_rule(c, head, j, h);
+                if (fits) substitute(h.gram, h.w + strip * N_TILE, f);
+                build_rule(c, head, strip * N_TILE, h);
             });
         each(blocks, [&](Head& h, int64_t head, int64_t block) { shift_block(c, h, head, block); });
     }

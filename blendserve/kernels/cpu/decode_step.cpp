@@ -39,6 +39,15 @@ struct Shared {
         : q(c.n_rows * c.heads * c.head_dim), attended(q.size()), added(c.n_rows * c.dim), activated(c.n_rows * c.inner) {
         for (auto& one : residual) one.resize(c.n_rows * c.dim);
     }
+    AttentionArgs attention(const DecodeStepArgs& c, int64_t l, int64_t r) {
+        const LayerWeights& layer = c.layers[l];
+        const DecodeRow& row = c.rows[r];
+        int64_t size = c.heads * c.head_dim, stride = row.head_stride;
+        return {q.data() + r * size, row.keys + l * row.layer_stride, row.values + l * row.layer_stride,
+                attended.data() + r * size, &row.position, nullptr, nullptr, c.head_dim, size, stride, row.row_stride,
+                stride, row.row_stride, 1, c.kv_heads, c.heads / c.kv_heads, c.head_dim, layer.window, layer.scale,
+                layer.softcap, 1};
+    }
 };
 
 class Worker {
@@ -145,21 +154,12 @@ class Worker {
         }
     }
 
-    AttentionArgs attention(int64_t l, int64_t r) const {
-        const LayerWeights& layer = c.layers[l];
-        const DecodeRow& row = c.rows[r];
-        int64_t size = c.heads * c.head_dim, stride = row.head_stride;
-        return {s.q.data() + r * size, row.keys + l * row.layer_stride, row.values + l * row.layer_stride,
-                s.attended.data() + r * size, &row.position, nullptr, nullptr, c.head_dim, size, stride, row.row_stride, stride,
-                row.row_stride, 1, c.kv_heads, c.heads / c.kv_heads, c.head_dim, layer.window, layer.scale, layer.softcap, 1};
-    }
-
     void attend(int64_t l) {
         calls.clear(), rows.clear();
         int64_t attend_items[MAX_GEMV_ROWS + 1] = {0}, merge_items[MAX_GEMV_ROWS + 1] = {0};
         size_t used = 0;
         for (int64_t r = 0; r < c.n_rows; ++r) {
-            calls.push_back(attention(l, r));
+            calls.push_back(s.attention(c, l, r));
             rows.emplace_back(calls.back());
             rows[r].use(states + used);
             used += rows[r].bytes();
@@ -234,24 +234,18 @@ class Worker {
     std::vector<elem_t> normed, total, scaled_added, head, both;
 };
 
-// Bytes of the attention's states in a layer without a window, which needs most.
-size_t attention_bytes(const DecodeStepArgs& c) {
-    size_t bytes = 0;
-    for (int64_t r = 0; r < c.n_rows; ++r) {
-        AttentionArgs call{};
-        call.positions = &c.rows[r].position, call.rows = 1;
-        call.kv_heads = c.kv_heads, call.group = c.heads / c.kv_heads, call.dim = c.head_dim;
-        bytes += SplitKv(call).bytes();
-    }
-    return bytes;
-}
-
 }  // namespace
 
 void blendserve_decode_step(const DecodeStepArgs& args) {
     Shared shared(args);
     std::vector<Stage> stages(6 * args.n_layers + 1);
-    char* states = call_scratch.take<char>(attention_bytes(args));
+    size_t bytes = 0;  // of the attention's states in a layer without a window, which needs most
+    for (int64_t r = 0; r < args.n_rows; ++r) {
+        AttentionArgs call = shared.attention(args, 0, r);
+        call.window = 0;
+        bytes += SplitKv(call).bytes();
+    }
+    char* states = call_scratch.take<char>(bytes);
 #pragma omp parallel num_threads(static_cast<int>(args.threads))
     Worker(args, shared, stages.data(), states).run();
 }

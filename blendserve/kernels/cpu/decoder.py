@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import team
+from blendserve.kernels.cpu.bindings import MAX_DIM, ROPE_STEP
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import LAYOUTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
 from blendserve.kernels.types import AttentionSpec, Rope
 
-MAX_ROWS, MAX_HEAD_DIM, ROPE_STEP = 8, 256, 32
+MAX_ROWS = 8  # of a step
 _LAYER_BYTES = LAYOUTS["LayerWeights"].size
 INT8_GROUP = 64  # inputs of an output that share a scale
 
@@ -49,7 +50,7 @@ def unsupported(level: Level, weights: DecodeWeights) -> str:
     dtype, dim = dtype_of(level), weights.head_dim
     if any(x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous() for x in weights.tensors):
         return f"weights are not contiguous {level.dtype} in the CPU's memory"
-    if dim % ROPE_STEP or dim > MAX_HEAD_DIM:
+    if dim % ROPE_STEP or dim > MAX_DIM:
         return f"heads have {dim} dimensions"
     if any(x.shape[-1] % 2 or x.shape[0] % 2 for x in weights.tensors):
         return "a size is odd"
@@ -57,7 +58,7 @@ def unsupported(level: Level, weights: DecodeWeights) -> str:
 
 
 class NativeLayers:
-    """The two halves of each layer around attention, and their packed weights. Stateless between calls."""
+    """The two halves of each layer around attention, and decoding steps. Stateless: threads may share it."""
 
     def __init__(
         self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8: bool = False
@@ -67,30 +68,31 @@ class NativeLayers:
         int8: matrices are copied to int8 with a scale for every INT8_GROUP inputs of an output: half of bf16's bytes. For
         decoding alone.
         """
-        self.level, self.weights, self._kernels = level, weights, loaded(level)
-        self.tensors = [[_stored(x, level, int8) for x in layer] for layer in weights.layers]
+        self.weights, self._kernels, self._int8 = weights, loaded(level), int8
+        *self._layers, self._head = (
+            [to_int8(x, level) if int8 and x is not None and x.dim() == 2 else x for x in part]
+            for part in (*weights.layers, weights.head)
+        )
         rows = [
             (*map(pointer, tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
-            for tensors, spec, rope in zip(self.tensors, weights.specs, ropes, strict=True)
+            for tensors, spec, rope in zip(self._layers, weights.specs, ropes, strict=True)
         ]
-        self.table = pack("LayerWeights", rows)
+        self._table = pack("LayerWeights", rows)
 
     def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Norm, projections and RoPE of layer l: hidden [S, E] -> q [H, S, D], k and v [K, S, D], and q and k rotated."""
         w, (n, dim), cos, sin = self.weights, hidden.shape, rope.cos, rope.sin
         heads, width = (w.n_heads, w.n_kv_heads, w.n_kv_heads), cos.shape[-1]
         q, k, v = (torch.empty(n, h, w.head_dim, dtype=hidden.dtype) for h in heads)
-        rotated = (
-            [torch.empty(h, n, w.head_dim, dtype=hidden.dtype) for h in heads[:2]] if width else [None] * 2
-        )
+        rotated = [torch.empty(h, n, w.head_dim, dtype=hidden.dtype) for h in heads[:2]]
         self._kernels.layer_qkv(
             self._at(l), *map(pointer, (hidden, cos, sin, q, k, v, *rotated)),
             hidden.stride(0), cos.stride(0), width, n, dim, w.n_heads, w.n_kv_heads, w.head_dim,
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, team.size(),
         )  # fmt: skip
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        q_rotated, k_rotated = rotated
-        return q, k, v, q if q_rotated is None else q_rotated, k if k_rotated is None else k_rotated
+        q_rotated, k_rotated = rotated if width else (q, k)
+        return q, k, v, q_rotated, k_rotated
 
     def out(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """The rest of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
@@ -104,51 +106,33 @@ class NativeLayers:
         return out
 
     def _at(self, l: int) -> int:
-        return self.table.data_ptr() + l * _LAYER_BYTES
+        return self._table.data_ptr() + l * _LAYER_BYTES
 
-
-class DecodeStep:
-    """A model's decoding step on one instruction set. Stateless between calls; threads may share it."""
-
-    def __init__(
-        self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8: bool = False
-    ) -> None:
-        """As NativeLayers; ropes: indices of the tables that each call gets."""
-        self._layers, self._int8 = NativeLayers(level, weights, ropes, int8), int8
-        self._head = [_stored(x, level, int8) for x in weights.head]
-        self._run = loaded(level).decode_step
-
-    def __call__(
+    def decode(
         self, hidden: Tensor, ropes: Sequence[Rope], caches: Sequence[tuple[Tensor, Tensor, int]]
     ) -> Tensor:
-        """Embedded rows [S, E], S at most 8 -> logits [S, V]; their KV is written to the caches.
+        """A step: embedded rows [S, E], S at most MAX_ROWS -> logits [S, V]; their KV is written to the caches.
 
-        ropes: of the rows' positions. caches: for each row keys and values [L, K, T, D], and its position. The GIL is
-        free during the call.
+        ropes: the model's tables, at the rows' positions. caches: for each row keys and values [L, K, T, D], and its
+        position. The GIL is free during the call.
         """
-        layers, w, n_rows = self._layers, self._layers.weights, len(caches)
-        hidden = hidden.contiguous()
+        w, n_rows, hidden = self.weights, len(caches), hidden.contiguous()
         logits = torch.empty(n_rows, w.head[0].shape[0], dtype=hidden.dtype)
         tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
         angles = pack("RopeTable", [(*map(pointer, table), table[0].shape[-1]) for table in tables])
         rows = pack("DecodeRow", [(pointer(k), pointer(v), *k.stride()[:3], at) for k, v, at in caches])
-        self._run(
-            *map(pointer, (layers.table, angles, rows, hidden, w.norm, *self._head, logits)),
+        self._kernels.decode_step(
+            *map(pointer, (self._table, angles, rows, hidden, w.norm, *self._head, logits)),
             len(w.layers), n_rows, hidden.shape[1], w.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
             w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8, team.size(),
         )  # fmt: skip
         return logits
 
 
-def _stored(x: Tensor | None, level: Level, int8: bool) -> Tensor | None:
-    """A matrix as int8 if wanted; everything else as it is."""
-    return to_int8(x, level) if int8 and x is not None and x.dim() == 2 else x
-
-
 @torch.inference_mode()
 def to_int8(weight: Tensor, level: Level) -> Tensor:
     """weight [outputs, inputs] -> bytes [outputs / L, inputs / INT8_GROUP, block], as gemv.h reads them."""
-    lanes, per_word = vector_layout(level)
+    lanes, per_word = (8 if level.name == "avx2" else 16), (2 if level.dtype == "bfloat16" else 1)  # simd.h
     outs, depth = weight.shape
     x = torch.zeros(-(-outs // lanes) * lanes, -(-depth // INT8_GROUP) * INT8_GROUP)
     x[:outs, :depth] = weight
@@ -158,8 +142,3 @@ def to_int8(weight: Tensor, level: Level) -> Tensor:
     numbers = (blocks / divisor).round().to(torch.int8)
     words = numbers.view(*numbers.shape[:3], INT8_GROUP // per_word, per_word).permute(0, 2, 3, 1, 4)
     return torch.cat([scales.view(torch.int8), words.flatten(2)], dim=-1).contiguous()
-
-
-def vector_layout(level: Level) -> tuple[int, int]:
-    """Lanes of a vector, and numbers of a word (simd.h)."""
-    return (8 if level.name == "avx2" else 16), (2 if level.dtype == "bfloat16" else 1)

@@ -22,9 +22,9 @@ constexpr int LEVELS = 4;  // of its cascade
 // Squares of a row's numbers, summed as torch does.
 class Squares {
    public:
-    explicit Squares(int64_t dim) : steps_(dim / STEP) {
+    explicit Squares(int64_t dim) {
         int64_t log = 0;
-        while ((int64_t{1} << log) < steps_) ++log;
+        while ((int64_t{1} << log) < dim / STEP) ++log;
         power_ = std::max<int64_t>(4, log / LEVELS);
         for (auto& level : sums_)
             for (F32& sum : level) sum = broadcast(0.0f);
@@ -62,7 +62,7 @@ class Squares {
 
    private:
     F32 sums_[LEVELS][PARTS];
-    int64_t steps_, power_, done_ = 0;
+    int64_t power_, done_ = 0;
 };
 
 // Numbers j .. j + LANES - 1 of a row and what is added to it; of fewer, the first.

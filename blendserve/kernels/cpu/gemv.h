@@ -55,14 +55,12 @@ constexpr Gemv gemvs[MAX_GEMV_ROWS + 1] = {nullptr, gemv<1>, gemv<2>, gemv<3>, g
 constexpr int INT8_GROUP = 64;
 constexpr int64_t BLOCK_BYTES = LANES * (sizeof(float) + INT8_GROUP);
 
-// From the first output of a matrix to output o, a multiple of LANES.
-inline int64_t int8_bytes(int64_t o, int64_t inputs) { return o / LANES * divide_up(inputs, INT8_GROUP) * BLOCK_BYTES; }
-
 // R rows times outputs [o, o + LANES); c.weights is of int8.
 template <int R>
 void gemv_int8(const LinearArgs& c, int64_t o) {
     F32 sum[R] = {};
-    const char* block = reinterpret_cast<const char*>(c.weights) + int8_bytes(o, c.inputs);
+    int64_t groups = divide_up(c.inputs, INT8_GROUP);
+    const char* block = reinterpret_cast<const char*>(c.weights) + o / LANES * groups * BLOCK_BYTES;
     for (int64_t k = 0; k < c.inputs; k += INT8_GROUP, block += BLOCK_BYTES) {
         const auto* scales = reinterpret_cast<const float*>(block);
         const auto* weights = reinterpret_cast<const int8_t*>(scales + LANES);

@@ -17,8 +17,9 @@ from blendserve.provenance import cpuinfo
 
 _AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
 _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-_AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
-_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16"}
+_BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 # Exported function -> source. AMX has attention, linear layers, and the halves of a layer around them.
 _LAYER = ("add_rms_norm", "silu_and_mul", "scatter_kv", "layer_qkv", "layer_out")
 _AMX_SOURCES = {
@@ -36,7 +37,7 @@ _VECTORS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
     """An instruction set, and what is compiled for it."""
 
@@ -47,24 +48,14 @@ class Level:
     compile: tuple[str, ...]
     sources: Mapping[str, str]  # function -> file
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
 
 LEVELS = {
     level.name: level
     for level in (
         Level("avx2", "AVX2", "float32", _AVX2, ("-march=x86-64-v3",), _VECTORS),
         Level("avx512", "AVX-512", "float32", _AVX512, ("-march=x86-64-v4",), _VECTORS),
-        Level(
-            "avx512_bf16",
-            "AVX512-BF16",
-            "bfloat16",
-            _AVX512 | {"avx512_bf16", "avx512_vnni"},
-            _BF16,
-            _VECTORS,
-        ),
-        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), _AMX_SOURCES),
+        Level("avx512_bf16", "AVX512-BF16", "bfloat16", _BF16, _BF16_OPTIONS, _VECTORS),
+        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16_OPTIONS, "-mamx-tile", "-mamx-bf16"), _AMX_SOURCES),
     )
 }
 

@@ -9,29 +9,13 @@ namespace {
 constexpr int64_t MIN_PARALLEL = 1 << 15;  // numbers for which further threads are woken
 constexpr int64_t BLOCK = 128;             // tokens of an item of work
 
-// Keys are rotated as the model rotates them, values are copied.
-void scatter(const ScatterArgs& c, const KvSegment& p, int64_t head, Range tokens) {
-    RopeAngles rope{c.cos, c.sin, c.rope_row, c.rope_width};
-    for (int64_t i = tokens.begin; i < tokens.end; ++i) {
-        int64_t position = p.start + i;
-        apply_rope(rope, position, p.keys + head * p.k_head + i * p.k_row, c.keys + head * c.k_head + position * c.k_row, c.dim);
-        if (p.values)
-            std::memcpy(c.values + head * c.v_head + position * c.v_row, p.values + head * p.v_head + i * p.v_row,
-                        c.dim * sizeof(elem_t));
-    }
+// Rows of x + add [rows, dim], normed in the form of half a layer; the sum is written to `sum` unless that is null.
+template <class Half>
+void norm(const Half& c, const elem_t* x, int64_t x_row, const elem_t* add, const elem_t* weight, elem_t* sum,
+          elem_t* out, int64_t rows, int64_t dim) {
+    blendserve_add_rms_norm({x, add, weight, sum, out, x_row, dim, rows, dim, c.rounds_first, c.eps, c.offset,
+                             c.threads});
 }
-
-// RMS norms of one form.
-struct Norms {
-    int64_t rounds_first;
-    float eps, offset;
-    int64_t threads;
-    // Rows of x + add [rows, dim], normed; the sum is written to `sum` unless that is null.
-    void apply(const elem_t* x, int64_t x_row, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out, int64_t rows,
-               int64_t dim) const {
-        blendserve_add_rms_norm({x, add, weight, sum, out, x_row, dim, rows, dim, rounds_first, eps, offset, threads});
-    }
-};
 
 // out [rows, outputs] = x [rows, inputs] * weights^T + bias; out is contiguous.
 void linear(const elem_t* x, int64_t x_row, const elem_t* weights, const elem_t* bias, elem_t* out, int64_t rows,
@@ -70,22 +54,29 @@ void blendserve_scatter_kv(const ScatterArgs& c) {
     for (int64_t n = 0; n < c.n_segments; ++n) blocks = std::max(blocks, divide_up(c.segments[n].tokens, BLOCK));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(c.threads))
     for (int64_t item = 0; item < c.n_segments * c.heads * blocks; ++item) {
-        const KvSegment& segment = c.segments[item / (c.heads * blocks)];
-        int64_t begin = item % blocks * BLOCK;
-        if (begin < segment.tokens)
-            scatter(c, segment, item / blocks % c.heads, {begin, std::min(begin + BLOCK, segment.tokens)});
+        const KvSegment& p = c.segments[item / (c.heads * blocks)];
+        RopeAngles rope{c.cos, c.sin, c.rope_row, c.rope_width};
+        int64_t head = item / blocks % c.heads, begin = item % blocks * BLOCK, end = std::min(begin + BLOCK, p.tokens);
+        for (int64_t i = begin; i < end; ++i) {
+            int64_t position = p.start + i;
+            elem_t* to = c.keys + head * c.k_head + position * c.k_row;
+            apply_rope(rope, position, p.keys + head * p.k_head + i * p.k_row, to, c.dim);
+            if (p.values)
+                std::memcpy(c.values + head * c.v_head + position * c.v_row, p.values + head * p.v_head + i * p.v_row,
+                            c.dim * sizeof(elem_t));
+        }
     }
 }
 
 void blendserve_layer_qkv(const LayerQkvArgs& c) {
     const LayerWeights& w = *c.layer;
-    Norms norms{c.rounds_first, c.eps, c.offset, c.threads};
     Workspace memory;
     auto* normed = memory.take<elem_t>(c.rows * c.dim);
-    norms.apply(c.hidden, c.hidden_row, nullptr, w.norm_before_attention, nullptr, normed, c.rows, c.dim);
-    auto project = [&](const elem_t* weights, const elem_t* bias, const elem_t* norm, int64_t heads, elem_t* out, elem_t* rotated) {
+    norm(c, c.hidden, c.hidden_row, nullptr, w.norm_before_attention, nullptr, normed, c.rows, c.dim);
+    auto project = [&](const elem_t* weights, const elem_t* bias, const elem_t* head_norm, int64_t heads, elem_t* out,
+                       elem_t* rotated) {
         linear(normed, c.dim, weights, bias, out, c.rows, heads * c.head_dim, c.dim, c.threads);
-        if (norm) norms.apply(out, c.head_dim, nullptr, norm, nullptr, out, c.rows * heads, c.head_dim);
+        if (head_norm) norm(c, out, c.head_dim, nullptr, head_norm, nullptr, out, c.rows * heads, c.head_dim);
         if (!rotated || !c.rope_width) return;
         KvSegment all{out, nullptr, c.head_dim, heads * c.head_dim, 0, 0, 0, c.rows};
         blendserve_scatter_kv({&all, rotated, nullptr, c.cos, c.sin, c.rows * c.head_dim, c.head_dim, 0, 0, c.rope_row, 1, heads,
@@ -99,18 +90,17 @@ void blendserve_layer_qkv(const LayerQkvArgs& c) {
 void blendserve_layer_out(const LayerOutArgs& c) {
     const LayerWeights& w = *c.layer;
     int64_t rows = c.rows, dim = c.dim, inner = c.inner, threads = c.threads;
-    Norms norms{c.rounds_first, c.eps, c.offset, threads};
     Workspace memory;
     auto* added = memory.take<elem_t>(rows * (3 * dim + 2 * inner));
     elem_t *sum = added + rows * dim, *normed = sum + rows * dim, *gates = normed + rows * dim, *ups = gates + rows * inner;
     linear(c.attended, c.attended_row, w.o, w.o_bias, added, rows, dim, c.attended_dim, threads);
-    if (w.norm_after_attention) norms.apply(added, dim, nullptr, w.norm_after_attention, nullptr, added, rows, dim);
+    if (w.norm_after_attention) norm(c, added, dim, nullptr, w.norm_after_attention, nullptr, added, rows, dim);
     if (c.residual_scale) scale_and_add(added, c.residual_scale, nullptr, added, rows, dim, threads);
-    norms.apply(c.hidden, c.hidden_row, added, w.norm_before_mlp, sum, normed, rows, dim);
+    norm(c, c.hidden, c.hidden_row, added, w.norm_before_mlp, sum, normed, rows, dim);
     linear(normed, dim, w.gate, w.gate_bias, gates, rows, inner, dim, threads);
     linear(normed, dim, w.up, w.up_bias, ups, rows, inner, dim, threads);
     blendserve_silu_and_mul({gates, ups, gates, inner, inner, inner, rows, inner, threads});
     linear(gates, inner, w.down, w.down_bias, added, rows, dim, inner, threads);
-    if (w.norm_after_mlp) norms.apply(added, dim, nullptr, w.norm_after_mlp, nullptr, added, rows, dim);
+    if (w.norm_after_mlp) norm(c, added, dim, nullptr, w.norm_after_mlp, nullptr, added, rows, dim);
     scale_and_add(added, c.residual_scale, sum, c.out, rows, dim, threads);
 }

@@ -16,6 +16,8 @@ namespace {
 
 constexpr int N_PANEL = 48;  // outputs of one item when rows are many: a multiple of 6 and 8
 constexpr bool WIDE = VECTORS == 4;  // 32 registers
+template <int N>
+using Count = std::integral_constant<int, N>;
 
 thread_local Workspace transposed_x;
 
@@ -32,46 +34,29 @@ void gemv_rows(const LinearArgs& c) {
 // The V vectors of rows of a strip, from x turned [words][LANES V], times N outputs from o; as words, to
 // `to` [N / PER_WORD][N_TILE].
 template <int N, int V>
-void gemm(const LinearArgs& c, const uint32_t* x, int64_t o, uint32_t* to) {
+[[gnu::noinline]] void gemm(const LinearArgs& c, const uint32_t* x, int64_t o, uint32_t* to) {
     F32 sum[N][V] = {};
     const elem_t* w = c.weights + o * c.w_row;
     auto weight = [&](int64_t k, int n) { return broadcast_word(w + n * c.w_row + PER_WORD * k); };
     add_dots(c.inputs / PER_WORD, weight, x, V * LANES, sum);
+    for (int n = 0; c.bias && n < N; ++n)
+        for (int v = 0; v < V; ++v) sum[n][v] = sum[n][v] + broadcast(c.bias[o + n]);
     for (int n = 0; n < N; n += PER_WORD)
-        for (int v = 0; v < V; ++v) {
-            constexpr int OTHER = PER_WORD - 1;
-            if (c.bias) {
-                sum[n][v] = sum[n][v] + broadcast(to_f32(c.bias[o + n]));
-                if (OTHER) sum[n + OTHER][v] = sum[n + OTHER][v] + broadcast(to_f32(c.bias[o + n + OTHER]));
-            }
-            store_u32(to + n / PER_WORD * N_TILE + LANES * v, pack_words(sum[n][v], sum[n + OTHER][v]));
-        }
-}
-
-using Gemm = void (*)(const LinearArgs&, const uint32_t*, int64_t, uint32_t*);
-
-// Outputs that are summed together where there are enough.
-template <int V>
-constexpr int max_outputs() { return WIDE && V < 4 ? 8 : 6; }
-
-// gemm<N, V> for the most outputs that n allows.
-template <int V>
-Gemm gemm_for(int64_t n, int& step) {
-    step = n >= max_outputs<V>() ? max_outputs<V>() : n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1;
-    if (PER_WORD == 1 && step == 1) return gemm<PER_WORD, V>;
-    return step == 8 ? gemm<max_outputs<V>(), V> : step == 6 ? gemm<6, V> : step == 4 ? gemm<4, V> : gemm<2, V>;
+        for (int v = 0; v < V; ++v)
+            store_u32(to + n / PER_WORD * N_TILE + LANES * v, pack_words(sum[n][v], sum[n + PER_WORD - 1][v]));
 }
 
 template <int V>
 void panel(const LinearArgs& c, const uint32_t* x, int64_t row, int64_t o, Prefetcher ahead) {
+    constexpr int MOST = WIDE && V < 4 ? 8 : 6;  // outputs that are summed together
     alignas(64) uint32_t words[N_PANEL / PER_WORD][N_TILE];
-    int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), lines = divide_up(ahead.lines(), N_PANEL / max_outputs<V>());
-    int step = 0;
-    for (int64_t n = 0; n < outputs; n += step) {
-        Gemm sums = gemm_for<V>(outputs - n, step);
-        sums(c, x, o + n, words[n / PER_WORD]);
-        ahead.fetch(lines);
-    }
+    int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), done = 0;
+    int64_t lines = divide_up(ahead.lines(), N_PANEL / MOST);
+    auto sum_up = [&](auto n) {  // n outputs together, as long as so many are left
+        for (; done + n <= outputs; done += n, ahead.fetch(lines))
+            gemm<decltype(n)::value, V>(c, x, o + done, words[done / PER_WORD]);
+    };
+    sum_up(Count<MOST>()), sum_up(Count<6>()), sum_up(Count<4>()), sum_up(Count<2>()), sum_up(Count<PER_WORD>());
     for (int v = 0; v < V; ++v)
         for (int64_t n = 0; n < outputs; n += PER_WORD * LANES) {
             U32 block[LANES];

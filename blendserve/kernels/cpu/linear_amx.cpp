@@ -32,10 +32,7 @@ inline void multiply(const Weights& weights, const uint32_t* x, int64_t steps) {
     const elem_t* w = weights.at;
     const char* next = weights.next;
     int64_t w_bytes = weights.row * static_cast<int64_t>(sizeof(elem_t));
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_accumulators();
     _tile_zero(4);
     _tile_zero(5);
     for (int64_t k = 0; k < steps; ++k, w += DEEP, x += LANES * width) {

@@ -19,10 +19,8 @@ constexpr int64_t RATIOS[] = {6, 9, 12, 15, 18, 23, 32};  // between contexts: a
 
 // How large an axis has been lately: four steps an octave, of a mean with 12 bits behind the point.
 inline uint8_t size_of(int32_t mean) {
-    float x = static_cast<float>(std::max(mean, 4));
-    int32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return static_cast<uint8_t>(std::min((bits >> 21) - (129 << 2), 63));
+    const float x = static_cast<float>(std::max(mean, 4));
+    return static_cast<uint8_t>(std::min((load_as<int32_t>(&x) >> 21) - (129 << 2), 63));
 }
 
 inline void sizes_of(const std::vector<int32_t>& means, std::vector<uint8_t>& sizes) {
@@ -64,17 +62,10 @@ struct Input {
     int64_t n_words, n_escapes, word = 0, escape = 0;
 };
 
-inline uint16_t word_at(const Input& in, int64_t at) {
-    uint16_t found;
-    std::memcpy(&found, in.words + 2 * at, 2);
-    return found;
-}
-
 #if defined(__AVX512BW__)
 
 static_assert(STREAMS == 16);
 using States = __m512i;
-inline States states_from(const uint32_t* at) { return _mm512_loadu_si512(at); }
 inline bool are_lowest(States x) { return !_mm512_cmpneq_epi32_mask(x, _mm512_set1_epi32(LOWEST)); }
 
 inline __m256i next_words(const Input& in) {
@@ -91,7 +82,7 @@ struct Lookup {
     const int64_t row;
     std::vector<uint16_t> starts;
 
-    Lookup(const RansDecodeArgs& c, int64_t axes) : model(c), row((axes + 31) / 32 * 32), starts(COMPARED * row) {}
+    explicit Lookup(const RansDecodeArgs& c) : model(c), row((c.axes + 31) / 32 * 32), starts(COMPARED * row) {}
 
     // models: of all axes, and some behind them
     void prepare(const std::vector<uint8_t>& models) {
@@ -176,16 +167,10 @@ inline bool step(const Lookup& lookup, Input& in, States& x, const uint8_t* mode
 #else
 
 using States = std::array<uint32_t, STREAMS>;
-inline States states_from(const uint32_t* at) {
-    States states;
-    std::copy_n(at, STREAMS, states.begin());
-    return states;
-}
 inline bool are_lowest(const States& states) { return std::count(states.begin(), states.end(), LOWEST) == STREAMS; }
 
 struct Lookup {
     const RansDecodeArgs& model;
-    Lookup(const RansDecodeArgs& c, int64_t) : model(c) {}
     void prepare(const std::vector<uint8_t>&) {}
 };
 
@@ -197,7 +182,7 @@ inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t*
         x = (found >> 17) * (x >> PRECISION) + (found >> 5 & (ONE - 1));
         if (x < LOWEST) {
             if (in.word == in.n_words) return false;
-            x = x << 16 | word_at(in, in.word++);
+            x = x << 16 | load_as<uint16_t>(in.words + 2 * in.word++);
         }
         states[i] = x;
         if (symbol == ESCAPE && in.escape == in.n_escapes) return false;
@@ -208,27 +193,17 @@ inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t*
 
 #endif
 
-// The sum of what they are without their signs.
-inline int64_t sum_of_sizes(const int8_t* symbols, int64_t n) {
-    __m256i sums = _mm256_setzero_si256();
-    int64_t j = 0, parts[4], sum = 0;
-    for (; j + 32 <= n; j += 32) {  // 128 as well: there is no sign any more
-        const __m256i sizes = _mm256_abs_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols + j)));
-        sums = _mm256_add_epi64(sums, _mm256_sad_epu8(sizes, _mm256_setzero_si256()));
-    }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), sums);
-    for (int64_t part : parts) sum += part;
-    for (; j < n; ++j) sum += std::abs(static_cast<int32_t>(symbols[j]));
-    return sum;
-}
-
+// How large each token's symbols of the layer below are, relative to the mean token's.
 std::vector<uint8_t> contexts_of(const RansDecodeArgs& c) {
     std::vector<uint8_t> contexts(c.tokens, UNKNOWN);
     if (!c.below) return contexts;
     std::vector<int64_t> sums(c.tokens);
     int64_t total = 0;
-    for (int64_t t = 0; t < c.tokens; ++t)
-        total += sums[t] = sum_of_sizes(c.below + t * c.below_axes, c.below_axes);
+    for (int64_t t = 0; t < c.tokens; ++t) {
+        int32_t sum = 0;
+        for (int64_t j = 0; j < c.below_axes; ++j) sum += std::abs(static_cast<int32_t>(c.below[t * c.below_axes + j]));
+        total += sums[t] = sum;
+    }
     for (int64_t t = 0; t < c.tokens; ++t) {
         const int64_t ratio = 16 * sums[t] * c.tokens / std::max<int64_t>(total, 1);
         contexts[t] = static_cast<uint8_t>(std::upper_bound(std::begin(RATIOS), std::end(RATIOS), ratio) - RATIOS);
@@ -241,12 +216,12 @@ std::vector<uint8_t> contexts_of(const RansDecodeArgs& c) {
 int64_t blendserve_rans_decode(const RansDecodeArgs& c) {
     const int64_t axes = c.axes;
     const std::vector<uint8_t> contexts = contexts_of(c);
-    Lookup lookup(c, axes);
+    Lookup lookup{c};
     std::vector<int32_t> means(c.means, c.means + axes);
     std::vector<uint8_t> sizes(axes), models(axes + 2 * STREAMS);
     std::vector<int8_t> values(axes + STREAMS);
     Input in{c.words, c.escapes, c.n_words, c.n_escapes};
-    States x = states_from(c.states);
+    States x = load_as<States>(c.states);
     for (int64_t t = 0; t < c.tokens; ++t) {
         sizes_of(means, sizes);
         models_of(c.model_of + contexts[t] * SIZES, sizes, models);
@@ -326,8 +301,7 @@ inline Weights weights_at(const uint8_t* at) {
     return w;
 }
 struct Sum {
-    __m256i quarter[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
-                          _mm256_setzero_si256()};
+    __m256i quarter[4] = {};
     void add(const Weights& w, int32_t x) {
         __m256i four = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(x)));
         for (int64_t i = 0; i < 4; ++i)
@@ -352,8 +326,7 @@ inline void multiply(const uint8_t* weights, int64_t inputs, const int8_t* x, Su
         for (int64_t n = 0; n < blocks; ++n) w[n] = weights_at(weights + n * BLOCK * inputs);
 #pragma GCC unroll 8
         for (int64_t r = 0; r < rows; ++r) {
-            int32_t four;
-            std::memcpy(&four, x + r * inputs + i, 4);
+            const int32_t four = load_as<int32_t>(x + r * inputs + i);
 #pragma GCC unroll 8
             for (int64_t n = 0; n < blocks; ++n) here[n][r].add(w[n], four);
         }
@@ -373,8 +346,7 @@ std::vector<int32_t> surplus_of(const int8_t* x, int64_t tokens, int64_t n) {
 }
 
 inline uint16_t rounded_short(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
+    const uint32_t bits = load_as<uint32_t>(&x);
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -31,17 +31,21 @@ using U32 = __m256i;
 using Mask = __m256i;  // lanes of 0 or ~0
 #endif
 
+// The T at an address, aligned or not.
+template <class T>
+inline T load_as(const void* p) {
+    T x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
 inline F32 broadcast(float x) { return SIMD(set1_ps)(x); }
 inline U32 broadcast_u32(uint32_t x) { return SIMD(set1_epi32)(static_cast<int>(x)); }
 inline F32 as_f32(U32 x) { return (F32)x; }
 inline U32 as_u32(F32 x) { return (U32)x; }
 inline F32 load(const float* p) { return SIMD(loadu_ps)(p); }
 inline void store(float* p, F32 x) { SIMD(storeu_ps)(p, x); }
-inline U32 load_u32(const void* p) {
-    U32 x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
+inline U32 load_u32(const void* p) { return load_as<U32>(p); }
 inline U32 load(const uint32_t* p) { return load_u32(p); }
 inline void store_u32(void* p, U32 x) { std::memcpy(p, &x, sizeof x); }
 
@@ -140,8 +144,6 @@ inline F32 from_int8(const int8_t* p) {
 
 #endif
 
-inline Mask lanes_from(int i) { return less(broadcast_u32(static_cast<uint32_t>(i - 1)), lane_numbers()); }
-
 // Which of at .. at + LANES - 1 are not in [from, to).
 inline Mask outside_range(int at, int from, int to) {
     U32 i = SIMD(add_epi32)(SIMD(set1_epi32)(at), lane_numbers());
@@ -189,12 +191,7 @@ inline F32 dot(F32 sum, U32 a, U32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a
 
 inline __m256i to_bf16(F32 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline F32 to_f32(__m256i x) { return as_f32(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-inline float to_f32(elem_t x) {
-    uint32_t bits = static_cast<uint32_t>(x) << 16;
-    float y;
-    std::memcpy(&y, &bits, sizeof y);
-    return y;
-}
+inline F32 broadcast(elem_t x) { return to_f32(_mm256_set1_epi16(static_cast<int16_t>(x))); }
 inline F32 load(const elem_t* p) { return to_f32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline F32 load(const elem_t* p, Mask mask) { return to_f32(_mm256_maskz_loadu_epi16(mask, p)); }
 inline void store(elem_t* p, F32 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
@@ -209,9 +206,7 @@ inline U32 pack_words(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 inline U32 pack_words(const elem_t* low, const elem_t* high) {  // null = zeros
-    auto numbers = [](const elem_t* p) {
-        return p ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_setzero_si256();
-    };
+    auto numbers = [](const elem_t* p) { return p ? load_as<__m256i>(p) : _mm256_setzero_si256(); };
     return pack_words(numbers(low), numbers(high));
 }
 inline U32 pack_words(F32 low, F32 high) { return pack_words(to_bf16(low), to_bf16(high)); }
@@ -225,7 +220,6 @@ using elem_t = float;
 constexpr int PER_WORD = 1;
 
 inline F32 dot(F32 sum, U32 a, U32 b) { return fma(as_f32(a), as_f32(b), sum); }
-inline float to_f32(elem_t x) { return x; }
 inline F32 round_to_elem(F32 x) { return x; }
 inline U32 words_from_int8(const int8_t* p) { return as_u32(from_int8(p)); }
 inline U32 pack_words(const elem_t* low, const elem_t*) { return low ? load_u32(low) : broadcast_u32(0); }
@@ -238,11 +232,7 @@ inline void store_2(elem_t* p, F32 low, F32 high) {
 #endif
 
 // A word in every lane.
-inline U32 broadcast_word(const elem_t* p) {
-    uint32_t x;
-    std::memcpy(&x, p, sizeof x);
-    return broadcast_u32(x);
-}
+inline U32 broadcast_word(const elem_t* p) { return broadcast_u32(load_as<uint32_t>(p)); }
 
 // Up to LANES rows of up to LANES words, turned; what is missing is zeros.
 inline void load_transposed(const elem_t* from, int64_t stride, int rows, int n, U32 (&to)[LANES]) {

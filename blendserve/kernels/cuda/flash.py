@@ -6,6 +6,7 @@ attend in one launch, by variable lengths: each row sees the prefix and its own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,20 +20,14 @@ from blendserve.kernels.types import AttentionSpec
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
+    """For contiguous rows, as `supports_chunks`."""
+    return plan.is_contiguous and supports_chunks(q, keys, values, ())
+
+
+def supports_chunks(q: Tensor, k: Tensor, v: Tensor, prefix_kv: Sequence[Tensor], *_: object) -> bool:
     """Whether flash-attn is installed, runs on this GPU (Ampere or later) and supports these tensors."""
-    return plan.is_contiguous and _supports(q, keys, values)
-
-
-def supports_chunks(
-    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
-) -> bool:
-    """The same for packed chunks."""
-    return _supports(q, k, v, *prefix_kv)
-
-
-def _supports(q: Tensor, *others: Tensor) -> bool:
     is_on_gpu = q.device.type == "cuda" and capability(q.device) >= (8, 0)
-    return is_on_gpu and are_supported(GPU_DTYPES, q, *others) and flash_attn() is not None
+    return is_on_gpu and are_supported(GPU_DTYPES, q, k, v, *prefix_kv) and flash_attn() is not None
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
@@ -53,7 +48,7 @@ def attend_chunks(
     )
     package: Any = flash_attn()
     out: Tensor = package.flash_attn_varlen_func(
-        q.transpose(0, 1), *packed, **stack.packing._asdict(), **_options(spec)
+        q.transpose(0, 1), *packed, **stack.packing, **_options(spec)
     )
     return out.reshape(q.shape[1], -1)
 

@@ -9,20 +9,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Replayed(Protocol):
-    """Work that was captured."""
-
-    def __call__(self) -> Tensor:
-        """Do it again -> its result, in the same memory each time."""
-        ...
-
-
+Replayed = Callable[[], Tensor]  # does captured work again -> its result, in the same memory each time
 Capture = Callable[[Callable[[], Tensor], torch.device], Replayed]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cuda.available import are_supported, capability, processors
+from blendserve.kernels.cuda.available import are_supported, capability, has_triton, processors
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
 
@@ -52,8 +52,8 @@ def splits_for(programs: int, keys: int, tile: Tile, room: int) -> int:
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
-    """Whether these are on a GPU, and the kernel is made for them."""
-    return q.device.type == "cuda" and is_made_for(q, keys, values)
+    """Whether these are on a GPU, triton is there, and the kernel is made for them."""
+    return q.device.type == "cuda" and has_triton() and is_made_for(q, keys, values)
 
 
 def is_made_for(q: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -21,6 +21,7 @@ from blendserve.kernels.cpu import build, isa
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
 from blendserve.kernels.cpu.library import LAYOUTS, loaded
 from blendserve.models.loader import fast_dtype
+from tests.support.kernels import forget
 
 ROOT = Path(__file__).parents[3]
 HERE = [level for level in LEVELS.values() if not missing(level)]
@@ -28,6 +29,13 @@ COMPILER = os.environ.get("CXX") or "g++"
 needs_compiler = pytest.mark.skipif(
     not HERE or shutil.which(COMPILER) is None, reason="no kernels for this CPU, or no compiler to make them"
 )
+
+
+def look_again() -> None:
+    """Read the switches, build, load and check at the next call, as a new process does."""
+    forget()
+    selfcheck.checked.cache_clear()
+    loaded.cache_clear()
 
 
 @pytest.fixture
@@ -43,9 +51,9 @@ def level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
     monkeypatch.setattr(selfcheck, "check_level", loaded)
     toy = replace(LEVELS["avx2"], sources={"silu_and_mul": "toy.cpp"})
     monkeypatch.setattr(build, "LEVELS", {"avx2": toy})
-    selfcheck.forget()
+    look_again()
     yield toy
-    selfcheck.forget()
+    look_again()
 
 
 def is_refused(level: Level) -> bool:
@@ -71,7 +79,7 @@ def test_compiled_once_and_found_by_the_next_process(
     assert selfcheck.cpu_status(level).active
     (first,) = made(tmp_path)
     monkeypatch.setattr(build, "compile_level", None)
-    selfcheck.forget()
+    look_again()
     assert selfcheck.cpu_status(level).active
     assert build.build(level) == first
 
@@ -116,7 +124,7 @@ def test_without_kernels_the_reason_is_told(
             monkeypatch.setattr(selfcheck, "check_level", wrong)
         case "switched off":
             monkeypatch.setenv(switches.NATIVE, "0")
-            switches.read_again()
+            look_again()
     assert is_refused(level)
     assert bool(made(tmp_path)) == (fault == "refused")
     assert build.main("all") == int("compiler" in fault or fault == "broken source")
@@ -154,7 +162,7 @@ def test_prebuilt_kernels_serve_without_a_compiler_if_they_are_of_these_sources(
     assert selfcheck.cpu_status(level).active
     assert not made(tmp_path)
     (build.SOURCES / "toy.h").write_text("// another")
-    selfcheck.forget()
+    look_again()
     assert is_refused(level)
 
 

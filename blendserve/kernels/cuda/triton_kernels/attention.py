@@ -20,6 +20,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _load(at, is_row, is_dim, MASKED: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of dims, zeros for what is none of either. Unless MASKED, all are rows; EVEN: all are dims."""
+    if MASKED:
+        return tl.load(at, mask=is_row if EVEN else is_row & is_dim, other=0.0)
+    return tl.load(at) if EVEN else tl.load(at, mask=is_dim, other=0.0)
+
+
+@triton.jit
 def _walk(
     q, acc, total, peak, at, lo, hi, end, keys, values, k_row, v_row, dims, dim, window, scale, softcap,
     BLOCK_N: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -33,20 +41,8 @@ def _walk(
         n = start + tl.arange(0, BLOCK_N)
         k_at = keys + n[None, :] * k_row + dims[:, None]  # [D, N]
         v_at = values + n[:, None] * v_row + dims[None, :]  # [N, D]
-        if MASKED:
-            if EVEN:
-                k = tl.load(k_at, mask=(n < end)[None, :], other=0.0)
-                v = tl.load(v_at, mask=(n < end)[:, None], other=0.0)
-            else:
-                k = tl.load(k_at, mask=(n < end)[None, :] & (dims < dim)[:, None], other=0.0)
-                v = tl.load(v_at, mask=(n < end)[:, None] & (dims < dim)[None, :], other=0.0)
-        else:
-            if EVEN:
-                k = tl.load(k_at)
-                v = tl.load(v_at)
-            else:
-                k = tl.load(k_at, mask=(dims < dim)[:, None], other=0.0)
-                v = tl.load(v_at, mask=(dims < dim)[None, :], other=0.0)
+        k = _load(k_at, (n < end)[None, :], (dims < dim)[:, None], MASKED, EVEN)
+        v = _load(v_at, (n < end)[:, None], (dims < dim)[None, :], MASKED, EVEN)
         score = tl.dot(q, k, input_precision=PRECISION) * scale
         if SOFTCAP:  # c * tanh(x / c), where scale has the 1 / c; exp overflows to a tanh of 1
             score = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E)) + 1.0))
@@ -100,10 +96,7 @@ def rows_over_keys(
     q_at = (
         queries + (head.to(tl.int64) * q_head)[:, None] + (row.to(tl.int64) * q_row)[:, None] + dims[None, :]
     )
-    if EVEN:
-        q = tl.load(q_at)
-    else:
-        q = tl.load(q_at, mask=(dims < DIM)[None, :], other=0.0)
+    q = _load(q_at, alive[:, None], (dims < DIM)[None, :], False, EVEN)
     k_base = keys + kv_head.to(tl.int64) * k_head
     v_base = values + kv_head.to(tl.int64) * v_head
 

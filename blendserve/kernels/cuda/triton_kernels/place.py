@@ -1,4 +1,4 @@
-"""Stored chunks rotated and put into the cache, in Triton: see blendserve/gpu/place.py for what it is given.
+"""Stored chunks rotated and put into the cache, in Triton: see blendserve/kernels/cuda/place.py for what it is given.
 
 One program moves BLOCK tokens of one kv head of one chunk. Chunks are wherever they are: their addresses are numbers in a
 table, so that one launch serves any number of them and nothing is compiled anew for it.
