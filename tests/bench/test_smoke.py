@@ -34,7 +34,7 @@ from tests.support.http import Server
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
 HOSTILE = "benchmarks.noisy_neighbor"
-SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "embedding", "engines")
+SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "engines")
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
@@ -61,8 +61,6 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     def result(name: str) -> Result:
         if name in ("benchmarks.network", "benchmarks.sharing") and binary() is None:
             pytest.skip("there is no valkey-server here")
-        if name == "benchmarks.embedding":
-            pytest.importorskip("sentence_transformers")
         if name not in known:
             tmp, bench = tmp_path_factory.mktemp("bench"), load_bench(name)
             module = import_module(name if "." in name else f"blendserve.bench.{name}")
