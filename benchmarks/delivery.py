@@ -211,7 +211,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
         command = [sys.executable, "-m", "blendserve", *serve]
         service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])
-        proxy = stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed))
+        proxy = stack.enter_context(ProxyProcess(port, config.seed))
         fixture = Fixture(reader, config, proxy, workload)
         traces |= {name: known[name] for name in config.traces}
         for name, trace in traces.items():

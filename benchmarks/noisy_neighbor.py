@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 from pydantic import Field
 
-from benchmarks.support.hostile import KINDS
+from benchmarks.support.hostile import KINDS, attacking
 from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
@@ -78,8 +78,7 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
                     model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
                     task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
                     task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": CONNECTIONS}
-                    client = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
-                    stack.enter_context(client)
+                    client = stack.enter_context(WorkerProcess(attacking, task))
                 metrics = asyncio.run(window(config, url, regular, body, draw, facts, client))
                 for kind, statuses in (client.call("end") if client else {}).items():
                     facts["statuses"][kind].update(statuses)
