@@ -53,7 +53,6 @@ class ContentionConfig(PromptBenchConfig):
     busy: tuple[Positive, ...] = Field(
         (1, 2, 4), description="Numbers of busy processes to run at the same time."
     )
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def compared(self) -> tuple[MethodSpec, ...]:

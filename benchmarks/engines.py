@@ -52,7 +52,6 @@ class EnginesConfig(BenchConfig):
     int8: bool = Field(True, description="Measure blendserve with int8 weights, too.")
     llama: bool = Field(True, description="Measure llama.cpp, too.")
     gguf: Path | None = Field(None, description="GGUF file of the model; the bundled model's if not set.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:

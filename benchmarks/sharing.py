@@ -51,7 +51,6 @@ class SharingConfig(BenchConfig):
         0.75, gt=0, description="Total capacity of the caches, as a fraction of the pool's KV."
     )
     threads: Positive | None = Field(1, description="Number of CPU threads per process.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: SharingConfig, log: SampleLog) -> Iterator[Group]:
