@@ -19,6 +19,7 @@ BENCHES = {  # name, also that of the module -> help
     "startup": "Time whole commands, and the first answer of a process.",
     "near_duplicates": "Ask about passages that were edited after they were cached.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
+    "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
     "auto": "Compare method auto with the best fixed method.",
 }
 
