@@ -35,7 +35,7 @@ DEFAULT = "Ray's default"
 POWER_OF_TWO = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
 ROUTERS = {"chunk affinity": CHUNK_ROUTER, DEFAULT: POWER_OF_TWO}
 OWN = 0.55  # of all chunks: a replica's memory; two hold everything, one does not
-TOPIC, ASKED = 6, 4  # passages of a topic, and those that a question is about
+TOPIC, ASKED = 6, 4  # passages of a topic, and of a question about it
 Question = tuple[RoutedRequest, frozenset[bytes]]  # with the keys of its chunks
 
 
