@@ -48,7 +48,7 @@ test-gpu: $(DEV)
 
 coverage: $(DEV)
 	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json
-	$(BIN)/python scripts/coverage_by_package.py build/coverage.json --against docs/research/baseline/coverage.json
+	$(BIN)/python scripts/coverage_by_package.py build/coverage.json docs/research/baseline/coverage.json
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

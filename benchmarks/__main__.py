@@ -17,9 +17,9 @@ BENCHES = {  # name, also that of the module -> help
     "noisy_neighbor": "Run one hostile client beside a server's regular clients.",
     "cpu_contention": "Prefill and decode while other processes use the CPUs.",
     "startup": "Time whole commands, and the first answer of a process.",
-    "embedding": "Embed passages, against sentence-transformers in fp32.",
     "near_duplicates": "Ask about passages that were edited after they were cached.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
+    "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
     "auto": "Compare method auto with the best fixed method.",
 }
 

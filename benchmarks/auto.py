@@ -1,30 +1,31 @@
 """`python -m benchmarks auto`: is method `auto` ever much slower than the best fixed method?
 
-A grid of chunk counts, chunk lengths and hit rates. Every point prefills one prompt of random tokens by full, prefix,
-blend and auto. `excess` is auto's time over the best fixed method's, less one. `slip` is the same of the method that auto
-chose, run as a fixed one: where only `excess` is large, it was noise. Full reuse is left out: always fastest, and wrong.
+A grid of chunk counts, chunk lengths and hit rates. Every point prefills one prompt by full, prefix, blend and auto.
+`excess` is auto's time over the best fixed method's, less one. `slip` is the same of the method that auto chose, run as
+a fixed one: where only `excess` is large, it was noise. Full reuse is left out: always fastest, and wrong.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
-import numpy as np
 from pydantic import Field
 
+from blendserve.bench.fixture import make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method, Positive, Ratio
-from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.errors import InputError
 from blendserve.store import MemoryStore
-from blendserve.timing import Clock
 
 METHODS: tuple[Method, ...] = ("full", "prefix", "blend", "auto")
-PREFIX, SUFFIX = 32, 40  # tokens
+SUFFIX = 40  # tokens
 
 
 class AutoConfig(BenchConfig):
@@ -38,36 +39,30 @@ class AutoConfig(BenchConfig):
 
 
 def groups(config: AutoConfig, log: SampleLog) -> Iterator[Group]:
-    reader = open_reader(config, log)
-    adapter, rng = reader.adapter, np.random.default_rng(config.seed)
-
-    def ids(n: int) -> TokenIds:
-        return tuple(rng.integers(3, min(40_000, adapter.vocab_size), size=n).tolist())
-
+    reader, rng = open_reader(config, log), random.Random(config.seed)
     for n, size, hits in product(config.chunks, config.chunk_tokens, config.hit_rates):
-        if PREFIX + n * size + SUFFIX > adapter.context_limit:
+        try:
+            workload = make_workload(reader, n, size, SUFFIX, config.seed)
+        except InputError:  # longer than the model's context
             continue
-        prompt = Prompt(ids(PREFIX), tuple(Chunk(ids(size)) for _ in range(n)), ids(SUFFIX))
-        blender = Blender(adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
-        stored = sorted(rng.permutation(n)[: round(hits * n)])
-        blender.writer.precompute([prompt.chunks[i].ids for i in stored])
+        blender = make_blender(reader, workload.prompts, MemoryStore(2**34))
+        blender.writer.precompute(rng.sample(workload.chunks, round(hits * n)))
         seconds: dict[str, list[float]] = {method: [] for method in METHODS}
         chosen: list[str] = []
-        run = partial(_run, blender, prompt, seconds, chosen)
+        run = partial(_run, blender, workload, seconds, chosen)
         cases = [Case({"method": method}, partial(run, method)) for method in METHODS]
         labels = {"chunks": n, "chunk_tokens": size, "hit_rate": hits}
         yield Group(labels, cases, partial(verdict, seconds, chosen))
 
 
 def _run(
-    blender: Blender, prompt: Prompt, seconds: dict[str, list[float]], chosen: list[str], method: Method
+    blender: Blender, workload: Workload, seconds: dict[str, list[float]], chosen: list[str], method: Method
 ) -> Metrics:
-    clock = Clock(blender.model.device)
-    report = blender.run(prompt, BlendConfig(method=method)).report
-    seconds[method].append(clock.elapsed())
+    metrics, done = time_prompt(blender, workload, BlendConfig(method=method))
+    seconds[method].append(metrics["prefill_s"])
     if method == "auto":
-        chosen.append(report.method)
-    return {"prefill_s": seconds[method][-1]}
+        chosen.append(done.report.method)
+    return {"prefill_s": metrics["prefill_s"]}
 
 
 def verdict(seconds: dict[str, list[float]], chosen: list[str]) -> dict[str, float | str]:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks cpu_contention`: TTFT and decoding beside busy processes, and with the time of one core.
+"""`python -m benchmarks cpu_contention`: TTFT and decoding beside busy processes, and on one core.
 
-One worker process has all cores, another the time of one. They run every request in every situation, in turns; ratios to
-the idle machine are computed round by round. libgomp's own wait policy: set GOMP_SPINCOUNT=300000 for the whole bench.
+One worker process has all cores, another one of them. They run every request in every situation, in turns; ratios to the
+idle machine are computed round by round. libgomp's own wait policy: set GOMP_SPINCOUNT=300000 for the whole bench.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from benchmarks.support.worker import WorkerProcess, serve
+from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.decode import prefilled, run_generate, run_ours, token_s
 from blendserve.bench.fixture import PromptFixture, scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
@@ -29,12 +29,10 @@ from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_me
 from blendserve.models.loader import load_model
 from blendserve.provenance import machine
 from blendserve.registry import BENCHED
-from blendserve.threads import SETTLED
 from blendserve.timing import Clock
 
 IDLE, ONE_CORE = "idle", "one core"
 MAX_S = 1800  # lifetime of a busy process
-PERIOD = 100_000  # microseconds of a quota's period
 # Ends with the process that started it, or after MAX_S.
 BUSY = f"""
 import os, time
@@ -55,7 +53,6 @@ class ContentionConfig(PromptBenchConfig):
     busy: tuple[Positive, ...] = Field(
         (1, 2, 4), description="Numbers of busy processes to run at the same time."
     )
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def compared(self) -> tuple[MethodSpec, ...]:
@@ -64,17 +61,11 @@ class ContentionConfig(PromptBenchConfig):
 
 
 def groups(config: ContentionConfig, log: SampleLog) -> Iterator[Group]:
-    with scratch(config.folder) as folder, ExitStack() as stack:
-        limited = stack.enter_context(one_core())
-        busy = stack.enter_context(BusyProcesses())
-
-        def worker(name: str, launcher: Sequence[str] = ()) -> WorkerProcess:
-            environment = {n: value for n, value in os.environ.items() if n not in SETTLED.ours}
-            task = {"config": config.model_dump(mode="json"), "folder": str(folder / "kv")}
-            log = folder / f"{name}.log"
-            return stack.enter_context(WorkerProcess(__name__, task, log, environment, launcher))
-
-        every, one = worker("all cores"), limited(partial(worker, ONE_CORE))
+    with scratch(config.folder) as folder, BusyProcesses() as busy, ExitStack() as stack:
+        task = config, folder / "kv"
+        every = stack.enter_context(WorkerProcess(_start, task))
+        with one_core():
+            one = stack.enter_context(WorkerProcess(_start, task))
         log.note(model=every.about["model"], machine=every.about["machine"])
         cases = []
         for load, n in {IDLE: 0, **{f"{n} busy": n for n in config.busy}, ONE_CORE: 0}.items():
@@ -114,44 +105,24 @@ class BusyProcesses:
             self.set(0)
 
 
-Start = Callable[[Sequence[str]], WorkerProcess]
-
-
 @contextmanager
-def one_core(parent: Path = Path("/sys/fs/cgroup")) -> Iterator[Callable[[Start], WorkerProcess]]:
-    """Starts workers with the time of one core: by a quota (cgroup v2) where one can be made, else by affinity."""
-    group = parent / f"blendserve-bench-{os.getpid()}"
-    with suppress(OSError):
-        group.mkdir()
-    quota = group / "cpu.max"
-    has_quota = quota.exists()
-    if has_quota:
-        quota.write_text(f"{PERIOD} {PERIOD}")
-
-    def launch(start: Start) -> WorkerProcess:
-        if has_quota:  # a shell that joins the cgroup and becomes the command
-            return start(["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")])
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {max(before)})
-        try:
-            return start(())
-        finally:
-            os.sched_setaffinity(0, before)
-
+def one_core() -> Iterator[None]:
+    """Processes that start meanwhile run on one core, as does this one."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
     try:
-        yield launch
+        yield
     finally:
-        with suppress(OSError):
-            group.rmdir()
+        os.sched_setaffinity(0, cores)
 
 
-def _start(task: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], Metrics]]:
-    config = ContentionConfig(**task["config"])
+def _start(task: tuple[ContentionConfig, Path]) -> tuple[dict[str, Any], Callable[[str], Metrics]]:
+    config, folder = task
     reader = load_model(config.reader)
     workload, n = config.workload(reader), config.new_tokens
     ids = workload.prompt.ids
     check_room(reader, len(ids) + n, f"the prompt and {n} new tokens")
-    fixture = PromptFixture(reader, workload, config.compared, Path(task["folder"]))
+    fixture = PromptFixture(reader, workload, config.compared, folder)
     fixture.precompute()
     done = prefilled(reader.adapter, ids, n)
 
@@ -186,7 +157,3 @@ TABLE = table(
     ratio("token / idle", "token_s", load=IDLE),
 )
 BENCH = Bench(ContentionConfig, groups, (TABLE,), tiny={"chunks": 2, "new_tokens": 3, "busy": (1,)})
-
-
-if __name__ == "__main__":
-    serve(_start)

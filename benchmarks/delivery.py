@@ -69,7 +69,6 @@ class DeliveryConfig(CodecConfig):
     fit_tokens: Positive = Field(
         2_048, description="Length of the sampled text that tables are fitted on, in tokens."
     )
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -211,7 +210,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
         command = [sys.executable, "-m", "blendserve", *serve]
         service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])
-        proxy = stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed))
+        proxy = stack.enter_context(ProxyProcess(port, config.seed))
         fixture = Fixture(reader, config, proxy, workload)
         traces |= {name: known[name] for name in config.traces}
         for name, trace in traces.items():
@@ -220,11 +219,9 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
 
 def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
-    blender, tables = (
-        _blender(reader, workload, store),
-        CodecTables(reader, workload.prompts, config.fit_tokens),
-    )
+    blender = _blender(reader, workload, store)
     blender.writer.precompute(workload.chunks)
+    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
     codecs = {level: tables.codec(level) for level in config.levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
     publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), config.levels, codecs, tokens)

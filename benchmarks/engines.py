@@ -15,18 +15,16 @@ llama.cpp comes by llama-cpp-python, which blendserve does not need. Build it fo
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field
 
-from benchmarks.support.worker import WorkerProcess, serve
+from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.decode import prefilled, run_generate, run_ours, token_s
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, ratio, table
@@ -36,7 +34,6 @@ from blendserve.config import ModelConfig, Positive
 from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import BUNDLED
-from blendserve.threads import COUNT
 from blendserve.timing import Clock
 
 OURS, OURS_INT8, TRANSFORMERS = "blendserve", "blendserve int8", "transformers"
@@ -55,7 +52,6 @@ class EnginesConfig(BenchConfig):
     int8: bool = Field(True, description="Measure blendserve with int8 weights, too.")
     llama: bool = Field(True, description="Measure llama.cpp, too.")
     gguf: Path | None = Field(None, description="GGUF file of the model; the bundled model's if not set.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
@@ -70,15 +66,9 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
         for name, file in files.items():
             convert(gguf_file(config), file, LLAMA[name])
         for threads, context in product(config.thread_counts, config.contexts):
-            shared = {"config": config.model_dump(mode="json"), "context": context, "threads": threads}
-            environment = {**os.environ, COUNT: str(threads)}
             with ExitStack() as stack:
-                workers: dict[str, WorkerProcess] = {}
-                for name in engines:
-                    task = {**shared, "engine": name, "file": str(files.get(name, ""))}
-                    log_file = folder / f"{name.replace(' ', '_')}.log"
-                    worker = WorkerProcess(__name__, task, log_file, environment)
-                    workers[name] = stack.enter_context(worker)
+                tasks = {name: (config, name, context, threads, files.get(name)) for name in engines}
+                workers = {n: stack.enter_context(WorkerProcess(_start, task)) for n, task in tasks.items()}
                 log.note(model=workers[OURS].about)
                 cases = [Case({"engine": name}, partial(w.call, None)) for name, w in workers.items()]
                 yield Group({"context": context, "threads": threads}, cases)
@@ -123,19 +113,20 @@ def convert(source: Path, target: Path, kind: str) -> None:
     writer.close()
 
 
-def _start(task: dict[str, Any]) -> tuple[Any, Callable[[Any], Metrics]]:
-    engine, threads, context = task["engine"], task["threads"], task["context"]
-    config = EnginesConfig(**task["config"])
+def _start(
+    task: tuple[EnginesConfig, str, int, int, Path | None],
+) -> tuple[str, Callable[[None], Metrics]]:
+    config, engine, context, threads, file = task
     n, numbers = config.new_tokens, torch.ones(READ if engine == MEMORY else 0)
     weights = "int8" if engine == OURS_INT8 else "model"
     reader = load_model(ModelConfig(name=config.model, threads=threads, decode_weights=weights))
     check_room(reader, context + n, "the context with its new tokens")
     ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
     done = prefilled(reader.adapter, ids, n)
-    llama = _llama(task["file"], ids, n, threads) if engine in LLAMA else None
+    llama = _llama(str(file), ids, n, threads) if file else None
     n_bytes = _bytes(reader, context) if engine == OURS else 0
 
-    def run(_: Any) -> Metrics:
+    def run(_: None) -> Metrics:
         if engine == MEMORY:
             clock = Clock()
             numbers.sum()
@@ -188,7 +179,3 @@ TINY = {
     **{"int8": False, "llama": False},
 }
 BENCH = Bench(EnginesConfig, groups, (TABLE,), tiny=TINY)
-
-
-if __name__ == "__main__":
-    serve(_start)

@@ -45,7 +45,6 @@ class NetworkConfig(CodecConfig):
         SENT_CODECS, description="Codecs of the stored chunks: name or name@level."
     )
     chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:

@@ -12,7 +12,6 @@ import asyncio
 import random
 import shutil
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -24,14 +23,14 @@ from typing import Any
 import httpx
 from pydantic import Field
 
-from benchmarks.support.hostile import KINDS
+from benchmarks.support.hostile import KINDS, attacking
 from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.loadgen import Body, Response, longest_passages, metrics_of, send
+from blendserve.bench.loadgen import Body, closed_loop, longest_passages, send
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.server_process import ServerProcess, serve_command
-from blendserve.bench.serving import ROOM, model_settings
+from blendserve.bench.serving import ROOM, TIMEOUT_S, model_settings
 from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError
@@ -42,7 +41,6 @@ METHOD = "blend"
 SHARE = 0.4  # of the sequential throughput: the load of the regular clients
 CONNECTIONS = 4  # of the hostile client
 SEQUENTIAL = 5  # requests one at a time, before a window
-TIMEOUT_S = 120.0  # without an event until a request has failed
 POOL = 30  # passages whose titles are asked about
 INDEX, UPLOADS = "index", "uploads"  # collections: the regular clients', the hostile one's
 
@@ -71,15 +69,14 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
         windows = {"no": count_up(), "yes": count_up()}
 
         def run(neighbor: str) -> Metrics:
-            body, draw = titles(folder / "made"), next(windows[neighbor])
+            body, draw = questions(config, folder / "made"), next(windows[neighbor])
             with server(folder) as url, ExitStack() as stack:
                 client = None
                 if neighbor == "yes":
                     model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
                     task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
                     task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": CONNECTIONS}
-                    client = WorkerProcess("benchmarks.support.hostile", task, folder / "hostile.log")
-                    stack.enter_context(client)
+                    client = stack.enter_context(WorkerProcess(attacking, task))
                 metrics = asyncio.run(window(config, url, regular, body, draw, facts, client))
                 for kind, statuses in (client.call("end") if client else {}).items():
                     facts["statuses"][kind].update(statuses)
@@ -93,14 +90,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def think_time(service_s: float, clients: int, share: float) -> float:
-    """Mean seconds between answer and next question with which the clients load a server to this share.
-
-    A client that asks `think` after its answer loads it with service / (service + think).
-    """
-    return service_s * (clients / share - 1)
-
-
 def prepare(config: NeighborConfig, folder: Path) -> None:
     """An index of bundled text with its KV. Raises ModelError, StoreError."""
     settings = Config(model=config.reader, blend=BlendConfig(method=METHOD))
@@ -108,10 +97,11 @@ def prepare(config: NeighborConfig, folder: Path) -> None:
         engine.precompute()
 
 
-def titles(index: Path) -> Body:
+def questions(config: NeighborConfig, index: Path) -> Body:
     """Questions about an index."""
-    about = sorted({passage["title"] for passage in longest_passages(index, POOL)})
-    return lambda rng: {"question": f"What is said about {rng.choice(about)}, and where?"}
+    titles = sorted({passage["title"] for passage in longest_passages(index, POOL)})
+    fixed = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
+    return lambda rng: {"question": f"What is said about {rng.choice(titles)}, and where?", **fixed}
 
 
 @contextmanager
@@ -140,40 +130,21 @@ async def window(
 
     facts: the first window sets the think time for all. hostile: begins with the measurement.
     """
-    about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
-
-    async def ask(client: httpx.AsyncClient, rng: random.Random) -> Response:
-        return await send(client, {**body(rng), **about})
-
-    async def regular(client: httpx.AsyncClient, rng: random.Random, until: float) -> list[Response]:
-        """Ask, wait for the answer, think; at least once."""
-        responses: list[Response] = []
-        await asyncio.sleep(min(rng.uniform(0, think_s), until - time.perf_counter()))
-        while not responses or time.perf_counter() < until:
-            responses.append(await ask(client, rng))
-            pause = rng.expovariate(1 / think_s)
-            await asyncio.sleep(max(0.0, min(pause, until - time.perf_counter())))
-        return responses
-
     async with AsyncExitStack() as stack:
         opened = (httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=bearer(key)) for key in keys)
         clients = [await stack.enter_async_context(client) for client in opened]
         rng = random.Random("alone")
-        warm = [await ask(clients[n % len(clients)], rng) for n in range(SEQUENTIAL)]
+        warm = [await send(clients[n % len(clients)], body(rng)) for n in range(SEQUENTIAL)]
         seconds = [r.ttft_s + sum(r.itl_s) for r in warm[1:] if r.ttft_s is not None]
         if not seconds:
             raise InputError("the server answers no regular question: ask for fewer passages or tokens")
         service_s = statistics.median(seconds)
-        think_s = facts.setdefault("think_s", think_time(service_s, config.clients, SHARE))
+        # a client loads the server with service / (service + think)
+        think_s = facts.setdefault("think_s", service_s * (config.clients / SHARE - 1))
         if hostile:
             hostile.call("begin")
-        began = time.perf_counter()
-        asking = (
-            regular(client, random.Random(f"{draw} {n}"), began + config.seconds)
-            for n, client in enumerate(clients)
-        )
-        responses = [one for some in await asyncio.gather(*asking) for one in some]
-        return {**metrics_of(responses, time.perf_counter() - began), "service_s": service_s}
+        metrics = await closed_loop(clients, body, config.seconds, think_s, seed=f"{draw} ")
+        return {**metrics, "service_s": service_s}
 
 
 TABLE = table(

@@ -18,8 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from benchmarks.support.valkey import Server
-from benchmarks.support.worker import WorkerProcess, serve
-from blendserve.bench.fixture import scratch
+from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import make_workload
@@ -52,17 +51,12 @@ class SharingConfig(BenchConfig):
         0.75, gt=0, description="Total capacity of the caches, as a fraction of the pool's KV."
     )
     threads: Positive | None = Field(1, description="Number of CPU threads per process.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: SharingConfig, log: SampleLog) -> Iterator[Group]:
-    with scratch(config.folder) as folder, ExitStack() as stack:
-        server = stack.enter_context(Server())
-        task = {"config": config.model_dump(mode="json"), "url": server.url}
-        nodes = [
-            stack.enter_context(WorkerProcess(__name__, {**task, "node": n}, folder / f"node{n}.log"))
-            for n in range(config.engines)
-        ]
+    with Server() as server, ExitStack() as stack:
+        tasks = [(config, server.url, n) for n in range(config.engines)]
+        nodes = [stack.enter_context(WorkerProcess(_start, task)) for task in tasks]
         log.note(model=nodes[0].about)
 
         def run(arrangement: str) -> Metrics:
@@ -106,12 +100,12 @@ def summarize(config: SharingConfig, requests: Sequence[Mapping[str, float]]) ->
     }
 
 
-def _start(task: dict[str, Any]) -> tuple[Any, Callable[[str], list[dict[str, float]]]]:
+def _start(task: tuple[SharingConfig, str, int]) -> tuple[Any, Callable[[str], list[dict[str, float]]]]:
     """One engine process: every n-th user is its own."""
-    config = SharingConfig(**task["config"])
+    config, url, node = task
     (*_, method), reader = parse_methods((METHOD,), ()), load_model(config.reader)
     passages = make_workload(reader, config.pool, config.chunk_tokens, None, config.seed).passages
-    asked, users = trace(config), range(task["node"], config.users, config.engines)
+    asked, users = trace(config), range(node, config.users, config.engines)
     pool_bytes = config.pool * config.chunk_tokens * reader.adapter.kv_bytes_per_token
 
     def engine(location: str, namespace: str, share: float) -> Engine:
@@ -132,7 +126,7 @@ def _start(task: dict[str, Any]) -> tuple[Any, Callable[[str], list[dict[str, fl
             engines = {}
             for user in users:
                 own = ("all", 1.0) if arrangement == SHARED else (f"user{user}", 1 / config.users)
-                engines[user] = stack.enter_context(engine(task["url"], *own))
+                engines[user] = stack.enter_context(engine(url, *own))
             for n in range(config.questions):
                 for user, own_engine in engines.items():
                     chosen = tuple(passages[i] for i in asked[user][n])
@@ -160,7 +154,3 @@ TINY = {
     **{"memory": 1.0, "overlap": 1.0, "repeats": 1},
 }
 BENCH = Bench(SharingConfig, groups, (TABLE,), tiny=TINY)
-
-
-if __name__ == "__main__":
-    serve(_start)

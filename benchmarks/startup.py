@@ -35,7 +35,6 @@ class StartupConfig(BenchConfig):
     passages: Positive = Field(3, description="Number of passages to retrieve for the question.")
     chunk_tokens: Positive = Field(512, description="Maximum length of a chunk, in tokens.")
     new_tokens: Positive = Field(16, description="Maximum length of an answer, in tokens.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:

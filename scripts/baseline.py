@@ -15,30 +15,27 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parents[1]
+TIMEOUT_S = 900
 
 
-def run(words: list[str], checkout: Path, timeout_s: float) -> dict[str, Any]:
-    """The result of a bench of the package in `checkout`. Raises RuntimeError, TimeoutExpired."""
+def medians(words: list[str], checkout: Path) -> dict[str, float]:
+    """Run a bench of the package in `checkout` -> the median of every metric, by its labels."""
     is_own = (checkout / "benchmarks" / f"{words[0]}.py").exists()
-    module = ["benchmarks"] if is_own else ["blendserve", "bench"]
-    command = [sys.executable, "-m", *module, *words, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        *(["benchmarks"] if is_own else ["blendserve", "bench"]),
+        *words,
+        "--json",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=timeout_s
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S
     )
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-500:]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
-def medians(result: dict[str, Any]) -> dict[str, float]:
-    """The median of every metric, by its labels."""
     values: dict[str, list[float]] = {}
-    for group in result["groups"]:
+    for group in json.loads(done.stdout.splitlines()[-1])["groups"]:
         for labels, _, metrics in group["samples"]:
             row = " ".join(f"{name}={labels[name]}" for name in sorted(labels))
             for metric, value in metrics.items():
@@ -57,23 +54,20 @@ def compare(name: str, old: list[dict[str, float]], new: list[dict[str, float]])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkout", type=Path, help="of the older commit")
-    parser.add_argument("benches", nargs="+", metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds of A B B A")
-    parser.add_argument("--timeout-s", type=float, default=900)
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("benches", nargs="+")
+    parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     failed = False
     for name in options.benches:
         found: dict[Path, list[dict[str, float]]] = {options.checkout: [], HERE: []}
         try:
             for checkout in [options.checkout, HERE, HERE, options.checkout] * options.rounds:
-                found[checkout].append(medians(run(name.split(), checkout, options.timeout_s)))
+                found[checkout].append(medians(name.split(), checkout))
             compare(name, found[options.checkout], found[HERE])
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"{name}: failed: {error}")
+        except subprocess.SubprocessError as error:
+            print(f"{name}: {error}")
             failed = True
     return int(failed)
 

@@ -1,20 +1,19 @@
 """Report what the rules for tests forbid (CONTRIBUTING.md): each finding would break a test when nothing is broken.
 
-    python scripts/check_tests.py [FOLDER ...] [--count]
+    python scripts/check_tests.py [PATH ...]
 
 private   a private attribute or name of another object is read: test what a caller sees
 prose     a message is asserted: compare the error's class and fields; tests/cli/test_errors.py alone reads messages
 sleep     time.sleep: wait for a condition (`eventually`) or pass a `ManualClock`
 import    a test module imports from another: what two share belongs in tests/support
 
-A line that ends in `# allow: REASON` is left out, and `--allowed` lists those. Exits with 1 if anything is found.
+A line that ends in `# allow: REASON` is left out. Exits with 1 if anything is found.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,25 +59,17 @@ def is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
-def main(arguments: list[str]) -> int:
-    folders = [Path(a) for a in arguments if not a.startswith("--")] or [Path("tests")]
-    counts: Counter[str] = Counter()
-    for path in sorted(
-        file for folder in folders for file in ([folder] if folder.is_file() else folder.rglob("*.py"))
-    ):
-        lines = path.read_text("utf-8").splitlines()
-        for line, rule, what in sorted(set(findings(path))):
-            if is_allowed := "# allow: " in lines[line - 1]:
-                counts["allowed"] += 1
-            if is_allowed == ("--allowed" in arguments):
-                counts[rule] += not is_allowed
-                if "--count" not in arguments:
-                    print(
-                        f"{path}:{line}: {rule}: {what}"
-                        + (lines[line - 1].split("# allow")[1] if is_allowed else "")
-                    )
-    print(", ".join(f"{n} {rule}" for rule, n in sorted(counts.items()) if n) or "The tests keep the rules.")
-    return 1 if any(n for rule, n in counts.items() if rule != "allowed") else 0
+def main(paths: list[str]) -> int:
+    n_found = 0
+    for path in map(Path, paths or ["tests"]):
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            lines = file.read_text("utf-8").splitlines()
+            for line, rule, what in sorted(set(findings(file))):
+                if "# allow: " not in lines[line - 1]:
+                    print(f"{file}:{line}: {rule}: {what}")
+                    n_found += 1
+    print(f"{n_found} findings")
+    return int(n_found > 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """Print branch coverage by package from `coverage json`, beside the baseline's; 1 if one fell by more than 0.5 points.
 
-python scripts/coverage_by_package.py build/coverage.json [--against docs/research/baseline/coverage.json]
-                                      [--write FILE]
+python scripts/coverage_by_package.py build/coverage.json docs/research/baseline/coverage.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -28,26 +26,14 @@ def by_package(report: Path) -> dict[str, float]:
     return {**percent, "all": round(100 * sum(ran.values()) / sum(there.values()), 2)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("report", type=Path)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--write", type=Path)
-    options = parser.parse_args()
-    now = by_package(options.report)
-    before = (
-        json.loads(options.against.read_text("utf-8")) if options.against and options.against.exists() else {}
-    )
+def main(report: Path, baseline: Path) -> int:
+    now, before = by_package(report), json.loads(baseline.read_text("utf-8"))
     fell = [name for name, percent in before.items() if now.get(name, percent) < percent - LOSS]
     print(f"{'package':14} {'percent':>7} {'before':>7}")
     for name, percent in now.items():
         print(f"{name:14} {percent:7.2f} {before.get(name, float('nan')):7.2f} {'fell' * (name in fell)}")
-    if options.write:
-        options.write.write_text(json.dumps(now, indent=1) + "\n", "utf-8")
     return 1 if fell else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.support.worker import serve
-
 WORDS = 50_000  # of a long question
 MANY = 1000  # messages or passages: as many as a request may have
 STOPS, DEPTH = 15_000, 100_000
@@ -66,7 +64,7 @@ KINDS: Mapping[str, Callable[[str, int], tuple[str, bytes]]] = {
 Statuses = dict[str, dict[str, int]]  # kind -> status -> count
 
 
-def _start(task: dict[str, Any]) -> tuple[None, Callable[[str], Statuses]]:
+def attacking(task: dict[str, Any]) -> tuple[None, Callable[[str], Statuses]]:
     """ "begin" begins; "end" ends, and gets the statuses."""
     os.nice(NICENESS)
     bodies = {kind: make(task["model"], task["max_body"]) for kind, make in KINDS.items()}
@@ -101,7 +99,3 @@ def _start(task: dict[str, Any]) -> tuple[None, Callable[[str], Statuses]]:
         return {kind: dict(statuses) for kind, statuses in counts.items()}
 
     return None, answer
-
-
-if __name__ == "__main__":
-    serve(_start)

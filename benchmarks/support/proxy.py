@@ -15,14 +15,12 @@ import ssl
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
-from benchmarks.support.worker import WorkerProcess, serve
+from benchmarks.support.worker import WorkerProcess
 
 GBIT = 1e9 / 8  # bytes a second
 BURST_S = 0.005  # of a bucket: makes up for late wake-ups
@@ -198,9 +196,9 @@ class Proxy:
 class ProxyProcess(WorkerProcess):
     """A proxy in its own process: it shares no interpreter with the measured code, as a network does not."""
 
-    def __init__(self, to_port: int, log: Path, seed: int = 0) -> None:
-        super().__init__(__name__, {"to_port": to_port, "seed": seed}, log)
-        self.port = int(self.about)
+    def __init__(self, to_port: int, seed: int = 0) -> None:
+        super().__init__(_start, (to_port, seed))
+        self.port: int = self.about
 
     @property
     def n_bytes(self) -> int:
@@ -209,7 +207,7 @@ class ProxyProcess(WorkerProcess):
 
     def set(self, conditions: LinkConditions) -> None:
         """From the next piece on."""
-        self.call({k: value for k, value in asdict(conditions).items() if k != "began"})
+        self.call(conditions)
 
     @contextmanager
     def replayed(self, trace: Trace, round_trip_s: float) -> Iterator[None]:
@@ -221,16 +219,11 @@ class ProxyProcess(WorkerProcess):
             self.set(LinkConditions())
 
 
-def _start(task: dict[str, int]) -> tuple[int, Any]:
-    proxy = Proxy(task["to_port"], task["seed"])
+def _start(task: tuple[int, int]) -> tuple[int, Callable[[LinkConditions | None], int]]:
+    proxy = Proxy(*task)
 
-    def answer(request: dict[str, Any] | None) -> int:
-        if request is not None:
-            proxy.conditions = LinkConditions(**request)
+    def answer(conditions: LinkConditions | None) -> int:
+        proxy.conditions = conditions or proxy.conditions
         return proxy.down.n_bytes
 
     return proxy.port, answer
-
-
-if __name__ == "__main__":
-    serve(_start)

@@ -1,78 +1,62 @@
-"""A process that answers requests, both as lines of JSON: the module that runs in it ends with `serve(start)`."""
+"""A process that answers one request after the other: `start` gets its task, and returns what answers the requests."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from blendserve.errors import BlendserveError, InputError
 
 W = TypeVar("W", bound="WorkerProcess")
-ROOT = Path(__file__).parents[2]
+Start = Callable[[Any], tuple[Any, Callable[[Any], Any]]]
+"""task -> the first answer, and the function that answers each request"""
+SPAWN = get_context("spawn")
 
 
 class WorkerProcess:
-    """Starts `python -m MODULE`, and sends it its task. A context manager; the process is killed at the end."""
+    """A fresh process, killed at the end; it ends with its parent, too. A context manager."""
 
-    def __init__(
-        self,
-        module: str,
-        task: Any,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        launcher: Sequence[str] = (),
-    ) -> None:
-        """log: file of its stderr. launcher: words before the command. Raises InputError when it ends at once."""
-        self._log, self._lock = log, threading.Lock()
-        inherited = os.environ if environment is None else environment
-        path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
-        with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [*launcher, sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env={**inherited, "PYTHONPATH": path},
-            )
-        self.pid = self._process.pid
+    def __init__(self, start: Start, task: Any) -> None:
+        """start: a function of a module. Raises BlendserveError as it does, InputError when the process ends."""
+        self._lock = threading.Lock()
+        self._line, there = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(there, start), daemon=True)
+        self._process.start()
+        there.close()
+        self.pid = int(self._process.pid or 0)
         self.about: Any = self.call(task)
 
     def call(self, request: Any) -> Any:
-        """The answer to one request; safe to call from several threads. Raises InputError when the process has ended."""
-        assert self._process.stdin
-        assert self._process.stdout
+        """The answer to one request; safe to call from several threads. Raises BlendserveError."""
         try:
             with self._lock:
-                print(json.dumps(request), file=self._process.stdin, flush=True)
-                answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            why = (self._log.read_text().strip() or f"exit code {self._process.wait()}").splitlines()[-1]
-            raise InputError(f"a measured process ended early: {why}")
-        return json.loads(answer)
+                self._line.send(request)
+                answer = self._line.recv()
+        except (EOFError, OSError):
+            raise InputError("a measured process ended early: see its traceback above") from None
+        if isinstance(answer, BlendserveError):
+            raise answer
+        return answer
 
     def __enter__(self: W) -> W:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
 
 
-def serve(start: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
-    """All of the process: `start` gets the task -> the first answer, and the function that answers each request."""
+def _serve(line: Connection, start: Start) -> None:
+    """All of the process."""
     try:
-        about, answer = start(json.loads(sys.stdin.readline()))
-        print(json.dumps(about), flush=True)
-        for line in sys.stdin:
-            print(json.dumps(answer(json.loads(line))), flush=True)
+        about, answer = start(line.recv())
+        line.send(about)
+        with suppress(EOFError):
+            while True:
+                line.send(answer(line.recv()))
     except BlendserveError as error:
-        sys.exit(f"{error}")
+        line.send(error)

@@ -48,30 +48,25 @@ def codec_words(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class CodecTables:
-    """Codecs at several levels; the tables of each codec are fitted once, on text sampled from the model."""
+    """The tables of each codec, fitted once, on text sampled from the model."""
 
     def __init__(self, reader: LoadedModel, prompts: PromptBuilder, fit_tokens: int) -> None:
         self._reader, self._prompts, self._fit_tokens = reader, prompts, fit_tokens
         self._store = MemoryStore(1 << 30)
 
-    def tables(self, word: str) -> bytes:
-        """b"" for a codec that needs none."""
-        name, _ = parse_codec(word)
-        if not CODECS.load(name).needs_tables:
-            return b""
-        hash = self._store.blobs.current(name, self._reader.fingerprint)
-        if hash is None:
-            text = self_generated_text(self._reader, self._fit_tokens)
-            hash = fit(name, text, self._reader, self._prompts, self._store)
-        return self._store.blobs.get(hash) or b""
-
-    def codec(self, word: str, store: KVStore | None = None) -> Codec:
-        """The codec that a word names. store: keeps its tables, so that its records can be read."""
-        (name, level), tables = parse_codec(word), self.tables(word)
-        if tables and store:
-            store.blobs.put(name, self._reader.fingerprint, tables)
-        codec: Codec = CODECS.load(name).with_tables(level, tables)
-        return codec
+    def codec(self, word: str, *stores: KVStore) -> Codec:
+        """The codec that a word names. The stores get its tables, so that its records can be read."""
+        (name, level), reader = parse_codec(word), self._reader
+        made: type[Codec] = CODECS.load(name)
+        if not made.needs_tables:
+            return made.with_tables(level)
+        if (hash := self._store.blobs.current(name, reader.fingerprint)) is None:
+            text = self_generated_text(reader, self._fit_tokens)
+            hash = fit(name, text, reader, self._prompts, self._store)
+        tables = self._store.blobs.get(hash) or b""
+        for store in stores:
+            store.blobs.put(name, reader.fingerprint, tables)
+        return made.with_tables(level, tables)
 
 
 class CodecConfig(PromptBenchConfig):
@@ -117,7 +112,7 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
                 tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
                 full = partial(_time, blender, workload, BlendConfig(method="full"), "prefill_s")
                 cases.append(Case({"operation": "prefill"}, lambda full=full: {"time_s": full()}))  # type: ignore[misc]
-            n_table_bytes = len(tables.tables(word))
+            n_table_bytes = len(store.blobs.get(codec.coding.tables) or b"")
             sizes.append(Case({"codec": word}, partial(_size, coded, n_table_bytes, tokens, raw_bytes)))
             operations: dict[str, Callable[[], float]] = {
                 "encode": partial(_encode, codec, kvs),

@@ -52,7 +52,6 @@ class DecodeBenchConfig(BenchConfig):
         False,
         description="Compare decoding with prompt-lookup drafts, too, for answers that quote and others.",
     )
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:

@@ -50,17 +50,26 @@ async def send(http: httpx.AsyncClient, body: dict[str, Any]) -> Response:
     return Response(None)
 
 
-async def closed_loop(http: httpx.AsyncClient, body: Body, clients: int, seconds: float) -> dict[str, float]:
-    """Metrics at saturation; every client draws its own requests, the same in each call."""
+async def closed_loop(
+    clients: Sequence[httpx.AsyncClient], body: Body, seconds: float, think_s: float = 0.0, seed: str = ""
+) -> dict[str, float]:
+    """Metrics of clients that ask, wait for the answer and think; each asks at least once.
+
+    think_s: mean time from answer to next question; with 0 the clients saturate the server. Questions follow from `seed`.
+    """
     responses: list[Response] = []
     start = time.perf_counter()
 
-    async def client(number: int) -> None:
-        rng = random.Random(f"{number}")
-        while time.perf_counter() - start < seconds:
+    async def ask(number: int, http: httpx.AsyncClient) -> None:
+        rng, pauses = random.Random(f"{seed}{number}"), random.Random(f"pauses {seed}{number}")
+        left_s, pause_s = seconds, pauses.uniform(0, think_s)
+        while left_s > 0:
+            await asyncio.sleep(min(pause_s, left_s))
             responses.append(await send(http, body(rng)))
+            pause_s = pauses.expovariate(1 / think_s) if think_s else 0.0
+            left_s = start + seconds - pause_s - time.perf_counter()
 
-    await asyncio.gather(*(client(n) for n in range(clients)))
+    await asyncio.gather(*(ask(n, http) for n, http in enumerate(clients)))
     return metrics_of(responses, time.perf_counter() - start)
 
 

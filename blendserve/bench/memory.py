@@ -31,26 +31,23 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # the word that clear_refs resets VmHWM at
 
 
-def peak_memory(
-    model: ModelConfig, shape: tuple[int, int, int], seed: int, method: MethodSpec, folder: Path
-) -> Metrics:
-    """Of one request; {} where the system does not tell a peak. Raises BlendserveError.
+Shape = tuple[int, int, int, int]
+"""the arguments of make_workload: chunks, their tokens, those of the suffix, seed"""
 
-    shape: as for make_workload; folder: of the store with the chunks.
-    """
+
+def peak_memory(model: ModelConfig, shape: Shape, folder: Path, method: MethodSpec) -> Metrics:
+    """Of one request; {} where the system does not tell a peak. folder: of the store. Raises BlendserveError."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
-            return pool.submit(measure_here, model, shape, seed, method, folder).result()
+            return pool.submit(measure_here, model, shape, folder, method).result()
         except BrokenProcessPool:
             raise InputError(f"the process that measures the memory of {method} was killed") from None
 
 
-def measure_here(
-    model: ModelConfig, shape: tuple[int, int, int], seed: int, method: MethodSpec, folder: Path
-) -> Metrics:
+def measure_here(model: ModelConfig, shape: Shape, folder: Path, method: MethodSpec) -> Metrics:
     """The same in this process."""
     reader = load_model(model)
-    workload = make_workload(reader, *shape, seed)
+    workload = make_workload(reader, *shape)
     with PromptFixture(reader, workload, (method,), folder) as fixture:
         fixture.store.verify()
         fixture.workload = replace(workload, passages=())

@@ -24,7 +24,6 @@ class PrecomputeConfig(BenchConfig):
 
     chunks: Positive = Field(12, description="Number of chunks to store.")
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
-    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def groups(config: PrecomputeConfig, log: SampleLog) -> Iterator[Group]:

@@ -36,7 +36,7 @@ class BenchConfig(RuntimeConfig):
     """What all benches share. The options of a bench are the fields of its config."""
 
     model: str = Field(ModelConfig().name, description=ModelConfig.description("name"))
-    repeats: Positive = Field(5, description="Number of measured rounds.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
     seed: int = Field(0, description="Random seed of the text.")
     folder: Path | None = Field(
         None, description="Folder for temporary stores; the system's temporary folder if not set."

@@ -25,10 +25,10 @@ from pydantic import Field
 
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
-from blendserve.bench.loadgen import closed_loop, longest_passages, open_loop, send
+from blendserve.bench.loadgen import Body, closed_loop, longest_passages, open_loop, send
 from blendserve.bench.runner import Bench, BenchConfig, Plot
 from blendserve.bench.server_process import ServerProcess, serve_command
-from blendserve.config import Config, Positive, Ratio
+from blendserve.config import Config, Positive
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError
 from blendserve.retrieve import language_reference
@@ -36,6 +36,8 @@ from blendserve.retrieve import language_reference
 METHODS = ("full", "blend", "prefix")
 ABOVE = 1.1  # times a method's own saturation: where its loads end
 ROOM = ("--slots", "8", "--slot-tokens", "6144")  # of a server that is started here
+POOL = 20  # of the index's longest passages: prompts are drawn from them
+TIMEOUT_S = 120.0  # without an event until a request has failed
 QUESTION = "What is said about this, and where?"
 
 
@@ -48,26 +50,19 @@ class ServingConfig(BenchConfig):
         Path("indexes/demo"),
         description="Folder of the index whose passages are asked about; one of bundled text is built if it is missing.",
     )
-    pool: Positive = Field(
-        20, description="Number of the index's longest passages that prompts are drawn from."
-    )
     passages: Positive = Field(6, description="Number of passages in a prompt.")
-    ratio: Ratio | None = Field(None, description="Recompute ratio of blending; the server's own if not set.")
     new_tokens: Positive = Field(16, description="Length of an answer, in tokens.")
     clients: Positive = Field(8, description="Number of concurrent clients that saturate the server.")
     seconds: float = Field(60.0, gt=0, description="Duration of one load, in seconds.")
     load_factors: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (1.0, 0.5, 2.0, 4.0), description="Offered loads, as multiples of full prefill's saturation."
     )
-    timeout_s: float = Field(
-        120.0, gt=0, description="Time without an event until a request has failed, in seconds."
-    )
     repeats: Positive = Field(1, description="Number of rounds of every load.")
 
 
 def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
     with scratch(config.folder) as folder, _server(config, folder) as (url, index):
-        pool = longest_passages(index, config.pool)
+        pool = longest_passages(index, POOL)
         asyncio.run(_warm(config, url, pool))
 
         def case(method: str, loop: Callable[..., Any], *load: float) -> Case:
@@ -78,7 +73,10 @@ def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
 
             return Case({"method": method}, lambda: asyncio.run(run()))
 
-        closed = [case(method, closed_loop, config.clients, config.seconds) for method in METHODS]
+        async def saturate(http: httpx.AsyncClient, body: Body) -> Metrics:
+            return await closed_loop([http] * config.clients, body, config.seconds)
+
+        closed = [case(method, saturate) for method in METHODS]
         yield Group({"load": "saturation"}, closed, warm_up=False)
         saturation = {s[0]["method"]: s[2]["answered_per_s"] for s in log.groups[0]["samples"]}
         for factor in config.load_factors:
@@ -93,14 +91,12 @@ def _body(
     config: ServingConfig, pool: list[dict[str, str]], method: str, rng: random.Random
 ) -> dict[str, Any]:
     passages = rng.sample(pool, min(config.passages, len(pool)))
-    ratio = {"ratio": config.ratio} if method == "blend" and config.ratio is not None else {}
-    limit = {"max_tokens": config.new_tokens}
-    return {"question": QUESTION, "passages": passages, "method": method, **limit, **ratio}
+    return {"question": QUESTION, "passages": passages, "method": method, "max_tokens": config.new_tokens}
 
 
 def _client(config: ServingConfig, url: str) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
-    timeout, limits = httpx.Timeout(config.timeout_s, connect=30), httpx.Limits(max_connections=None)
+    timeout, limits = httpx.Timeout(TIMEOUT_S, connect=30), httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers)
 
 

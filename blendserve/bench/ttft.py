@@ -63,8 +63,8 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
     rates = measure_rates(reader.adapter.dtype, reader.adapter.device)
     for context, chunk in grid:
         labels = {"context": context, "chunk": chunk}
-        shape = context // chunk, chunk, config.suffix_tokens
-        workload = make_workload(reader, *shape, config.seed)
+        shape = context // chunk, chunk, config.suffix_tokens, config.seed
+        workload = make_workload(reader, *shape)
         with (
             scratch(config.folder) as folder,
             PromptFixture(reader, workload, methods, folder, config.tier, rates) as fixture,
@@ -82,12 +82,8 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
                 cold = [Case({**c.labels, "cache": COLD}, c.run, fixture.drop_page_cache) for c in warm]
                 yield Group({**labels, "source": COLD}, [*cold, *warm])
             if config.memory:
-                fresh = [
-                    Case(
-                        {"method": m.name}, partial(peak_memory, config.reader, shape, config.seed, m, folder)
-                    )
-                    for m in methods
-                ]
+                peak = partial(peak_memory, config.reader, shape, folder)
+                fresh = [Case({"method": m.name}, partial(peak, m)) for m in methods]
                 yield Group({**labels, "source": FRESH}, fresh, repeats=1, warm_up=False)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
+from typing import Any
 
 from scripts.generate_world.world import WORDS, Film, Person, University
 
@@ -30,38 +31,34 @@ def person_text(person: Person, films: Sequence[Film], rng: random.Random) -> st
         "name": person.name, "surname": person.surname, "father": person.father, "mother": person.mother,
         "spouse": person.spouse, "married": person.married, "children": _NUMBERS[person.children],
         "home": f"{person.birthplace.name}, {person.birthplace.country}", "n": _NUMBERS[person.siblings],
-        "nth": rng.choice(("first", "second", "youngest")), "trade": f"{_a(demonym(person.country))} {person.occupation}",
+        "nth": rng.choice(("first", "second", "youngest")), "trade": f"{demonym(person.country)} {person.occupation}",
         "university": person.university.name, "subject": rng.choice(WORDS["subjects"]),
-        "award": person.award, "awarded": person.awarded,
+        "award": person.award, "awarded": person.awarded, "born": day(person.born),
     }  # fmt: skip
+    lead, deaths = "{name} (born {born}) is {a} {trade}.", list[str]()
+    if person.died and person.deathplace:
+        words |= {"grave": person.deathplace.name, "died": day(person.died)}
+        lead, deaths = "{name} ({born} – {died}) was {a} {trade}.", ["deaths"]
     career = next((s for man, woman, s in WORDS["occupations"] if person.occupation in (man, woman)), "")
     if films:
         first, *_, last = sorted(films, key=lambda film: film.released)
         words |= {"first": first.name, "begun": first.released.year}
         words |= {"last": last.name, "ended": last.released.year}
         career = rng.choice(SENTENCES["careers"])
-    births, studies, marriages, honours = (
-        SENTENCES[n] for n in ("births", "studies", "marriages", "honours")
-    )
-    sentences = [_lead(person), rng.choice(births), rng.choice(studies), career]
-    sentences += [rng.choice(marriages), rng.choice(honours)]
-    if person.died and person.deathplace:
-        words |= {"grave": person.deathplace.name, "died": day(person.died)}
-        sentences.append(rng.choice(SENTENCES["deaths"]))
-    return " ".join(sentence.format_map(words) for sentence in sentences)
+    parts = (lead, "births", "studies", career, "marriages", "honours", *deaths)
+    return _written(person.country, words, parts, rng)
 
 
 def film_text(film: Film, rng: random.Random) -> str:
     words = {
         "title": film.name, "year": film.released.year, "what": f"{demonym(film.country)} {film.genre} film",
-        "a_what": f"{_a(demonym(film.country))} {film.genre} film",
         "director": film.director.name, "he": film.stars[0], "she": film.stars[1], "writer": film.writer,
         "composer": film.composer, "role": rng.choice(WORDS["roles"]), "place": film.setting.name,
         "plot": rng.choice(WORDS["plots"]), "released": day(film.released), "studio": rng.choice(WORDS["studios"]),
         "minutes": rng.randint(78, 164),
     }  # fmt: skip
-    sentences = [rng.choice(SENTENCES[part]) for part in ("films", "casts", "crews", "stories", "releases")]
-    return " ".join([*(sentence.format_map(words) for sentence in sentences), rng.choice(WORDS["verdicts"])])
+    parts = ("films", "casts", "crews", "stories", "releases", "verdicts")
+    return _written(film.country, words, parts, rng)
 
 
 def university_text(university: University, rng: random.Random) -> str:
@@ -74,16 +71,11 @@ def university_text(university: University, rng: random.Random) -> str:
         "kind": rng.choice(("a public", "a private", "the oldest")),
     }  # fmt: skip
     parts = ("seats", "foundings", "sizes", "schools", "libraries")
-    return " ".join(
-        sentence.format_map(words) for sentence in [rng.choice(SENTENCES[part]) for part in parts]
-    )
+    return _written(university.country, words, parts, rng)
 
 
-def _lead(person: Person) -> str:
-    if person.died:
-        return "{name} (" + f"{day(person.born)} – {day(person.died)}" + ") was {trade}."
-    return "{name} (born " + day(person.born) + ") is {trade}."
-
-
-def _a(word: str) -> str:
-    return f"an {word}" if word[0] in "AEIOU" else f"a {word}"
+def _written(country: str, words: Mapping[str, Any], parts: Sequence[str], rng: random.Random) -> str:
+    """A sentence for each part: one of the named kind, or the part itself. {a}: the article of the country's demonym."""
+    words = {**words, "a": "an" if demonym(country)[0] in "AEIOU" else "a"}
+    sentences = [rng.choice(SENTENCES[part]) if part in SENTENCES else part for part in parts]
+    return " ".join(sentence.format_map(words) for sentence in sentences)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from datetime import date
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 from scripts.generate_world.prose import day, demonym
@@ -98,19 +98,13 @@ def _comparisons(world: World) -> Iterator[Question]:
 
 
 def _inferences(world: World) -> Iterator[Question]:
-    relations = (
-        ("father", "father", "paternal grandfather"), ("father", "mother", "paternal grandmother"),
-        ("mother", "father", "maternal grandfather"), ("mother", "mother", "maternal grandmother"),
-        ("spouse", "father", "father-in-law"), ("spouse", "mother", "mother-in-law"),
-    )  # fmt: skip
-    for person in world.people.values():
-        for step, then, relation in relations:
-            between = world.people.get(getattr(person, step))
-            if between:
-                answer = str(getattr(between, then))
-                evidence = (person.name, step, between.name), (between.name, then, answer)
-                text = f"Who is the {relation} of {person.name}?"
-                yield Question("inference", relation, text, (answer,), evidence, (person, between))
+    kin = {"father": "paternal grand{}", "mother": "maternal grand{}", "spouse": "{}-in-law"}
+    for person, (step, name), then in product(world.people.values(), kin.items(), ("father", "mother")):
+        if between := world.people.get(getattr(person, step)):
+            relation, answer = name.format(then), str(getattr(between, then))
+            evidence = (person.name, step, between.name), (between.name, then, answer)
+            text = f"Who is the {relation} of {person.name}?"
+            yield Question("inference", relation, text, (answer,), evidence, (person, between))
 
 
 def _compositions(world: World) -> Iterator[Question]:

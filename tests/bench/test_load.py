@@ -9,18 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.cpu_contention import BusyProcesses, one_core
 from benchmarks.startup import run_process
 from benchmarks.support.proxy import GBIT, LinkConditions, Proxy, ProxyProcess, changing, network, rate_at
-from benchmarks.support.worker import ROOT, WorkerProcess
+from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.server_process import ServerProcess
 from blendserve.errors import InputError, ServeError
 from tests.support.waiting import eventually
@@ -71,7 +70,7 @@ def test_busy_processes_compute_and_end_in_time() -> None:
 
 def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
     command, pipe = [sys.executable, "-c", HANGS], subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as bench:
         assert bench.stdout is not None
         pid = int(bench.stdout.readline())
@@ -81,24 +80,27 @@ def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
         eventually(lambda: stat(pid)[0] == "Z")
 
 
-def test_one_core_is_an_affinity_where_no_cgroup_can_be_made(tmp_path: Path) -> None:
+def _answers(task: str) -> tuple[set[int], Callable[[str], str]]:
+    """A worker of these tests."""
+    if task == "refuse":
+        raise ServeError("no server", path="here")
+    return os.sched_getaffinity(0), lambda request: sys.exit(3) if request == "end" else request + task
+
+
+def test_a_worker_answers_on_one_core_and_its_failures_are_errors() -> None:
     before = os.sched_getaffinity(0)
-    seen: list[tuple[list[str], set[int]]] = []
-
-    def start(launcher: Sequence[str]) -> Any:
-        seen.append((list(launcher), os.sched_getaffinity(0)))
-
-    with one_core(tmp_path) as launch:
-        launch(start)
-    assert seen == [([], {max(before)})]
-    assert os.sched_getaffinity(0) == before
-
-
-def test_a_measured_process_that_fails_is_an_error(tmp_path: Path) -> None:
+    with one_core():
+        worker = WorkerProcess(_answers, "!")
+    with worker:
+        assert (worker.about, os.sched_getaffinity(0)) == ({max(before)}, before)
+        assert worker.call("Yes") == "Yes!"
+        with pytest.raises(InputError):
+            worker.call("end")
+    with pytest.raises(ServeError) as error:
+        WorkerProcess(_answers, "refuse")
+    assert error.value.path == "here"
     with pytest.raises(InputError):
         run_process((sys.executable, "-c", "raise SystemExit('no index here')"), lambda out: {})
-    with pytest.raises(InputError):
-        WorkerProcess("benchmarks.support.no_such_module", {}, tmp_path / "log")
 
 
 def test_a_server_process_has_a_url_and_ends(tmp_path: Path) -> None:
@@ -146,10 +148,10 @@ def echoed(line: socket.socket, sent: bytes) -> tuple[bytes, float]:
     return bytes(got), time.monotonic() - start
 
 
-def test_a_proxy_forwards_delays_once_holds_and_closes_and_its_process_ends(tmp_path: Path) -> None:
+def test_a_proxy_forwards_delays_once_holds_and_closes_and_its_process_ends() -> None:
     sent = bytes(range(256)) * 4 * KB
     with echo() as port:
-        with ProxyProcess(port, tmp_path / "log") as proxy, dial(proxy) as line:
+        with ProxyProcess(port) as proxy, dial(proxy) as line:
             assert echoed(line, sent)[0] == sent
             assert proxy.n_bytes == len(sent)
             proxy.set(LinkConditions(delay_s=0.125))

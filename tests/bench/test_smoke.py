@@ -7,9 +7,12 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from tests.support.http import Server
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
 HOSTILE = "benchmarks.noisy_neighbor"
-SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "embedding", "engines")
+SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "engines", "ray_routing")
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
@@ -59,16 +62,19 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     known: dict[str, Result] = {}
 
     def result(name: str) -> Result:
-        if name in ("benchmarks.network", "benchmarks.sharing") and binary() is None:
+        if name == "benchmarks.ray_routing" and find_spec("ray") is None:
+            pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
+        if name.removeprefix("benchmarks.") in ("network", "sharing", "ray_routing") and binary() is None:
             pytest.skip("there is no valkey-server here")
-        if name == "benchmarks.embedding":
-            pytest.importorskip("sentence_transformers")
         if name not in known:
             tmp, bench = tmp_path_factory.mktemp("bench"), load_bench(name)
             module = import_module(name if "." in name else f"blendserve.bench.{name}")
             if hasattr(module, "measure_rates"):
                 patch.setattr(module, "measure_rates", partial(measure_rates, sides=(128,), copied=1 << 20))
             config = bench.tiny_config(model=tiny, dtype="float32", folder=tmp / "kv")
+            if name == "benchmarks.ray_routing":  # a process has one cluster, and tests/ray may have it
+                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                    pool.submit(run_bench, name, config, tmp / "out.jsonl").result()
             known[name] = run_bench(name, config, tmp / "out.jsonl")
             assert not list((tmp / "kv").glob("*")), "a temporary store is left"
             assert run_bench(name, config, tmp / "out.jsonl") == known[name]  # nothing is measured twice

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import render_results
-from benchmarks.render_results import README, RESULTS, RESULTS_PAGE, rendered
+from benchmarks.render_results import CLAIMS, README, RESULTS, RESULTS_PAGE, rendered
 from blendserve.bench.suite import Claim, Suite, run_suite
 from blendserve.errors import ConfigError, InputError
 from tests.support.commands import cli
@@ -65,11 +64,23 @@ def test_a_suite_keeps_its_time_and_runs_what_is_chosen(tiny: str, tmp_path: Pat
         run_suite(suite, tmp_path / "out", 5, only=("unknown",))
 
 
-def test_the_gpu_suite_runs_dry(tmp_path: Path) -> None:
-    suite = Suite.read(ROOT / "configs/bench/gpu.yaml")
-    one = {"decode": suite.runs["decode"].model_copy(update={"minutes": 1})}
-    states = run_suite(suite.model_copy(update={"runs": one}), tmp_path, 5, dry_run=True)
-    assert states == {"decode": "done"}
+GPU_SUITE = ROOT / "configs" / "bench" / "gpu.yaml"
+AT_NIGHT = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize(
+    ("file", "only"),
+    [
+        (GPU_SUITE, "decode"),
+        pytest.param(GPU_SUITE, "", marks=AT_NIGHT),
+        pytest.param(CLAIMS, "", marks=AT_NIGHT),
+    ],
+)
+def test_a_suite_of_the_repository_runs_dry_on_a_cpu(file: Path, only: str, tmp_path: Path) -> None:
+    suite = cli("bench", "suite", file, "--out", tmp_path, "--only", only, "--minutes", 60, "--dry-run")
+    states = suite.json()
+    assert suite.code == 0, states
+    assert states == dict.fromkeys([only] if only else Suite.read(file).runs, "done")
     assert not list(tmp_path.iterdir())
 
 
@@ -104,7 +115,7 @@ def test_claims_read_facts_and_paths() -> None:
 
 def test_the_pages_in_the_repository_are_the_rendered_ones(tmp_path: Path) -> None:
     """Results that are there, and results that are missing."""
-    suite = Suite.read(render_results.CLAIMS)
+    suite = Suite.read(CLAIMS)
     assert len({claim.says for claim in suite.claims}) == len(suite.claims) > 15
     for page in (RESULTS_PAGE, README):
         assert page.read_text("utf-8") == rendered(page, suite, RESULTS), (

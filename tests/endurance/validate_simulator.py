@@ -10,14 +10,12 @@ JSON object. With --model random:configs/simulate/small_reader other work distur
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -29,12 +27,12 @@ from blendserve import console
 from blendserve.config import Section, changed
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
-from blendserve.simulate.calibrate import Constants, configured, pool_size
+from blendserve.simulate.calibrate import Constants, Node, configured, pool_size
 from blendserve.simulate.cluster import TIERS, Cluster, SimulationResult
 from blendserve.simulate.config import Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
 from blendserve.simulate.routing import ChunkDirectory, Loads, make_router
-from blendserve.threads import COUNT
+from blendserve.threads import limit_torch
 
 Figures = dict[str, Any]
 TURNS = 6  # of measuring the slowdown, three requests of each process in a turn
@@ -175,13 +173,17 @@ def serve(
 def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
     """Engine processes of one thread each, over one server. Raises InputError."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendserve-simulate-")))
         pool = max(config.pool, pool_size(config.request_chunks))
         url = stack.enter_context(Server()).url
-        task = {**config.model_dump(mode="json"), "pool": pool, "url": url}
-        start = [(task, folder / f"{n}.log", {**os.environ, COUNT: "1"}) for n in range(config.nodes)]
-        node = "tests.endurance.simulator_node"
-        yield [stack.enter_context(WorkerProcess(node, *arguments)) for arguments in start]
+        task = config.model, pool, config.chunk_tokens, url, config.seed
+        yield [stack.enter_context(WorkerProcess(start_node, task)) for _ in range(config.nodes)]
+
+
+def start_node(task: tuple[str, int, int, str, int]) -> tuple[dict[str, int], Callable[[list[Any]], Any]]:
+    """A process with one thread that calls the methods of a `Node` by name."""
+    limit_torch(1)
+    node = Node(*task)
+    return node.prompt_shape, lambda order: getattr(node, order[0])(*order[1:])
 
 
 if __name__ == "__main__":
