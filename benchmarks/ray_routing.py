@@ -36,7 +36,6 @@ POWER_OF_TWO = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter
 ROUTERS = {"chunk affinity": CHUNK_ROUTER, DEFAULT: POWER_OF_TWO}
 OWN = 0.55  # of all chunks: a replica's memory; two hold everything, one does not
 TOPIC, ASKED = 6, 4  # passages of a topic, and of a question about it
-Question = tuple[RoutedRequest, frozenset[bytes]]  # with the keys of its chunks
 
 
 class RoutingConfig(BenchConfig):
@@ -59,12 +58,12 @@ def groups(config: RoutingConfig, log: SampleLog) -> Iterator[Group]:
         engine.blender.writer.precompute(engine.prompts.chunk_ids(passages))
         open_replica = partial(Engine.open, _settings(config, server.url, OWN * engine.store.stats().bytes))
 
-        def question(seed: str) -> Question:
+        def question(seed: str) -> RoutedRequest:
             rng = random.Random(seed)
             (topic,) = rng.choices(topics, popularity)
             prepared = engine.prepare(Request("What is this about?", tuple(rng.sample(topic, ASKED))))
             keys = frozenset(engine.blender.key(chunk.ids) for chunk in prepared.prompt.chunks)
-            return RoutedRequest(prepared, "", ""), keys
+            return RoutedRequest(prepared, keys)
 
         def run(replicas: Replicas, rounds: Iterator[int]) -> Metrics:
             n = next(rounds)
@@ -73,7 +72,7 @@ def groups(config: RoutingConfig, log: SampleLog) -> Iterator[Group]:
 
         cases = []
         for name, router in ROUTERS.items():
-            replicas = Replicas(open_replica, serve.batching, ReplicaCount(2, 2), share, router)
+            replicas = Replicas(open_replica, serve, ReplicaCount(2, 2), share, router)
             cases.append(Case({"router": name}, partial(run, stack.enter_context(replicas), count_up())))
         yield Group({"clients": config.clients}, cases)
 
@@ -86,14 +85,14 @@ def _settings(config: RoutingConfig, url: str, own_bytes: float = 0) -> Config:
     return Config(model=config.reader, store=store, blend={"method": "blend"}, decode={"max_new_tokens": 8})
 
 
-async def ask_all(replicas: Replicas, questions: Iterator[Question], clients: int) -> Metrics:
+async def ask_all(replicas: Replicas, questions: Iterator[RoutedRequest], clients: int) -> Metrics:
     """Each client asks again after its answer. Raises what a question fails with."""
     tiers, ttft = Counter[str](), list[float]()
 
     async def client() -> None:
-        for request, keys in questions:
+        for request in questions:
             start = time.perf_counter()
-            async for event in replicas.answer(request, keys):
+            async for event in replicas.answer(request):
                 if isinstance(event, PrefillDone):
                     ttft.append(time.perf_counter() - start)
                     tiers.update(event.report.tiers)
