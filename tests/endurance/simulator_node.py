@@ -1,4 +1,4 @@
-"""A node of validate_simulator.py: a process that calls the methods of a `Node` by name."""
+"""A node of validate_simulator.py: a process that calls the methods of a `ServingNode` by name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.support.worker import serve
-from blendserve.simulate.calibrate import Node
+from blendserve.config import Config, StoreConfig
+from blendserve.engine.engine import Engine
+from blendserve.simulate.calibrate import DEADLINE_S, Node
+
+
+class ServingNode(Node):
+    """A node that fills the shared store, and says where it found a request's chunks."""
+
+    def precompute(self, namespace: str, with_chunks: bool = True) -> None:
+        """Store all chunks on the server, or none."""
+        store = StoreConfig(location=self.url or "", namespace=namespace, deadline_s=DEADLINE_S)
+        with Engine.open(Config(store=store.model_dump()), reader=self.reader) as engine:
+            engine.blender.writer.precompute(self.workload.chunks if with_chunks else [])
+
+    def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
+        """Answer one request -> TTFT, chunks by tier, and the chunks in memory if `cached`."""
+        answer, _ = self.answer(chunks)
+        engine, tiers = self.engine, answer.report.tiers
+        hot = engine.fetcher.resident() if cached else frozenset()
+        in_pool = enumerate(self.workload.chunks if hot else ())
+        return {
+            "ttft": answer.timings.ttft,
+            "found": [
+                *(tiers.get(t, 0) for t in ("memory", "local", "remote")),
+                answer.report.chunks_missing,
+            ],
+            "hot": [n for n, ids in in_pool if engine.blender.key(ids) in hot],
+        }
 
 
 def start(task: dict[str, Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
-    node = Node(*(task[name] for name in ("model", "pool", "chunk_tokens", "url", "seed")))
+    node = ServingNode(*(task[name] for name in ("model", "pool", "chunk_tokens", "url", "seed")))
     return node.prompt_shape, lambda order: getattr(node, order[0])(*order[1:]) or {}
 
 

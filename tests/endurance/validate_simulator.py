@@ -29,11 +29,12 @@ from blendserve import console
 from blendserve.config import Section, changed
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
+from blendserve.simulate.cache import ChunkDirectory
 from blendserve.simulate.calibrate import Constants, configured, pool_size
-from blendserve.simulate.cluster import TIERS, Cluster, SimulationResult
+from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
-from blendserve.simulate.routing import ChunkDirectory, Loads, make_router
+from blendserve.simulate.routing import Loads, make_router
 from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
@@ -139,17 +140,17 @@ def serve(
     """The requests, at their times, answered by real nodes, each with a queue, behind one router."""
     loads, directory = Loads(len(nodes), config.bound), ChunkDirectory()
     route, number = make_router(routing, loads, directory), len(times)
-    ttft, finished = np.zeros(number), np.zeros(number)
-    where, found = np.zeros(number, np.int64), np.zeros((number, len(TIERS)), np.int64)
+    result = SimulationResult(number)
+    result.arrived_at = times
     hot: list[set[int]] = [set() for _ in nodes]
     lock, began = threading.Lock(), time.perf_counter()
 
     def work(n: int, request: int) -> None:
         started = time.perf_counter() - began
         told = nodes[n].call(["request", chunks[request].tolist()])
-        finished[request] = time.perf_counter() - began
-        ttft[request] = started - times[request] + told["ttft"]  # reporting `hot` is no part of it
-        found[request] = told["found"]
+        result.finished_at[request] = time.perf_counter() - began
+        result.ttft[request] = started - times[request] + told["ttft"]  # reporting `hot` is no part of it
+        result.found[request] = told["found"]
         before, hot[n] = hot[n], set(told["hot"])
         with lock:
             loads.add(n, -1)
@@ -163,12 +164,12 @@ def serve(
         for request in range(number):
             time.sleep(max(0.0, times[request] - (time.perf_counter() - began)))  # allow: arrival times
             with lock:
-                where[request] = n = route(chunks[request].tolist())
+                result.node[request] = n = route(chunks[request].tolist())
                 loads.add(n, 1)
             jobs.append(queues[n].submit(work, n, request))
         for job in jobs:
             job.result()
-    return SimulationResult(times, ttft, finished, where, found)
+    return result
 
 
 @contextmanager
