@@ -230,19 +230,19 @@ def _viewer(
     """Data of the page's script: every prompt that all methods answered."""
     ids = [i for i in prompts if all((i, m) in predictions for m in methods)]
     shown = [{**prompts[i], "titled": len(prompts[i]["titles"]) == len(prompts[i]["parts"]) - 2} for i in ids]
+
+    def line(record: Metrics) -> Metrics:
+        return {
+            **{name: record[name] for name in ("answer", "f1", "agreement", "mean_kl", "recomputed")},
+            "blends": methods[record["method"]]["kind"] in ("reuse", "blend"),
+            "exact": record["tokens_exact"],
+            "count": record["tokens_recomputed"],
+            "ttft": record["seconds"]["ttft"],
+        }
+
     return {
         "methods": list(methods),
         "first": next((name for name, m in methods.items() if m["ratio"] is not None), FULL),
         "prompts": shown,
-        "lines": {i: {m: _line(predictions[i, m], methods[m]) for m in methods} for i in ids},
-    }
-
-
-def _line(record: Metrics, method: Metrics) -> Metrics:
-    return {
-        **{name: record[name] for name in ("answer", "f1", "agreement", "mean_kl", "recomputed")},
-        "blends": method["kind"] in ("reuse", "blend"),
-        "exact": record["tokens_exact"],
-        "count": record["tokens_recomputed"],
-        "ttft": record["seconds"]["ttft"],
+        "lines": {i: {m: line(predictions[i, m]) for m in methods} for i in ids},
     }
