@@ -45,13 +45,6 @@ class Node:
         self.reader = load_model(ModelConfig(name=model, threads=1))
         self.workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
         self.url, self._chunk_tokens = url, chunk_tokens
-        self._engine: Engine | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of this run."""
-        assert self._engine is not None
-        return self._engine
 
     @property
     def prompt_shape(self) -> dict[str, int]:
@@ -63,9 +56,8 @@ class Node:
             "raw_bytes": self.reader.adapter.kv_bytes_per_token,
         }
 
-    def open(self, namespace: str, memory: int, disk: int) -> None:
-        """Start with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
-        self.close()
+    def open(self, namespace: str, memory: int, disk: int) -> Engine:
+        """An engine with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
         chunk_bytes = self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
         remote = {"location": self.url, "admission": "always", "deadline_s": DEADLINE_S}
         store = StoreConfig(
@@ -76,19 +68,13 @@ class Node:
             memory_bytes=memory * chunk_bytes,
             remote=remote if self.url else None,
         )
-        self._engine = Engine.open(Config(store=store.model_dump()), reader=self.reader)
+        return Engine.open(Config(store=store.model_dump()), reader=self.reader)
 
-    def close(self) -> None:
-        """Close the engine; idempotent."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def answer(self, chunks: Sequence[int]) -> tuple[Answer, float]:
+    def answer(self, engine: Engine, chunks: Sequence[int]) -> tuple[Answer, float]:
         """The answer to a request for chunks of the pool, and the seconds after its first token."""
         began = time.perf_counter()
         passages = [self.workload.passages[n] for n in chunks]
-        answer = self.engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
+        answer = engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
         return answer, time.perf_counter() - began - answer.timings.ttft
 
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
@@ -96,9 +82,9 @@ class Node:
         model = measure_cost_model(self.reader.adapter, repeats=5)
         n, tokens = request_chunks, self._chunk_tokens
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + SETS)]
-        self.open("measure", memory, disk)
-        self._least(sets[:1])  # warms the process up
-        (_, first_after), (hot, after) = self._least(sets[1:]).tolist()
+        with self.open("measure", memory, disk) as engine:
+            self._least(engine, sets[:1])  # warms the process up
+            (_, first_after), (hot, after) = self._least(engine, sets[1:]).tolist()
         link: Constants = {}
         if self.url:
             link, again_s = self._measure_link(sets, memory, disk)
@@ -115,34 +101,32 @@ class Node:
         }
 
     def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
-        """Constants of the server's link, and the TTFT of a set from memory."""
-        n, chunk_bytes = len(sets[0]), self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
+        """Constants of the server's link, and the TTFT of a set from memory. The server has the sets."""
+        n, raw_bytes = len(sets[0]), self.reader.adapter.kv_bytes_per_token
         ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
-        self._least(ones)  # stores them
         rounds = []
-        for _ in range(FETCHES):
-            self.open("measure", memory, disk)
-            self._least(sets[:1])
-            rounds.append([self._least(sets[1:]), self._least(ones)])
-        ttft = np.min(rounds, axis=0)[:, :, 0]  # [sets or ones, first or again]
+        for _ in range(1 + FETCHES):  # the first one stores what the others fetch
+            with self.open("measure", memory, disk) as engine:
+                self._least(engine, sets[:1])
+                rounds.append([self._least(engine, sets[1:]), self._least(engine, ones)])
+        ttft = np.min(rounds[1:], axis=0)[:, :, 0]  # [sets or ones, first or again]
         fetch_s, one_s = (ttft[:, 0] - ttft[:, 1]).tolist()
+        chunk_bytes = self._chunk_tokens * raw_bytes
         per_byte = max(1e-12, (fetch_s - one_s) / ((n - 1) * chunk_bytes) if n > 1 else 0.0)
         return {
             "node_rate": 1 / per_byte,
-            "per_fetched": per_byte
-            * chunk_bytes
-            / self._chunk_tokens,  # the server is here: cores move all bytes
+            "per_fetched": per_byte * raw_bytes,  # the server is on this machine: cores move all bytes
             "delay": max(0.0, one_s - per_byte * chunk_bytes),
         }, float(ttft[0, 1])
 
-    def _least(self, requests: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    def _least(self, engine: Engine, requests: Sequence[Sequence[int]]) -> NDArray[np.float64]:
         """The least TTFT and seconds after it [2, 2]: of requests the first time, and again from memory."""
         times = []
         for chunks in requests:
             for _ in range(2):
-                answer, after = self.answer(chunks)
+                answer, after = self.answer(engine, chunks)
                 times.append((answer.timings.ttft, after))
-                self.engine.fetcher.flush()  # background copies are written
+                engine.fetcher.flush()  # background copies are written
         least: NDArray[np.float64] = np.min(np.reshape(times, (-1, 2, 2)), axis=0)
         return least
 
@@ -168,7 +152,6 @@ def calibrate(config: SimulateConfig, url: str | None) -> str:
     """YAML: the settings with the constants of this machine, for the bundled model on one thread."""
     node = Node(MODEL, pool_size(REQUEST_CHUNKS), CHUNK_TOKENS, url)
     constants = node.measure(REQUEST_CHUNKS, memory=10, disk=14)
-    node.close()
     found = configured(config, constants, node.prompt_shape).model_dump(mode="json")
     header = f"# `blendserve simulate --measure`: {MODEL}, one thread, {machine()['cpu']}"
     return f"{header}\n{yaml.safe_dump(found, sort_keys=False)}"

@@ -33,14 +33,18 @@ Update = Callable[[int, int], None]
 Stages = Iterator[tuple[float, float]]  # seconds of work, and seconds that pass in any case (a fetch, a disk)
 
 
-@dataclass(slots=True)
 class Node:
     """A node's caches and queue, whose first request is running."""
 
-    memory: Cache
-    disk: Cache
-    admission: Admission | None
-    queue: deque[Request] = field(default_factory=deque)
+    def __init__(self, config: SimulateConfig, number: int, directory: ChunkDirectory | None) -> None:
+        """directory: is told what the node's memory holds."""
+        tiers, compute, tokens = config.tiers, config.compute, config.corpus.chunk_tokens
+        policy = ADMISSIONS.load(tiers.admission)
+        self.admission: Admission | None = None if policy is Always else policy(config.seed)
+        places = tiers.memory_bytes // (compute.raw_bytes * tokens)
+        self.memory = Cache(places, self.admission, directory, number)
+        self.disk = Cache(tiers.disk_bytes // (compute.stored_bytes * tokens), self.admission)
+        self.queue = deque[Request]()
 
 
 @dataclass(slots=True)
@@ -82,7 +86,8 @@ class Cluster:
         self._loads, self._link = Loads(nodes, config.bound), StoreLink(config.links)
         directory = ChunkDirectory()
         self._route = make_router(routing, self._loads, directory)
-        self._nodes = [self._make_node(number, directory, routing) for number in range(nodes)]
+        told = directory if routing == "chunks" else None
+        self._nodes = [Node(config, number, told) for number in range(nodes)]
         # (time, request, node); a machine's next completion: (time, -1, machine)
         self._events: list[tuple[float, int, int]] = []
         self._share = len(compute.slowdown)  # nodes of a machine; one needs no machine's bookkeeping
@@ -112,14 +117,6 @@ class Cluster:
         result.chunks_held = sum(len(n.memory) + len(n.disk) for n in self._nodes) + len(self._remote)
         result.cpu_s = process_time() - began
         return result
-
-    def _make_node(self, number: int, directory: ChunkDirectory, routing: Routing) -> Node:
-        tiers, compute, tokens = self._config.tiers, self._config.compute, self._config.corpus.chunk_tokens
-        policy = ADMISSIONS.load(tiers.admission)
-        admission = None if policy is Always else policy(self._config.seed)
-        told = directory if routing == "chunks" else None
-        memory = Cache(tiers.memory_bytes // (compute.raw_bytes * tokens), admission, told, number)
-        return Node(memory, Cache(tiers.disk_bytes // self._chunk_bytes, admission), admission)
 
     def _arrive(self, request: Request) -> None:
         request.node = number = self._route(request.chunks)

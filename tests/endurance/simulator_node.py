@@ -14,6 +14,14 @@ from blendserve.simulate.calibrate import DEADLINE_S, Node
 class ServingNode(Node):
     """A node that fills the shared store, and says where it found a request's chunks."""
 
+    engine: Engine  # since `begin`
+
+    def begin(self, namespace: str, memory: int, disk: int) -> None:
+        """Start with empty caches over the server's namespace; sizes in chunks."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+        self.engine = self.open(namespace, memory, disk)
+
     def precompute(self, namespace: str, with_chunks: bool = True) -> None:
         """Store all chunks on the server, or none."""
         store = StoreConfig(location=self.url or "", namespace=namespace, deadline_s=DEADLINE_S)
@@ -22,9 +30,9 @@ class ServingNode(Node):
 
     def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
         """Answer one request -> TTFT, chunks by tier, and the chunks in memory if `cached`."""
-        answer, _ = self.answer(chunks)
-        engine, tiers = self.engine, answer.report.tiers
-        hot = engine.fetcher.resident() if cached else frozenset()
+        answer, _ = self.answer(self.engine, chunks)
+        tiers = answer.report.tiers
+        hot = self.engine.fetcher.resident() if cached else frozenset()
         in_pool = enumerate(self.workload.chunks if hot else ())
         return {
             "ttft": answer.timings.ttft,
@@ -32,7 +40,7 @@ class ServingNode(Node):
                 *(tiers.get(t, 0) for t in ("memory", "local", "remote")),
                 answer.report.chunks_missing,
             ],
-            "hot": [n for n, ids in in_pool if engine.blender.key(ids) in hot],
+            "hot": [n for n, ids in in_pool if self.engine.blender.key(ids) in hot],
         }
 
 

@@ -68,7 +68,7 @@ def validate(config: ValidationConfig) -> Figures:
         for store in ("full", "empty"):
             nodes[0].call(["precompute", store, store == "full"])
         for node in nodes:
-            node.call(["open", "full", *sizes])
+            node.call(["begin", "full", *sizes])
         base = simulated(config, constants, nodes[0].about)
         factors = slowdown(nodes, config, constants["hot"])
         base = changed(base, compute=changed(base.compute, slowdown=factors).model_dump())
@@ -77,7 +77,7 @@ def validate(config: ValidationConfig) -> Figures:
             chosen = at_rate(config, over(base, store))
             blocks = list(workload.requests(chosen, config.nodes))
             for node in nodes:
-                node.call(["open", store, *sizes])
+                node.call(["begin", store, *sizes])
             real = summary(chosen, serve(nodes, chosen, routing, *blocks[0]), config.nodes)
             result = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
             made = summary(chosen, result, config.nodes)

@@ -270,14 +270,14 @@ def test_a_real_node_finds_what_a_simulated_one_finds(tmp_path: Path) -> None:
             node.precompute(store, with_chunks=store == "full")
             known = validation.over(base, store)
             ((_, chunks),) = workload.requests(known, 1)
-            node.open(store, config.memory, config.disk)
+            node.begin(store, config.memory, config.disk)
             found = []
             for wanted in chunks.tolist():
                 found.append(node.request(wanted)["found"])
                 node.engine.fetcher.flush()  # copies are made in the background: here, before the next request
             simulated = Cluster(known, 1, "round_robin").run(workload.requests(known, 1), config.requests)
             assert found == simulated.found.tolist()
-        node.close()
+        node.engine.close()
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -288,7 +288,6 @@ def test_every_constant_is_measured(tmp_path: Path, served: bool) -> None:
     with Server() if served else nullcontext() as server:
         node = Node(write_shape(tmp_path), pool_size(2), 16, server.url if server else None)
         constants = node.measure(2, memory=4, disk=7)
-        node.close()
     assert constants.keys() == {*CONSTANTS, "hot"} - (
         set() if served else {"node_rate", "per_fetched", "delay"}
     )
