@@ -67,13 +67,11 @@ def answer(
         done = blender.run(prompt, method.blend, room, clock, prefix_kv=prefix_kv)
     cache, first = done.result.cache, done.result.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
-    begin, ttft = (*islice(source, 1),), clock.elapsed()
+    begin = tuple(islice(source, 1))
+    ttft = clock.elapsed()
     tokens = (*begin, *source)
-    seconds = {
-        **{stage: clock.seconds[stage] for stage in STAGES},
-        "ttft": ttft,
-        "decode": clock.elapsed() - ttft,
-    }
+    seconds = {stage: clock.seconds[stage] for stage in STAGES}
+    seconds |= {"ttft": ttft, "decode": clock.elapsed() - ttft}
     if done.missing and method.kind != FULL and method.edit is None:
         raise StoreError(
             f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "

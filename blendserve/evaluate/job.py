@@ -80,8 +80,11 @@ def evaluate(
         }
     question_of = {e.id: e.permutation_of or e.id for e in examples}
     metrics = {
-        **{"dataset": dataset.name, "setting": config.setting, "half": config.half},
-        **{"task": dataset.task.name, "metric": dataset.task.metric},
+        "dataset": dataset.name,
+        "setting": config.setting,
+        "half": config.half,
+        "task": dataset.task.name,
+        "metric": dataset.task.metric,
         "reader": reader,
         "environment": where,
         "left_out": left_out,
@@ -102,8 +105,7 @@ def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
         drawn["codecs.svg"] = plots.codecs(methods, title)
     for file, plot in drawn.items():
         run_dir.write(file, plot)
-    page = render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
-    run_dir.write("report.html", page.encode())
+    run_dir.write("report.html", render(run_dir, metrics, drawn).encode())
 
 
 def evaluate_each(

@@ -106,11 +106,9 @@ def with_permutations(
     made = list[Example]()
     for example in examples:
         orders = math.factorial(min(20, len(example.contexts) if passages is None else passages))
-        others = [(n, f"{example.id}~{n}") for n in range(1, min(permutations + 1, orders))]
-        made += [
-            example,
-            *(replace(example, id=i, permutation=n, permutation_of=example.id) for n, i in others),
-        ]
+        numbers, of = range(1, min(permutations + 1, orders)), example.id
+        made.append(example)
+        made += (replace(example, id=f"{of}~{n}", permutation=n, permutation_of=of) for n in numbers)
     if taken := {e.id for e in examples} & {e.id for e in made if e.permutation}:
         problem = f"the data has the ids of permutations ({', '.join(taken)}): rename them, or lower evaluate.shuffles"
         raise CorpusError(problem, setting="evaluate.shuffles")
