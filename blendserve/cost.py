@@ -93,12 +93,11 @@ def estimates(config: CostConfig) -> list[Estimate]:
 
 def recommendations(found: Sequence[Estimate]) -> dict[str, str | None]:
     """tier -> the level with the largest savings; None: recompute. A tier without complete prices is left out."""
-    best: dict[str, tuple[float, str | None]] = {}
+    tiers: dict[str, dict[float, str]] = {}
     for e in found:
         if e.savings is not None:
-            before = best.setdefault(e.tier, (0.0, None))
-            best[e.tier] = (e.savings, e.level) if e.savings > before[0] else before
-    return {tier: level for tier, (_, level) in best.items()}
+            tiers.setdefault(e.tier, {}).setdefault(e.savings, e.level)
+    return {tier: levels[best] if (best := max(levels)) > 0 else None for tier, levels in tiers.items()}
 
 
 def report(config: CostConfig) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def with_store(config: CostConfig, store: KVStore) -> CostConfig:
         )
     uncoded = stats.bytes == stats.raw_bytes
     level = {"bytes_per_token": stats.bytes / stats.tokens, "decode_seconds": 0.0 if uncoded else None}
-    return changed(config, levels={**_levels(config), STORED: level})
+    return changed(config, levels={**config.model_dump()["levels"], STORED: level})
 
 
 def with_bench(config: CostConfig, file: Path) -> CostConfig:
@@ -149,7 +148,7 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
         raise InputError(
             f"{file} is not the output of `blendserve bench codec --json`: give its last line", path=file
         ) from None
-    levels = {**_levels(config), **levels}
+    levels = {**config.model_dump()["levels"], **levels}
     return changed(config, levels=levels, prefill_seconds=prefill_s, chunk_tokens=of["chunk_tokens"])
 
 
@@ -170,19 +169,9 @@ def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:
     reuse = second * (config.ratio * prefill + load + decode) + reading
     recompute = second * prefill
     stored = hold + first + config.reuses * reuse
-    return Estimate(
-        tier=tier,
-        level=level,
-        hold=hold,
-        first=first,
-        reuse=reuse,
-        recompute=recompute,
-        break_even=(hold + first) / (recompute - reuse) if recompute > reuse else inf,
-        times_cheaper=config.reuses * recompute / stored if stored else inf,
-        claim_at=CLAIM * hold / recompute if recompute else inf,
-        savings=config.tokens * (config.reuses * recompute - stored),
-    )
-
-
-def _levels(config: CostConfig) -> dict[str, Any]:
-    return {name: level.model_dump() for name, level in config.levels.items()}
+    break_even = (hold + first) / (recompute - reuse) if recompute > reuse else inf
+    times_cheaper = config.reuses * recompute / stored if stored else inf
+    claim_at = CLAIM * hold / recompute if recompute else inf
+    savings = config.tokens * (config.reuses * recompute - stored)
+    costs = hold, first, reuse, recompute
+    return Estimate(tier, level, (), *costs, break_even, times_cheaper, claim_at, savings)

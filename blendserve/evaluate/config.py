@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,40 +25,34 @@ STORE = StoreConfig(cap_gb=8.0)  # chunks of finished questions are evicted
 class EvaluateConfig(Section):
     """One run."""
 
-    dataset: str = Field(
-        "generated",
-        description="Questions: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a "
-        "file in a known format, or a .txt file to continue; several with commas between them make one table.",
-    )
-    corpus: Path | None = Field(
-        None, description="File of passages; corpus.json in the folder of the questions if not set."
-    )
-    setting: Literal["closed", "open", "edited"] = Field(
-        "closed",
-        description="Passages of a question: closed uses the data set's own, open retrieves them, edited uses its own "
-        "while the store holds earlier revisions of them, by every kind of edit.",
-    )
-    window: Positive | None = Field(
-        None, description="Chunk length, in tokens of the joined passages; a chunk per passage if not set."
-    )
-    chunks: Positive | None = Field(None, description="Maximum number of chunks in a prompt; all if not set.")
-    top_k: Positive = Field(10, description="Number of passages to retrieve in the open setting.")
-    limit: Positive | None = Field(None, description="Number of questions, the first ones; all if not set.")
-    half: Literal["both", "first", "second"] = Field(
-        "both", description="Half of the questions (every other one): tune on one half, confirm on the other."
-    )
-    shuffles: int = Field(
-        0, ge=0, description="Number of further prompts per question, with its passages in other orders."
-    )
-    max_new_tokens: Positive | None = Field(
-        None, description="Maximum length of an answer, in tokens; the task's own if not set."
-    )
-    seed: int = Field(0, description="Random seed of distractors (for data sets without any) and shuffles.")
-    methods: tuple[str, ...] = Field(
-        ("full", "prefix", "reuse", *EVALUATED),
-        description="Methods, such as prefix, query+shift, deviation[1,2]@0.15, query/bos or exact/int8.",
-    )
-    ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
+    dataset: str = "generated"
+    """Questions: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a file in a known
+    format, or a .txt file to continue; several with commas between them make one table."""
+    corpus: Path | None = None
+    """File of passages; corpus.json in the folder of the questions if not set."""
+    setting: Literal["closed", "open", "edited"] = "closed"
+    """Passages of a question: closed uses the data set's own, open retrieves them, edited uses its own while the
+    store holds earlier revisions of them, by every kind of edit."""
+    window: Positive | None = None
+    """Chunk length, in tokens of the joined passages; a chunk per passage if not set."""
+    chunks: Positive | None = None
+    """Maximum number of chunks in a prompt; all if not set."""
+    top_k: Positive = 10
+    """Number of passages to retrieve in the open setting."""
+    limit: Positive | None = None
+    """Number of questions, the first ones; all if not set."""
+    half: Literal["both", "first", "second"] = "both"
+    """Half of the questions (every other one): tune on one half, confirm on the other."""
+    shuffles: Annotated[int, Field(ge=0)] = 0
+    """Number of further prompts per question, with its passages in other orders."""
+    max_new_tokens: Positive | None = None
+    """Maximum length of an answer, in tokens; the task's own if not set."""
+    seed: int = 0
+    """Random seed of distractors (for data sets without any) and shuffles."""
+    methods: tuple[str, ...] = ("full", "prefix", "reuse", *EVALUATED)
+    """Methods, such as prefix, query+shift, deviation[1,2]@0.15, query/bos or exact/int8."""
+    ratios: tuple[Ratio, ...] = (0.05, 0.15)
+    """Recompute ratios of methods that name none."""
 
     @property
     def specs(self) -> tuple[MethodSpec, ...]:

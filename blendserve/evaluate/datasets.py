@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,12 +87,12 @@ def continuations(text: str, name: str) -> list[Example]:
     """
     n_words, found = PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS, list[Example]()
     for n, excerpt in enumerate(split_words(text, n_words), 1):
-        pieces = split_words(excerpt, PIECE_WORDS)
-        rest = re.findall(r"\s*\S+", "".join(pieces[PIECES:]))
-        if len(rest) == LEAD_WORDS + CONTINUATION_WORDS:
+        if len(excerpt.split()) == n_words:
+            pieces = split_words(excerpt, PIECE_WORDS)
+            lead, *answer = split_words("".join(pieces[PIECES:]), LEAD_WORDS)
             contexts = (Passage(piece, id=f"{name}-{n:03}:{m}") for m, piece in enumerate(pieces[:PIECES]))
-            lead, answer = "".join(rest[:LEAD_WORDS]), "".join(rest[LEAD_WORDS:])
-            found.append(Example(f"{name}-{n:03}", lead, (answer,), tuple(contexts), task=CONTINUATION.name))
+            whole = lead, ("".join(answer),), tuple(contexts)
+            found.append(Example(f"{name}-{n:03}", *whole, task=CONTINUATION.name))
     if not found:
         raise CorpusError(f"text {name} is too short: at least {n_words:,} words are needed", path=name)
     return found
@@ -189,24 +188,21 @@ def _download(task: str) -> str:
 
 def _records(path: Path, text: str) -> list[tuple[int, Record]]:
     """(line, object) of a JSON array or of JSON lines. Raises CorpusError, also for none."""
-    if text.lstrip().startswith("["):
-        values = list(enumerate(_json(text, path), 1))
-    else:
-        values = [(n, _json(line, path, n)) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    is_array, values = text.lstrip().startswith("["), list[tuple[int, Any]]()
+    for n, part in enumerate([text] if is_array else text.split("\n"), 1):
+        try:
+            values += [(n, json.loads(part))] if part.strip() else []
+        except (ValueError, RecursionError) as error:
+            where = path if is_array else f"{path}, line {n}"
+            problem = f"{where}: not JSON ({error}): {FORM}"
+            raise CorpusError(problem, path=path, line=None if is_array else n) from None
+    values = [*enumerate(values[0][1], 1)] if is_array else values
     for n, value in values:
         if not isinstance(value, dict):
             raise CorpusError(f"{path}, record {n}: {value!r:.40} is no object: {FORM}", path=path, line=n)
     if not values:
         raise CorpusError(f"{path} holds no records: at least one is needed", path=path)
     return values
-
-
-def _json(text: str, path: Path, line: int | None = None) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        where = path if line is None else f"{path}, line {line}"
-        raise CorpusError(f"{where}: not JSON ({error}): {FORM}", path=path, line=line) from None
 
 
 def _text(path: Path) -> str:

@@ -16,6 +16,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from blendserve.errors import ConfigError
@@ -58,12 +59,13 @@ def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None 
     if kind == ANSWER:
         if fact is None:
             raise ConfigError("edit 'answer' needs a counterfactual answer: use data set facts")
-        texts = [p.text.replace(fact.now, fact.before) if p.title == fact.title else p.text for p in passages]
-        return [replace(p, text=text) for p, text in zip(passages, texts, strict=True)]
+        return [
+            replace(p, text=p.text.replace(fact.now, fact.before)) if p.title == fact.title else p
+            for p in passages
+        ]
     name, _, share = kind.partition("@")
-    edit = _revised(float(share)) if name == REVISED else _KINDS[name]
-    texts = [p.text for p in passages]
-    made = []
+    edit = partial(_revised, float(share)) if name == REVISED else _KINDS[name]
+    texts, made = [p.text for p in passages], []
     for n, passage in enumerate(passages):
         others = [text for text in texts if text != passage.text] or texts
         made.append(replace(passage, text=edit(passage.text, random.Random(f"{seed}:{kind}:{n}"), others)))
@@ -73,8 +75,8 @@ def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None 
 def cut_elsewhere(chunks: Sequence[TokenIds]) -> list[TokenIds]:
     """The same tokens, cut in the middle of each chunk."""
     halves = [half for ids in chunks for half in (ids[: len(ids) // 2], ids[len(ids) // 2 :])]
-    pairs = [(halves[n], halves[n + 1]) for n in range(1, len(halves) - 1, 2)]
-    return [halves[0], *((*a, *b) for a, b in pairs), halves[-1]] if halves else []
+    ends = zip(halves[1:-1:2], halves[2:-1:2], strict=True)
+    return [halves[0], *((*a, *b) for a, b in ends), halves[-1]] if halves else []
 
 
 def _numbers(text: str, rng: random.Random, others: Sequence[str]) -> str:
@@ -101,38 +103,32 @@ def _negations(text: str, rng: random.Random, others: Sequence[str]) -> str:
     return f"{text[: one.start()]}{one[1]} {'' if one[2] else 'not '}{text[one.end() :]}"
 
 
-def _sentences(kind: str) -> Edit:
-    def edit(text: str, rng: random.Random, others: Sequence[str]) -> str:
-        sentences = _SENTENCES.split(text)
-        if kind == "removed":  # since then
-            at, other = rng.randrange(len(sentences) + 1), _SENTENCES.split(rng.choice(others))
-            sentences.insert(at, rng.choice(other))
-        elif kind == "moved" and len(sentences) > 1:
-            a, b = rng.sample(range(len(sentences)), 2)
-            sentences.insert(b, sentences.pop(a))
-        elif len(sentences) > 1:
-            sentences.pop(rng.randrange(len(sentences)))
-        return " ".join(sentences)
-
-    return edit
+def _sentences(kind: str, text: str, rng: random.Random, others: Sequence[str]) -> str:
+    sentences = _SENTENCES.split(text)
+    if kind == "removed":  # since then
+        at, other = rng.randrange(len(sentences) + 1), _SENTENCES.split(rng.choice(others))
+        sentences.insert(at, rng.choice(other))
+    elif kind == "moved" and len(sentences) > 1:
+        a, b = rng.sample(range(len(sentences)), 2)
+        sentences.insert(b, sentences.pop(a))
+    elif len(sentences) > 1:
+        sentences.pop(rng.randrange(len(sentences)))
+    return " ".join(sentences)
 
 
-def _revised(share: float) -> Edit:
-    def edit(text: str, rng: random.Random, others: Sequence[str]) -> str:
-        words, pool = text.split(" "), rng.choice(others).split(" ")
-        left = max(1, round(share * len(words)))
-        while left > 0:
-            n = min(left, rng.randint(*PHRASE))
-            at, source = rng.randrange(max(1, len(words) - n)), rng.randrange(max(1, len(pool) - n))
-            words[at : at + n] = pool[source : source + n]
-            left -= n
-        return " ".join(words)
-
-    return edit
+def _revised(share: float, text: str, rng: random.Random, others: Sequence[str]) -> str:
+    words, pool = text.split(" "), rng.choice(others).split(" ")
+    left = max(1, round(share * len(words)))
+    while left > 0:
+        n = min(left, rng.randint(*PHRASE))
+        at, source = rng.randrange(max(1, len(words) - n)), rng.randrange(max(1, len(pool) - n))
+        words[at : at + n] = pool[source : source + n]
+        left -= n
+    return " ".join(words)
 
 
 _KINDS: dict[str, Edit] = {
     **{"numbers": _numbers, "names": _names, "negations": _negations},
-    **{kind: _sentences(kind) for kind in ("moved", "added", "removed")},
+    **{kind: partial(_sentences, kind) for kind in ("moved", "added", "removed")},
 }
 EDITS = (*_KINDS, *(f"{REVISED}@{share:g}" for share in SHARES), WINDOW)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -38,8 +39,7 @@ Draw = Callable[[], Prompt]  # lays out the prompt, tokenising it; part of TTFT
 class Generation:
     """What one method generated."""
 
-    tokens: TokenIds
-    ended: bool  # by an end token
+    tokens: TokenIds  # without an end token
     logits: Tensor  # [n, V] at the n reference tokens; of the reference, at its own
     seconds: dict[str, float]  # stages, ttft (prompt laid out, prefilled, first token chosen) and decode
     recomputed: tuple[int, ...] = ()  # positions that the policy selected
@@ -67,9 +67,9 @@ def answer(
         done = blender.run(prompt, method.blend, room, clock, prefix_kv=prefix_kv)
     cache, first = done.result.cache, done.result.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
-    tokens = [token for token in [next(source, None)] if token is not None]
+    begin = tuple(islice(source, 1))
     ttft = clock.elapsed()
-    tokens += source
+    tokens = (*begin, *source)
     seconds = {stage: clock.seconds[stage] for stage in STAGES}
     seconds |= {"ttft": ttft, "decode": clock.elapsed() - ttft}
     if done.missing and method.kind != FULL and method.edit is None:
@@ -77,17 +77,10 @@ def answer(
             f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "
             "other process uses, or a larger cap_gb"
         )
-    ended = len(tokens) < decode.max_new_tokens
-    follow = reference if reference is not None else reference_tokens(reader, tokens, ended)
+    follow = reference if reference is not None else reference_tokens(reader, tokens, decode)
     step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
     logits = forced(adapter, cache, len(prompt), first, follow, step)
-    recomputed = tuple(done.result.recomputed.tolist())
-    return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
-
-
-def reference_tokens(reader: LoadedModel, tokens: Sequence[int], ended: bool) -> TokenIds:
-    """An answer's tokens, with an end token if it ended. Never empty."""
-    return (*tokens, min(reader.end_tokens)) if ended else tuple(tokens)
+    return Generation(tokens, logits, seconds, tuple(done.result.recomputed.tolist()), done.report)
 
 
 def transformers_answer(
@@ -106,7 +99,12 @@ def transformers_answer(
         token = int(own.feed((token,)).argmax())
     seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}
     forced_logits = torch.stack([along.feed(ids), *(along.feed((token,)) for token in reference[:-1])])
-    return Generation(tuple(tokens), token in reader.end_tokens, forced_logits, seconds)
+    return Generation(tuple(tokens), forced_logits, seconds)
+
+
+def reference_tokens(reader: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
+    """An answer's tokens, with an end token unless it has the maximum length. Never empty."""
+    return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(reader.end_tokens))
 
 
 def forced(

@@ -66,8 +66,9 @@ class WrongField(Exception):
 
 
 def _flat(value: Any) -> Any:
-    nested = [own if isinstance(own, list) else [own] for own in value] if isinstance(value, list) else None
-    return value if nested is None else [answer for own in nested for answer in own]
+    if not isinstance(value, list):
+        return value
+    return [answer for own in value for answer in (own if isinstance(own, list) else [own])]
 
 
 def _longbench_task(name: str) -> str:

@@ -20,7 +20,7 @@ from blendserve.evaluate.prompts import PromptSource, open_engine, with_permutat
 from blendserve.evaluate.report import render
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
-from blendserve.evaluate.stores import PromptStores, fit_priors
+from blendserve.evaluate.stores import PromptStores
 from blendserve.evaluate.summary import Predictions, summarize
 from blendserve.evaluate.tasks import Task
 from blendserve.provenance import environment
@@ -55,7 +55,9 @@ def evaluate(
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
     dataset = load(config.dataset, corpus=config.corpus, limit=config.limit, seed=config.seed)
-    settings = _settled(with_task(settings, dataset.task, config.max_new_tokens), runs)
+    settings = with_task(settings, dataset.task, config.max_new_tokens).replace("blend.method", "blend")
+    if not settings.store.location:
+        settings = settings.replace("store.location", str(runs / WORK / "kv"))
     retrieved = min(config.top_k, len(dataset.corpus)) if config.setting == "open" else None
     examples = with_permutations(dataset.examples[config.subset], config.shuffles, retrieved)
     where = environment()
@@ -65,12 +67,17 @@ def evaluate(
     with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
         source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
         runner = Runner(engine, source, stores, methods)
-        fit_priors(stores, methods, lambda: source.prior_chunks(dataset), run_dir, config.half)
+        stores.fit_priors(lambda: source.prior_chunks(dataset), run_dir, config.half)
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        adapter, name = engine.reader.adapter, engine.reader.name
+        reader = {
+            "model": engine.reader.name,
+            "dtype": str(engine.reader.adapter.dtype).removeprefix("torch."),
+            "device": str(engine.reader.adapter.device),
+            "threads": torch.get_num_threads(),
+        }
     question_of = {e.id: e.permutation_of or e.id for e in examples}
     metrics = {
         "dataset": dataset.name,
@@ -78,12 +85,7 @@ def evaluate(
         "half": config.half,
         "task": dataset.task.name,
         "metric": dataset.task.metric,
-        "reader": {
-            "model": name,
-            "dtype": str(adapter.dtype).removeprefix("torch."),
-            "device": str(adapter.device),
-            "threads": torch.get_num_threads(),
-        },
+        "reader": reader,
         "environment": where,
         "left_out": left_out,
         **summarize(Predictions(run_dir.predictions, question_of, methods), dataset.task.metric),
@@ -103,8 +105,7 @@ def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
         drawn["codecs.svg"] = plots.codecs(methods, title)
     for file, plot in drawn.items():
         run_dir.write(file, plot)
-    page = render(title, metrics, run_dir.prompts, run_dir.predictions, drawn)
-    run_dir.write("report.html", page.encode())
+    run_dir.write("report.html", render(run_dir, metrics, drawn).encode())
 
 
 def evaluate_each(
@@ -129,10 +130,3 @@ def with_task(settings: Config, task: Task, max_new_tokens: int | None = None) -
     if max_new_tokens or decode.max_new_tokens == DECODE.max_new_tokens:
         decode = changed(decode, max_new_tokens=max_new_tokens or task.answer_tokens)
     return settings.model_copy(update={"prompt": prompt, "decode": decode})
-
-
-def _settled(settings: Config, runs: Path) -> Config:
-    """With a folder for the KV, and without method "auto": every method is named."""
-    if not settings.store.location:
-        settings = settings.replace("store.location", str(runs / WORK / "kv"))
-    return settings.replace("blend.method", "blend")

@@ -16,7 +16,7 @@ import logging
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -35,44 +35,37 @@ from blendserve.timing import Clock
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Passages:
-    """The passages of one prompt."""
-
-    passages: tuple[Passage, ...]
-    recall: float | None = None  # of the needed titles; None if nothing was retrieved, or they are unknown
-    seconds: float = 0.0  # of retrieval
-
-
 class PromptSource:
     """Makes the prompts of a run."""
 
     def __init__(self, engine: Engine, config: EvaluateConfig) -> None:
         self._engine, self._config = engine, config
 
-    def passages(self, example: Example) -> Passages:
-        """The passages of a question, in its permutation's order."""
-        seed = self._config.seed
-        if self._config.setting != "open":
-            return Passages(permuted(example.contexts, example, seed))
-        assert self._engine.index is not None
-        clock, needed = Clock(), set(example.supporting)
-        found = self._engine.index.search(example.question, self._config.top_k)
-        seconds = clock.elapsed()
-        recall = len({p.title for p in found} & needed) / len(needed) if needed else None
-        return Passages(permuted(found, example, seed), recall, seconds)
+    def with_passages(self, example: Example) -> tuple[Example, float | None, float]:
+        """The question with the passages of its prompt in its permutation's order, recall, and seconds of retrieval.
 
-    def build(self, example: Example, found: Passages) -> Prompt:
-        """The prompt, tokenised each time, as for a request.
+        recall: of the needed titles; None if nothing was retrieved, or they are unknown.
+        """
+        found, recall, seconds = example.contexts, None, 0.0
+        if self._config.setting == "open":
+            assert self._engine.index is not None
+            clock, needed = Clock(), set(example.supporting)
+            found = tuple(self._engine.index.search(example.question, self._config.top_k))
+            seconds = clock.elapsed()
+            recall = len({p.title for p in found} & needed) / len(needed) if needed else None
+        return replace(example, contexts=permuted(found, example, self._config.seed)), recall, seconds
+
+    def build(self, example: Example) -> Prompt:
+        """The prompt of a question over its passages, tokenised each time, as for a request.
 
         Of a text to continue, the question is the lead, and `chunks` keeps the last chunks, not the first.
         """
         prompts, config = self._engine.prompts, self._config
         if example.is_continuation:
-            pieces = tuple(Chunk(prompts.text_ids(passage.text), passage) for passage in found.passages)
+            pieces = tuple(Chunk(prompts.text_ids(passage.text), passage) for passage in example.contexts)
             prompt = Prompt(prompts.prefix, pieces, prompts.text_ids(example.question))
         else:
-            prompt = prompts.build(example.question, found.passages)
+            prompt = prompts.build(example.question, example.contexts)
         chunks = prompt.chunks
         if (n := config.window) is not None:
             ids = tuple(i for chunk in chunks for i in chunk.ids)
@@ -80,13 +73,13 @@ class PromptSource:
         kept = slice(-(config.chunks or 0), None) if example.is_continuation else slice(config.chunks)
         return Prompt(prompt.prefix, chunks[kept], prompt.suffix)
 
-    def previous_chunks(self, edit: str, example: Example, found: Passages) -> list[TokenIds]:
+    def previous_chunks(self, example: Example, edit: str) -> list[TokenIds]:
         """The chunks of the passages before an edit of this kind."""
         fact = None
         if example.counterfactual:
             fact = edits.Fact(example.supporting[0], example.answers[0].strip(), example.counterfactual)
-        passages = edits.before(edit, found.passages, f"{self._config.seed}:{example.id}", fact)
-        prompt = self.build(example, replace(found, passages=tuple(passages)))
+        passages = edits.before(edit, example.contexts, f"{self._config.seed}:{example.id}", fact)
+        prompt = self.build(replace(example, contexts=tuple(passages)))
         ids = [chunk.ids for chunk in prompt.chunks if len(chunk)]
         return edits.cut_elsewhere(ids) if edit == edits.WINDOW else ids
 
@@ -99,7 +92,7 @@ class PromptSource:
             return self._engine.prompts.chunk_ids(dataset.corpus)
         other = {"both": "both", "first": "second", "second": "first"}[self._config.half]
         examples = dataset.examples[changed(self._config, half=other).subset]
-        return [chunk.ids for e in examples for chunk in self.build(e, self.passages(e)).chunks]
+        return [chunk.ids for e in examples for chunk in self.build(self.with_passages(e)[0]).chunks]
 
 
 def with_permutations(
@@ -113,12 +106,9 @@ def with_permutations(
     made = list[Example]()
     for example in examples:
         orders = math.factorial(min(20, len(example.contexts) if passages is None else passages))
-        numbers = range(1, min(permutations + 1, orders))
+        numbers, of = range(1, min(permutations + 1, orders)), example.id
         made.append(example)
-        made += (
-            replace(example, id=f"{example.id}~{n}", permutation=n, permutation_of=example.id)
-            for n in numbers
-        )
+        made += (replace(example, id=f"{of}~{n}", permutation=n, permutation_of=of) for n in numbers)
     if taken := {e.id for e in examples} & {e.id for e in made if e.permutation}:
         problem = f"the data has the ids of permutations ({', '.join(taken)}): rename them, or lower evaluate.shuffles"
         raise CorpusError(problem, setting="evaluate.shuffles")

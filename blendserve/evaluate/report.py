@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from blendserve import console
 from blendserve.evaluate.methods import FULL, TRANSFORMERS
+from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.tasks import PERPLEXITY
 
 Metrics = Mapping[str, Any]
@@ -198,22 +199,16 @@ def _size(metrics: Metrics) -> str:
     return f"{questions} questions" + (f" in {prompts} prompts" if prompts > questions else "")
 
 
-def render(
-    name: str,
-    metrics: Metrics,
-    prompts: Mapping[str, Metrics],
-    predictions: Mapping[tuple[str, str], Metrics],
-    plots: Mapping[str, bytes],
-) -> str:
-    """The page. prompts: by question id; predictions: by (id, method); plots: SVG by file name."""
+def render(run: RunDir, metrics: Metrics, plots: Mapping[str, bytes]) -> str:
+    """The page. plots: SVG by file name."""
     from jinja2 import Environment, StrictUndefined  # start-up
     from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    data = json.dumps(_viewer(metrics["methods"], prompts, predictions), ensure_ascii=False)
+    data = json.dumps(_viewer(metrics["methods"], run), ensure_ascii=False)
     return template.render(
-        title=f"blendserve: {name}",
+        title=f"blendserve: {run.path.name}",
         facts=facts(metrics),
         plots={file: base64.b64encode(plot).decode() for file, plot in plots.items()},
         tables=tables(metrics),
@@ -222,27 +217,24 @@ def render(
     )
 
 
-def _viewer(
-    methods: Mapping[str, Metrics],
-    prompts: Mapping[str, Metrics],
-    predictions: Mapping[tuple[str, str], Metrics],
-) -> Metrics:
+def _viewer(methods: Mapping[str, Metrics], run: RunDir) -> Metrics:
     """Data of the page's script: every prompt that all methods answered."""
+    prompts, predictions = run.prompts, run.predictions
     ids = [i for i in prompts if all((i, m) in predictions for m in methods)]
     shown = [{**prompts[i], "titled": len(prompts[i]["titles"]) == len(prompts[i]["parts"]) - 2} for i in ids]
+
+    def line(record: Metrics) -> Metrics:
+        return {
+            **{name: record[name] for name in ("answer", "f1", "agreement", "mean_kl", "recomputed")},
+            "blends": methods[record["method"]]["kind"] in ("reuse", "blend"),
+            "exact": record["tokens_exact"],
+            "count": record["tokens_recomputed"],
+            "ttft": record["seconds"]["ttft"],
+        }
+
     return {
         "methods": list(methods),
         "first": next((name for name, m in methods.items() if m["ratio"] is not None), FULL),
         "prompts": shown,
-        "lines": {i: {m: _line(predictions[i, m], methods[m]) for m in methods} for i in ids},
-    }
-
-
-def _line(record: Metrics, method: Metrics) -> Metrics:
-    return {
-        **{name: record[name] for name in ("answer", "f1", "agreement", "mean_kl", "recomputed")},
-        "blends": method["kind"] in ("reuse", "blend"),
-        "exact": record["tokens_exact"],
-        "count": record["tokens_recomputed"],
-        "ttft": record["seconds"]["ttft"],
+        "lines": {i: {m: line(predictions[i, m]) for m in methods} for i in ids},
     }

@@ -9,6 +9,9 @@ So a machine that slows down for a while slows down all methods, and no method a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
 
 from blendserve.blend.policies import make_policy
 from blendserve.core import Prompt, TokenIds
@@ -19,7 +22,7 @@ from blendserve.evaluate import fidelity
 from blendserve.evaluate.fidelity import Draw, Generation, kl, nll
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
-from blendserve.evaluate.prompts import Passages, PromptSource
+from blendserve.evaluate.prompts import PromptSource
 from blendserve.evaluate.run_dir import Record, RunDir
 from blendserve.evaluate.stores import PromptStores, Sizes
 from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, rouge_l
@@ -44,12 +47,7 @@ class Runner:
             )
         for method in methods:
             make_policy(method.blend).validate(engine.reader.adapter.n_layers)
-        self._reader, self._prompts, self._source, self._stores = (
-            engine.reader,
-            engine.prompts,
-            source,
-            stores,
-        )
+        self._engine, self._source, self._stores = engine, source, stores
         self._full = next(m for m in methods if m.name == FULL)
         self._others = [m for m in methods if m.name != FULL]
         self._is_warm = False
@@ -70,50 +68,45 @@ class Runner:
         return left_out
 
     def _predict(self, example: Example, methods: Sequence[MethodSpec], run_dir: RunDir) -> Iterator[Record]:
-        found = self._source.passages(example)
-
-        def draw() -> Prompt:
-            return self._source.build(example, found)
-
-        prompt, limit = draw(), self._reader.adapter.context_limit
-        continuation = self._prompts.text_ids(example.answers[0]) if example.is_continuation else ()
+        example, recall, retrieve_s = self._source.with_passages(example)
+        draw, reader = partial(self._source.build, example), self._engine.reader
+        prompt, limit = draw(), reader.adapter.context_limit
+        continuation: TokenIds = ()
+        if example.is_continuation:
+            continuation = self._engine.prompts.text_ids(example.answers[0])
         reserved = max(self._decode.max_new_tokens, len(continuation))
         if len(prompt) + reserved > limit:
             raise PromptTooLong(len(prompt), limit, reserved)
-        run_dir.add_prompt(self._prompt_record(example, found, prompt))
-        with self._stores.holding(
-            prompt, methods, lambda edit: self._source.previous_chunks(edit, example, found)
-        ):
+        run_dir.add_prompt(self._prompt_record(example, prompt))
+        with self._stores.holding(prompt, methods, partial(self._source.previous_chunks, example)):
             if not self._is_warm:  # the first question does not pay for first allocations
                 for method in methods:
                     self._stores.blender(method).run(prompt, method.blend)
                 self._is_warm = True
             full, _ = self._generate(self._full, draw, continuation or None)
-            reference = continuation or fidelity.reference_tokens(self._reader, full.tokens, full.ended)
+            reference = continuation or fidelity.reference_tokens(reader, full.tokens, self._decode)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
                 record = self._record(example, method, done, full)
                 if continuation:
                     record["score"] = nll(done.logits, continuation)
-                record["seconds"]["retrieve"] = found.seconds
-                yield {**record, "recall": found.recall, "tokens_prompt": len(prompt), "kv": sizes}
+                record["seconds"]["retrieve"] = retrieve_s
+                yield {**record, "recall": recall, "tokens_prompt": len(prompt), "kv": sizes}
 
     def _generate(
         self, method: MethodSpec, draw: Draw, reference: TokenIds | None
     ) -> tuple[Generation, Sizes]:
-        """Also the size of its chunks, where it has a codec."""
-        blender, sizes = self._stores.blender(method), Sizes()
-        if method.kind == TRANSFORMERS:
-            assert reference is not None
-            return fidelity.transformers_answer(self._reader, draw, self._decode, reference), sizes
+        """Also the size of its chunks, where it has a codec. reference: None: of full prefill, its own answer."""
+        reader, stores, sizes, kv = self._engine.reader, self._stores, Sizes(), None
+        if method.kind == TRANSFORMERS and reference:
+            return fidelity.transformers_answer(reader, draw, self._decode, reference), sizes
         if method.kind == EXACT:
-            prompt, kv, sizes = self._stores.exact_context(method, draw())
-            return fidelity.answer(
-                self._reader, blender, method, lambda: prompt, self._decode, reference, kv
-            ), sizes
-        if method.codec:
-            sizes = self._stores.sizes(method, draw())
-        return fidelity.answer(self._reader, blender, method, draw, self._decode, reference), sizes
+            prompt, kv, sizes = stores.exact_context(method, draw())
+        elif method.codec:
+            sizes = stores.sizes(method, draw())
+        own = draw if kv is None else lambda: prompt
+        blender = stores.blender(method)
+        return fidelity.answer(reader, blender, method, own, self._decode, reference, kv), sizes
 
     def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
         text, kls, golds = self._text(done), kl(full.logits, done.logits), example.answers
@@ -123,7 +116,7 @@ class Runner:
             "type": example.type,
             "answer": text,
             "tokens": list(done.tokens),
-            "ended": done.ended,
+            "ended": len(done.tokens) < self._decode.max_new_tokens,
             "score": TASKS[example.task].score(text, golds),
             "f1": f1(text, golds),
             "em": exact_match(text, golds),
@@ -143,30 +136,25 @@ class Runner:
         return record
 
     def _text(self, done: Generation) -> str:
-        text: str = self._reader.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text: str = self._engine.reader.tokenizer.decode(done.tokens, skip_special_tokens=True)
         return text.strip()
 
-    def _prompt_record(self, example: Example, found: Passages, prompt: Prompt) -> Record:
+    def _prompt_record(self, example: Example, prompt: Prompt) -> Record:
         """A character of several tokens stands with the last one."""
         parts = [prompt.prefix, *(chunk.ids for chunk in prompt.chunks), prompt.suffix]
-        streams = [(Detokenizer(self._reader.tokenizer), part) for part in parts]
+        streams = [(Detokenizer(self._engine.reader.tokenizer), part) for part in parts]
         return {
             "id": example.id,
             "question": example.question,
             "golds": list(example.answers),
             "type": example.type,
             "needed": list(example.supporting),
-            "titles": [passage.title for passage in found.passages],
+            "titles": [passage.title for passage in example.contexts],
             "parts": [[stream.push(token) for token in part] for stream, part in streams],
         }
 
 
 def ranges(positions: Sequence[int]) -> list[list[int]]:
     """Ascending positions as half-open ranges."""
-    found: list[list[int]] = []
-    for position in positions:
-        if found and found[-1][1] == position:
-            found[-1][1] += 1
-        else:
-            found.append([position, position + 1])
-    return found
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]

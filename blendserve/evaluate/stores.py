@@ -76,14 +76,14 @@ class PromptStores:
 
     def __init__(self, engine: Engine, methods: Sequence[MethodSpec], evicts: bool) -> None:
         """evicts: chunks of finished prompts may leave the engine's store. Raises ConfigError, TablesMissing."""
-        self._engine, self._evicts = engine, evicts
-        self.raw = {context: self._raw(context) for context in {m.kv_context for m in methods}}
+        self._engine, self._methods, self._evicts = engine, methods, evicts
+        self._raw = {context: self._over_context(context) for context in {m.kv_context for m in methods}}
         self._codecs = {word: codec_for(engine, word) for word in {m.codec for m in methods} if word}
         self._made: dict[tuple[str | None, ...], Blender] = {}  # by KV context, codec and edit
 
     def blender(self, method: MethodSpec) -> Blender:
         """The blender over the method's KV; within `holding`."""
-        return self._made.get(_kv_of(method)) or self.raw[method.kv_context]
+        return self._made.get(_kv_of(method)) or self._raw[method.kv_context]
 
     def sizes(self, method: MethodSpec, prompt: Prompt) -> Sizes:
         """Bytes of the prompt's chunks in the method's codec, coded and uncoded; within `holding`."""
@@ -100,11 +100,10 @@ class PromptStores:
         exact, sizes = Prompt(context, (), prompt.suffix), Sizes()
         kv = ChunkComputer(self._engine.reader.adapter, ()).compute([context])[0]
         if method.codec is not None:
-            ends = [*(span.start for span in prompt.spans), len(context)]
-            codec, spans = self._codecs[method.codec], [_span(kv, a, b) for a, b in pairwise(ends) if b > a]
-            records = [ChunkRecord.encode(_KEY, span, codec) for span in spans]
-            decoded = [decode(record, self._engine.store.blobs.get) for record in records]
-            parts = [_span(kv, 0, ends[0]), *decoded]
+            ends = [0, len(prompt.prefix), *(span.stop for span in prompt.spans if len(span))]
+            prefix, *chunks = [ChunkKV(kv.keys[:, :, a:b], kv.values[:, :, a:b]) for a, b in pairwise(ends)]
+            records = [ChunkRecord.encode(_KEY, chunk, self._codecs[method.codec]) for chunk in chunks]
+            parts = [prefix, *(decode(record, self._engine.store.blobs.get) for record in records)]
             kv = ChunkKV(*(torch.cat([getattr(p, side) for p in parts], 2) for side in ("keys", "values")))
             sizes = sizes_of(records)
         return exact, kv, sizes
@@ -120,32 +119,49 @@ class PromptStores:
         chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, None]()
         try:
             for context in dict.fromkeys(m.kv_context for m in methods):
-                keys |= dict.fromkeys(self.raw[context].key(ids) for ids in chunks if ids)
-                self.raw[context].writer.precompute(chunks)
+                keys |= dict.fromkeys(self._raw[context].key(ids) for ids in chunks if ids)
+                self._raw[context].writer.precompute(chunks)
             for kv, method in {_kv_of(m): m for m in methods}.items():
                 if method.codec:
-                    store = coded_copy(self._engine, self._codecs[method.codec], keys)
-                    self._made[kv] = self._over(method, store)
+                    self._made[kv] = self._copied(method, keys)
                 elif method.edit:
-                    self._made[kv] = self._before_edit(method, previous(method.edit))
+                    before = previous(method.edit)
+                    self._made[kv] = made = self._copied(
+                        method, map(self._raw[method.kv_context].key, before)
+                    )
+                    made.writer.precompute(before)
+                    made.near.refresh()
             yield
         finally:
             self._made.clear()
             if self._evicts:
                 self._engine.store.pin(keys, pinned=False)
 
-    def _before_edit(self, method: MethodSpec, chunks: Sequence[TokenIds]) -> Blender:
-        """A blender over a store in memory with these chunks, and an index of near-duplicates."""
-        keys = map(self.raw[method.kv_context].key, chunks)
-        made = self._over(method, coded_copy(self._engine, None, keys))
-        made.writer.precompute(chunks)
-        made.near.refresh()
-        return made
+    def fit_priors(self, chunks: Callable[[], Sequence[TokenIds]], run_dir: RunDir, half: str) -> None:
+        """Give the blender of each KV context its priors, where a method uses them; from their file in the run's folder.
 
-    def _over(self, method: MethodSpec, store: KVStore) -> Blender:
-        return self.raw[method.kv_context].over(store, self._engine.config.store.namespace)
+        The priors are fitted on `chunks` if the file is missing, damaged or of another version.
+        """
+        blends = [m for m in self._methods if m.kind == "blend"]
+        for context in {m.kv_context for m in blends if CORRECTIONS.load(m.blend.correction).uses_prior}:
+            blender, name = self._raw[context], f"priors-{context or 'run'}-{half}.safetensors"
+            try:
+                priors: Priors | None = Priors.from_bytes((run_dir.path / name).read_bytes(), blender.model)
+            except (OSError, ValueError):
+                with console.progress("Fitting the correction prior", "tokens") as update:
+                    priors = blender.priors.fit(chunks(), update)
+                if priors is not None:
+                    data = priors.to_bytes()
+                    run_dir.write(name, data)
+                    priors = Priors.from_bytes(data, blender.model)  # rounded, as a resumed run reads them
+            blender.priors.use(priors)
 
-    def _raw(self, context: KVContext | None) -> Blender:
+    def _copied(self, method: MethodSpec, keys: Iterable[ChunkKey]) -> Blender:
+        """A blender over a copy in memory of these chunks, in the method's codec."""
+        store = coded_copy(self._engine, self._codecs[method.codec] if method.codec else None, keys)
+        return self._raw[method.kv_context].over(store, self._engine.config.store.namespace)
+
+    def _over_context(self, context: KVContext | None) -> Blender:
         """The engine's own, or one over the same store with another KV context."""
         engine = self._engine
         if context is None:
@@ -156,35 +172,5 @@ class PromptStores:
         return Blender(*about, engine.config.store.namespace)
 
 
-def fit_priors(
-    stores: PromptStores,
-    methods: Sequence[MethodSpec],
-    chunks: Callable[[], Sequence[TokenIds]],
-    run_dir: RunDir,
-    half: str,
-) -> None:
-    """Give the blender of each KV context its priors, where a method uses them; from their file in the run's folder.
-
-    The priors are fitted on `chunks` if the file is missing, damaged or of another version.
-    """
-    needing = [m for m in methods if m.kind == "blend" and CORRECTIONS.load(m.blend.correction).uses_prior]
-    for context in {m.kv_context for m in needing}:
-        blender, name = stores.raw[context], f"priors-{context or 'run'}-{half}.safetensors"
-        try:
-            priors: Priors | None = Priors.from_bytes((run_dir.path / name).read_bytes(), blender.model)
-        except (OSError, ValueError):
-            with console.progress("Fitting the correction prior", "tokens") as update:
-                priors = blender.priors.fit(chunks(), update)
-            if priors is not None:
-                data = priors.to_bytes()
-                run_dir.write(name, data)
-                priors = Priors.from_bytes(data, blender.model)  # rounded, as a resumed run reads them
-        blender.priors.use(priors)
-
-
 def _kv_of(method: MethodSpec) -> tuple[str | None, ...]:
     return method.kv_context, method.codec, method.edit
-
-
-def _span(kv: ChunkKV, start: int, stop: int) -> ChunkKV:
-    return ChunkKV(kv.keys[:, :, start:stop], kv.values[:, :, start:stop])

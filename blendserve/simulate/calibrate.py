@@ -6,14 +6,17 @@ Every constant is the least of several tries: other work on a machine only adds 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from blendserve.bench.workload import make_workload
 from blendserve.blend.cost import measure as measure_cost_model
-from blendserve.config import Config, ModelConfig, StoreConfig, changed
+from blendserve.config import Config, ModelConfig, StoreConfig
+from blendserve.core import Answer
 from blendserve.engine.engine import Engine
 from blendserve.models.loader import load_model
 from blendserve.provenance import machine
@@ -40,121 +43,92 @@ class Node:
     def __init__(self, model: str, pool: int, chunk_tokens: int, url: str | None, seed: int = 0) -> None:
         """url: of the server; None: no shared store. Raises ModelError, InputError."""
         self.reader = load_model(ModelConfig(name=model, threads=1))
-        workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
-        self._passages, self._ids, self._prompts = workload.passages, workload.chunks, workload.prompts
-        self._url, self._chunk_tokens = url, chunk_tokens
-        self._engine: Engine | None = None
+        self.workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
+        self.url, self._chunk_tokens = url, chunk_tokens
 
     @property
     def prompt_shape(self) -> dict[str, int]:
         """Settings of the simulation that follow from the model and its prompts."""
+        prompts = self.workload.prompts
         return {
-            "prefix_tokens": len(self._prompts.prefix),
-            "question_tokens": len(self._prompts.build(QUESTION, ()).suffix),
+            "prefix_tokens": len(prompts.prefix),
+            "question_tokens": len(prompts.build(QUESTION, ()).suffix),
             "raw_bytes": self.reader.adapter.kv_bytes_per_token,
         }
 
-    def open(self, namespace: str, memory: int, disk: int) -> None:
-        """Start with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
-        self.close()
+    def open(self, namespace: str, memory: int, disk: int) -> Engine:
+        """An engine with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
         chunk_bytes = self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
-        remote = {"location": self._url, "admission": "always", "deadline_s": DEADLINE_S}
+        remote = {"location": self.url, "admission": "always", "deadline_s": DEADLINE_S}
         store = StoreConfig(
             location="memory",
             cap_gb=(disk * chunk_bytes + 1) / 1e9,
             admission="always",
             namespace=namespace,
             memory_bytes=memory * chunk_bytes,
-            remote=remote if self._url else None,
+            remote=remote if self.url else None,
         )
-        self._engine = Engine.open(Config(store=store.model_dump()), reader=self.reader)
-        self._keys = [self._engine.blender.key(ids) for ids in self._ids]
+        return Engine.open(Config(store=store.model_dump()), reader=self.reader)
 
-    def close(self) -> None:
-        """Close the engine; idempotent."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def precompute(self, namespace: str, with_chunks: bool = True) -> None:
-        """Store all chunks on the server, or none."""
-        store = StoreConfig(location=self._url or "", namespace=namespace, deadline_s=DEADLINE_S)
-        with Engine.open(Config(store=store.model_dump()), reader=self.reader) as engine:
-            engine.blender.writer.precompute(self._ids if with_chunks else [])
-
-    def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
-        """Answer one request -> TTFT and seconds after it, chunks by tier, and the chunks in memory if `cached`."""
-        assert self._engine is not None
+    def answer(self, engine: Engine, chunks: Sequence[int]) -> tuple[Answer, float]:
+        """The answer to a request for chunks of the pool, and the seconds after its first token."""
         began = time.perf_counter()
-        passages = [self._passages[n] for n in chunks]
-        answer = self._engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
-        elapsed_s, tiers = time.perf_counter() - began, answer.report.tiers
-        hot = self._engine.fetcher.resident() if cached else frozenset()
-        return {
-            "ttft": answer.timings.ttft,
-            "after": elapsed_s - answer.timings.ttft,
-            "found": [
-                *(tiers.get(t, 0) for t in ("memory", "local", "remote")),
-                answer.report.chunks_missing,
-            ],
-            "hot": [n for n, key in enumerate(self._keys) if key in hot],
-        }
-
-    def flush(self) -> None:
-        """Wait until background copies are written."""
-        assert self._engine is not None
-        self._engine.fetcher.flush()
+        passages = [self.workload.passages[n] for n in chunks]
+        answer = engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
+        return answer, time.perf_counter() - began - answer.timings.ttft
 
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
         """Constants of the compute and links settings; without a server, none of its link. `hot`: TTFT from memory."""
         model = measure_cost_model(self.reader.adapter, repeats=5)
         n, tokens = request_chunks, self._chunk_tokens
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + SETS)]
-        self.open("measure", memory, disk)
-        missed = [self._time(chunks) for chunks in sets][1:]  # the first set warms the process up
-        hot, after = (min(again[part] for _, again in missed) for part in ("ttft", "after"))
+        with self.open("measure", memory, disk) as engine:
+            self._least(engine, sets[:1])  # warms the process up
+            (_, first_after), (hot, after) = self._least(engine, sets[1:]).tolist()
         link: Constants = {}
-        if self._url:
+        if self.url:
             link, again_s = self._measure_link(sets, memory, disk)
             hot = min(hot, again_s)
         constants = {**asdict(model), **link}
         settings = configured(SimulateConfig(), constants, self.prompt_shape, tokens, n)
-        times = ServiceTime(changed(settings.compute, fixed=0.0), settings.corpus, settings.requests)
-        stored_s = min(first["after"] for first, _ in missed) - after - model.per_pass
+        fixed, stored_s = (
+            hot - ServiceTime(settings).prefill([True] * n),
+            first_after - after - model.per_pass,
+        )
         return {
-            **{**constants, "hot": hot, "fixed": max(0.0, hot - times.prefill([True] * n))},
+            **{**constants, "hot": hot, "fixed": max(0.0, fixed)},
             **{"per_answer_token": after, "per_stored": max(0.0, stored_s) / (n * tokens)},
         }
 
     def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
-        """Constants of the server's link, and the TTFT of a set from memory."""
+        """Constants of the server's link, and the TTFT of a set from memory. The server has the sets."""
         n, raw_bytes = len(sets[0]), self.reader.adapter.kv_bytes_per_token
         ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
-        for chunks in ones:
-            self._time(chunks)
-        several, single = [], []
-        for _ in range(FETCHES):
-            self.open("measure", memory, disk)
-            several += [self._time(chunks) for chunks in sets][1:]
-            single += [self._time(chunks) for chunks in ones]
-        fetch_s, one_s = (
-            min(first["ttft"] for first, _ in timed) - min(again["ttft"] for _, again in timed)
-            for timed in (several, single)
-        )
-        per_byte = (
-            max(1e-12, (fetch_s - one_s) / ((n - 1) * self._chunk_tokens * raw_bytes)) if n > 1 else 1e-12
-        )
+        rounds = []
+        for _ in range(1 + FETCHES):  # the first one stores what the others fetch
+            with self.open("measure", memory, disk) as engine:
+                self._least(engine, sets[:1])
+                rounds.append([self._least(engine, sets[1:]), self._least(engine, ones)])
+        ttft = np.min(rounds[1:], axis=0)[:, :, 0]  # [sets or ones, first or again]
+        fetch_s, one_s = (ttft[:, 0] - ttft[:, 1]).tolist()
+        chunk_bytes = self._chunk_tokens * raw_bytes
+        per_byte = max(1e-12, (fetch_s - one_s) / ((n - 1) * chunk_bytes) if n > 1 else 0.0)
         return {
             "node_rate": 1 / per_byte,
             "per_fetched": per_byte * raw_bytes,  # the server is on this machine: cores move all bytes
-            "delay": max(0.0, one_s - per_byte * self._chunk_tokens * raw_bytes),
-        }, min(again["ttft"] for _, again in several)
+            "delay": max(0.0, one_s - per_byte * chunk_bytes),
+        }, float(ttft[0, 1])
 
-    def _time(self, chunks: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A request, and the same again from memory."""
-        first = self.request(chunks, cached=False)
-        self.flush()
-        return first, self.request(chunks, cached=False)
+    def _least(self, engine: Engine, requests: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+        """The least TTFT and seconds after it [2, 2]: of requests the first time, and again from memory."""
+        times = []
+        for chunks in requests:
+            for _ in range(2):
+                answer, after = self.answer(engine, chunks)
+                times.append((answer.timings.ttft, after))
+                engine.fetcher.flush()  # background copies are written
+        least: NDArray[np.float64] = np.min(np.reshape(times, (-1, 2, 2)), axis=0)
+        return least
 
 
 def configured(
@@ -166,20 +140,18 @@ def configured(
 ) -> SimulateConfig:
     """The settings with measured constants, the model's prompt shape, and chunks of another size or number."""
     measured = {**constants, **shape, "stored_bytes": shape["raw_bytes"], "answer_tokens": 1}
-    measured |= {"chunk_tokens": chunk_tokens or config.corpus.chunk_tokens}
-    parts: dict[str, Any] = {}
-    for name in ("compute", "links", "requests", "corpus"):
-        section = getattr(config, name)
-        values = {field: measured[field] for field in type(section).model_fields if field in measured}
-        parts[name] = changed(section, **values, chunks=chunks if name == "requests" else None).model_dump()
-    return changed(config, **parts)
+    parts = config.model_dump()
+    for name in ("compute", "links", "requests"):
+        parts[name] |= {field: value for field, value in measured.items() if field in parts[name]}
+    parts["requests"]["chunks"] = chunks or config.requests.chunks
+    parts["corpus"]["chunk_tokens"] = chunk_tokens or config.corpus.chunk_tokens
+    return SimulateConfig(**parts)
 
 
 def calibrate(config: SimulateConfig, url: str | None) -> str:
     """YAML: the settings with the constants of this machine, for the bundled model on one thread."""
     node = Node(MODEL, pool_size(REQUEST_CHUNKS), CHUNK_TOKENS, url)
     constants = node.measure(REQUEST_CHUNKS, memory=10, disk=14)
-    node.close()
     found = configured(config, constants, node.prompt_shape).model_dump(mode="json")
     header = f"# `blendserve simulate --measure`: {MODEL}, one thread, {machine()['cpu']}"
     return f"{header}\n{yaml.safe_dump(found, sort_keys=False)}"

@@ -20,9 +20,9 @@ from time import process_time
 import numpy as np
 
 from blendserve.registry import ADMISSIONS
-from blendserve.simulate.cache import Cache, key_of
+from blendserve.simulate.cache import Cache, ChunkDirectory, key_of
 from blendserve.simulate.config import Routing, SimulateConfig
-from blendserve.simulate.routing import ChunkDirectory, Loads, make_router
+from blendserve.simulate.routing import Loads, make_router
 from blendserve.simulate.service_time import Machine, ServiceTime, StoreLink
 from blendserve.simulate.workload import Floats, Ints
 from blendserve.store.policies import Admission, Always
@@ -33,15 +33,18 @@ Update = Callable[[int, int], None]
 Stages = Iterator[tuple[float, float]]  # seconds of work, and seconds that pass in any case (a fetch, a disk)
 
 
-@dataclass(slots=True)
 class Node:
-    """A node's caches and queue."""
+    """A node's caches and queue, whose first request is running."""
 
-    memory: Cache
-    disk: Cache
-    admission: Admission | None
-    queue: deque[Request] = field(default_factory=deque)
-    is_busy: bool = False
+    def __init__(self, config: SimulateConfig, number: int, directory: ChunkDirectory | None) -> None:
+        """directory: is told what the node's memory holds."""
+        tiers, compute, tokens = config.tiers, config.compute, config.corpus.chunk_tokens
+        policy = ADMISSIONS.load(tiers.admission)
+        self.admission: Admission | None = None if policy is Always else policy(config.seed)
+        places = tiers.memory_bytes // (compute.raw_bytes * tokens)
+        self.memory = Cache(places, self.admission, directory, number)
+        self.disk = Cache(tiers.disk_bytes // (compute.stored_bytes * tokens), self.admission)
+        self.queue = deque[Request]()
 
 
 @dataclass(slots=True)
@@ -58,18 +61,17 @@ class Request:
     until: float = 0.0  # earliest end of the running stage
 
 
-@dataclass(frozen=True)
 class SimulationResult:
     """Every request, by number [R]."""
 
-    arrived_at: Floats
-    ttft: Floats
-    finished_at: Floats  # when its node was free again
-    node: Ints
-    found: Ints  # [R, len(TIERS)] chunks
-    sent: int = 0  # chunks written to the shared store
-    cpu_s: float = 0.0  # CPU time of the simulation
-    chunks_held: int = 0  # in caches and stores at the end
+    def __init__(self, number: int) -> None:
+        self.arrived_at, self.ttft = np.zeros(number), np.zeros(number)
+        self.finished_at = np.zeros(number)  # when its node was free again
+        self.node = np.zeros(number, np.int64)
+        self.found = np.zeros((number, len(TIERS)), np.int64)  # chunks
+        self.sent = 0  # chunks written to the shared store
+        self.cpu_s = 0.0  # CPU time of the simulation
+        self.chunks_held = 0  # in caches and stores at the end
 
 
 class Cluster:
@@ -80,26 +82,24 @@ class Cluster:
         self._chunk_bytes = compute.stored_bytes * config.corpus.chunk_tokens
         self._holds_all = tiers.precomputed and tiers.remote_bytes == "all"
         self._remote = Cache(inf if tiers.remote_bytes == "all" else tiers.remote_bytes // self._chunk_bytes)
-        self._prefill_s = cache(ServiceTime(compute, config.corpus, config.requests).prefill)
+        self._prefill_s = cache(ServiceTime(config).prefill)
         self._loads, self._link = Loads(nodes, config.bound), StoreLink(config.links)
         directory = ChunkDirectory()
         self._route = make_router(routing, self._loads, directory)
-        self._nodes = [self._make_node(number, directory, routing) for number in range(nodes)]
-        # (time, order of equals, node, request); a machine's next completion: (time, -1, machine, None)
-        self._events: list[tuple[float, int, int, Request | None]] = []
+        told = directory if routing == "chunks" else None
+        self._nodes = [Node(config, number, told) for number in range(nodes)]
+        # (time, request, node); a machine's next completion: (time, -1, machine)
+        self._events: list[tuple[float, int, int]] = []
         self._share = len(compute.slowdown)  # nodes of a machine; one needs no machine's bookkeeping
         n_machines = -(-nodes // self._share) if self._share > 1 else 0
         self._machines = [Machine(compute.slowdown) for _ in range(n_machines)]
-        self._running: dict[int, Request] = {}  # by node of a shared machine
-        self._sent = 0
 
     def run(
         self, blocks: Iterable[tuple[Floats, Ints]], number: int, update: Update = lambda done, total: None
     ) -> SimulationResult:
         """Run all `number` requests of the blocks. Without a rate in the settings, in a closed loop."""
-        began, events = process_time(), self._events
-        self._arrived_at, self._ttft, self._finished_at = np.zeros(number), np.zeros(number), np.zeros(number)
-        self._node, self._found = np.zeros(number, np.int64), np.zeros((number, len(TIERS)), np.int64)
+        began, events, result = process_time(), self._events, SimulationResult(number)
+        self._result = result
         closed = not self._config.requests.rate
         idle = self._config.requests.clients * len(self._nodes)  # clients of a closed loop
         done, now = 0, 0.0
@@ -114,55 +114,45 @@ class Cluster:
             update(done, number)
         while events:
             self._step()
-        requests = self._arrived_at, self._ttft, self._finished_at, self._node, self._found
-        held = sum(len(node.memory) + len(node.disk) for node in self._nodes) + len(self._remote)
-        return SimulationResult(*requests, self._sent, process_time() - began, held)
-
-    def _make_node(self, number: int, directory: ChunkDirectory, routing: Routing) -> Node:
-        tiers, compute, tokens = self._config.tiers, self._config.compute, self._config.corpus.chunk_tokens
-        policy = ADMISSIONS.load(tiers.admission)
-        admission = None if policy is Always else policy(self._config.seed)
-        memory = Cache(tiers.memory_bytes // (compute.raw_bytes * tokens), admission, number)
-        if routing == "chunks":
-            memory.added, memory.evicted = directory.add, directory.remove
-        return Node(memory, Cache(tiers.disk_bytes // self._chunk_bytes, admission), admission)
+        result.chunks_held = sum(len(n.memory) + len(n.disk) for n in self._nodes) + len(self._remote)
+        result.cpu_s = process_time() - began
+        return result
 
     def _arrive(self, request: Request) -> None:
         request.node = number = self._route(request.chunks)
         self._loads.add(number, 1)
-        self._arrived_at[request.number], self._node[request.number] = request.arrived_at, number
-        if self._nodes[number].is_busy:
-            self._nodes[number].queue.append(request)
-        else:
+        self._result.arrived_at[request.number] = request.arrived_at
+        self._result.node[request.number] = number
+        queue = self._nodes[number].queue
+        queue.append(request)
+        if len(queue) == 1:
             self._start(request.arrived_at, request)
 
     def _start(self, now: float, request: Request) -> None:
-        self._nodes[request.node].is_busy = True
-        request.began, request.stages = now, self._stages(now, request)
+        request.began, request.stages = now, self._stages(request)
         if self._machines:
-            self._running[request.node] = request
             self._advance(now, request)
             return
         for work, least in request.stages:
             request.elapsed += max(work * self._config.compute.slowdown[0], least)
-        self._wait(now + request.elapsed, request)
+        request.until = now + request.elapsed
+        self._wait(request)
 
     def _step(self) -> tuple[float, bool]:
         """Handle the next event -> its time, and whether an answer ended."""
-        now, _, number, request = heappop(self._events)
-        if request is None:
-            machine = self._machines[number]
-            if now != machine.due:
+        now, order, number = heappop(self._events)
+        if order < 0:
+            if now != self._machines[number].due:
                 return now, False  # a stage has begun or ended since this was scheduled
-            request = self._running[machine.complete()]
+            number = self._machines[number].complete()
             self._schedule(number)
-            if now < request.until:
-                self._wait(request.until, request)
-                return now, False
-        if self._machines and not self._advance(now, request):
-            return now, False
-        self._end(now, request)
-        return now, True
+        request = self._nodes[number].queue[0]
+        if now < request.until:
+            self._wait(request)
+        elif not self._machines or self._advance(now, request):
+            self._end(now, request)
+            return now, True
+        return now, False
 
     def _advance(self, now: float, request: Request) -> bool:
         """Start the next stage on a shared machine -> whether there was none."""
@@ -172,51 +162,52 @@ class Cluster:
             return True
         request.until = now + least
         if work:
-            number = request.node // self._share
-            self._machines[number].add(now, request.node, work)
-            self._schedule(number)
+            self._machines[request.node // self._share].add(now, request.node, work)
+            self._schedule(request.node)
         else:
-            self._wait(request.until, request)
+            self._wait(request)
         return False
 
-    def _wait(self, until: float, request: Request) -> None:
-        heappush(self._events, (until, request.number, request.node, request))
+    def _wait(self, request: Request) -> None:
+        heappush(self._events, (request.until, request.number, request.node))
 
-    def _schedule(self, number: int) -> None:
+    def _schedule(self, node: int) -> None:
+        """The next completion on the node's machine."""
+        number = node // self._share
         if (due := self._machines[number].due) < inf:
-            heappush(self._events, (due, -1, number, None))
+            heappush(self._events, (due, -1, number))
 
     def _end(self, now: float, request: Request) -> None:
         """An answer ends; its node starts the next request."""
         node = self._nodes[request.node]
-        self._finished_at[request.number] = now
-        if self._found[request.number, COMPUTED]:
+        self._result.finished_at[request.number] = now
+        if self._result.found[request.number, COMPUTED]:
             for chunk in request.chunks:
                 if chunk not in node.memory and chunk not in node.disk:
                     node.disk.insert(chunk)
-                    self._sent += chunk not in self._remote and self._remote.insert(chunk)
+                    self._result.sent += chunk not in self._remote and self._remote.insert(chunk)
         self._loads.add(request.node, -1)
-        node.is_busy = False
+        node.queue.popleft()
         if node.queue:
-            self._start(now, node.queue.popleft())
+            self._start(now, node.queue[0])
 
-    def _stages(self, now: float, request: Request) -> Stages:
-        """The stages of an answer that starts now; their consumer updates `request.elapsed`."""
+    def _stages(self, request: Request) -> Stages:
+        """The stages of an answer; their consumer updates `request.elapsed`."""
         tiers = self._look_up(self._nodes[request.node], request.chunks)
         compute, links = self._config.compute, self._config.links
         counts = [tiers.count(tier) for tier in range(len(TIERS))]
-        self._found[request.number] = counts
+        self._result.found[request.number] = counts
         _, disk, remote, missing = counts
         tokens = self._config.corpus.chunk_tokens
         yield compute.fixed, 0.0
         if remote:
-            fetching = self._link.fetch(now + request.elapsed, remote * self._chunk_bytes)
+            fetching = self._link.fetch(request.began + request.elapsed, remote * self._chunk_bytes)
             yield remote * tokens * compute.per_fetched, fetching
         reads_disk = disk and links.disk_rate
         local = links.disk_delay + disk * self._chunk_bytes / links.disk_rate if reads_disk else 0.0
         decoding = (disk + remote) * tokens * compute.per_decoded
         yield self._prefill_s(tuple(tier != COMPUTED for tier in tiers)) + decoding, local
-        self._ttft[request.number] = now + request.elapsed - request.arrived_at
+        self._result.ttft[request.number] = request.began + request.elapsed - request.arrived_at
         yield self._config.requests.answer_tokens * compute.per_answer_token, 0.0
         if missing:  # computed alone, in one pass
             yield compute.per_pass + missing * tokens * compute.per_stored, 0.0
@@ -224,21 +215,18 @@ class Cluster:
     def _look_up(self, node: Node, chunks: Sequence[int]) -> list[int]:
         """The tier of each chunk; hits enter memory. As the engine does: local caches first, then the shared store."""
         memory, disk = node.memory, node.disk
-        tiers, missing = [COMPUTED] * len(chunks), []
+        tiers = [COMPUTED] * len(chunks)
         for place, chunk in enumerate(chunks):
             if node.admission:
                 node.admission.record_access(key_of(chunk))
-            on_disk = disk.get(chunk)
-            if memory.get(chunk):
+            on_disk = disk.hit(chunk)
+            if memory.hit(chunk):
                 tiers[place] = MEMORY
             elif on_disk:
                 tiers[place] = DISK
                 memory.insert(chunk)
-            else:
-                missing.append(place)
-        for place in missing:
-            chunk = chunks[place]
-            if self._holds_all or self._remote.get(chunk):
+        for place, chunk in enumerate(chunks):
+            if tiers[place] == COMPUTED and (self._holds_all or self._remote.hit(chunk)):
                 tiers[place] = REMOTE
                 memory.insert(chunk)
                 disk.insert(chunk)

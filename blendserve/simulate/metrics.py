@@ -73,24 +73,24 @@ def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Met
 
 def show(metrics: Metrics) -> None:
     """Print the table."""
-    settings = metrics["settings"]
-    corpus, requests = settings["corpus"], settings["requests"]
+    corpus, requests = metrics["settings"]["corpus"], metrics["settings"]["requests"]
     columns = "nodes, routing|memory disk store none|TTFT ms|p50|p95|p99|worst|a second|GB sent|CPU s"
+    rows = [
+        [
+            f"{cell['nodes']:,} {cell['routing']}",
+            "  ".join(f"{rate:.2f}" for rate in cell["hit_rates"].values()),
+            *(f"{seconds * 1e3:,.1f}" for seconds in cell["ttft"].values()),
+            f"{cell['throughput']:,.1f}",
+            f"{cell['bytes']['from_store'] / 1e9:,.1f}",
+            f"{cell['cpu_seconds']:.1f}",
+        ]
+        for cell in metrics["cells"]
+    ]
     console.table(
         f"{corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, {requests['chunks']} a request; "
         f"{requests['number']:,} requests, the first {requests['warm_up']:.0%} of them not counted",
         columns.split("|"),
-        [
-            [
-                f"{cell['nodes']:,} {cell['routing']}",
-                "  ".join(f"{cell['hit_rates'][tier]:.2f}" for tier in TIERS),
-                *(f"{cell['ttft'][name] * 1e3:,.1f}" for name in ("mean", "p50", "p95", "p99", "worst")),
-                f"{cell['throughput']:,.1f}",
-                f"{cell['bytes']['from_store'] / 1e9:,.1f}",
-                f"{cell['cpu_seconds']:.1f}",
-            ]
-            for cell in metrics["cells"]
-        ],
+        rows,
     )
     console.out.print(f"peak memory of this process: {metrics['peak_memory_bytes'] / 1e9:.2f} GB")
 
@@ -99,17 +99,16 @@ def plot(metrics: Metrics) -> bytes:
     """SVG: hit rate of memory and TTFT against the number of nodes, one line per routing method."""
     from blendserve.evaluate.plots import Panel, Point, draw  # start-up: matplotlib
 
+    settings, cells = metrics["settings"], sorted(metrics["cells"], key=lambda cell: int(cell["nodes"]))
     panels = []
-    for title, part, name in (
+    for label, part, name in (
         ("hit rate of the nodes' memory", "hit_rates", "memory"),
         ("mean time to first token, s", "ttft", "mean"),
         ("p95 time to first token, s", "ttft", "p95"),
     ):
-        lines: dict[str, list[Point]] = {}
-        for cell in sorted(metrics["cells"], key=lambda cell: int(cell["nodes"])):
-            lines.setdefault(cell["routing"], []).append(Point(cell["nodes"], *[cell[part][name]] * 3))
-        panels.append(Panel("nodes", title, lines, log="x"))
-    settings = metrics["settings"]
+        points = [(cell["routing"], Point(cell["nodes"], *[cell[part][name]] * 3)) for cell in cells]
+        lines = {routing: [p for own, p in points if own == routing] for routing in settings["routing"]}
+        panels.append(Panel("nodes", label, lines, log="x"))
     corpus, requests, memory = settings["corpus"], settings["requests"], settings["tiers"]["memory_bytes"]
     rate = f"{requests['rate']:g} per second and node" if requests["rate"] else "a closed loop"
     title = (

@@ -12,18 +12,17 @@ finds the anchor's home by one hash instead of rendezvous hashing over all nodes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count
 
 import xxhash
 
 from blendserve.routing import anchor, bounded, weight
-from blendserve.simulate.cache import key_of
+from blendserve.simulate.cache import ChunkDirectory, key_of
 from blendserve.simulate.config import Routing
-
-MAX_HOLDERS = 32  # nodes of a chunk to rank: a chunk that all nodes hold decides nothing
 
 Router = Callable[[Sequence[int]], int]
 """chunks of a request -> node"""
@@ -66,40 +65,6 @@ class Loads:
         return node
 
 
-class ChunkDirectory:
-    """Which nodes hold a chunk in memory."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[int, int | dict[int, None]] = {}  # most chunks have one node: a number saves memory
-
-    def add(self, node: int, chunk: int) -> None:
-        """The node holds the chunk from now on."""
-        nodes = self._nodes.get(chunk)
-        if nodes is None:
-            self._nodes[chunk] = node
-        elif isinstance(nodes, dict):
-            nodes[node] = None
-        else:
-            self._nodes[chunk] = {nodes: None, node: None}
-
-    def remove(self, node: int, chunk: int) -> None:
-        """The node has evicted the chunk."""
-        nodes = self._nodes[chunk]
-        if not isinstance(nodes, dict):
-            del self._nodes[chunk]
-            return
-        del nodes[node]
-        if len(nodes) == 1:
-            self._nodes[chunk] = next(iter(nodes))
-
-    def holders(self, chunk: int) -> Sequence[int]:
-        """At most MAX_HOLDERS nodes."""
-        nodes = self._nodes.get(chunk)
-        if nodes is None:
-            return ()
-        return tuple(islice(nodes, MAX_HOLDERS)) if isinstance(nodes, dict) else (nodes,)
-
-
 def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Router:
     """The router of a cluster."""
     if routing == "round_robin":
@@ -113,10 +78,7 @@ def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Ro
 
 
 def _by_chunks(chunks: Sequence[int], loads: Loads, directory: ChunkDirectory) -> int:
-    hits: dict[int, int] = {}
-    for chunk in chunks:
-        for node in directory.holders(chunk):
-            hits[node] = hits.get(node, 0) + 1
+    hits = Counter(node for chunk in chunks for node in directory.holders(chunk))
     at, bound = loads.at, loads.bound()
     free = [(-n, at[node], node) for node, n in hits.items() if at[node] < bound]
     if not free:

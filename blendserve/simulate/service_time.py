@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from blendserve.simulate.config import ComputeConfig, CorpusConfig, LinksConfig, RequestsConfig
+from blendserve.simulate.config import LinksConfig, SimulateConfig
 
 
 class ServiceTime:
     """Prefill times of one prompt shape."""
 
-    def __init__(self, compute: ComputeConfig, corpus: CorpusConfig, requests: RequestsConfig) -> None:
-        self._compute, self._chunk = compute, corpus.chunk_tokens
-        self._prefix, self._question = requests.prefix_tokens, requests.question_tokens
+    def __init__(self, config: SimulateConfig) -> None:
+        self._compute, self._chunk = config.compute, config.corpus.chunk_tokens
+        self._prefix, self._question = config.requests.prefix_tokens, config.requests.question_tokens
 
     def counts(self, hits: Sequence[bool]) -> tuple[int, float, float, int]:
         """Passes, rows, (row, key) pairs and loaded tokens of a prompt, by whether each chunk is a hit."""

@@ -8,12 +8,13 @@ continuous envelope, and rejects at most about one draw in ten.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blendserve.simulate.config import SimulateConfig
+from blendserve.simulate.config import CorpusConfig, SimulateConfig
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,17 +31,15 @@ class Zipf:
         self._low, self._high = self._integral(1.5) - 1.0, self._integral(n + 0.5)
         self._sure = 2.0 - self._inverse(self._integral(2.5) - 2.0**-s)
 
-    def draw(self, rng: np.random.Generator, count: int) -> Ints:
-        """-> int64 [count]"""
-        found = np.empty(count, np.int64)
-        done = 0
-        while done < count:
-            u = rng.uniform(self._low, self._high, count - done)
+    def draw(self, rng: np.random.Generator, size: int) -> Ints:
+        """-> int64 [size]"""
+        found = np.empty(0, np.int64)
+        while len(found) < size:
+            u = rng.uniform(self._low, self._high, size - len(found))
             x = self._inverse(u)
             k = np.clip(np.rint(x), 1, self.n)
-            accepted = k[(k - x <= self._sure) | (u >= self._integral(k + 0.5) - k**-self.s)].astype(np.int64)
-            found[done : done + len(accepted)] = accepted - 1
-            done += len(accepted)
+            accepted = k[(k - x <= self._sure) | (u >= self._integral(k + 0.5) - k**-self.s)]
+            found = np.concatenate([found, accepted.astype(np.int64) - 1])
         return found
 
     def _integral(self, x: Any) -> Any:
@@ -57,54 +56,48 @@ def requests(config: SimulateConfig, nodes: int) -> Iterator[tuple[Floats, Ints]
 
     In a closed loop all times are 0. A seed gives the same chunks for any number of nodes.
     """
-    wanted = config.requests
     rng, clock = np.random.default_rng([config.seed, 0]), np.random.default_rng([config.seed, 1])
-    popularity, now = _Popularity(config), 0.0
+    popularity, now, wanted = _Popularity(config.corpus), 0.0, config.requests
     for first in range(0, wanted.number, BLOCK):
-        size = min(BLOCK, wanted.number - first)
-        times = np.zeros(size)
+        numbers = np.arange(first, min(first + BLOCK, wanted.number))
+        times = np.zeros(len(numbers))
         if wanted.rate:
-            times = now + np.cumsum(clock.exponential(1 / (wanted.rate * nodes), size))
+            times = now + np.cumsum(clock.exponential(1 / (wanted.rate * nodes), len(numbers)))
             now = float(times[-1])
-        yield times, popularity.requests(rng, first, size)
+        yield times, popularity.requests(rng, numbers, wanted.chunks)
 
 
 class _Popularity:
     """Topics by Zipf, chunks of a topic by Zipf; the topic of a popularity rank changes with time."""
 
-    def __init__(self, config: SimulateConfig) -> None:
-        self._corpus = corpus = config.corpus
-        self._wanted = config.requests.chunks
-        self._per_topic = min(corpus.topic_chunks, corpus.chunks)
-        self._n_topics = -(-corpus.chunks // self._per_topic)
-        self._topic = Zipf(self._n_topics, corpus.zipf)
+    def __init__(self, corpus: CorpusConfig) -> None:
+        self._corpus, self._per_topic = corpus, min(corpus.topic_chunks, corpus.chunks)
+        self._topic = Zipf(-(-corpus.chunks // self._per_topic), corpus.zipf)
         self._within = Zipf(self._per_topic, corpus.zipf if self._per_topic > 1 else 0.0)
 
-    def requests(self, rng: np.random.Generator, first: int, size: int) -> Ints:
-        """Chunks [size, n] of the requests from number `first` on, no chunk twice in a request."""
-        at = np.arange(first, first + size)
-        main = self._topic.draw(rng, size)
-        chunks = np.full((size, self._wanted), -1, np.int64)
-        to_draw = np.ones_like(chunks, dtype=bool)
-        for tries in range(1 << 20):
-            row, column = to_draw.nonzero()
-            if not len(row):
-                break
+    def requests(self, rng: np.random.Generator, numbers: Ints, wanted: int) -> Ints:
+        """Chunks [B, wanted] of the requests with these numbers [B], no chunk twice in a request."""
+        main = self._topic.draw(rng, len(numbers))
+        chunks = np.full((len(numbers), wanted), -1, np.int64)
+        row, column = np.indices(chunks.shape).reshape(2, -1)
+        for tries in count():
             coherent = (rng.random(len(row)) < self._corpus.coherence) & (tries < TOPIC_TRIES)
             topics = np.where(coherent, main[row], self._topic.draw(rng, len(row)))
-            drawn = self._chunk(topics, self._within.draw(rng, len(row)), at[row], rng)
+            drawn = self._chunk(topics, self._within.draw(rng, len(row)), numbers[row], rng)
             if tries >= MAX_TRIES:
                 drawn = rng.integers(0, self._corpus.chunks, len(row))
             chunks[row, column] = drawn
             same = chunks[:, :, None] == chunks[:, None, :]
-            to_draw = np.tril(same, -1).any(axis=2)  # which repeat an earlier chunk of their request
+            row, column = np.tril(same, -1).any(axis=2).nonzero()  # repeats of an earlier chunk
+            if not len(row):
+                break
         return chunks
 
     def _chunk(self, topics: Ints, within: Ints, at: Ints, rng: np.random.Generator) -> Ints:
         lifetime, n_chunks = self._corpus.lifetime, self._corpus.chunks
         if lifetime:  # the k-th most popular topic is another one after each lifetime
             turn = (at + _mixed(topics) % lifetime) // lifetime
-            topics = _mixed(topics + turn * self._n_topics) % self._n_topics
+            topics = _mixed(topics + turn * self._topic.n) % self._topic.n
         chunks = topics * self._per_topic + within
         return np.where(chunks < n_chunks, chunks, rng.integers(0, n_chunks, len(chunks)))
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import fmean
@@ -27,12 +27,13 @@ from blendserve import console
 from blendserve.config import Section, changed
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
-from blendserve.simulate.calibrate import Constants, Node, configured, pool_size
-from blendserve.simulate.cluster import TIERS, Cluster, SimulationResult
+from blendserve.simulate.cache import ChunkDirectory
+from blendserve.simulate.calibrate import Constants, configured, pool_size
+from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
-from blendserve.simulate.routing import ChunkDirectory, Loads, make_router
-from blendserve.threads import limit_torch
+from blendserve.simulate.routing import Loads, make_router
+from tests.endurance.simulator_node import start_node
 
 Figures = dict[str, Any]
 TURNS = 6  # of measuring the slowdown, three requests of each process in a turn
@@ -65,7 +66,7 @@ def validate(config: ValidationConfig) -> Figures:
         for store in ("full", "empty"):
             nodes[0].call(["precompute", store, store == "full"])
         for node in nodes:
-            node.call(["open", "full", *sizes])
+            node.call(["begin", "full", *sizes])
         base = simulated(config, constants, nodes[0].about)
         factors = slowdown(nodes, config, constants["hot"])
         base = changed(base, compute=changed(base.compute, slowdown=factors).model_dump())
@@ -74,7 +75,7 @@ def validate(config: ValidationConfig) -> Figures:
             chosen = at_rate(config, over(base, store))
             blocks = list(workload.requests(chosen, config.nodes))
             for node in nodes:
-                node.call(["open", store, *sizes])
+                node.call(["begin", store, *sizes])
             real = summary(chosen, serve(nodes, chosen, routing, *blocks[0]), config.nodes)
             result = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
             made = summary(chosen, result, config.nodes)
@@ -137,17 +138,17 @@ def serve(
     """The requests, at their times, answered by real nodes, each with a queue, behind one router."""
     loads, directory = Loads(len(nodes), config.bound), ChunkDirectory()
     route, number = make_router(routing, loads, directory), len(times)
-    ttft, finished = np.zeros(number), np.zeros(number)
-    where, found = np.zeros(number, np.int64), np.zeros((number, len(TIERS)), np.int64)
+    result = SimulationResult(number)
+    result.arrived_at = times
     hot: list[set[int]] = [set() for _ in nodes]
     lock, began = threading.Lock(), time.perf_counter()
 
     def work(n: int, request: int) -> None:
         started = time.perf_counter() - began
         told = nodes[n].call(["request", chunks[request].tolist()])
-        finished[request] = time.perf_counter() - began
-        ttft[request] = started - times[request] + told["ttft"]  # reporting `hot` is no part of it
-        found[request] = told["found"]
+        result.finished_at[request] = time.perf_counter() - began
+        result.ttft[request] = started - times[request] + told["ttft"]  # reporting `hot` is no part of it
+        result.found[request] = told["found"]
         before, hot[n] = hot[n], set(told["hot"])
         with lock:
             loads.add(n, -1)
@@ -161,12 +162,12 @@ def serve(
         for request in range(number):
             time.sleep(max(0.0, times[request] - (time.perf_counter() - began)))  # allow: arrival times
             with lock:
-                where[request] = n = route(chunks[request].tolist())
+                result.node[request] = n = route(chunks[request].tolist())
                 loads.add(n, 1)
             jobs.append(queues[n].submit(work, n, request))
         for job in jobs:
             job.result()
-    return SimulationResult(times, ttft, finished, where, found)
+    return result
 
 
 @contextmanager
@@ -177,13 +178,6 @@ def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
         url = stack.enter_context(Server()).url
         task = config.model, pool, config.chunk_tokens, url, config.seed
         yield [stack.enter_context(WorkerProcess(start_node, task)) for _ in range(config.nodes)]
-
-
-def start_node(task: tuple[str, int, int, str, int]) -> tuple[dict[str, int], Callable[[list[Any]], Any]]:
-    """A process with one thread that calls the methods of a `Node` by name."""
-    limit_torch(1)
-    node = Node(*task)
-    return node.prompt_shape, lambda order: getattr(node, order[0])(*order[1:])
 
 
 if __name__ == "__main__":

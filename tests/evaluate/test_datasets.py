@@ -289,11 +289,11 @@ def test_windows_are_the_passages_joined_and_cut(
     engine, task = tiny_engine(), tasks.CONTINUATION.name if goes_on else EXAMPLE.task
     source = PromptSource(engine, EvaluateConfig(window=window, chunks=chunks, seed=3))
     other = with_permutations([replace(EXAMPLE, task=task)], 1)[1]
-    found = source.passages(other)
-    assert found.passages == permuted(FIVE, other, 3) != FIVE
-    prompt, whole = (s.build(other, found) for s in (source, PromptSource(engine, EvaluateConfig())))
+    found, _, _ = source.with_passages(other)
+    assert found.contexts == permuted(FIVE, other, 3) != FIVE
+    prompt, whole = (s.build(found) for s in (source, PromptSource(engine, EvaluateConfig())))
     if not goes_on:
-        assert whole == engine.prompts.build("Who?", found.passages)
+        assert whole == engine.prompts.build("Who?", found.contexts)
     assert (prompt.prefix, prompt.suffix) == (whole.prefix, whole.suffix)
     cut = [chunk.ids for chunk in whole.chunks]
     if window is not None:
@@ -311,9 +311,9 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
     engine.index.add([{"text": text, "title": text.split()[0]} for text in texts])
     source = PromptSource(engine, EvaluateConfig(setting="open", top_k=1))
     asked = Example("e", "Who built the lighthouse?", ("Lund",), (), supporting=("Maria", "Tea"))
-    found = source.passages(asked)
-    assert ([p.title for p in found.passages], found.recall, found.seconds > 0) == (["Maria"], 0.5, True)
-    assert source.passages(replace(asked, supporting=())).recall is None
+    found, recall, seconds = source.with_passages(asked)
+    assert ([p.title for p in found.contexts], recall, seconds > 0) == (["Maria"], 0.5, True)
+    assert source.with_passages(replace(asked, supporting=()))[1] is None
 
 
 def test_a_task_asks_in_its_own_words_unless_the_user_has_others(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_codecs_begin_with_uncoded_kv_and_the_store_s_tables() -> None:
 def test_nothing_is_fitted_on_the_half_that_is_asked(tmp_path: Path) -> None:
     data, engine = load(write_dataset(tmp_path, 4)), tiny_engine()
     source = PromptSource(engine, EvaluateConfig())
-    chunks = [[c.ids for c in source.build(e, source.passages(e)).chunks] for e in data.examples]
+    chunks = [[c.ids for c in source.build(e).chunks] for e in data.examples]
     for half, fitted in (("first", chunks[1::2]), ("second", chunks[::2]), ("both", chunks)):
         found = PromptSource(engine, EvaluateConfig(half=half)).prior_chunks(data)
         assert found == [ids for prompt in fitted for ids in prompt]
@@ -303,7 +303,7 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
     engine, plan = tiny_engine(), EvaluateConfig(window=16)
     source, model, nlls = PromptSource(engine, plan), tiny_reader().adapter.reference, []
     for example in load(path).examples:
-        prompt = source.build(example, source.passages(example))
+        prompt = source.build(example)
         text = engine.reader.tokenizer.decode([i for c in prompt.chunks for i in c.ids])
         assert text == "".join(p.text for p in example.contexts)
         ids = engine.prompts.text_ids(example.answers[0])

@@ -21,16 +21,17 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt
 from blendserve.routing import Replica, ranked
 from blendserve.simulate import workload
-from blendserve.simulate.cache import key_of
+from blendserve.simulate.cache import ChunkDirectory, key_of
 from blendserve.simulate.calibrate import Node, configured, pool_size
 from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import ROUTINGS, LinksConfig, Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
-from blendserve.simulate.routing import ChunkDirectory, Loads, make_router, name_of
+from blendserve.simulate.routing import Loads, make_router, name_of
 from blendserve.simulate.service_time import ServiceTime, StoreLink
 from blendserve.store.view import TensorView
 from tests.bench.conftest import write_shape
 from tests.endurance import validate_simulator as validation
+from tests.endurance.simulator_node import ServingNode
 from tests.endurance.validate_simulator import ValidationConfig
 from tests.golden import research
 
@@ -251,8 +252,7 @@ def test_work_is_counted_as_the_engine_counts_it(
     wanted = count_work(lay_out(prompt, TensorView(kv[0]), views), make_policy(BlendConfig(ratio=ratio)), 1)
     requests = {"prefix_tokens": prefix, "question_tokens": question, "chunks": len(found)}
     settings = SimulateConfig(compute={"ratio": ratio}, corpus={"chunk_tokens": size}, requests=requests)
-    times = ServiceTime(settings.compute, settings.corpus, settings.requests)
-    assert times.counts(found) == pytest.approx(list(wanted), rel=1e-6)
+    assert ServiceTime(settings).counts(found) == pytest.approx(list(wanted), rel=1e-6)
 
 
 NAMES = ("pass", "row", "pair", "loaded", "fetched", "answer_token", "stored")
@@ -265,20 +265,20 @@ def test_a_real_node_finds_what_a_simulated_one_finds(tmp_path: Path) -> None:
     sizes = {"pool": 16, "chunk_tokens": 16, "request_chunks": 3, "requests": 25}
     config = ValidationConfig(model=write_shape(tmp_path), nodes=1, memory=4, disk=7, **sizes)
     with Server() as server:
-        node = Node(config.model, config.pool, config.chunk_tokens, server.url)
+        node = ServingNode(config.model, config.pool, config.chunk_tokens, server.url)
         base = validation.simulated(config, CONSTANTS, node.prompt_shape)
         for store in ("full", "empty"):
             node.precompute(store, with_chunks=store == "full")
             known = validation.over(base, store)
             ((_, chunks),) = workload.requests(known, 1)
-            node.open(store, config.memory, config.disk)
+            node.begin(store, config.memory, config.disk)
             found = []
             for wanted in chunks.tolist():
                 found.append(node.request(wanted)["found"])
-                node.flush()  # copies are made in the background: here, before the next request
+                node.engine.fetcher.flush()  # copies are made in the background: here, before the next request
             simulated = Cluster(known, 1, "round_robin").run(workload.requests(known, 1), config.requests)
             assert found == simulated.found.tolist()
-        node.close()
+        node.engine.close()
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -289,7 +289,6 @@ def test_every_constant_is_measured(tmp_path: Path, served: bool) -> None:
     with Server() if served else nullcontext() as server:
         node = Node(write_shape(tmp_path), pool_size(2), 16, server.url if server else None)
         constants = node.measure(2, memory=4, disk=7)
-        node.close()
     assert constants.keys() == {*CONSTANTS, "hot"} - (
         set() if served else {"node_rate", "per_fetched", "delay"}
     )
