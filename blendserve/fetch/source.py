@@ -23,7 +23,7 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client
-from blendserve.store.valkey_layout import HEADER, chunk_name, run_each, segment_name
+from blendserve.store.valkey_layout import HEADER, chunk_name, on_chunk, run_each, segment_name
 
 GUESS_BYTES = 16 << 20  # of a record, until one was read
 WORKERS = 4
@@ -180,7 +180,7 @@ class ValkeySource(StoreSource):
         def job(client: Client) -> LinkSample | None:
             client.ping()  # or connecting would be timed
             start = time.perf_counter()
-            headers = run_each(client, keys, lambda pipeline, key: pipeline.hget(chunk_name(key), HEADER))
+            headers = run_each(client, keys, on_chunk("hget", HEADER))
             round_trip_s = time.perf_counter() - start
             for key, raw in zip(keys, headers, strict=True):
                 if raw:
