@@ -18,7 +18,7 @@ import torch
 from blendserve.config import KdnConfig, PlaceConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.kdn.client import CUT, Body, Client, InvalidReply, KdnPeer, NotFoundReply
+from blendserve.fetch.kdn.client import CUT, Client, InvalidReply, KdnPeer, NotFoundReply, read_chunks
 from blendserve.fetch.kdn.manifest import (
     MAX_INTERLEAVED,
     Collection,
@@ -137,7 +137,7 @@ class KdnSource:
                 chunk.end(Miss(UNREACHABLE, "it is larger than one transfer may be"))
             return
         try:
-            Body(client, batch, self.link, self.deadline_s).read()
+            read_chunks(client, batch, self.link, self.deadline_s)
         except (CorruptRecord, StoreVersion, NotFoundReply, *CUT) as error:
             if len(batch) > 1:
                 return  # each is asked for alone, which tells what is wrong with it
@@ -209,7 +209,7 @@ class KdnSource:
             return
         chunk = IncomingChunk(key, {level: n_bytes}, threading.Condition(), on_layer=_stop)
         chunk.start(level)
-        Body(client, [chunk], LinkEstimator(), self.deadline_s).read()
+        read_chunks(client, [chunk], LinkEstimator(), self.deadline_s)
         if (header := chunk.header) is None or header.shape.n_bytes > self.in_flight_bytes:
             return
         times_s = []
