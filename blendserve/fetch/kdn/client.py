@@ -231,8 +231,6 @@ class KdnPeer:
 
     def explain(self, error: Exception) -> StoreError | str:
         match error:
-            case StoreError():
-                return error
             case PeerUnusable():
                 return str(error)
             case NotFoundReply():
