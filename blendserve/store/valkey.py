@@ -23,20 +23,11 @@ from typing import Any, TypeVar
 from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
 from blendserve.store import valkey_layout as layout
-from blendserve.store.base import (
-    REMOTE,
-    ChunkInfo,
-    KVStore,
-    Progress,
-    Snapshot,
-    StoreStats,
-    VerifyReport,
-    store_full,
-)
+from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport, store_full
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import Buffer, tables_hash
+from blendserve.store.codecs.base import Buffer, Progress, tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import NOTE_EVERY_S, Totals, UsageLog
 from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse

@@ -37,11 +37,9 @@ from blendserve.store.codecs.base import (
     ChunkShape,
     Codec,
     Coding,
-    Decoder,
     Pair,
     Progress,
     Sample,
-    Undecodable,
     tables_hash,
 )
 from blendserve.store.codecs.raw import aligned
@@ -107,17 +105,15 @@ class CacheGen(Codec):
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // 5
 
+    def fits(self, shape: ChunkShape) -> bool:
+        return _kv_shape(shape) == self._shape
+
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        if _kv_shape(ChunkShape.of(kv)) != self._shape:
+        if not self.fits(ChunkShape.of(kv)):
             raise StoreError(
                 f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
             )
         return [self._segment(l, kv) for l in range(len(kv.keys))]
-
-    def decoder(self, shape: ChunkShape) -> Decoder:
-        if _kv_shape(shape) != self._shape:
-            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
-        return super().decoder(shape)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         n_tokens, decoded = shape.n_tokens, []

@@ -29,7 +29,6 @@ from blendserve.store.codecs.base import (
     Pair,
     Progress,
     Sample,
-    Undecodable,
     tables_hash,
 )
 from blendserve.store.codecs.predict import rans
@@ -82,8 +81,12 @@ class Predict(Codec):
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // EXPECTED[self.coding.level - 1]
 
+    def fits(self, shape: ChunkShape) -> bool:
+        tables_shape: list[int] = self.tables.shape[1:].tolist()
+        return tables_shape == [shape.n_layers, shape.n_kv_heads, shape.head_dim]
+
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        if not self.tables.fits(ChunkShape.of(kv)):
+        if not self.fits(ChunkShape.of(kv)):
             raise StoreError(
                 f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
             )
@@ -99,9 +102,7 @@ class Predict(Codec):
             segments.append(segment + as_is[l])
         return segments
 
-    def decoder(self, shape: ChunkShape) -> PredictDecoder:
-        if not self.tables.fits(shape):
-            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
+    def new_decoder(self, shape: ChunkShape) -> PredictDecoder:
         return PredictDecoder(self, shape)
 
     def means(self, l: int) -> np.ndarray:
