@@ -97,6 +97,11 @@ class Coding:
                 f"a codec's name has 1 to {NAME_BYTES} bytes, its tables' hash {TABLES_BYTES}: {self}"
             )
 
+    @classmethod
+    def by_tables(cls, codec: str, level: int, tables: bytes) -> Coding:
+        """Of a codec with these tables."""
+        return cls(codec, level, tables_hash(tables))
+
 
 class Decoder(Protocol):
     """Decodes one chunk."""

@@ -32,16 +32,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
 from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import (
-    Buffer,
-    ChunkShape,
-    Codec,
-    Coding,
-    Pair,
-    Progress,
-    Sample,
-    tables_hash,
-)
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
 from blendserve.store.codecs.raw import aligned
 
 try:
@@ -70,7 +61,7 @@ class CacheGen(Codec):
 
     def __init__(self, level: int, tables: bytes) -> None:
         """Raises ValueError for bytes that are no such tables."""
-        self.coding = Coding("cachegen", level, tables_hash(tables))
+        self.coding = Coding.by_tables("cachegen", level, tables)
         self._shape, self._weights = _parsed(tables)  # (L, K, D), [L, 2, K * D, 53]
         self._models: dict[tuple[int, int], list[Any]] = {}
 

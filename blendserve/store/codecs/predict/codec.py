@@ -21,16 +21,7 @@ from torch import Tensor
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
 from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import (
-    Buffer,
-    ChunkShape,
-    Codec,
-    Coding,
-    Pair,
-    Progress,
-    Sample,
-    tables_hash,
-)
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
@@ -49,14 +40,14 @@ class Predict(Codec):
     default_level = 2
     needs_tables = True
 
-    def __init__(self, level: int, tables: Tables, hash: bytes) -> None:
-        self.coding, self.tables = Coding("predict", level, hash), tables
-        self.layer = cache(partial(tables.layer, level=level))  # LayerMap of l > 0
+    def __init__(self, coding: Coding, tables: Tables) -> None:
+        self.coding, self.tables = coding, tables
+        self.layer = cache(partial(tables.layer, level=coding.level))  # LayerMap of l > 0
         self._inverse = cache(tables.inverse)
 
     @classmethod
     def with_tables(cls, level: int, tables: bytes = b"") -> Predict:
-        return cls(level, Tables.parse(tables), tables_hash(tables))
+        return cls(Coding.by_tables("predict", level, tables), Tables.parse(tables))
 
     @classmethod
     def fit(
