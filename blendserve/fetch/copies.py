@@ -25,11 +25,10 @@ from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch.copy_stream import CopyStream, as_one, copy_stream_to, split_kv
 from blendserve.registry import ADMISSIONS
+from blendserve.store import ChunkKey, ChunkView
 from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
-from blendserve.store.key import ChunkKey
 from blendserve.store.policies import LRU, Admission, Always, Candidate
-from blendserve.store.view import ChunkView
 
 log = logging.getLogger(__name__)
 
@@ -130,11 +129,6 @@ class CopyCache:
                 entry.is_evicted = True
                 self.n_bytes -= entry.n_bytes
 
-    def clear(self) -> None:
-        with self._lock:
-            for key in [*self._entries]:
-                self.drop(key)
-
     def stats(self) -> TierStats:
         with self._lock:
             return TierStats(self.name, len(self._entries), self.n_bytes, self.cap_bytes, self._hits)
@@ -211,11 +205,6 @@ class Copies:
     def stats(self) -> tuple[TierStats, ...]:
         """Of the caches that the settings ask for."""
         return tuple(cache.stats() for cache in self._caches)
-
-    def clear(self) -> None:
-        """Drop every copy."""
-        for cache in self._all:
-            cache.clear()
 
 
 def _read_through(

@@ -18,7 +18,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block this thread until everything before the event is done."""
-        ...
 
 
 class CopyStream:

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
+from weakref import WeakSet
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
@@ -64,7 +65,7 @@ class KVFetcher:
             self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
         self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
-        self._open: set[Fetch] = set()
+        self._open = WeakSet[Fetch]()
         self._lock = threading.Lock()
 
     @property
@@ -86,13 +87,9 @@ class KVFetcher:
                 fetch.trouble = f"the store cannot be read: {error}"
             with self._lock:
                 self._open.add(fetch)
-            try:
-                fetch.extend(requests)
-                yield fetch
-            finally:
-                with self._lock:
-                    self._open.remove(fetch)
-                fetch.end()
+            stack.callback(fetch.end)
+            fetch.extend(requests)
+            yield fetch
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
         """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
@@ -173,7 +170,7 @@ class KVFetcher:
 
     def close(self) -> None:
         """Free the copies and end transfers; the store is its opener's to close."""
-        self.copies.clear()
+        self.copies = Copies()
         if self.remote:
             self.remote.close()
 

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from blendserve.store.base import Miss
+from blendserve.store import ChunkKey, ChunkRecord, Miss
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord, Header, ignore
+from blendserve.store.record import Header, ignore
 
 FAILED_S = 10.0  # a damaged chunk is not read again for this time
 

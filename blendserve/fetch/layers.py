@@ -99,6 +99,7 @@ class LayerReader:
         if self._thread:
             self._orders.put(self._n_layers)
             self._thread.join()
+        self._results = SimpleQueue()  # an error in it refers to the thread's frame, and that to this reader
         if self._decoders:
             self._decoders.shutdown(wait=True)
 

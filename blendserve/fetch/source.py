@@ -14,16 +14,15 @@ from typing import Protocol
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.link import LinkEstimator, LinkSample, TokenRate
-from blendserve.store.base import KVStore, Miss
-from blendserve.store.blobs import BlobStore
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, Miss
+from blendserve.store.blobs import BlobReader
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import UNREACHABLE
-from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord, decode_header
+from blendserve.store.record import decode_header
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client
-from blendserve.store.valkey_layout import HEADER, chunk_name, run_each, segment_name
+from blendserve.store.valkey_layout import HEADER, chunk_name, on_chunk, run_each, segment_name
 
 GUESS_BYTES = 16 << 20  # of a record, until one was read
 WORKERS = 4
@@ -42,30 +41,25 @@ class RemoteSource(Protocol):
     max_interleaved: int  # chunks that one transfer can bring layer by layer; 0: chunks arrive whole
     in_flight_bytes: int  # of chunks in one transfer
     link: LinkEstimator
-    blobs: BlobStore
+    blobs: BlobReader
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """The chunks that are there; may take a round trip. Raises StoreError."""
-        ...
 
     def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
         """Bytes by level, the finest first, of chunks that may be there: known ones, or estimates. Raises StoreError."""
-        ...
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
         """Read chunks, each at its `level`, and tell the link. Chunks that are left undone are asked for one by one."""
-        ...
 
     def interrupt(self, late: bool) -> str:
         """Make every transfer fail at once, from any thread -> why, if late: it counts as a failure then."""
-        ...
 
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Transfer about this number of bytes of one of these, or of any chunk if none is named; None if it is absent.
 
         Raises StoreError.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -78,7 +72,8 @@ class StoreSource:
     wanted_s, workers, max_interleaved = 0.0, WORKERS, 0
 
     def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> None:
-        self.store, self.link, self.blobs = store, LinkEstimator(clock), store.blobs
+        self.store, self.link = store, LinkEstimator(clock)
+        self.blobs: BlobReader = store.blobs
         self.batch_bytes = self.in_flight_bytes = 1 << 62
         self._breaker, self._token_bytes = breaker, TokenRate()
 
@@ -180,7 +175,7 @@ class ValkeySource(StoreSource):
         def job(client: Client) -> LinkSample | None:
             client.ping()  # or connecting would be timed
             start = time.perf_counter()
-            headers = run_each(client, keys, lambda pipeline, key: pipeline.hget(chunk_name(key), HEADER))
+            headers = run_each(client, keys, on_chunk("hget", HEADER))
             round_trip_s = time.perf_counter() - start
             for key, raw in zip(keys, headers, strict=True):
                 if raw:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -22,32 +21,16 @@ from typing import Literal, TypeVar
 from blendserve.errors import CorruptBlob, StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.fetch.source import RemoteSource, StoreSource
 from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
-from blendserve.store.base import (
-    LOCAL,
-    REMOTE,
-    ChunkInfo,
-    KVStore,
-    Progress,
-    RemoteStats,
-    Snapshot,
-    StoreStats,
-    VerifyReport,
-    read_record,
-)
-from blendserve.store.blobs import BlobInfo, BlobStore
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, Snapshot, StoreStats, VerifyReport, read_record
+from blendserve.store.base import LOCAL, REMOTE, ChunkInfo, Progress, RemoteStats
+from blendserve.store.blobs import BlobInfo, BlobReader, BlobStore
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import NO_TABLES
-from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord
-
-Write = Literal["back", "through"]
-REST_S = 1.0  # after a failure of the remote store
-LOCAL_WRITE = "the local KV store did not store a chunk"
-LOCAL_READ = "the local KV store cannot be read"
-REMOTE_FAILED = "the remote KV store failed"
 
 T = TypeVar("T")
+Write = Literal["back", "through"]
+REST_S = 1.0  # after a failure of the remote store
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +60,7 @@ class TieredStore(KVStore):
         self._opened = remote
         self.blobs: _Blobs = _Blobs(self)
         self.queue = WriteQueue(waiting_bytes)
-        self._counts: Counter[str] = Counter()
+        self._counts = dict.fromkeys(("hits", "misses", "failures", "written", "dropped"), 0)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
 
@@ -101,25 +84,26 @@ class TieredStore(KVStore):
         if trouble and not is_there:
             raise trouble
         if trouble:
-            self._warn(LOCAL_WRITE, trouble)
+            self._warn("the local KV store did not store a chunk", trouble)
         return is_here or is_there
 
     def put_local(self, key: ChunkKey, record: ChunkRecord) -> None:
         """A chunk that was fetched, after the tables that it needs. Raises nothing."""
-        with self.or_warn(LOCAL_WRITE):
+
+        def put() -> None:
             self.blobs.copy(record.coding.tables, self.source.blobs, self.local.blobs)
             self.local.put(key, record)
 
+        self.ask(self.local, put, None)
+
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        return any(
-            self._ask(store, False, lambda store: store.admits(key, n_bytes)) for store in stores_of(self)
-        )
+        return any(self.ask(store, partial(store.admits, key, n_bytes), False) for store in stores_of(self))
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         """Of the remote store; of the local one if the remote one is only read."""
         if self.remote is None:
             return self.local.lease(keys, seconds)
-        return self._ask(self.remote, set(keys), lambda remote: remote.lease(keys, seconds))
+        return self.ask(self.remote, partial(self.remote.lease, keys, seconds), set(keys))
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
         """But for chunks that wait to be written: their leases end with that."""
@@ -130,7 +114,9 @@ class TieredStore(KVStore):
         """In both stores -> how many one of them has. Unpinned here alone: other machines may use the remote ones."""
         asked = list(keys)
         here = self.local.pin(asked, pinned)
-        return max(here, self._ask(self.remote, 0, lambda store: store.pin(asked)) if pinned and asked else 0)
+        if not (self.remote and pinned and asked):
+            return here
+        return max(here, self.ask(self.remote, partial(self.remote.pin, asked), 0))
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         """From both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
@@ -155,18 +141,21 @@ class TieredStore(KVStore):
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """In a store that this process writes to."""
-        asked, nothing = list(keys), set[ChunkKey]()
-        found = self._ask(self.local, nothing, lambda store: store.contains(asked))
-        left = [key for key in asked if key not in found]
-        return found | self._ask(self.remote, nothing, lambda store: store.contains(left)) if left else found
+        asked, found = list(keys), set[ChunkKey]()
+        for store in stores_of(self):
+            if left := [key for key in asked if key not in found]:
+                found |= self.ask(store, partial(store.contains, left), set[ChunkKey]())
+        return found
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """By the local store first."""
-        asked, nothing = list(keys), dict[ChunkKey, ChunkInfo]()
-        found = self._ask(self.local, nothing, lambda store: store.describe(asked))
-        left = [key for key in asked if key not in found]
-        there = self._ask(self.remote, nothing, lambda store: store.describe(left)) if left else {}
-        return found | {key: replace(info, tier=REMOTE) for key, info in there.items()}
+        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
+        for store in stores_of(self):
+            if left := [key for key in asked if key not in found]:
+                infos = self.ask(store, partial(store.describe, left), dict[ChunkKey, ChunkInfo]())
+                is_here = store is self.local
+                found |= {key: info if is_here else replace(info, tier=REMOTE) for key, info in infos.items()}
+        return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Of the local store."""
@@ -178,10 +167,7 @@ class TieredStore(KVStore):
         if namespace is not None:
             return stats
         with self._lock:
-            counts = {
-                name: self._counts[name] for name in ("hits", "misses", "failures", "written", "dropped")
-            }
-        return replace(stats, remote=RemoteStats(**counts, waiting_bytes=waiting))
+            return replace(stats, remote=RemoteStats(**self._counts, waiting_bytes=waiting))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """The local store."""
@@ -230,36 +216,24 @@ class TieredStore(KVStore):
         self.count("written", stored)
         return stored
 
-    def _ask(self, store: KVStore | None, default: T, call: Callable[[KVStore], T]) -> T:
-        """What one of the two stores answers; the default if there is none, it fails, or it has just failed."""
-        if store is None:
-            return default
+    def ask(self, store: KVStore | RemoteSource, call: Callable[[], T], default: T) -> T:
+        """What this store answers; the default if it fails. After that the remote one is not asked for a moment."""
         try:
             with self._breaker.call() if store is self.remote else nullcontext():
-                return call(store)
+                return call()
         except StoreCircuitOpen:
-            pass
+            pass  # its breaker has logged it
         except StoreError as error:
             if store is self.remote:
                 self._failed(error)
             else:
-                self._warn(LOCAL_READ, error)
+                self._warn(f"the {LOCAL if store is self.local else REMOTE} KV store failed", error)
         return default
 
     def _failed(self, error: StoreError) -> None:
         self.count("failures")
         if not isinstance(error, StoreUnavailable):  # the breaker logs those
-            self._warn(REMOTE_FAILED, error)
-
-    @contextmanager
-    def or_warn(self, what: str) -> Iterator[None]:
-        """Log a store's failure, and go on without it."""
-        try:
-            yield
-        except StoreCircuitOpen:
-            pass  # its breaker has logged it
-        except StoreError as error:
-            self._warn(what, error)
+            self._warn("the remote KV store failed", error)
 
     def count(self, what: str, n: int = 1) -> None:
         """Add to a field of RemoteStats."""
@@ -299,29 +273,22 @@ class _Blobs(BlobStore):
 
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
         if remote := self._store.remote:
-            with self._store.or_warn(REMOTE_FAILED):
-                remote.blobs.put(kind, owner, raw, current)
+            self._store.ask(self._store.source, partial(remote.blobs.put, kind, owner, raw, current), b"")
         return self._store.local.blobs.put(kind, owner, raw, current)
 
     def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
         store = self._store
-        with store.or_warn(LOCAL_READ), suppress(CorruptBlob):
-            if raw := store.local.blobs.get(hash):
-                return raw
-        with store.or_warn(REMOTE_FAILED):
-            if raw := store.source.blobs.get(hash, seconds):
-                self.copy(hash, store.source.blobs, store.local.blobs)
-                return raw
-        return None
+        if raw := store.ask(store.local, partial(store.local.blobs.get, hash), None):
+            return raw
+        if raw := store.ask(store.source, partial(store.source.blobs.get, hash, seconds), None):
+            store.ask(store.local, partial(self.copy, hash, store.source.blobs, store.local.blobs), None)
+        return raw
 
     def list(self) -> Sequence[BlobInfo]:
         store, infos = self._store, dict[bytes, BlobInfo]()
-        for blobs, trouble in (
-            (store.local.blobs, LOCAL_READ),
-            (store.source.blobs, REMOTE_FAILED),
-        ):
-            with store.or_warn(trouble):
-                infos |= {info.hash: info for info in blobs.list()}
+        nothing: Sequence[BlobInfo] = ()
+        for each in (store.local, store.source):
+            infos |= {info.hash: info for info in store.ask(each, each.blobs.list, nothing)}
         return [infos[hash] for hash in sorted(infos)]
 
     def delete(self, hash: bytes) -> bool:
@@ -330,7 +297,7 @@ class _Blobs(BlobStore):
         here = store.local.blobs.delete(hash)
         return (store.remote is not None and store.remote.blobs.delete(hash)) or here
 
-    def copy(self, hash: bytes, source: BlobStore, target: BlobStore) -> None:
+    def copy(self, hash: bytes, source: BlobReader, target: BlobStore) -> None:
         """Copy the tables that a chunk needs. Raises StoreError."""
         if hash == NO_TABLES or (target, hash) in self._copied:
             return

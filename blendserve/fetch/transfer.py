@@ -24,12 +24,11 @@ from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunk
 from blendserve.fetch.link import StallDetector
 from blendserve.fetch.plan import Candidate, Plan, Planner, plan
 from blendserve.fetch.source import RemoteSource
-from blendserve.store.base import Miss
+from blendserve.store import ChunkKey, ChunkRecord, Miss, open_view
 from blendserve.store.bounded import Deadline
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Tables
-from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord, Header
-from blendserve.store.view import RecordView, open_view
+from blendserve.store.record import Header
+from blendserve.store.view import RecordView
 
 POLL_S = 0.005
 WAITING = 0.9  # of the deadline; the rest is for interrupting, and for checking what arrived
@@ -84,7 +83,6 @@ class Transfer:
         self.misses: dict[ChunkKey, Miss] = {}  # of this prompt alone: others may have the chunk
         self.computed: dict[ChunkKey, ChunkKV] = {}
         self._requests: dict[ChunkKey, ChunkRequest] = {}
-        self._queue: list[IncomingChunk] = []  # that no transfer has asked for yet, in order
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
         self._begun_s, self._stall = self._clock(), StallDetector(self._link)
@@ -97,27 +95,26 @@ class Transfer:
         """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
         self._requests |= {r.key: r for r in requests}
         self._may_interleave = True
-        new = []
+        new, absent = [], Miss("absent")
         for request in requests:
             if self._is_over:
                 self.misses[request.key] = Miss(UNREACHABLE, "the link was given up in this request")
             elif isinstance(found := self._incoming.find(request.key), Miss):
                 self.misses[request.key] = found
             elif found:
-                self._enqueue(found)
+                self._use(found)
             else:
                 new.append(request)
         try:
             with self.deadline.waiting():
                 sizes = self._source.sizes(new) if new else {}
         except StoreError as error:
-            self.misses |= dict.fromkeys([r.key for r in new], Miss(UNREACHABLE, str(error)))
-            return
+            sizes, absent = {}, Miss(UNREACHABLE, str(error))
         for request in new:
             if request.key in sizes:
-                self._enqueue(self._incoming.create(request.key, sizes[request.key]))
+                self._use(self._incoming.create(request.key, sizes[request.key]))
             else:
-                self.misses[request.key] = Miss("absent")
+                self.misses[request.key] = absent
         self._submit()
 
     def run(self) -> None:
@@ -169,7 +166,7 @@ class Transfer:
                 if chunk.on_layer == self._replan:
                     chunk.on_layer = None
             self._changed.notify_all()
-        self.chunks, self._queue = {}, []
+        self.chunks = {}
         self._views.clear()  # their records refer back to this
         if is_cut:
             self._source.interrupt(late=False)
@@ -182,18 +179,21 @@ class Transfer:
         with self.deadline.waiting():
             return self._source.blobs.get(hash, self.deadline.left)
 
-    def _enqueue(self, chunk: IncomingChunk) -> None:
+    def _use(self, chunk: IncomingChunk) -> None:
         with self._changed:
             if self._is_over:  # closed meanwhile
                 self._incoming.release(chunk)
-                return
-            self.chunks[chunk.key] = chunk
-            if not chunk.is_started:
-                self._queue.append(chunk)
+            else:
+                self.chunks[chunk.key] = chunk
 
     def _undecided(self) -> list[IncomingChunk]:
+        """What is in transit, and what is still to be asked for, in order."""
         decided = self.misses.keys() | self.computed.keys()
         return [chunk for key, chunk in self.chunks.items() if key not in decided and not chunk.is_done]
+
+    def _todo(self) -> list[IncomingChunk]:
+        """What is still to be asked for."""
+        return [] if self._is_over else [chunk for chunk in self._undecided() if not chunk.is_started]
 
     def _may_begin(self) -> bool:
         with self._changed:
@@ -236,12 +236,9 @@ class Transfer:
     def _segment(self, chunk: IncomingChunk, header: Header, l: int) -> Buffer:
         """Layer l of this very record, as soon as it is here. Raises ChunkLost."""
         while True:
-            segments = chunk.segments
-            if chunk.header is header and l < len(segments):
-                return segments[l]
             with self._changed:
-                if l < len(chunk.segments) and chunk.header is header:
-                    continue
+                if chunk.header is header and l < len(chunk.segments):
+                    return chunk.segments[l]
                 if chunk.is_done or chunk.header is not header or self._is_lost or chunk.key in self.misses:
                     self._is_lost = True
                     raise ChunkLost(chunk.key)
@@ -292,10 +289,6 @@ class Transfer:
                     chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
             self._end(batch)
             batch = self._next()
-
-    def _todo(self) -> list[IncomingChunk]:
-        self._queue = [chunk for chunk in self._queue if not chunk.is_started and not chunk.is_done]
-        return [] if self._is_over else self._queue
 
     def _next(self) -> list[IncomingChunk]:
         """The chunks that are asked for next, marked as started; none if nothing is left."""
@@ -360,7 +353,6 @@ class Transfer:
     def _leave(self, chunks: Sequence[IncomingChunk]) -> None:
         """This prompt does not use them."""
         for chunk in chunks:
-            self._queue.remove(chunk)
             self._incoming.release(self.chunks.pop(chunk.key))
 
     def _replan(self, chunk: IncomingChunk) -> None:
@@ -381,7 +373,5 @@ class Transfer:
                 elif chunk.miss and chunk.miss.kind == "corrupt":
                     self._incoming.refuse(chunk.key, chunk.miss.detail)
                 chunk.is_started = chunk.is_done
-            again = [chunk for chunk in batch if not chunk.is_done]
-            self._queue = [*again, *self._queue]
-        if len(again) > 1:
+        if sum(not chunk.is_done for chunk in batch) > 1:
             self._submit()

@@ -20,10 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
 from blendserve.fetch.copy_stream import CopyStream, HostCopy
-from blendserve.store.base import KVStore
+from blendserve.store import ChunkKey, ChunkRecord, KVStore
 from blendserve.store.codecs.base import Codec
-from blendserve.store.key import ChunkKey
-from blendserve.store.record import ChunkRecord
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from blendserve.config import PlaceConfig
 from blendserve.core import TokenIds
@@ -20,6 +20,7 @@ from blendserve.errors import StoreError, StoreFull
 from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Coding
 from blendserve.store.codecs.base import Miss as Miss
+from blendserve.store.codecs.base import Progress as Progress
 from blendserve.store.key import ChunkKey
 from blendserve.store.ledger import Totals
 from blendserve.store.policies import Policies
@@ -27,7 +28,6 @@ from blendserve.store.record import ChunkRecord, Header
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
 LOCAL, REMOTE = "local", "remote"  # places: this machine's own store, and one on another machine
-Progress: TypeAlias = "Callable[[int, int], None]"  # (done, total)
 
 
 class Snapshot(Protocol):

@@ -13,6 +13,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from blendserve.errors import CorruptBlob, StoreFull
 from blendserve.store.codecs.base import NAME_BYTES, Buffer, tables_hash
@@ -44,12 +45,8 @@ class BlobInfo:
         return cls(hash, kind.rstrip(b"\0").decode(), raw[_DESCRIPTION.size :].decode(), n_bytes, created)
 
 
-class BlobStore(ABC):
-    """The blobs of one store. Every method raises StoreUnavailable."""
-
-    @abstractmethod
-    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        """Store a blob -> its hash. current: False for a copy from another store. Raises StoreFull."""
+class BlobReader(Protocol):
+    """Blobs that are only read. Every method raises StoreUnavailable."""
 
     @abstractmethod
     def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
@@ -58,6 +55,14 @@ class BlobStore(ABC):
     @abstractmethod
     def list(self) -> Sequence[BlobInfo]:
         """All descriptions, in order of hashes. A damaged one is left out; its blob can still be read."""
+
+
+class BlobStore(BlobReader, ABC):
+    """The blobs of one store."""
+
+    @abstractmethod
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        """Store a blob -> its hash. current: False for a copy from another store. Raises StoreFull."""
 
     @abstractmethod
     def delete(self, hash: bytes) -> bool:

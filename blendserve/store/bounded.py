@@ -186,7 +186,7 @@ class BoundedClient:
         try:
             result = self._call(job)
         except Exception as error:
-            ours = self.peer.explain(error)
+            ours = error if isinstance(error, StoreError) else self.peer.explain(error)
             if self._interrupts != interrupts:
                 raise StoreUnavailable(str(ours)) from error
             if isinstance(ours, str):

@@ -208,14 +208,25 @@ class Ledger:
             if key != spare and entry and not entry.pinned:
                 yield Candidate(key, entry.n_bytes)
 
-    def put(self, key: ChunkKey, entry: Entry) -> None:
-        """Write a chunk's entry in place of the one before."""
-        self._replace(key, self.entry(key), entry)
+    def put(self, key: ChunkKey, entry: Entry | None) -> None:
+        """Write a chunk's entry in place of the one before; None removes that."""
+        before = self.entry(key)
+        if before is None or entry is None or before[1:] != entry[1:]:
+            for tag in (b"", key[:TAG_BYTES]):
+                self._totals[tag] = self.totals(tag).add(before, -1).add(entry)
+        if before:
+            self.txn.delete(_order_name(key, before))
+        if entry is None:
+            self.txn.delete(ENTRY + key)
+        else:
+            self.txn.put(ENTRY + key, seal(key, _ENTRY.pack(*entry)))
+            if not entry.pinned:
+                self.txn.put(_order_name(key, entry), b"")
 
     def remove(self, key: ChunkKey, has_records: bool = False) -> None:
         """Remove a chunk's entry. has_records: the chunk has records, so a missing entry is damage."""
-        if entry := self.entry(key):
-            self._replace(key, entry, None)
+        if self.entry(key):
+            self.put(key, None)
         elif self.txn.delete(ENTRY + key) or has_records:
             for name in [name for name, _ in self.txn.scan(ORDER) if name.endswith(key)]:
                 self.txn.delete(name)
@@ -227,7 +238,7 @@ class Ledger:
         entry = self.entry(key)
         if entry is not None:
             pins = entry.pinned if pinned is None else int(pinned)
-            self._replace(key, entry, entry._replace(used=max(used, entry.used), pinned=pins))
+            self.put(key, entry._replace(used=max(used, entry.used), pinned=pins))
         return entry is not None
 
     def write(self, notes: Notes) -> None:
@@ -268,19 +279,6 @@ class Ledger:
         for name, raw in self.txn.scan(ENTRY + tag):
             totals = totals.add(_decode_entry(name[1:], raw))
         return totals
-
-    def _replace(self, key: ChunkKey, before: Entry | None, after: Entry | None) -> None:
-        if before is None or after is None or before[1:] != after[1:]:
-            for tag in (b"", key[:TAG_BYTES]):
-                self._totals[tag] = self.totals(tag).add(before, -1).add(after)
-        if before:
-            self.txn.delete(_order_name(key, before))
-        if after is None:
-            self.txn.delete(ENTRY + key)
-        else:
-            self.txn.put(ENTRY + key, seal(key, _ENTRY.pack(*after)))
-            if not after.pinned:
-                self.txn.put(_order_name(key, after), b"")
 
 
 def seal(name: bytes, body: bytes) -> bytes:

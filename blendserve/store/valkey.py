@@ -23,30 +23,24 @@ from typing import Any, TypeVar
 from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
 from blendserve.store import valkey_layout as layout
-from blendserve.store.base import (
-    REMOTE,
-    ChunkInfo,
-    KVStore,
-    Progress,
-    Snapshot,
-    StoreStats,
-    VerifyReport,
-    store_full,
-)
+from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport, store_full
+from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import Buffer
+from blendserve.store.codecs.base import Buffer, Progress, tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import NOTE_EVERY_S, Totals, UsageLog
 from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.valkey_client import Client, ValkeyPeer
-from blendserve.store.valkey_layout import Accounts, Entry, Reservation, ServerBlobs
+from blendserve.store.valkey_layout import Accounts, Entry, Reservation
 
 T = TypeVar("T")
 SCAN_S = 600.0  # deadline for the names of all chunks
 GRACE_S = 60.0  # a younger entry may be of a chunk that is still being written
 NO_QUOTA = 1 << 62
+EXPIRES = layout.on_chunk("expire", layout.EXPIRES_S)
+NEVER_EXPIRES = layout.on_chunk("persist")
 
 
 class ValkeyStore(KVStore):
@@ -75,7 +69,7 @@ class ValkeyStore(KVStore):
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
         self._reconciled, self._closed = float("-inf"), False
         self._accounts = Accounts(self._ask)
-        self.blobs: ServerBlobs = ServerBlobs(self._ask, self._change, self._usage.now)
+        self.blobs: _Blobs = _Blobs(self)
 
     @classmethod
     def from_config(
@@ -120,7 +114,7 @@ class ValkeyStore(KVStore):
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         asked = list(keys)
-        found = self._each(asked, lambda pipeline, key: pipeline.exists(layout.chunk_name(key)))
+        found = self._each(asked, layout.on_chunk("exists"))
         return {key for key, is_stored in zip(asked, found, strict=True) if is_stored}
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
@@ -167,7 +161,7 @@ class ValkeyStore(KVStore):
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         self._check(writing=True)
         asked = list(keys)
-        deleted = sum(map(int, self._each(asked, layout.unlink)))
+        deleted = sum(map(int, self._each(asked, layout.on_chunk("unlink"))))
         self._accounts.remove(asked)
         return deleted
 
@@ -175,12 +169,12 @@ class ValkeyStore(KVStore):
         self._check(writing=True)
         present = sorted(self.contains(keys))
         self._accounts.touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
-        self._each(present, layout.persist if pinned else layout.expire)
+        self._each(present, NEVER_EXPIRES if pinned else EXPIRES)
         return len(present)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
         try:
-            return self._is_worth_room(key, n_bytes, self._accounts.room(key, n_bytes, self.cap_bytes))
+            return self._is_worth_room(key, n_bytes, self._accounts.reserve(key, n_bytes, self.cap_bytes))
         except StoreFull:
             return False
 
@@ -200,13 +194,9 @@ class ValkeyStore(KVStore):
         with self._lock:
             held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
-        with suppress(StoreError):  # they layout.expire
-            self._each(
-                held,
-                lambda p, key: p.execute_command(
-                    "EVAL", layout.RELEASE, 1, layout.lease_name(key), self._owner
-                ),
-            )
+        with suppress(StoreError):  # they expire
+            script = "EVAL", layout.RELEASE, 1
+            self._each(held, lambda p, key: p.execute_command(*script, layout.lease_name(key), self._owner))
 
     # The whole
 
@@ -221,7 +211,7 @@ class ValkeyStore(KVStore):
         return self._make_stats(totals, counts, namespace)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Every chunk on the server is layout.checked, entered or not; its entry is made what it should be.
+        """Every chunk on the server is checked, entered or not; its entry is made what it should be.
 
         Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
         """
@@ -246,16 +236,13 @@ class ValkeyStore(KVStore):
         self._check()
         return self.client.ask(job, seconds, reading)
 
-    def _change(self, job: Callable[[Client], T]) -> T:
-        self._check(writing=True)
-        return self._ask(job)
-
-    def _each(self, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]) -> list[Any]:
+    def _each(self, keys: Sequence[ChunkKey], command: layout.Command) -> list[Any]:
         return self._ask(partial(layout.run_each, keys=keys, command=command)) if keys else []
 
     def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reservation | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
-        reserve = partial(self._accounts.reserve, key, entry, self.cap_bytes, self._usage.now() // 1000, pin)
+        now = self._usage.now() // 1000
+        reserve = partial(self._accounts.reserve, key, entry.n_bytes, self.cap_bytes, entry, now, pin)
         found = reserve()
         if not found.is_entered:
             if not self._is_worth_room(key, entry.n_bytes, found, pin):
@@ -263,14 +250,14 @@ class ValkeyStore(KVStore):
             found = reserve(evict=True)
         if not found.is_entered:  # another engine has pinned the victims
             raise self._full(found, entry.n_bytes)
-        self._each([victim.key for victim in found.victims], layout.unlink)
+        self._each([victim.key for victim in found.victims], layout.on_chunk("unlink"))
         return found
 
     def _is_worth_room(self, key: ChunkKey, n_bytes: int, room: Reservation, pin: bool = False) -> bool:
         """Whether a chunk may be stored in place of its victims. Raises StoreFull."""
         if room.victims:
             self._write_notes()  # uses in this process count
-            room = self._accounts.room(key, n_bytes, self.cap_bytes)
+            room = self._accounts.reserve(key, n_bytes, self.cap_bytes)
         victims = self._eviction.victims(room.victims, room.others + n_bytes - self.cap_bytes)
         if victims is None:
             raise self._full(room, n_bytes)
@@ -293,7 +280,7 @@ class ValkeyStore(KVStore):
         }
         pipeline = client.pipeline(transaction=False)
         pipeline.hset(name, mapping=fields)
-        (layout.persist if reserved.is_pinned else layout.expire)(pipeline, key)
+        (NEVER_EXPIRES if reserved.is_pinned else EXPIRES)(pipeline, key)
         if surplus := [layout.segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
             pipeline.hdel(name, *surplus)
         pipeline.unlink(layout.lease_name(key))
@@ -320,7 +307,7 @@ class ValkeyStore(KVStore):
             try:
                 free = self._accounts.touch("use", {key: used // 1000 for key, used in notes.used.items()})
                 self._accounts.count(notes.counts)
-                self._each(free, layout.expire)
+                self._each(free, EXPIRES)
             except StoreError:
                 self._usage.restore(notes)
 
@@ -332,7 +319,7 @@ class ValkeyStore(KVStore):
             return f"it has more layers than the {record.n_layers} of its header"
         stored = Entry.of(record)
         if entry != stored and not self.read_only:
-            self._accounts.reserve(key, stored, NO_QUOTA, self._usage.now() // 1000)
+            self._accounts.reserve(key, stored.n_bytes, NO_QUOTA, stored, self._usage.now() // 1000)
         return "its entry is of another size" if self.read_only and entry not in (None, stored) else ""
 
 
@@ -347,3 +334,38 @@ class _Records:
         if isinstance(found, StoreError):
             raise found
         return found
+
+
+class _Blobs(BlobStore):
+    """The blobs on the server."""
+
+    def __init__(self, store: ValkeyStore) -> None:
+        self._store = store
+
+    def list(self) -> Sequence[BlobInfo]:
+        infos = []
+        for hash, raw in sorted(self._store._ask(lambda client: client.hgetall(layout.BLOBS)).items()):
+            with suppress(ValueError):
+                infos.append(BlobInfo.from_bytes(hash, raw))
+        return infos
+
+    def hashes(self) -> set[bytes]:
+        return set(self._store._ask(lambda client: client.hkeys(layout.BLOBS)))
+
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
+        raw: bytes | None = self._store._ask(lambda client: client.get(layout.blob_name(hash)), seconds)
+        return None if raw is None else check_blob(hash, raw)
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        self._store._check(writing=True)
+        hash = tables_hash(raw)
+        check_room(self.list(), hash, len(raw))
+        info = BlobInfo(hash, kind, owner, len(raw), self._store._usage.now() if current else 0)
+        name, about = layout.blob_name(hash), info.to_bytes()
+        self._store._ask(lambda client: (client.set(name, raw), client.hset(layout.BLOBS, hash, about)))
+        return hash
+
+    def delete(self, hash: bytes) -> bool:
+        self._store._check(writing=True)
+        names = layout.blob_name(hash), layout.BLOBS
+        return bool(self._store._ask(lambda client: client.unlink(names[0]) + client.hdel(names[1], hash)))

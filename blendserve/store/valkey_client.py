@@ -68,8 +68,6 @@ class ValkeyPeer:
     def explain(self, error: Exception) -> StoreError | str:
         """Our error for one of valkey-py's; a text that follows the server's name if the error opens the breaker."""
         lib, text = self._lib, str(error)
-        if isinstance(error, StoreError):
-            return error
         if isinstance(error, PeerUnusable):
             return text
         if isinstance(error, lib.AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):

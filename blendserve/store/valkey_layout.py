@@ -19,12 +19,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from blendserve.errors import CorruptRecord
-from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
-from blendserve.store.codecs.base import tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import Totals
 from blendserve.store.policies import Candidate
@@ -39,8 +36,10 @@ BATCH = 1000  # keys in one command
 EXPIRES_S = 30 * 86_400  # of an unpinned chunk, after its last use: volatile-lru evicts only keys that expire
 
 Fields: TypeAlias = "Mapping[bytes, bytes]"
+Command: TypeAlias = "Callable[[Client, ChunkKey], object]"
 
-_START = """
+# in front of all scripts but RELEASE
+START = """
 local entries, used, pins, bytes, counts = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local function size(key)
     local entry = redis.call('HGET', entries, key)
@@ -56,9 +55,7 @@ end
 """
 # key, n_bytes, quota, entry, now, pin, evict -> Reservation. Victims are the least recently used unpinned chunks that
 # make room. Nothing changes if there are too few, or some and evict is 0, or the entry is empty.
-RESERVE = (
-    _START
-    + """
+RESERVE = """
 local key, n = ARGV[1], tonumber(ARGV[2])
 local before = redis.call('HGET', entries, key)
 local others = tonumber(redis.call('GET', bytes) or '0') - size(key)
@@ -88,11 +85,8 @@ end
 return {enters and 1 or 0, before and tonumber(string.match(before, '%d+$')) or -1, is_pinned(key) and 1 or 0,
     others, redis.call('HLEN', entries), victims, sizes}
 """
-)
 # "use", "pin" or "unpin", then key, when, ... -> the unpinned ones, which may expire
-TOUCH = (
-    _START
-    + """
+TOUCH = """
 local free = {}
 for i = 2, #ARGV, 2 do
     local key = ARGV[i]
@@ -107,17 +101,13 @@ for i = 2, #ARGV, 2 do
 end
 return free
 """
-)
 # last use, key ... : removes the chunks that were used at that time or before
-REMOVE = (
-    _START
-    + """
+REMOVE = """
 for i = 2, #ARGV do
     if tonumber(redis.call('ZSCORE', used, ARGV[i]) or '0') <= tonumber(ARGV[1]) then remove(ARGV[i]) end
 end
 return {}
 """
-)
 # Delete a lease only if it is still ours: after its time another process may hold it.
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
@@ -176,15 +166,17 @@ def by_namespace(keys: Iterable[ChunkKey]) -> Iterator[tuple[bytes, list[ChunkKe
             yield tag, some[at : at + BATCH]
 
 
-def run_each(
-    client: Client, keys: Iterable[ChunkKey], command: Callable[[Client, ChunkKey], object]
-) -> list[Any]:
+def on_chunk(command: str, *args: Any) -> Command:
+    """A command on the hash of each chunk."""
+    return lambda client, key: getattr(client, command)(chunk_name(key), *args)
+
+
+def run_each(client: Client, keys: Iterable[ChunkKey], command: Command) -> list[Any]:
     """The replies to a command for each key, in one round trip."""
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         command(pipeline, key)
-    replies: list[Any] = pipeline.execute()
-    return replies
+    return list(pipeline.execute())
 
 
 def read_fields(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
@@ -192,7 +184,7 @@ def read_fields(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
 
     Raises what valkey-py does; TypeError for a reply that was damaged into one of another type.
     """
-    found: list[Fields] = run_each(client, keys, lambda pipeline, key: pipeline.hgetall(chunk_name(key)))
+    found: list[Fields] = run_each(client, keys, on_chunk("hgetall"))
     if not all(isinstance(part, bytes) for fields in found for pair in fields.items() for part in pair):
         raise TypeError("a hash holds values that are not bytes")
     return found
@@ -214,21 +206,6 @@ def all_chunks(client: Client) -> set[ChunkKey]:
     return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
 
 
-def unlink(pipeline: Client, key: ChunkKey) -> None:
-    """Delete a chunk."""
-    pipeline.unlink(chunk_name(key))
-
-
-def persist(pipeline: Client, key: ChunkKey) -> None:
-    """Let a chunk never expire."""
-    pipeline.persist(chunk_name(key))
-
-
-def expire(pipeline: Client, key: ChunkKey) -> None:
-    """Let a chunk expire in time."""
-    pipeline.expire(chunk_name(key), EXPIRES_S)
-
-
 class Accounts:
     """The accounting of all namespaces. Methods raise StoreUnavailable; writing ones also StoreFull."""
 
@@ -238,7 +215,7 @@ class Accounts:
 
     def _script(self, script: str, tag: bytes, *args: Any) -> list[Any]:
         names = [namespace_name(tag, what) for what in ACCOUNTS]
-        return list(self._ask(lambda client: client.eval(script, len(names), *names, *args)))
+        return list(self._ask(lambda client: client.eval(START + script, len(names), *names, *args)))
 
     def _members(self, command: str, tag: bytes, what: str) -> Any:
         return self._ask(lambda client: getattr(client, command)(namespace_name(tag, what)))
@@ -254,18 +231,24 @@ class Accounts:
         return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
 
     def reserve(
-        self, key: ChunkKey, entry: Entry, quota: int, now: int, pin: bool = False, evict: bool = False
+        self,
+        key: ChunkKey,
+        n_bytes: int,
+        quota: int,
+        entry: Entry | None = None,
+        now: int = 0,
+        pin: bool = False,
+        evict: bool = False,
     ) -> Reservation:
-        """Enter a chunk if it fits, and if `evict` in place of others. now: microseconds."""
-        self._ask(lambda client: client.sadd(NAMESPACES, key[:TAG_BYTES]))
-        return self._reserve(key, entry.n_bytes, quota, b"%d %d %d %d" % entry, now, int(pin), int(evict))
+        """Enter a chunk if it fits, and if `evict` in place of others; without an entry change nothing.
 
-    def room(self, key: ChunkKey, n_bytes: int, quota: int) -> Reservation:
-        """What a chunk would find; changes nothing."""
-        return self._reserve(key, n_bytes, quota, b"", 0, 0, 0)
-
-    def _reserve(self, key: ChunkKey, *args: Any) -> Reservation:
-        *found, victims, sizes = self._script(RESERVE, key[:TAG_BYTES], key, *args)
+        now: microseconds.
+        """
+        if entry:
+            self._ask(lambda client: client.sadd(NAMESPACES, key[:TAG_BYTES]))
+        raw = b"%d %d %d %d" % entry if entry else b""
+        args = key, n_bytes, quota, raw, now, int(pin), int(evict)
+        *found, victims, sizes = self._script(RESERVE, key[:TAG_BYTES], *args)
         return Reservation._make([*found, list(map(Candidate, victims, sizes))])
 
     def touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
@@ -302,38 +285,3 @@ class Accounts:
             pipeline.execute()
 
         self._ask(job)
-
-
-class ServerBlobs(BlobStore):
-    """The blobs on a server."""
-
-    def __init__(self, ask: Callable[..., Any], write: Callable[..., Any], now: Callable[[], int]) -> None:
-        """ask, write: run a job with the client; write refuses one on a read-only store (ValkeyStore)."""
-        self._ask, self._write, self._now = ask, write, now
-
-    def list(self) -> Sequence[BlobInfo]:
-        found: dict[bytes, bytes] = self._ask(lambda client: client.hgetall(BLOBS))
-        infos = []
-        for hash, raw in sorted(found.items()):
-            with suppress(ValueError):
-                infos.append(BlobInfo.from_bytes(hash, raw))
-        return infos
-
-    def hashes(self) -> set[bytes]:
-        return set(self._ask(lambda client: client.hkeys(BLOBS)))
-
-    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
-        raw: bytes | None = self._ask(lambda client: client.get(blob_name(hash)), seconds)
-        return None if raw is None else check_blob(hash, raw)
-
-    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        hash = tables_hash(raw)
-        info = BlobInfo(hash, kind, owner, len(raw), self._now() if current else 0)
-        check_room(self.list(), hash, len(raw))
-        self._write(
-            lambda client: (client.set(blob_name(hash), raw), client.hset(BLOBS, hash, info.to_bytes()))
-        )
-        return hash
-
-    def delete(self, hash: bytes) -> bool:
-        return bool(self._write(lambda client: client.unlink(blob_name(hash)) + client.hdel(BLOBS, hash)))

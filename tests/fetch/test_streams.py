@@ -6,7 +6,9 @@ and the queue is bounded.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreFull
+from blendserve.errors import ChunkLost, StoreFull
 from blendserve.fetch.layers import LayerReader
 from blendserve.fetch.write_queue import write_behind
 from blendserve.store import MemoryStore
@@ -89,6 +91,31 @@ def test_tensors_on_the_device_are_left_there() -> None:
         assert layer[0][0].data_ptr() == there.layer(l)[0].data_ptr()
         assert torch.equal(layer[0][1], kv.values[l])
         assert torch.equal(layer[1][1], here.layer(l)[1])
+
+
+class Lost(Unstable):
+    """All layers but the first are lost."""
+
+    def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if l:
+            raise ChunkLost(b"key")
+        return super().layer(l)
+
+
+def read_ahead() -> weakref.ref[LayerReader]:
+    """A reader that was closed while the errors of further layers waited to be taken."""
+    with closing(LayerReader([Lost(chunk(3, LAYERS))], LAYERS)) as reader:
+        reader.take(0)
+        eventually(lambda: reader.is_ahead)
+    return weakref.ref(reader)
+
+
+def test_a_closed_reader_keeps_no_error_of_layers_that_were_read_ahead() -> None:
+    """The collector does not run: a kept error would hold the frames, and so the memory, of its request."""
+    gc.disable()
+    reader = read_ahead()
+    eventually(lambda: reader() is None)
+    gc.enable()
 
 
 # Writing

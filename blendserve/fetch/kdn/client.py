@@ -12,7 +12,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -134,114 +134,86 @@ class Client:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-class Body:
-    """The body of one chunk, or of several interleaved ones, each at its level of the moment.
+def read_chunks(
+    client: Client, batch: Sequence[IncomingChunk], link: LinkEstimator, silence_s: float
+) -> None:
+    """Read one chunk, or several interleaved ones, until all are whole or the level of one changes.
 
-        header -> is it this chunk's, and as long as the directory says?   then, for every layer
-        segment -> its checksum                                            go on, or stop: its level has changed
-
-    Several come interleaved: their headers, then the first layer of all, then the second, ... The cost of a lying peer is
-    bounded: nothing longer than the directory says is read, and the first wrong segment ends a transfer. A connection
-    that is cut is resumed on a new one, as long as that brings another layer.
+    The cost of a lying peer is bounded: nothing longer than the directory says is read, and the first wrong segment ends
+    a transfer. A connection that is cut is resumed on a new one, as long as that brings more. silence_s: of the
+    connection, after which the service counts as dead. Raises CorruptRecord, StoreVersion, and what the client does.
     """
-
-    def __init__(
-        self, client: Client, batch: Sequence[IncomingChunk], link: LinkEstimator, silence_s: float
-    ) -> None:
-        """silence_s: of the connection, after which the service counts as dead."""
-        self._client, self._batch, self._link, self._silence_s = client, batch, link, silence_s
-        self._levels = [chunk.level or "" for chunk in batch]
-        self._n_bytes = sum(chunk.sizes[level] for chunk, level in zip(batch, self._levels, strict=True))
-        self._etag = ""
-        self._restart()
-
-    def read(self) -> None:
-        """Until all are whole, or the level of one has changed.
-
-        Raises CorruptRecord, StoreVersion, and what the client does.
-        """
-        again = False
-        while True:
-            before = self._at
-            try:
-                self._read_on(again)
+    levels = [chunk.level or "" for chunk in batch]
+    n_bytes = sum(chunk.sizes[level] for chunk, level in zip(batch, levels, strict=True))
+    path, etag, is_resumed = _path(client, batch, levels), "", False
+    at, parser = 0, _parse(batch, levels)  # at: bytes that were read and found right
+    wanted = next(parser)
+    while wanted is not None:
+        begun_at, part = at, {"Range": f"bytes={at}-", "If-Range": etag} if at else None
+        try:
+            with link.transfer(), client.request(path, part, silence_s, is_resumed) as reply:
+                if reply.total != n_bytes:
+                    why = f"its body has {reply.total:,} bytes, not {n_bytes:,}"
+                    raise CorruptRecord(batch[0].key, why)
+                if reply.start not in (0, at):
+                    raise InvalidReply(f"the part from {reply.start}, not from {at}")
+                if reply.start != at:  # it has changed
+                    at, parser = 0, _parse(batch, levels)
+                    wanted = next(parser)
+                etag = reply.etag
+                while wanted is not None:
+                    piece = reply.read(wanted)
+                    link.arrived(wanted)
+                    at, wanted = at + wanted, parser.send(piece)
+        except CUT:
+            for chunk in batch:
+                chunk.replan()
+            if _has_changed(batch, levels):
                 return
-            except CUT:
-                for chunk in self._batch:
-                    chunk.replan()
-                if self._is_stale():
-                    return
-                if again and self._at <= before:
-                    raise
-                again = True
+            if is_resumed and at <= begun_at:
+                raise
+            is_resumed = True
 
-    def _restart(self) -> None:
-        self._at = 0  # bytes that were read and found right
-        self._headers: list[Header] = []
-        self._n_segments = 0  # of all chunks
 
-    def _is_stale(self) -> bool:
-        return any(chunk.level != level for chunk, level in zip(self._batch, self._levels, strict=True))
+def _parse(batch: Sequence[IncomingChunk], levels: Sequence[str]) -> Generator[int | None, bytearray, None]:
+    """The pieces of a body in order: yields the bytes of the next one, is sent it, checks it; None at the end.
 
-    def _read_on(self, again: bool) -> None:
-        """From where the last connection was cut."""
-        headers = {"Range": f"bytes={self._at}-", "If-Range": self._etag} if self._at else None
-        asked = self._client.request(self._path(), headers, self._silence_s, again)
-        n = len(self._batch)
-        with self._link.transfer(), asked as reply:
-            self._check(reply)
-            for chunk in self._batch[len(self._headers) :]:
-                self._read_header(reply, chunk)
-            for at in range(self._n_segments, n * self._headers[0].shape.n_layers):
-                self._read_segment(reply, *divmod(at, n))
-                if at % n == n - 1 and self._is_stale():
-                    return
+    length, header -> is it this chunk's, and as long as the directory says?   of each chunk, then for every layer
+    segment        -> its checksum                                             of each; go on, unless a level has changed
 
-    def _path(self) -> str:
-        if len(self._batch) > 1:
-            chunks = zip((chunk.key.hex() for chunk in self._batch), map(quote, self._levels), strict=True)
-            return f"{self._client.path('layers')}?chunks={','.join(map(':'.join, chunks))}"
-        query = f"?level={self._levels[0]}" if self._levels[0] else ""
-        return self._client.path("chunks", self._batch[0].key.hex()) + query
-
-    def _check(self, reply: Reply) -> None:
-        """Raises CorruptRecord for a body of another length than it has to have, InvalidReply for another part of it."""
-        if reply.total != self._n_bytes:
-            raise CorruptRecord(
-                self._batch[0].key, f"its body has {reply.total:,} bytes, not {self._n_bytes:,}"
-            )
-        if reply.start != self._at:
-            if reply.start:
-                raise InvalidReply(f"the part from {reply.start}, not from {self._at}")
-            self._restart()  # it has changed
-        self._etag = reply.etag
-
-    def _read_header(self, reply: Reply, chunk: IncomingChunk) -> None:
-        size = chunk.sizes[self._levels[len(self._headers)]]
-        length = LENGTH.unpack(self._read(reply, LENGTH.size))[0]
+    Raises CorruptRecord, StoreVersion.
+    """
+    headers = list[Header]()
+    for chunk, level in zip(batch, levels, strict=True):
+        length, size = LENGTH.unpack((yield LENGTH.size))[0], chunk.sizes[level]
         if length > min(MAX_HEADER_BYTES, size):
             raise CorruptRecord(chunk.key, f"its header is said to have {length:,} bytes")
-        header = decode_header(chunk.key, self._read(reply, length))
+        header = decode_header(chunk.key, (yield length))
         expected = LENGTH.size + length + header.n_bytes
         if expected != size:
             raise CorruptRecord(chunk.key, f"its header says {expected:,} bytes in all, not {size:,}")
-        if self._headers and header.shape.n_layers != self._headers[0].shape.n_layers:
+        headers.append(header)
+        if header.shape.n_layers != headers[0].shape.n_layers:
             raise CorruptRecord(chunk.key, "it has not as many layers as the chunks that come with it")
-        self._headers.append(header)
-        self._at += LENGTH.size + length
         chunk.begin(header)
+    for l in range(headers[0].shape.n_layers):
+        for chunk, header in zip(batch, headers, strict=True):
+            chunk.add(check_segment(chunk.key, header, l, (yield header.lengths[l])))
+        if _has_changed(batch, levels):
+            break
+    yield None
 
-    def _read_segment(self, reply: Reply, l: int, n: int) -> None:
-        chunk, header = self._batch[n], self._headers[n]
-        segment = check_segment(chunk.key, header, l, self._read(reply, header.lengths[l]))
-        self._at += len(segment)
-        self._n_segments += 1
-        chunk.add(segment)
 
-    def _read(self, reply: Reply, n_bytes: int) -> bytearray:
-        part = reply.read(n_bytes)
-        self._link.arrived(n_bytes)
-        return part
+def _has_changed(batch: Sequence[IncomingChunk], levels: Sequence[str]) -> bool:
+    return any(chunk.level != level for chunk, level in zip(batch, levels, strict=True))
+
+
+def _path(client: Client, batch: Sequence[IncomingChunk], levels: Sequence[str]) -> str:
+    if len(batch) > 1:
+        chunks = (f"{chunk.key.hex()}:{quote(level)}" for chunk, level in zip(batch, levels, strict=True))
+        return f"{client.path('layers')}?chunks={','.join(chunks)}"
+    query = f"?level={levels[0]}" if levels[0] else ""
+    return client.path("chunks", batch[0].key.hex()) + query
 
 
 class KdnPeer:
@@ -259,8 +231,6 @@ class KdnPeer:
 
     def explain(self, error: Exception) -> StoreError | str:
         match error:
-            case StoreError():
-                return error
             case PeerUnusable():
                 return str(error)
             case NotFoundReply():

@@ -18,16 +18,11 @@ import torch
 from blendserve.config import KdnConfig, PlaceConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.kdn.client import CUT, Body, Client, InvalidReply, KdnPeer, NotFoundReply
-from blendserve.fetch.kdn.manifest import (
-    MAX_INTERLEAVED,
-    Collection,
-    Directory,
-    read_directory,
-)
+from blendserve.fetch.kdn.client import CUT, Client, InvalidReply, KdnPeer, NotFoundReply, read_chunks
+from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, Directory, read_directory
 from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.store.base import Miss
-from blendserve.store.blobs import BlobInfo, BlobStore, check_blob
+from blendserve.store.blobs import BlobInfo, BlobReader, check_blob
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import UNREACHABLE, Undecodable
@@ -42,9 +37,7 @@ PROBE_S = 0.02  # of transfer, beside the round trip, that tell a rate
 ROUND_TRIPS = 3  # the shortest counts: a service may have to read what it is asked for first
 WORKERS = 2  # transfers at a time: with more, less is left to plan again, to compute, and to decode ahead
 DECODED_LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
-BUSY = (
-    1.2  # times what decoding takes alone: beside a request that keeps all cores busy (research/decisions.md)
-)
+BUSY = 1.2  # times what decoding takes alone: a request keeps all cores busy (research/decisions.md)
 
 
 class KdnSource:
@@ -65,7 +58,7 @@ class KdnSource:
         self.name, self.deadline_s, self.wanted_s = config.server, config.deadline_s, config.ttft_ms / 1e3
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
         self.link, self._clock = link or LinkEstimator(clock), clock
-        self.blobs: BlobStore = _Blobs(self)
+        self.blobs: BlobReader = _Blobs(self)
         self._client = BoundedClient(KdnPeer(config), workers, clock)
         self._last: tuple[Collection, Directory] | None = None
         self._looked_s = float("-inf")
@@ -108,15 +101,14 @@ class KdnSource:
     def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
         """By the directory, at the levels that the settings allow. Raises StoreUnavailable."""
         collection, directory = self.known()
-        levels = [level for level in collection.levels if self.config.level in (AUTO, level)]
-        if not levels:
+        allowed = [n for n, level in enumerate(collection.levels) if self.config.level in (AUTO, level)]
+        if not allowed:
             raise StoreUnavailable(
                 f"collection {collection.name!r} has no level {self.config.level!r}: set store.level to auto or "
                 f"one of {', '.join(collection.levels)}"
             )
-        found = {r.key: entry for r in requests if (entry := directory.get(r.key))}
-        sizes = {key: dict(zip(collection.levels, entry.bodies, strict=True)) for key, entry in found.items()}
-        return {key: {level: of[level] for level in levels} for key, of in sizes.items()}
+        found = {r.key: entry.bodies for r in requests if (entry := directory.get(r.key))}
+        return {key: {collection.levels[n]: bodies[n] for n in allowed} for key, bodies in found.items()}
 
     # Transfers
 
@@ -137,7 +129,7 @@ class KdnSource:
                 chunk.end(Miss(UNREACHABLE, "it is larger than one transfer may be"))
             return
         try:
-            Body(client, batch, self.link, self.deadline_s).read()
+            read_chunks(client, batch, self.link, self.deadline_s)
         except (CorruptRecord, StoreVersion, NotFoundReply, *CUT) as error:
             if len(batch) > 1:
                 return  # each is asked for alone, which tells what is wrong with it
@@ -149,10 +141,6 @@ class KdnSource:
 
     def interrupt(self, late: bool) -> str:
         return str(self._client.interrupt(late, reading=True))
-
-    def read_blob(self, hash: bytes, seconds: float | None) -> bytes | None:
-        """Raises CorruptBlob, StoreUnavailable."""
-        return self._client.ask(partial(self._read_blob, hash=hash), seconds)
 
     def _read_blob(self, client: Client, hash: bytes) -> bytes | None:
         """Raises CorruptBlob, and what the client does."""
@@ -209,7 +197,7 @@ class KdnSource:
             return
         chunk = IncomingChunk(key, {level: n_bytes}, threading.Condition(), on_layer=_stop)
         chunk.start(level)
-        Body(client, [chunk], LinkEstimator(), self.deadline_s).read()
+        read_chunks(client, [chunk], LinkEstimator(), self.deadline_s)
         if (header := chunk.header) is None or header.shape.n_bytes > self.in_flight_bytes:
             return
         times_s = []
@@ -223,29 +211,18 @@ class KdnSource:
         self.link.record_decoding(level, BUSY * seconds, header.shape.n_tokens)
 
 
-class _Blobs(BlobStore):
+class _Blobs(BlobReader):
     """The tables of a collection."""
 
     def __init__(self, source: KdnSource) -> None:
         self._source = source
 
     def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
-        return self._source.read_blob(hash, seconds)
+        return self._source._client.ask(partial(self._source._read_blob, hash=hash), seconds)
 
     def list(self) -> Sequence[BlobInfo]:
         tables = self._source.known()[0].tables
         return [BlobInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in tables]
-
-    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        raise self._only_read()
-
-    def delete(self, hash: bytes) -> bool:
-        raise self._only_read()
-
-    def _only_read(self) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self._source.name} is for reading: publish anew with `blendserve kdn publish`, or unpublish the collection"
-        )
 
 
 def _stop(chunk: IncomingChunk) -> None:

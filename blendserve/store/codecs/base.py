@@ -97,6 +97,11 @@ class Coding:
                 f"a codec's name has 1 to {NAME_BYTES} bytes, its tables' hash {TABLES_BYTES}: {self}"
             )
 
+    @classmethod
+    def by_tables(cls, codec: str, level: int, tables: bytes) -> Coding:
+        """Of a codec with these tables."""
+        return cls(codec, level, tables_hash(tables))
+
 
 class Decoder(Protocol):
     """Decodes one chunk."""
@@ -174,11 +179,18 @@ class Codec(ABC):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         """The segments of all layers, [L]. Raises StoreError when the tables are for KV of another shape."""
 
-    def decoder(self, shape: ChunkShape) -> Decoder:
-        """A decoder of one chunk of this shape; by default `decode` for each layer. Allocates nothing of that size.
+    def fits(self, shape: ChunkShape) -> bool:
+        """Whether its tables are for KV of this shape."""
+        return True
 
-        Raises Undecodable when the tables are for KV of another shape.
-        """
+    def decoder(self, shape: ChunkShape) -> Decoder:
+        """A decoder of one chunk of this shape. Raises Undecodable when the tables are for KV of another shape."""
+        if not self.fits(shape):
+            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
+        return self.new_decoder(shape)
+
+    def new_decoder(self, shape: ChunkShape) -> Decoder:
+        """Of a shape that fits; by default `decode` for each layer. Allocates nothing of that size."""
         return LayerDecoder(self, shape)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:

@@ -32,18 +32,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
 from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import (
-    Buffer,
-    ChunkShape,
-    Codec,
-    Coding,
-    Decoder,
-    Pair,
-    Progress,
-    Sample,
-    Undecodable,
-    tables_hash,
-)
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
 from blendserve.store.codecs.raw import aligned
 
 try:
@@ -72,7 +61,7 @@ class CacheGen(Codec):
 
     def __init__(self, level: int, tables: bytes) -> None:
         """Raises ValueError for bytes that are no such tables."""
-        self.coding = Coding("cachegen", level, tables_hash(tables))
+        self.coding = Coding.by_tables("cachegen", level, tables)
         self._shape, self._weights = _parsed(tables)  # (L, K, D), [L, 2, K * D, 53]
         self._models: dict[tuple[int, int], list[Any]] = {}
 
@@ -107,17 +96,15 @@ class CacheGen(Codec):
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // 5
 
+    def fits(self, shape: ChunkShape) -> bool:
+        return _kv_shape(shape) == self._shape
+
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        if _kv_shape(ChunkShape.of(kv)) != self._shape:
+        if not self.fits(ChunkShape.of(kv)):
             raise StoreError(
                 f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
             )
         return [self._segment(l, kv) for l in range(len(kv.keys))]
-
-    def decoder(self, shape: ChunkShape) -> Decoder:
-        if _kv_shape(shape) != self._shape:
-            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
-        return super().decoder(shape)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         n_tokens, decoded = shape.n_tokens, []

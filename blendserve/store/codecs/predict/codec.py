@@ -21,17 +21,7 @@ from torch import Tensor
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
 from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import (
-    Buffer,
-    ChunkShape,
-    Codec,
-    Coding,
-    Pair,
-    Progress,
-    Sample,
-    Undecodable,
-    tables_hash,
-)
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
@@ -50,14 +40,14 @@ class Predict(Codec):
     default_level = 2
     needs_tables = True
 
-    def __init__(self, level: int, tables: Tables, hash: bytes) -> None:
-        self.coding, self.tables = Coding("predict", level, hash), tables
-        self.layer = cache(partial(tables.layer, level=level))  # LayerMap of l > 0
+    def __init__(self, coding: Coding, tables: Tables) -> None:
+        self.coding, self.tables = coding, tables
+        self.layer = cache(partial(tables.layer, level=coding.level))  # LayerMap of l > 0
         self._inverse = cache(tables.inverse)
 
     @classmethod
     def with_tables(cls, level: int, tables: bytes = b"") -> Predict:
-        return cls(level, Tables.parse(tables), tables_hash(tables))
+        return cls(Coding.by_tables("predict", level, tables), Tables.parse(tables))
 
     @classmethod
     def fit(
@@ -82,8 +72,12 @@ class Predict(Codec):
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // EXPECTED[self.coding.level - 1]
 
+    def fits(self, shape: ChunkShape) -> bool:
+        tables_shape: list[int] = self.tables.shape[1:].tolist()
+        return tables_shape == [shape.n_layers, shape.n_kv_heads, shape.head_dim]
+
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        if not self.tables.fits(ChunkShape.of(kv)):
+        if not self.fits(ChunkShape.of(kv)):
             raise StoreError(
                 f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
             )
@@ -99,9 +93,7 @@ class Predict(Codec):
             segments.append(segment + as_is[l])
         return segments
 
-    def decoder(self, shape: ChunkShape) -> PredictDecoder:
-        if not self.tables.fits(shape):
-            raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
+    def new_decoder(self, shape: ChunkShape) -> PredictDecoder:
         return PredictDecoder(self, shape)
 
     def means(self, l: int) -> np.ndarray:

@@ -12,7 +12,6 @@ from safetensors.torch import load, save
 from torch import Tensor, cat
 
 from blendserve.core import ChunkKV
-from blendserve.store.codecs.base import ChunkShape
 from blendserve.store.codecs.predict.rans import CLASSES, CONTEXTS, ONE, SIZES, SYMBOLS, LayerMap, RansModel
 
 BIT = 0.11  # squared steps of error that a bit must remove: about as much as a finer step (research/decisions.md)
@@ -48,9 +47,6 @@ class Tables:
     @property
     def width(self) -> int:
         return 2 * int(self.shape[2]) * int(self.shape[3])
-
-    def fits(self, shape: ChunkShape) -> bool:
-        return self.shape[1:].tolist() == [shape.n_layers, shape.n_kv_heads, shape.head_dim]
 
     def to_bytes(self) -> bytes:
         raw: bytes = save({field.name: getattr(self, field.name).contiguous() for field in fields(self)})
