@@ -16,7 +16,7 @@ from pydantic import Field
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.config import Positive, RetrieveConfig
-from blendserve.core import Passage
+from blendserve.core import Passage, run
 from blendserve.errors import InputError
 from blendserve.retrieve import Embedder, language_reference, split
 from blendserve.retrieve.embedder import model_folder
@@ -47,7 +47,7 @@ def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
     for embedder in embedders.values():
         _embed(embedder, passages[:WARM_UP])
 
-    def run(name: str) -> Metrics:
+    def embed_part(name: str) -> Metrics:
         part = passages[len(vectors[name]) :: config.repeats]
         wall, cpu = time.perf_counter(), time.process_time()
         vectors[name].append(_embed(embedders[name], part))
@@ -59,7 +59,9 @@ def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
         dtypes = {f"dtype, {name}": embedder.dtype for name, embedder in embedders.items()}
         return {**dtypes, "windows": len(ours), "min_cosine": float((ours * theirs).sum(1).min())}
 
-    yield Group({}, [Case({"library": name}, partial(run, name)) for name in embedders], facts, warm_up=False)
+    yield Group(
+        {}, [Case({"library": name}, partial(embed_part, name)) for name in embedders], facts, warm_up=False
+    )
 
 
 def _passages(config: EmbeddingConfig, embedder: Embedder) -> list[Passage]:
@@ -78,7 +80,7 @@ def _passages(config: EmbeddingConfig, embedder: Embedder) -> list[Passage]:
 
 def _embed(embedder: Embedder, passages: Sequence[Passage]) -> np.ndarray:
     """Vectors [windows, E] of the passages."""
-    return embedder.encode([window for own in embedder.cut(passages) for window in own])
+    return run(embedder.encode([window for own in run(embedder.cut(passages)) for window in own]))
 
 
 TABLE = table(

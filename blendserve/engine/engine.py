@@ -139,13 +139,13 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        added, _, replaced = self._documents().stage(documents, progress)
-        self._documents().commit(replaced)
+        added, _, replaced = run(self._documents().stage(documents, progress))
+        run(self._documents().commit(replaced))
         return added
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there."""
-        return self._documents().delete(*doc_ids)[0]
+        return run(self._documents().delete(*doc_ids))[0]
 
     def precompute(
         self,

@@ -17,7 +17,7 @@ import faiss
 import numpy as np
 import xxhash
 
-from blendserve.core import Document, Passage
+from blendserve.core import Document, Passage, Steps, run
 from blendserve.errors import CorpusError, IndexMissing, InputError, VectorIndexError
 from blendserve.retrieve import manifest as disk
 from blendserve.retrieve.chunker import Count, split
@@ -167,7 +167,13 @@ class VectorIndex:
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> int:
-        """Add new documents -> number of them.
+        """Add new documents -> number of them. See `add_steps`."""
+        return run(self.add_steps(documents, progress))
+
+    def add_steps(
+        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
+    ) -> Steps[int]:
+        """Add new documents -> number of them. The index may be searched between the steps.
 
         A known id with the same content is skipped, with other content it replaces the old document. Raises
         CorpusError (also for an id given twice with different contents) or ConfigError before anything changes.
@@ -175,9 +181,13 @@ class VectorIndex:
         continues there; raises VectorIndexError then, as `save`.
         """
         new = self._new(as_documents(documents))
-        passages = {d: split(new[d], self._made_with.chunk_tokens, self._count) for d in new}
+        passages = {d: list[Passage]() for d in new}
+        for d, document in new.items():
+            for passage in split(document, self._made_with.chunk_tokens, self._count):
+                passages[d].append(passage)
+                yield
         flat = [p for of_document in passages.values() for p in of_document]
-        windows = dict(zip((p.id for p in flat), self.embedder.cut(flat), strict=True))
+        windows = dict(zip((p.id for p in flat), (yield from self.embedder.cut(flat)), strict=True))
         total, done = sum(map(len, windows.values())), 0
         for batch in self._batches({d: sum(len(windows[p.id]) for p in passages[d]) for d in new}):
             if done:
@@ -185,7 +195,7 @@ class VectorIndex:
             of_batch = [p for d in batch for p in passages[d]]
             texts = [w for p in of_batch for w in windows[p.id]]
             report = (lambda n, _, done=done: progress(done + n, total)) if progress else None
-            vectors = self.embedder.encode(texts, report)
+            vectors = yield from self.embedder.encode(texts, report)
             self.delete(*(d for d in batch if d in self))
             self._append(of_batch, [len(windows[p.id]) for p in of_batch], vectors)
             self._digests |= {d: content_digest(new[d]) for d in batch}

@@ -82,15 +82,12 @@ def served_names(model: str, served: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((public, model)))
 
 
-async def run_on(
-    executor: FairExecutor, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False
-) -> T:
+async def run_on(executor: FairExecutor, tenant: Tenant, call: Callable[..., T], *args: Any) -> T:
     """Run a call on an executor's thread when it is the tenant's turn. Raises RateLimited and ShuttingDown.
 
-    background: it may take longer than a question, and lets questions run between its parts (`executor.give_way`).
     Cancelled while it waits, it does not run.
     """
-    return await asyncio.wrap_future(executor.submit(tenant.name, partial(call, *args), background))
+    return await asyncio.wrap_future(executor.submit(tenant.name, partial(call, *args)))
 
 
 class TenantCollections:
@@ -123,9 +120,9 @@ class TenantCollections:
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
         return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
 
-    async def run(self, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False) -> T:
+    async def run(self, tenant: Tenant, call: Callable[..., T], *args: Any) -> T:
         """Run a call on the executor's thread: see `run_on`."""
-        return await run_on(self.executor, tenant, call, *args, background=background)
+        return await run_on(self.executor, tenant, call, *args)
 
 
 class EngineClient(Backend):
@@ -174,9 +171,6 @@ class LocalEngineClient(EngineClient):
         self.collections = TenantCollections(library, retrieval)
         self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
-        engine.prompts.between = retrieval.give_way
-        for index in library.collections.values():
-            index.embedder.set_yield_point(retrieval.give_way)
 
     @property
     def is_alive(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blendserve.core import Steps
 from blendserve.engine.fair_executor import MAX_CREDIT_S, BackgroundThrottle, FairExecutor, FairQueue
 from blendserve.errors import InputError, ShuttingDown
 from tests.support.waiting import ManualClock, eventually
@@ -66,13 +67,13 @@ class Jobs:
         return self.thread.submit(tenant, partial(self.work, name, seconds))
 
     def submit_long(self, parts: int, first: Callable[[], object] = lambda: None) -> Future[None]:
-        def long() -> None:
+        def long() -> Steps[None]:
             first()
             for n in range(parts):
                 self.work(f"part {n}", 1.0)
-                self.thread.give_way()
+                yield
 
-        return self.thread.submit("jobs", long, long=True)
+        return self.thread.submit("jobs", long())
 
     def refuse(self) -> None:
         """A job of the tenant "hostile" that fails."""

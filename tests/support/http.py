@@ -57,13 +57,12 @@ class WordEmbedder:
 
     name, fingerprint, dimension, max_tokens, dtype = "words", "words-1", 64, 10_000, "float32"
 
-    def set_yield_point(self, callback: Callable[[], None]) -> None:
-        """An embedding takes no time."""
-
-    def cut(self, passages: Sequence[Passage]) -> list[list[Window]]:
+    def cut(self, passages: Sequence[Passage]) -> Steps[list[list[Window]]]:
+        yield
         return [[Window(f"{p.title}\n{p.text}", np.zeros(1, np.int32))] for p in passages]
 
-    def encode(self, windows: Sequence[Window], *_: Any) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], *_: Any) -> Steps[np.ndarray]:
+        yield
         return np.stack([self.embed_question(window.text) for window in windows])
 
     def embed_question(self, question: str) -> np.ndarray:
