@@ -301,7 +301,7 @@ class Engine:
         cache = KVCache(model, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(model, layout, blend, cache=cache))
+        done = run(blend_prefill(model, layout, blend, cache))
         append(model, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 

@@ -208,7 +208,8 @@ class _Checks:
         """Blend when the first `n_stored` chunks are stored."""
         views = {i: TensorView(kv) for i, kv in enumerate(self.stored[:n_stored])}
         layout = lay_out(self.prompt, TensorView(self.stored_prefix) if has_prefix else None, views)
-        return run(blend_prefill(self.model, layout, BlendConfig(method="blend", **options), new_tokens=1))
+        cache = KVCache(self.model, len(self.prompt) + 1)
+        return run(blend_prefill(self.model, layout, BlendConfig(method="blend", **options), cache))
 
     def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""

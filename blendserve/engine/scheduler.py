@@ -345,7 +345,7 @@ class Scheduler:
 
     def _slot(self, sequence: Sequence) -> int:
         assert sequence.cache
-        return self._pool.slot(sequence.cache)
+        return self._pool.caches.index(sequence.cache)
 
     def _emit(self, sequence: Sequence, done: Prefilled | Tensor) -> None:
         """Emit the tokens that follow a prefill, or the logits [n, V] of a step."""
