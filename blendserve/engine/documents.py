@@ -82,23 +82,17 @@ class Collections:
         self.collections = dict(collections)
 
     @classmethod
-    def open(cls, first: VectorIndex, indexes: Sequence[str], prompts: PromptBuilder) -> Collections:
+    def open(cls, first: VectorIndex, indexes: Sequence[str]) -> Collections:
         """An open index, which is the first of `indexes`, and the others, built with the same model and embedder.
 
         Raises IndexMissing, IndexMismatch, and ConfigError for two of one name.
         """
-        made, names = first.manifest, [Path(index).name for index in indexes]
+        names = [Path(index).name for index in indexes]
         found = {names[0]: first}
         for name, index in zip(names[1:], indexes[1:], strict=True):
             if name in found:
                 raise ConfigError(f"two indexes are called {name!r}: rename a folder")
-            found[name] = VectorIndex.open(
-                index_folder(index),
-                first.embedder,
-                reader=made.reader,
-                reader_fingerprint=made.reader_fingerprint,
-                count=lambda passage: len(prompts.chunk(passage)),
-            )
+            found[name] = VectorIndex.open(index_folder(index), first.embedder, first.tokens)
         return cls(found)
 
     def search(self, names: Iterable[str], question: str, top_k: int) -> list[Passage]:

@@ -34,7 +34,7 @@ from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append
 from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
-from blendserve.retrieve import Embedder, VectorIndex, read_manifest
+from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.store.base import Progress
 from blendserve.timing import Clock
@@ -127,8 +127,8 @@ class Engine:
         """make_index: opens or builds the index in `folder`."""
         reader = reader or load_model(config.model)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        made_for = index_owner(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
-        index = make_index(Embedder.load(config.retrieve.embedder), **made_for) if make_index else None
+        tokens = token_counter(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
+        index = make_index(Embedder.load(config.retrieve.embedder), tokens) if make_index else None
         store, fetcher = open_storage(config.store, folder and folder / "kv", reader.adapter.device)
         return cls(config, reader, store, index, prompts, fetcher)
 
@@ -355,10 +355,7 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def index_owner(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
-    """Arguments of VectorIndex that name its model, and count the tokens of a passage in a prompt."""
-    return {
-        "reader": f"{name} ({dtype.removeprefix('torch.')})",
-        "reader_fingerprint": fingerprint,
-        "count": lambda passage: len(prompts.chunk(passage)),
-    }
+def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:
+    """For an index whose passages are chunks in the prompts of this model."""
+    model = f"{name} ({dtype.removeprefix('torch.')})"
+    return TokenCounter(model, fingerprint, lambda passage: len(prompts.chunk(passage)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError
@@ -16,6 +17,15 @@ from blendserve.retrieve.documents import document_id
 
 # Tokens of a passage in the prompt, title line and separators included.
 Count = Callable[[Passage], int]
+
+
+class TokenCounter(NamedTuple):
+    """The model that passages are split for."""
+
+    model: str  # name and dtype
+    fingerprint: str
+    count: Count
+
 
 # Boundaries, from the coarsest kind, each with the share of the room that a passage ending there must fill. A boundary
 # lies before the white space, so that a code block's indentation stays with the code.

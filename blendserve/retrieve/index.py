@@ -20,7 +20,7 @@ import xxhash
 from blendserve.core import Document, Passage, Steps, run
 from blendserve.errors import CorpusError, IndexMissing, InputError, VectorIndexError
 from blendserve.retrieve import manifest as disk
-from blendserve.retrieve.chunker import Count, split
+from blendserve.retrieve.chunker import TokenCounter, split
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import Embedder, Progress
 from blendserve.retrieve.manifest import Manifest
@@ -43,10 +43,9 @@ class VectorIndex:
     """
 
     def __init__(
-        self, path: Path, embedder: Embedder, count: Count, manifest: Manifest, base: str | None
+        self, path: Path, embedder: Embedder, tokens: TokenCounter, manifest: Manifest, base: str | None
     ) -> None:
-        self.path, self.embedder = path, embedder
-        self._count = count
+        self.path, self.embedder, self.tokens = path, embedder, tokens
         self._made_with = manifest
         self._base = base  # digest of the manifest on disk that the changes start from
         self._digests: dict[str, str] = {}  # document id -> digest of its content
@@ -57,11 +56,9 @@ class VectorIndex:
         cls,
         path: str | Path,
         embedder: Embedder,
+        tokens: TokenCounter,
         *,
-        reader: str,
-        reader_fingerprint: str,
         chunk_tokens: int,
-        count: Count,
         kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
         """An empty index; `save` writes it to `path`, replacing any index there."""
@@ -70,19 +67,20 @@ class VectorIndex:
             embedder=embedder.name,
             embedder_fingerprint=embedder.fingerprint,
             dimension=embedder.dimension,
-            reader=reader,
-            reader_fingerprint=reader_fingerprint,
+            reader=tokens.model,
+            reader_fingerprint=tokens.fingerprint,
             chunk_tokens=chunk_tokens,
             kind=kind,
             embedder_dtype="",
         )
-        return cls(Path(path), embedder, count, manifest, disk.manifest_digest(Path(path)))
+        return cls(Path(path), embedder, tokens, manifest, disk.manifest_digest(Path(path)))
 
     @classmethod
     def build(
         cls,
         path: str | Path,
         embedder: Embedder,
+        tokens: TokenCounter,
         documents: Iterable[Document | str | Mapping[str, Any]],
         progress: Progress | None = None,
         **settings: Any,
@@ -94,7 +92,7 @@ class VectorIndex:
         """
         path, given = Path(path), list(as_documents(documents))
         base = disk.manifest_digest(path)
-        index = cls.create(path / BUILDING, embedder, **settings)
+        index = cls.create(path / BUILDING, embedder, tokens, **settings)
         with suppress(VectorIndexError):  # the batches that a killed build with the same settings has saved
             manifest, files, saved = disk.read(index.path)
             if manifest.settings == index._made_with.settings:
@@ -109,17 +107,15 @@ class VectorIndex:
         return index
 
     @classmethod
-    def open(
-        cls, path: str | Path, embedder: Embedder, *, reader: str, reader_fingerprint: str, count: Count
-    ) -> VectorIndex:
+    def open(cls, path: str | Path, embedder: Embedder, tokens: TokenCounter) -> VectorIndex:
         """The index as it was last saved.
 
-        Raises IndexMissing, IndexMismatch (another embedder, reader, or a newer format) or IndexDamaged.
+        Raises IndexMissing, IndexMismatch (another embedder, model, or a newer format) or IndexDamaged.
         """
         path = Path(path)
         manifest, files, seal = disk.read(path)
-        manifest.check(path, (embedder.name, embedder.fingerprint), (reader, reader_fingerprint))
-        index = cls(path, embedder, count, manifest, seal)
+        manifest.check(path, (embedder.name, embedder.fingerprint), (tokens.model, tokens.fingerprint))
+        index = cls(path, embedder, tokens, manifest, seal)
         index._fill(files)
         return index
 
@@ -183,7 +179,7 @@ class VectorIndex:
         new = self._new(as_documents(documents))
         passages = {d: list[Passage]() for d in new}
         for d, document in new.items():
-            for passage in split(document, self._made_with.chunk_tokens, self._count):
+            for passage in split(document, self._made_with.chunk_tokens, self.tokens.count):
                 passages[d].append(passage)
                 yield
         flat = [p for of_document in passages.values() for p in of_document]
