@@ -47,7 +47,7 @@ class Prefilled:
     def of(cls, plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> Prefilled:
         """With its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
-        return cls(result, report, explain(plan, result), report.tokens_exact + report.tokens_reused)
+        return cls(result, report, explain(plan, result, report), report.tokens_exact + report.tokens_reused)
 
 
 class Blender:

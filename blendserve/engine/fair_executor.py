@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -74,18 +75,18 @@ class BackgroundThrottle:
         self, share: float = BACKGROUND_SHARE, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """share: of the time, that the work keeps while requests are in flight."""
-        self._share, self._clock = share, clock
-        self._began = self._not_before = clock()
+        self._share, self._clock, self._not_before = share, clock, clock()
 
-    def begin(self) -> None:
-        """A unit begins."""
-        self._began = self._clock()
-
-    def charge(self, in_flight: bool) -> None:
-        """A unit has ended, while requests were in flight or not."""
-        now = self._clock()
-        start = max(self._not_before, self._began - MAX_CREDIT_S)
-        self._not_before = start + (now - self._began) / self._share if in_flight else now
+    @contextmanager
+    def charged(self, in_flight: Callable[[], bool]) -> Iterator[None]:
+        """A unit of work; at its end, `in_flight` says whether there is a request."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            now = self._clock()
+            start = max(self._not_before, began - MAX_CREDIT_S)
+            self._not_before = start + (now - began) / self._share if in_flight() else now
 
     @property
     def rest_s(self) -> float:
@@ -195,17 +196,15 @@ class FairExecutor:
     def _advance(self, job: _Job, steps: Steps[Any]) -> None:
         """Run the next step of a long job."""
         self._long, self._has_given_way = job, False
-        self._throttle.begin()
         try:
-            next(steps)
+            with self._throttle.charged(self._in_flight):
+                next(steps)
         except StopIteration as end:
             self._long = None
             job.future.set_result(end.value)
         except BaseException as error:
             self._long = None
             job.future.set_exception(error)
-        else:
-            self._throttle.charge(self._in_flight())
 
     def _run(self, job: _Job, call: Callable[[], Any]) -> None:
         began = self._clock()

@@ -32,9 +32,8 @@ def test_under_constant_load_work_has_its_share_of_the_time(
     clock = ManualClock(0)
     throttle, rested = BackgroundThrottle(share, clock), 0.0
     for unit in units:
-        throttle.begin()
-        clock.advance(unit)
-        throttle.charge(in_flight=True)
+        with throttle.charged(in_flight=lambda: True):
+            clock.advance(unit)
         while throttle.rest_s > 0:
             clock.advance(request)
             rested += request
