@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query
 
@@ -45,10 +45,13 @@ class Caller:
         """A collection by name, or the tenant's only one. Raises InputError, NotFound."""
         return self.client.collections.find(self.tenant, collection)
 
-    async def on_index(self, work: Steps[T]) -> T:
-        """Run work on the thread of the indexes; questions run between its steps."""
-        executor = self.client.collections.executor
-        return await asyncio.wrap_future(executor.submit(self.tenant.name, work))
+    async def on_index(self, call: Callable[..., Steps[T]], *args: Any) -> T:
+        """Run a call on the thread of the indexes; questions run between its steps."""
+
+        def steps() -> Steps[T]:
+            return (yield from call(*args))
+
+        return await asyncio.wrap_future(self.client.collections.executor.submit(self.tenant.name, steps()))
 
     async def on_store(self, call: Callable[..., T], *args: Any) -> T:
         """Run a call on the thread of the store."""
@@ -73,30 +76,34 @@ class Caller:
         """Compute and pin KV in batches, as the tokens of a collection may not fit in memory."""
         distinct = list({text: p for p in passages if (text := passage_text(p))}.values())
         job.chunks = len(distinct)
-        batch, n_before = self.client.batch, 0
+        batch, writer = self.client.batch, self.client.batch.blender(self.tenant.namespace).writer
+
+        async def compute(ids: TokenIds, on_leased: Literal["skip", "compute"]) -> bool:
+            """Whether the chunk is left to another process. One task each: a request never waits for more than one."""
+            task = batch.in_background(writer.precompute_one(ids, on_leased), self.tenant.name)
+            is_left = await asyncio.wrap_future(task)
+            job.computed += not is_left
+            return is_left
+
         for some in _batches(distinct, BATCH):
-            chunks = await self.on_index(self.chunk_ids(some))
-
-            def progress(n: int, n_before: int = n_before) -> None:
-                job.computed = n_before + n
-
-            writer = batch.blender(self.tenant.namespace).writer
-            await asyncio.wrap_future(batch.precompute(writer, chunks, progress, self.tenant.name))
-            n_before += len(some)
+            chunks = await self.on_index(self.chunk_ids, some)
+            left = [ids for ids in chunks if await compute(ids, "skip")]
+            for ids in left:
+                await compute(ids, "compute")
 
     def chunk_ids(self, passages: Sequence[Passage]) -> Steps[list[TokenIds]]:
         """Raises InputError for a passage that no request could hold."""
         limit, prompts, chunks = self.client.max_tokens, self.client.engine.prompts, list[TokenIds]()
         for passage in passages:
             yield
-            # A lower bound of the length, before anything is tokenised
-            if not (is_long := prompts.at_least((passage.title, passage.text), limit) > 0):
-                chunks.append(prompts.chunk(passage).ids)
-            if is_long or len(chunks[-1]) > limit:
+            least = prompts.at_least((passage.title, passage.text), limit)  # without tokenising all of it
+            ids = () if least else prompts.chunk(passage).ids
+            if max(least, len(ids)) > limit:
                 start = repr(passage_text(passage)[:40])
                 raise InputError(
                     f"the passage that begins with {start} has more than {limit} tokens: shorten it"
                 )
+            chunks.append(ids)
         return chunks
 
 
@@ -165,7 +172,7 @@ class Selection(Caller):
                     keys.append(blender.key(ids))
             return keys
 
-        return await self.on_index(find())
+        return await self.on_index(find)
 
     async def call(self, name: str, call: Callable[[Sequence[ChunkKey]], int]) -> dict[str, Any]:
         """Call the store for the chunks -> their number and, as `name`, the sum of the calls."""
@@ -200,10 +207,10 @@ async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: Tenan
 
         try:
             for document in body.documents:
-                await caller.on_index(put(document.document()))
+                await caller.on_index(put, document.document())
                 job.documents += 1
         finally:
-            await caller.on_index(caller.documents(index).commit(replaced))
+            await caller.on_index(lambda: caller.documents(index).commit(replaced))
         await caller.precompute(added, job)
 
     return caller.start_job(body, f"documents into {name}", work, len(body.documents))
@@ -226,7 +233,7 @@ async def list_documents(query: ListDep) -> dict[str, Any]:
     """The documents of a collection whose id or title contains the text, with their numbers of passages."""
     name, index = query.find(query.collection)
 
-    passages = await query.on_index(query.matching(index, lambda p: (p.doc_id, p.title)))
+    passages = await query.on_index(query.matching, index, lambda p: (p.doc_id, p.title))
     found = Counter((passage.doc_id, passage.title) for passage in passages)
     page = query.page(list(found.items()))
     data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
@@ -240,7 +247,7 @@ async def delete_document(
     """Delete a document with its passages, vectors and KV."""
     caller.tenant.require_write_access()
     name, index = caller.find(collection)
-    n, passages = await caller.on_index(caller.documents(index).delete(doc_id))
+    n, passages = await caller.on_index(lambda: caller.documents(index).delete(doc_id))
     if not n:
         raise NotFound(f"there is no document {doc_id!r} in this collection")
     return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
@@ -321,7 +328,7 @@ async def list_chunks(query: ListDep) -> dict[str, Any]:
         page = [(passage, engine.prompts.chunk(passage).ids) for passage in query.page(found)]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 
-    total, page = await query.on_index(look_up())
+    total, page = await query.on_index(look_up)
     keys = [key for *_, key in page]
     infos = await query.on_store(engine.store.describe, keys)
     tiers = await query.on_store(partial(engine.fetcher.locate, remote=True), keys)
