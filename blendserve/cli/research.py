@@ -22,7 +22,7 @@ from blendserve.cli.options import (
 from blendserve.config import Config, changed
 from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
 from blendserve.evaluate.config import EvaluateConfig, settings_from
-from blendserve.paths import cache_folder, index_folder
+from blendserve.paths import index_folder
 from blendserve.simulate.config import SimulateConfig
 from blendserve.threads import SETTLED
 
@@ -228,7 +228,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
 
     reader = load_model(settings.model)
     adapter, checks = reader.adapter, check(reader)
-    costs = calibrated(adapter, reader.fingerprint, cache_folder() / "profit", fresh=True)
+    costs = calibrated(adapter, reader.fingerprint, fresh=True)
     decoder, decoding = native_decoder(adapter)
     found = {
         **checks.to_dict(),
