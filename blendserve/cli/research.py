@@ -229,7 +229,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     reader = load_model(settings.model)
     adapter, checks = reader.adapter, check(reader)
     costs = calibrated(adapter, reader.fingerprint, fresh=True)
-    decoder, decoding = native_decoder(adapter)
+    native, decoding = native_decoder(adapter)
     found = {
         **checks.to_dict(),
         "exact": EXACT if checks.passed else OWN_FORWARD,
@@ -240,7 +240,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         "kernels": {
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
             "attention": list(adapter.attention_backends),
-            "decoding": decoding if decoder else f"layer by layer ({decoding})",
+            "decoding": decoding if native else f"layer by layer ({decoding})",
             "measured": [asdict(row) for row in autotune.results()],
         },
         "threads": asdict(SETTLED),

@@ -219,9 +219,9 @@ class Engine:
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
         the reader's context.
         """
-        model = self.reader.adapter
+        decoder = self.reader.adapter
         search = search or (lambda question, top_k: self._index().search(question, top_k))
-        limits, clock = (model.n_layers, room or model.context_limit), clock or Clock(model.device)
+        limits, clock = (decoder.n_layers, room or decoder.context_limit), clock or Clock(decoder.device)
         prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
         self._check_near(prepared.blend)
         return prepared
@@ -289,20 +289,20 @@ class Engine:
 
         The prompt is synthetic and of a usual length, as memory is allocated by size.
         """
-        config, model = self.config, self.reader.adapter
+        config, decoder = self.config, self.reader.adapter
         if self.index is not None and len(self.index):
             self.index.search("What is the question?", 1)
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
-        room = min(MAX_WARM_UP, model.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
+        room = min(MAX_WARM_UP, decoder.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
+        layout = synthetic_prompt(decoder, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(model, max(room, layout.n_tokens + 1))
+        cache = KVCache(decoder, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(model, layout, blend, cache))
-        append(model, done.cache, layout.n_tokens, [int(done.logits.argmax())])
+        done = run(blend_prefill(decoder, layout, blend, cache))
+        append(decoder, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:
