@@ -22,8 +22,8 @@ TokenIds = tuple[int, ...]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
-"""Work on the model that yields before every layer, and returns a T. The caller may run something else between two
-layers, and cancels it by `close()`: every `with` and `finally` inside is left."""
+"""Work that yields before every layer of a model and returns a T, or between other parts that take some milliseconds.
+The caller may run something else there, and cancels the work by `close()`: every `with` and `finally` inside is left."""
 
 
 def run(steps: Steps[T]) -> T:

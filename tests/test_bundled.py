@@ -30,7 +30,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own_bf16() -> None:
     prompt = PromptBuilder(bundled_tokenizer(), PromptConfig()).build("What does it do?", PASSAGES)
     assert 500 < len(prompt) < 700
     adapter, whole = (load_model(ModelConfig(dtype=x)).adapter for x in ("bfloat16", "float32"))
-    cache = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(ratio=1.0), new_tokens=0)).cache
+    cache = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(ratio=1.0))).cache
     theirs = model_forward(adapter, prompt.ids)
     exact = model_forward(whole, prompt.ids)
     for a, b, truth in ((cache.keys, theirs.keys, exact.keys), (cache.values, theirs.values, exact.values)):

@@ -24,11 +24,11 @@ from blendserve.blend.blender import Prefilled
 from blendserve.blend.layout import lay_out
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult, blend_prefill
-from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Answer, Prompt, Steps, TokenIds, run
 from blendserve.engine.generate import AnswerStream, Sequence
 from blendserve.engine.request import PreparedRequest
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import Runner
@@ -108,7 +108,8 @@ def run_generate(adapter: DecoderModel, ids: TokenIds, n: int) -> Timed:
 
 def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
-    return run(blend_prefill(adapter, lay_out(Prompt((), (), ids)), BlendConfig(), n))
+    cache = KVCache(adapter, len(ids) + n)
+    return run(blend_prefill(adapter, lay_out(Prompt((), (), ids)), BlendConfig(), cache))
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -151,8 +152,7 @@ def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: Deco
     """The answer of a request whose prompt is prefilled; the KV after the prompt is overwritten."""
     prompt = Prompt((), (), ids)
     request = PreparedRequest(prompt, (), BlendConfig(), decode, Clock(reader.adapter.device))
-    full = plan_full_prefill(prompt, request.blend)
-    prefill = Prefilled(done, make_report(full, done), explain(full, done))
+    prefill = Prefilled.of(plan_full_prefill(prompt, request.blend), done)
 
     def steps(_: Sequence) -> Steps[Prefilled]:
         yield from ()

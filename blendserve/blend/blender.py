@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys
 from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks, usable_view
 from blendserve.blend.near import NearDuplicates, reuse_near
-from blendserve.blend.planner import Planner, PrefillPlan
-from blendserve.blend.policies import make_policy
+from blendserve.blend.planner import Planner, PrefillPlan, plan_full_prefill
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
@@ -44,6 +42,12 @@ class Prefilled:
     explanation: Explanation
     n_cached: int = 0  # tokens of the prompt whose KV was not computed for it
     missing: tuple[MissingChunk, ...] = ()  # for `ChunkWriter.write_back`
+
+    @classmethod
+    def of(cls, plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> Prefilled:
+        """With its report. has_prior: whether the correction had a prior."""
+        report = make_report(plan, result, has_prior)
+        return cls(result, report, explain(plan, result, report), report.tokens_exact + report.tokens_reused)
 
 
 class Blender:
@@ -104,22 +108,19 @@ class Blender:
         self,
         prompt: Prompt,
         blend: BlendConfig,
-        new_tokens: int = 0,
-        clock: Clock | None = None,
         cache: KVCache | None = None,
+        clock: Clock | None = None,
         prefix_kv: ChunkKV | None = None,
     ) -> Steps[Prefilled]:
         """Prefill a prompt by `blend.method`. What the store lacks or cannot give is computed.
 
-        cache: with room for the prompt and `new_tokens`; a new one if None. prefix_kv: the KV of the prompt's prefix; the
+        cache: with room for the prompt; a new one without more if None. prefix_kv: the KV of the prompt's prefix; the
         prefix cache's if None. Raises ConfigError for settings that do not fit the model.
         """
-        make_policy(blend).validate(self.model.n_layers)
         if blend.method == "reuse":
             blend = changed(blend, **FULL_REUSE)
-        run_plan = partial(self._run_plan, new_tokens=new_tokens, clock=clock, cache=cache)
         if blend.method == "full":
-            return (yield from run_plan(self.planner.plan(lay_out(prompt), blend)))
+            return (yield from self._run_plan(plan_full_prefill(prompt, blend), cache, clock))
         prefix = PrefixKV(prefix_kv, len(prompt.prefix)) if prefix_kv else None
         prefix = prefix or (yield from self.prefixes.get(self.key.namespace, prompt.prefix))
         requests = self._requests(prompt, blend)
@@ -133,7 +134,7 @@ class Blender:
                 try:
                     plan = self.planner.plan(self._look_up(prompt, blend, requests, prefix, fetch), blend)
                     waited_s = fetch.waited_s
-                    done = yield from run_plan(plan)
+                    done = yield from self._run_plan(plan, cache, clock)
                 except StoreError as error:
                     fetch.drop(error)  # the next layout does without that chunk, or without the store
                     continue
@@ -175,13 +176,12 @@ class Blender:
             token_s = self.planner.token_saves_s(prompt, blend, requests, first_is_exact)
         return reuse_near(layout, fetch, self.near, n_layers, token_s)
 
-    def _run_plan(self, plan: PrefillPlan, **options: Any) -> Steps[Prefilled]:
+    def _run_plan(self, plan: PrefillPlan, cache: KVCache | None, clock: Clock | None) -> Steps[Prefilled]:
         uses_prior = CORRECTIONS.load(plan.blend.correction).uses_prior
         priors = self.priors.current() if uses_prior else None
         prior = priors.layer if priors else None
-        result = yield from blend_prefill(self.model, plan.layout, plan.blend, prior=prior, **options)
-        report = make_report(plan, result, prior is not None)
-        return Prefilled(result, report, explain(plan, result), report.tokens_exact + report.tokens_reused)
+        result = yield from blend_prefill(self.model, plan.layout, plan.blend, cache, clock, prior)
+        return Prefilled.of(plan, result, prior is not None)
 
     def _first_is_exact(self, prompt: Prompt) -> bool:
         """Whether the KV of a chunk right after the prefix is exact."""

@@ -10,15 +10,12 @@ CacheBlend's controller (arXiv 2405.16444, section 5) chooses a ratio from the s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +28,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
 from blendserve.kernels.autotune import machine
 from blendserve.models.model import DecoderModel
+from blendserve.paths import cached_file, write_cached
 from blendserve.registry import FULL_REUSE, POLICIES
 from blendserve.store.view import TensorView
 
@@ -96,13 +94,13 @@ class CostModel:
         return float(np.dot(astuple(self), work))
 
 
-def calibrated(model: DecoderModel, fingerprint: str, folder: Path, fresh: bool = False) -> CostModel:
-    """The cost model of this machine and reader: kept in `folder`, or measured (a few seconds) and kept.
+def calibrated(model: DecoderModel, fingerprint: str, fresh: bool = False) -> CostModel:
+    """The kept cost model of this machine and model, or a new one, which is measured in a few seconds.
 
     fresh: measure in any case, as one measured on a busy machine may choose badly.
     """
     about = f"{VERSION} {fingerprint} {model.device} {machine()} {platform.node()}"
-    file = folder / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
+    file = cached_file("profit", about)
     try:
         if not fresh:
             return CostModel(**json.loads(file.read_text()))
@@ -110,9 +108,7 @@ def calibrated(model: DecoderModel, fingerprint: str, folder: Path, fresh: bool 
         pass  # none yet, or a damaged one
     log.info("Measuring the prefill and blending speed of this machine (once, a few seconds)")
     costs = measure(model)
-    with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(costs)))
+    write_cached(file, json.dumps(asdict(costs)))
     return costs
 
 

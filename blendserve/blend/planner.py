@@ -23,7 +23,6 @@ from blendserve.core import Prompt, TokenIds
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.link import TokenRate
 from blendserve.models.model import DecoderModel
-from blendserve.paths import cache_folder
 from blendserve.store import ChunkKey
 
 MIN_SPEEDUP = 0.95  # an exact method wins unless blending is at least 5% faster
@@ -58,7 +57,7 @@ class Planner:
         """The cost model: measured once per machine and reader, in a few seconds, and kept."""
         with self._lock:
             if self._costs is None:
-                self._costs = calibrated(self._model, self._fingerprint, cache_folder() / "profit")
+                self._costs = calibrated(self._model, self._fingerprint)
             return self._costs
 
     @property

@@ -53,20 +53,19 @@ def blend_prefill(
     model: DecoderModel,
     layout: Layout,
     blend: BlendConfig,
-    new_tokens: int = 0,
-    clock: Clock | None = None,
     cache: KVCache | None = None,
+    clock: Clock | None = None,
     prior: Callable[[int], Prior] | None = None,
 ) -> Steps[PassResult]:
-    """Run a prompt from what its layout has; leaves room for `new_tokens` in the cache.
+    """Run a prompt from what its layout has.
 
-    cache: of at least that room; a new one if None. prior: of a layer, for corrections that use one.
+    cache: with room for the prompt; a new one without more if None. prior: of a layer, for corrections that use one.
     Raises CorruptRecord if a stored layer fails its checksum, ChunkLost if it does not arrive: lay out again without that
     chunk; ConfigError for settings of the policy that do not fit the model.
     """
     policy, n, device = make_policy(blend), layout.n_tokens, model.device
     policy.validate(model.n_layers)
-    cache, clock = cache or KVCache(model, n + new_tokens), clock or Clock(device)
+    cache, clock = cache or KVCache(model, n), clock or Clock(device)
     ids = torch.tensor(layout.prompt.ids, dtype=torch.long, device=device)
     ropes, spans = model.rope(torch.arange(n, device=device)), layout.spans(State.REUSED)
     with closing(KVLoader(model, cache, layout.loaded, ropes, clock)) as loader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import groupby
 
@@ -55,9 +55,10 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
     )
 
 
-def explain(plan: PrefillPlan, result: PassResult) -> Explanation:
+def explain(plan: PrefillPlan, result: PassResult, report: BlendReport) -> Explanation:
     """What each token started from, and why."""
-    return Explanation(tuple(_parts(plan)), _states(plan.layout, result), result.scores)
+    near: dict[int | None, NearChunk] = {chunk.chunk: chunk for chunk in report.near}
+    return Explanation(tuple(_parts(plan, near)), _states(plan.layout, result), result.scores)
 
 
 def _states(layout: Layout, result: PassResult) -> Tensor:
@@ -72,9 +73,8 @@ def _states(layout: Layout, result: PassResult) -> Tensor:
     return states
 
 
-def _parts(plan: PrefillPlan) -> Iterator[Part]:
+def _parts(plan: PrefillPlan, near: Mapping[int | None, NearChunk]) -> Iterator[Part]:
     """The prefix, the passages and the suffix, those without tokens left out."""
-    near: dict[int | None, NearChunk] = {chunk.chunk: chunk for chunk in _near_chunks(plan.layout)}
     for kind, group in groupby(plan.layout.segments, key=partial(_kind, plan.layout)):
         segments = list(group)
         i, span = segments[0].chunk, Span(segments[0].span.start, segments[-1].span.stop)

@@ -24,7 +24,7 @@ from blendserve.config import Config, changed
 from blendserve.console import Output
 from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
 from blendserve.evaluate.config import EvaluateConfig, settings_from
-from blendserve.paths import cache_folder, index_folder
+from blendserve.paths import index_folder
 from blendserve.simulate.config import SimulateConfig
 from blendserve.threads import SETTLED
 
@@ -224,8 +224,8 @@ def doctor(settings: Config) -> Output:
 
     reader = load_model(settings.model)
     adapter, checks = reader.adapter, check(reader)
-    costs = calibrated(adapter, reader.fingerprint, cache_folder() / "profit", fresh=True)
-    decoder, decoding = native_decoder(adapter)
+    costs = calibrated(adapter, reader.fingerprint, fresh=True)
+    native, decoding = native_decoder(adapter)
     found = {
         **checks.to_dict(),
         "exact": EXACT if checks.passed else OWN_FORWARD,
@@ -236,7 +236,7 @@ def doctor(settings: Config) -> Output:
         "kernels": {
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
             "attention": list(adapter.attention_backends),
-            "decoding": decoding if decoder else f"layer by layer ({decoding})",
+            "decoding": decoding if native else f"layer by layer ({decoding})",
             "measured": [asdict(row) for row in autotune.results()],
         },
         "threads": asdict(SETTLED),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Literal
+from typing import TypeVar
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import ServeConfig
-from blendserve.core import Steps, TokenIds
+from blendserve.core import Steps
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence, prefill
@@ -21,6 +20,8 @@ from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import ShuttingDown, StoreError
 from blendserve.models.kv_cache import CachePool
 from blendserve.store import ChunkKey
+
+T = TypeVar("T")
 
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
 
@@ -104,42 +105,22 @@ class BatchEngine:
         finally:  # not before: another request may miss the same chunk meanwhile
             self._writing.discard(key)
 
-    def precompute(
-        self, writer: ChunkWriter, chunks: GenericSequence[TokenIds], done: Callable[[int], None], tenant: str
-    ) -> Future[None]:
-        """Compute, store and pin chunks that are not stored; `done(n)` after each.
+    def in_background(self, steps: Steps[T], tenant: str) -> Future[T]:
+        """Run steps as a background task of a tenant; it can be cancelled while it waits."""
+        future: Future[T] = Future()
 
-        Chunks that another process is computing come last, and are computed here as well if they are still missing.
-        """
-        future: Future[None] = Future()
-        todo: deque[tuple[TokenIds, Literal["skip", "compute"]]] = deque((ids, "skip") for ids in chunks)
-
-        def submit() -> None:
-            if not todo:
-                settle()
-            elif not self.scheduler.submit_background(compute(), tenant):
-                settle(StoreError("the server has too much to do: warm the cache again later"))
-
-        def compute() -> Steps[None]:
-            if future.cancelled():
+        def task() -> Steps[None]:
+            if not future.set_running_or_notify_cancel():
                 return
-            ids, on_leased = todo.popleft()
             try:
-                is_left = yield from writer.precompute_one(ids, on_leased)
+                future.set_result((yield from steps))
             except GeneratorExit:
-                settle(ShuttingDown("the server has shut down before all was computed: warm the cache again"))
+                text = "the server has shut down before all was computed: warm the cache again"
+                future.set_exception(ShuttingDown(text))
                 raise
             except Exception as error:
-                settle(error)
-            else:
-                if is_left:
-                    todo.append((ids, "compute"))
-                done(len(chunks) - len(todo))
-                submit()
+                future.set_exception(error)
 
-        def settle(error: Exception | None = None) -> None:
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                future.set_exception(error) if error else future.set_result(None)
-
-        submit()
+        if not self.scheduler.submit_background(task(), tenant):
+            future.set_exception(StoreError("the server has too much to do: warm the cache again later"))
         return future

@@ -127,17 +127,17 @@ def self_generated_text(
     reader: LoadedModel, tokens: int, progress: Progress = lambda done, total: None
 ) -> list[TokenIds]:
     """Texts of `tokens` tokens together, the same each time, to rounding; without end and control tokens."""
-    model, primer, sample = reader.adapter, _primer_cache(reader), _sampler(reader)
+    primer, sample = _primer_cache(reader), _sampler(reader)
     texts: list[TokenIds] = []
     while (missing := tokens - TEXT_TOKENS * len(texts)) > 0:
         n = min(BATCH, -(-missing // TEXT_TOKENS))
         starts = [primer.capacity * (text % 2) for text in range(n)]  # every other one after the primer
-        caches = [_cache_after(model, primer, start) for start in starts]
+        caches = [_cache_after(reader.adapter, primer, start) for start in starts]
         columns = [sample(torch.ones(n, FREQUENT))]
         for at in range(TEXT_TOKENS - 1):
             latest = zip(caches, starts, columns[-1], strict=True)
             rows = [Row(cache, start + at, token) for cache, start, token in latest]
-            columns.append(sample(append_each(model, rows).float().softmax(dim=-1).cpu()))
+            columns.append(sample(append_each(reader.adapter, rows).float().softmax(dim=-1).cpu()))
             progress(tokens - max(0, missing - len(columns) * n), tokens)
         texts += zip(*columns, strict=True)
     texts[-1:] = [text[: TEXT_TOKENS + missing] for text in texts[-1:]]  # missing <= 0

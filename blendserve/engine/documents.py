@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.blend.precompute import ChunkWriter
-from blendserve.core import Document, Passage
+from blendserve.core import Document, Passage, Steps
 from blendserve.engine.prompt import PromptBuilder, passage_text
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
@@ -31,25 +31,27 @@ class Documents:
 
     def stage(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> tuple[int, list[Passage], list[Passage]]:
+    ) -> Steps[tuple[int, list[Passage], list[Passage]]]:
         """Add or replace documents -> number of new ones, their passages, and replaced passages, for `commit`.
 
         Raises CorpusError.
         """
         found = list(as_documents(documents))
         before = self._of(found)
-        added = self.index.add(found, progress)
+        added = yield from self.index.add_steps(found, progress)
         now = self._of(found)
         return added, [p for p in now if p not in before], [p for p in before if p not in now]
 
-    def commit(self, replaced: Iterable[Passage]) -> None:
+    def commit(self, replaced: Iterable[Passage]) -> Steps[None]:
         """Save the index, and delete the KV of replaced passages."""
+        yield
         self.index.save()
         now = set(self.index.passages)
         self._delete_kv([p for p in replaced if p not in now])
 
-    def delete(self, *doc_ids: str) -> tuple[int, list[Passage]]:
+    def delete(self, *doc_ids: str) -> Steps[tuple[int, list[Passage]]]:
         """Remove documents and save -> number of removed documents, and their passages."""
+        yield
         removed = [p for p in self.index.passages if p.doc_id in doc_ids]
         self._delete_kv(removed)
         if deleted := self.index.delete(*doc_ids):
@@ -80,23 +82,17 @@ class Collections:
         self.collections = dict(collections)
 
     @classmethod
-    def open(cls, first: VectorIndex, indexes: Sequence[str], prompts: PromptBuilder) -> Collections:
+    def open(cls, first: VectorIndex, indexes: Sequence[str]) -> Collections:
         """An open index, which is the first of `indexes`, and the others, built with the same model and embedder.
 
         Raises IndexMissing, IndexMismatch, and ConfigError for two of one name.
         """
-        made, names = first.manifest, [Path(index).name for index in indexes]
+        names = [Path(index).name for index in indexes]
         found = {names[0]: first}
         for name, index in zip(names[1:], indexes[1:], strict=True):
             if name in found:
                 raise ConfigError(f"two indexes are called {name!r}: rename a folder")
-            found[name] = VectorIndex.open(
-                index_folder(index),
-                first.embedder,
-                reader=made.reader,
-                reader_fingerprint=made.reader_fingerprint,
-                count=lambda passage: len(prompts.chunk(passage)),
-            )
+            found[name] = VectorIndex.open(index_folder(index), first.embedder, first.tokens)
         return cls(found)
 
     def search(self, names: Iterable[str], question: str, top_k: int) -> list[Passage]:

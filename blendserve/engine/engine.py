@@ -34,7 +34,7 @@ from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append
 from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
-from blendserve.retrieve import Embedder, VectorIndex, read_manifest
+from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.store.base import Progress
 from blendserve.timing import Clock
@@ -127,8 +127,8 @@ class Engine:
         """make_index: opens or builds the index in `folder`."""
         reader = reader or load_model(config.model)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        made_for = index_owner(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
-        index = make_index(Embedder.load(config.retrieve.embedder), **made_for) if make_index else None
+        tokens = token_counter(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
+        index = make_index(Embedder.load(config.retrieve.embedder), tokens) if make_index else None
         store, fetcher = open_storage(config.store, folder and folder / "kv", reader.adapter.device)
         return cls(config, reader, store, index, prompts, fetcher)
 
@@ -139,13 +139,13 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        added, _, replaced = self._documents().stage(documents, progress)
-        self._documents().commit(replaced)
+        added, _, replaced = run(self._documents().stage(documents, progress))
+        run(self._documents().commit(replaced))
         return added
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there."""
-        return self._documents().delete(*doc_ids)[0]
+        return run(self._documents().delete(*doc_ids))[0]
 
     def precompute(
         self,
@@ -219,9 +219,9 @@ class Engine:
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
         the reader's context.
         """
-        model = self.reader.adapter
+        decoder = self.reader.adapter
         search = search or (lambda question, top_k: self._index().search(question, top_k))
-        limits, clock = (model.n_layers, room or model.context_limit), clock or Clock(model.device)
+        limits, clock = (decoder.n_layers, room or decoder.context_limit), clock or Clock(decoder.device)
         prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
         self._check_near(prepared.blend)
         return prepared
@@ -289,20 +289,20 @@ class Engine:
 
         The prompt is synthetic and of a usual length, as memory is allocated by size.
         """
-        config, model = self.config, self.reader.adapter
+        config, decoder = self.config, self.reader.adapter
         if self.index is not None and len(self.index):
             self.index.search("What is the question?", 1)
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
-        room = min(MAX_WARM_UP, model.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
+        room = min(MAX_WARM_UP, decoder.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
+        layout = synthetic_prompt(decoder, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(model, max(room, layout.n_tokens + 1))
+        cache = KVCache(decoder, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(model, layout, blend, cache=cache))
-        append(model, done.cache, layout.n_tokens, [int(done.logits.argmax())])
+        done = run(blend_prefill(decoder, layout, blend, cache))
+        append(decoder, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:
@@ -355,10 +355,7 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def index_owner(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
-    """Arguments of VectorIndex that name its model, and count the tokens of a passage in a prompt."""
-    return {
-        "reader": f"{name} ({dtype.removeprefix('torch.')})",
-        "reader_fingerprint": fingerprint,
-        "count": lambda passage: len(prompts.chunk(passage)),
-    }
+def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:
+    """For an index whose passages are chunks in the prompts of this model."""
+    model = f"{name} ({dtype.removeprefix('torch.')})"
+    return TokenCounter(model, fingerprint, lambda passage: len(prompts.chunk(passage)))

@@ -10,13 +10,14 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from blendserve.core import Steps
 from blendserve.errors import RateLimited, ShuttingDown
 
 T = TypeVar("T")
@@ -76,18 +77,18 @@ class BackgroundThrottle:
         self, share: float = BACKGROUND_SHARE, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """share: of the time, that the work keeps while requests are in flight."""
-        self._share, self._clock = share, clock
-        self._began = self._not_before = clock()
+        self._share, self._clock, self._not_before = share, clock, clock()
 
-    def begin(self) -> None:
-        """A unit begins."""
-        self._began = self._clock()
-
-    def charge(self, in_flight: bool) -> None:
-        """A unit has ended, while requests were in flight or not."""
-        now = self._clock()
-        start = max(self._not_before, self._began - MAX_CREDIT_S)
-        self._not_before = start + (now - self._began) / self._share if in_flight else now
+    @contextmanager
+    def charged(self, in_flight: Callable[[], bool]) -> Iterator[None]:
+        """A unit of work; at its end, `in_flight` says whether there is a request."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            now = self._clock()
+            start = max(self._not_before, began - MAX_CREDIT_S)
+            self._not_before = start + (now - began) / self._share if in_flight() else now
 
     @property
     def rest_s(self) -> float:
@@ -98,13 +99,12 @@ class BackgroundThrottle:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     tenant: str
-    call: Callable[[], Any]
-    is_long: bool
+    work: Callable[[], Any] | Steps[Any]
     future: Future[Any] = field(default_factory=Future)
 
 
 class FairExecutor:
-    """One thread for the jobs of many tenants, who take turns; a long job lets short ones run between its parts.
+    """One thread for the jobs of many tenants, who take turns. Short jobs run between the steps of a long one.
 
     A rejected job costs the others as much as an answered one, and its sender has no reason to stop. So after a short
     job that failed, its tenant's next one waits for REJECTION_PENALTY times its duration while requests of others are in
@@ -130,42 +130,30 @@ class FairExecutor:
         self._not_before = dict[str, float]()  # by tenant: the time of its next job, after one that failed
         self._wake = threading.Condition()
         self._stopped = False
-        self._in_long_job = False  # and not in a short one within it
+        self._long: _Job | None = None  # the long job that has begun
+        self._has_given_way = False  # to a short job, since its last step
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, tenant: str, call: Callable[[], T], long: bool = False) -> Future[T]:
-        """Queue a job. long: it calls `yield_to_requests` between its parts. Raises RateLimited and ShuttingDown."""
-        job = _Job(tenant, call, long)
+    def submit(self, tenant: str, work: Callable[[], T] | Steps[T]) -> Future[T]:
+        """Queue a short job, or the steps of a long one. Raises RateLimited and ShuttingDown."""
+        job = _Job(tenant, work)
         with self._wake:
             if self._stopped:
                 raise ShuttingDown("the server is shutting down: ask another one")
-            if not long and self._waiting.of(tenant) >= self._queue:
+            if not isinstance(work, Generator) and self._waiting.of(tenant) >= self._queue:
                 raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
             self._waiting.put(tenant, job)
             self._wake.notify()
         job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
         return job.future
 
-    async def run(self, tenant: str, call: Callable[..., T], *args: Any, long: bool = False) -> T:
-        """Await a job in an event loop; cancelled while it waits, it does not run. long, errors: as of `submit`."""
-        return await asyncio.wrap_future(self.submit(tenant, partial(call, *args), long))
-
-    def yield_to_requests(self) -> None:
-        """Run a short job if one waits; while requests are in flight, rest for the last part and run others.
-
-        Outside of long jobs nothing happens. Raises ShuttingDown.
-        """
-        if threading.current_thread() is not self._thread or not self._in_long_job:
-            return
-        self._throttle.charge(self._in_flight())
-        self._run_next(0.0)
-        while (rest_s := self._throttle.rest_s) > 0 and self._in_flight():
-            self._run_next(min(rest_s, POLL_S))
-        self._throttle.begin()
+    async def run(self, tenant: str, call: Callable[..., T], *args: Any) -> T:
+        """Await a short job in an event loop; cancelled while it waits, it does not run. Errors: as of `submit`."""
+        return await asyncio.wrap_future(self.submit(tenant, partial(call, *args)))
 
     def stop(self) -> None:
-        """End after the running job, or where a long one gives way; cancel the waiting jobs. Idempotent."""
+        """End after the running job, or step of a long one; cancel the waiting jobs. Idempotent."""
         with self._wake:
             self._stopped = True
             waiting = list(iter(self._waiting.pop, None))
@@ -175,50 +163,64 @@ class FairExecutor:
         self._thread.join()
 
     def _loop(self) -> None:
-        with suppress(ShuttingDown):
-            while True:
-                self._run_next()
+        while job := self._next():
+            if isinstance(job.work, Generator):
+                self._advance(job, job.work)
+            else:
+                self._run(job, job.work)
+        if self._long and isinstance(self._long.work, Generator):
+            self._long.work.close()
+            error = ShuttingDown("the server has shut down before all was done: ask again")
+            self._long.future.set_exception(error)
 
-    def _run_next(self, timeout_s: float | None = None) -> None:
-        """Run a job that is due now or after one wait, of POLL_S while jobs wait if no time is given.
-
-        Raises ShuttingDown.
-        """
+    def _next(self) -> _Job | None:
+        """The job to run now, after waiting for one; None at the end."""
         with self._wake:
-            job = self._waiting.pop(self._is_due)
-            if not job and not self._stopped and timeout_s != 0.0:
-                default_s = POLL_S if len(self._waiting) else None  # None: until a job is submitted
-                self._wake.wait(default_s if timeout_s is None else timeout_s)
-                job = self._waiting.pop(self._is_due)
-            if self._stopped:  # no job waits
-                raise ShuttingDown("the server has shut down before all was done: ask again")
-        if job:
-            self._run(job)
+            while not self._stopped:
+                job = self._due()
+                if job and (job is self._long or job.future.set_running_or_notify_cancel()):
+                    return job
+                if not job:
+                    self._wake.wait(POLL_S if self._long or len(self._waiting) else None)
+        return None
 
-    def _is_due(self, job: _Job) -> bool:
-        """Whether it need not wait for a long job that runs, nor for the cost of a failed job of its tenant."""
-        if job.is_long:
-            return not self._in_long_job
+    def _due(self) -> _Job | None:
+        """After each step of a long job a short one has its turn; while the long one rests, all have."""
+        rests = self._long and self._throttle.rest_s > 0 and self._in_flight()
+        if self._long and self._has_given_way and not rests:
+            return self._long
+        self._has_given_way = True
+        return self._waiting.pop(self._may_run) or (None if rests else self._long)
+
+    def _may_run(self, job: _Job) -> bool:
+        """Whether it need not wait for a long job that has begun, nor for the cost of a failed job of its tenant."""
+        if isinstance(job.work, Generator):
+            return self._long is None
         is_late = self._clock() >= self._not_before.get(job.tenant, 0.0)
         return is_late or not self._has_other_tenants(job.tenant)
 
-    def _run(self, job: _Job) -> None:
-        if not job.future.set_running_or_notify_cancel():
-            return
-        was_in_long_job, self._in_long_job = self._in_long_job, job.is_long
-        began, penalty = self._clock(), 0.0
-        if job.is_long:
-            self._throttle.begin()
+    def _advance(self, job: _Job, steps: Steps[Any]) -> None:
+        """Run the next step of a long job."""
+        self._long, self._has_given_way = job, False
         try:
-            job.future.set_result(job.call())
+            with self._throttle.charged(self._in_flight):
+                next(steps)
+        except StopIteration as end:
+            self._long = None
+            job.future.set_result(end.value)
         except BaseException as error:
+            self._long = None
             job.future.set_exception(error)
-            penalty = 0.0 if job.is_long else REJECTION_PENALTY
-        self._in_long_job = was_in_long_job
-        now = self._clock()
-        self._not_before = {tenant: then for tenant, then in self._not_before.items() if then > now}
-        if penalty:
-            self._not_before[job.tenant] = now + penalty * (now - began)
+
+    def _run(self, job: _Job, call: Callable[[], Any]) -> None:
+        began = self._clock()
+        try:
+            job.future.set_result(call())
+        except BaseException as error:
+            now = self._clock()
+            later = {tenant: then for tenant, then in self._not_before.items() if then > now}
+            self._not_before = {**later, job.tenant: now + REJECTION_PENALTY * (now - began)}
+            job.future.set_exception(error)
 
     def _drop(self, job: _Job) -> None:
         with self._wake:

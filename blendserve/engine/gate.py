@@ -22,12 +22,10 @@ own, the worst layer counting; of logits, relative to their spread.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -47,7 +45,7 @@ from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import Forward, model_forward
 from blendserve.models.runner import append
-from blendserve.paths import cache_folder
+from blendserve.paths import cached_file, write_cached
 from blendserve.registry import FULL_REUSE
 from blendserve.store.view import TensorView
 
@@ -120,16 +118,13 @@ def check_model(reader: LoadedModel) -> GateReport:
     """The kept verdict on this model, machine and these versions, or a new one."""
     versions = FORMAT, __version__, torch.__version__, version("transformers")
     about = versions, (platform.node(), reader.adapter.device, reader.fingerprint)
-    name = hashlib.blake2b(repr(about).encode(), digest_size=12).hexdigest()
-    file = cache_folder() / "gate" / f"{name}.json"
+    file = cached_file("gate", about)
     try:
         return GateReport(reader.name, tuple(GateRow(**row) for row in json.loads(file.read_text())))
     except (OSError, ValueError, TypeError):
         log.info("Checking that blending is correct with %s (once, a few seconds)", reader.name)
     report = check(reader)
-    with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([asdict(row) for row in report.rows]))
+    write_cached(file, json.dumps([asdict(row) for row in report.rows]))
     return report
 
 
@@ -211,7 +206,8 @@ class _Checks:
         """Blend when the first `n_stored` chunks are stored."""
         views = {i: TensorView(kv) for i, kv in enumerate(self.stored[:n_stored])}
         layout = lay_out(self.prompt, TensorView(self.stored_prefix) if has_prefix else None, views)
-        return run(blend_prefill(self.model, layout, BlendConfig(method="blend", **options), new_tokens=1))
+        cache = KVCache(self.model, len(self.prompt) + 1)
+        return run(blend_prefill(self.model, layout, BlendConfig(method="blend", **options), cache))
 
     def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""

@@ -18,7 +18,6 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult
-from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, Steps, Timings, run
 from blendserve.engine.drafts import Drafter
@@ -154,9 +153,9 @@ class Sequence:
 def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
     """By `request.blend`, into the sequence's cache."""
     request = sequence.request
-    options = request.decode.max_new_tokens, request.clock, sequence.cache
+    cache = sequence.cache or KVCache(blender.model, request.tokens)
     with request.clock.stage("prefill"):
-        return (yield from blender.prefill(request.prompt, request.blend, *options))
+        return (yield from blender.prefill(request.prompt, request.blend, cache, request.clock))
 
 
 def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:
@@ -165,8 +164,7 @@ def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> S
     yield from ()
     with request.clock.stage("prefill"):
         result = PassResult(KVCache(sequence.reader.adapter, 0), reference.feed(request.prompt.ids))
-    full = plan_full_prefill(request.prompt, request.blend, why)
-    return Prefilled(result, make_report(full, result), explain(full, result))
+    return Prefilled.of(plan_full_prefill(request.prompt, request.blend, why), result)
 
 
 class AnswerStream:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -58,15 +58,11 @@ class PromptFrame:
 
 
 class PromptBuilder:
-    """Lays out prompts for one model.
-
-    between: called before a passage is tokenised: a long job may let short ones run there.
-    """
+    """Lays out prompts for one model."""
 
     def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
         """Raises ModelUnsupported for a chat template that does not repeat what it is given."""
         self._tokenizer, self._literal, self._config = tokenizer, literal_tokenizer(tokenizer), config
-        self.between: Callable[[], None] = lambda: None
         self._head, self._tail = self._template(())
         self.prefix = self._ids(self._head)
         self.kv_context = self._kv_context(config.kv_context)
@@ -104,7 +100,6 @@ class PromptBuilder:
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as it stands in a prompt; without text, no tokens."""
-        self.between()
         text = passage_text(passage)
         return Chunk(self._tokens(text + "\n\n", literal=True) if text else (), passage)
 

@@ -255,9 +255,9 @@ class Scheduler:
         return self._task
 
     def _advance_task(self, task: Steps[None]) -> None:
-        self._throttle.begin()
         try:
-            next(task)
+            with self._throttle.charged(lambda: self.in_flight):
+                next(task)
         except StopIteration:
             self._task = None
         except BlendserveError as error:
@@ -266,8 +266,6 @@ class Scheduler:
         except Exception:
             self._task = None
             raise
-        finally:
-            self._throttle.charge(self.in_flight)
 
     # Prefill
 
@@ -345,7 +343,7 @@ class Scheduler:
 
     def _slot(self, sequence: Sequence) -> int:
         assert sequence.cache
-        return self._pool.slot(sequence.cache)
+        return self._pool.caches.index(sequence.cache)
 
     def _emit(self, sequence: Sequence, done: Prefilled | Tensor) -> None:
         """Emit the tokens that follow a prefill, or the logits [n, V] of a step."""

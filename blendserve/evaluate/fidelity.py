@@ -64,7 +64,7 @@ def answer(
     prompt = draw()
     with clock.stage("prefill"):
         room = max(decode.max_new_tokens, len(reference or ()))  # a text to continue may be longer
-        done = blender.run(prompt, method.blend, room, clock, prefix_kv=prefix_kv)
+        done = blender.run(prompt, method.blend, KVCache(adapter, len(prompt) + room), clock, prefix_kv)
     cache, first = done.result.cache, done.result.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
     begin = tuple(islice(source, 1))

@@ -6,10 +6,8 @@ leaves them out. A record whose fingerprint is not that of the weights does not 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from blendserve import __version__
 from blendserve.models.tokenizer import Tokenizer
-from blendserve.paths import cache_folder
+from blendserve.paths import cached_file, write_cached
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +61,12 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | 
 
 def save(folder: Path, dtype: torch.dtype, start: Start) -> None:
     """Write what `load` reads: a line of JSON, and the Rust tokenizer."""
-    file = record_file(folder, dtype)
     about = {name: value for name, value in vars(start.tokenizer).items() if name != "backend_tokenizer"}
     values = {**start._asdict(), "tokenizer": about, "end_tokens": sorted(start.end_tokens)}
-    head = json.dumps(values, default=str)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(f"{head}\n{start.tokenizer.backend_tokenizer.to_str()}", "utf-8")
-    os.replace(scratch, file)
+    write_cached(
+        record_file(folder, dtype),
+        f"{json.dumps(values, default=str)}\n{start.tokenizer.backend_tokenizer.to_str()}",
+    )
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -88,6 +84,4 @@ def record_file(folder: Path, dtype: torch.dtype) -> Path:
         (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()
     ]
     versions = __version__, torch.__version__, version("transformers")
-    about = repr((str(folder.resolve()), files, str(dtype), versions))
-    digest = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
-    return cache_folder() / "starts" / f"{digest}.record"
+    return cached_file("starts", (str(folder.resolve()), files, str(dtype), versions), ".record")

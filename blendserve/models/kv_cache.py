@@ -60,8 +60,8 @@ class CachePool:
         shape = (n, model.n_layers, model.n_kv_heads, n_tokens, model.head_dim)
         self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.values = torch.empty_like(self.keys)
-        self._free = list(range(n - 1, -1, -1))
-        self._slots: dict[int, int] = {}  # id of a cache in use -> its slot
+        self.caches = [KVCache.over(*pair) for pair in zip(self.keys, self.values, strict=True)]  # by slot
+        self._free = self.caches[::-1]
         self.n, self.n_tokens = n, n_tokens
 
     @property
@@ -71,18 +71,13 @@ class CachePool:
 
     def acquire(self) -> KVCache:
         """A slot as a cache; its former content is not read. Raises IndexError when none is free."""
-        slot = self._free.pop()
-        cache = KVCache.over(self.keys[slot], self.values[slot])
-        self._slots[id(cache)] = slot
-        return cache
-
-    def slot(self, cache: KVCache) -> int:
-        """Its slot. Raises KeyError for a cache that is not in use."""
-        return self._slots[id(cache)]
+        return self._free.pop()
 
     def release(self, cache: KVCache) -> None:
-        """Raises KeyError for a cache that is not in use: a slot is never free twice."""
-        self._free.append(self._slots.pop(id(cache)))
+        """Free its slot. Raises ValueError for a slot that is free."""
+        if cache in self._free:
+            raise ValueError("this slot is free already")
+        self._free.append(cache)
 
 
 def recycled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

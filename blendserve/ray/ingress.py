@@ -14,7 +14,7 @@ from typing import Any
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.config import Config, ServeConfig
 from blendserve.engine.documents import Collections
-from blendserve.engine.engine import Engine, index_owner
+from blendserve.engine.engine import Engine, token_counter
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import prepare_request
@@ -89,7 +89,7 @@ def serve_cluster(
         tokenizer = load_tokenizer(config.model)
         prompts = PromptBuilder(tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
-        owner = index_owner(facts.name, facts.dtype, facts.fingerprint, prompts)
-        library = Collections.open(VectorIndex.open(folder, embedder, **owner), folders, prompts)
+        tokens = token_counter(facts.name, facts.dtype, facts.fingerprint, prompts)
+        library = Collections.open(VectorIndex.open(folder, embedder, tokens), folders)
         client = RayEngineClient(config, library, settings.serve, tokenizer, prompts, group)
         HttpServer(create_engine_app(client), client).run()

@@ -1,16 +1,16 @@
 """Retrieval: documents.py -> Document, chunker.py -> Passage, embedder.py -> vectors, index.py -> nearest passages."""
 
-from blendserve.retrieve.chunker import split
-from blendserve.retrieve.demo_corpus import DEMO_TOPICS, language_reference
+from blendserve.retrieve.chunker import TokenCounter, split
+from blendserve.retrieve.demo_corpus import language_reference
 from blendserve.retrieve.documents import as_documents, document_id, read_documents
 from blendserve.retrieve.embedder import Embedder
 from blendserve.retrieve.index import VectorIndex
 from blendserve.retrieve.manifest import Manifest, read_manifest
 
 __all__ = [
-    "DEMO_TOPICS",
     "Embedder",
     "Manifest",
+    "TokenCounter",
     "VectorIndex",
     "as_documents",
     "document_id",

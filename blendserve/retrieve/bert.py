@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from blendserve.core import Steps
 from blendserve.kernels import ops
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
@@ -118,7 +119,6 @@ class Bert:
         self._cls, self._sep = (self.tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
         self.dimension = int(folder.config["hidden_size"])
         self.max_tokens, self.overhead = folder.max_tokens, 2
-        self.yield_point: Callable[[], None] = lambda: None
         self._heads = int(folder.config["num_attention_heads"])
         self._attention = AttentionSpec((self.dimension // self._heads) ** -0.5)
         self._eps, self._pooling = float(folder.config["layer_norm_eps"]), folder.pooling
@@ -136,7 +136,7 @@ class Bert:
         return BATCH_TOKENS_PER_THREAD * torch.get_num_threads()
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], is_question: bool) -> Steps[np.ndarray]:
         """See Encoder."""
         lengths = [len(window.ids) + self.overhead for window in windows]
         ids = [i for window in windows for i in (self._cls, *window.ids.tolist(), self._sep)]
@@ -144,16 +144,16 @@ class Bert:
         if padding:  # one more window, whose vector is dropped
             lengths.append(padding)
             ids += [0] * padding
-        pooled = self._pool(self._forward(torch.tensor(ids), lengths), lengths)
+        pooled = self._pool((yield from self._forward(torch.tensor(ids), lengths)), lengths)
         vectors: np.ndarray = pooled[: len(windows)].numpy()
         return vectors
 
-    def _forward(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _forward(self, ids: Tensor, lengths: Sequence[int]) -> Steps[Tensor]:
         """Token ids of all windows, packed [N] -> the last layer's states [N, E]."""
         x = self._words[ids] + self._positions[torch.cat([torch.arange(n) for n in lengths])]
         x = self._norm(x, self._first_norm).to(self._dtype)
         for layer in self._layers:
-            self.yield_point()
+            yield
             x = self._norm(layer.out(self._attend(layer.qkv(x), lengths)).add_(x), layer.out_norm)
             x = self._norm(layer.down(layer.up(x)).add_(x), layer.down_norm)
         return x

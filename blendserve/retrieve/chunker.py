@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError
@@ -16,6 +17,15 @@ from blendserve.retrieve.documents import document_id
 
 # Tokens of a passage in the prompt, title line and separators included.
 Count = Callable[[Passage], int]
+
+
+class TokenCounter(NamedTuple):
+    """The model that passages are split for."""
+
+    model: str  # name and dtype
+    fingerprint: str
+    count: Count
+
 
 # Boundaries, from the coarsest kind, each with the share of the room that a passage ending there must fill. A boundary
 # lies before the white space, so that a code block's indentation stays with the code.
@@ -32,12 +42,12 @@ _SPACE = re.compile(r"\s*\n|\s+")
 _CHARACTERS_PER_TOKEN = 4.0  # a first guess, corrected by every passage
 
 
-def split(document: Document, max_tokens: int, count: Count) -> list[Passage]:
+def split(document: Document, max_tokens: int, count: Count) -> Iterator[Passage]:
     """The document's passages in order, `count(passage) <= max_tokens` for each; ids are "<doc id>:<n>".
 
     `count` need not be additive: every returned passage has been counted as it is. It runs about eight times a passage,
     on texts of a passage's length (once on an empty one): linear in the document. Raises ConfigError when the title and
-    separators leave no room for text.
+    separators leave no room for text, or for a part of it.
     """
     return _Splitter(document, max_tokens, count).run()
 
@@ -58,14 +68,13 @@ class _Splitter:
         ]
         self.ends.append((range(len(self.text)), 0.0))  # between two characters
 
-    def run(self) -> list[Passage]:
-        passages: list[Passage] = []
-        end = 0
+    def run(self) -> Iterator[Passage]:
+        end = n = 0
         while (start := self._skip_space(end)) < len(self.text):
             end = self._end(start)
             if text := self.text[start:end].rstrip():
-                passages.append(self._passage(text, len(passages)))
-        return passages
+                yield self._passage(text, n)
+                n += 1
 
     def _end(self, start: int) -> int:
         """The end of the passage that begins at `start`."""

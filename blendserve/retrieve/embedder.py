@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from blendserve.core import Passage
+from blendserve.core import Passage, Steps, run
 from blendserve.errors import ModelError
 from blendserve.models.sources import first_line, quiet
 from blendserve.retrieve.bert import Bert, BertFolder
@@ -49,10 +49,6 @@ class Embedder:
         self.dtype = encoder.dtype
         self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
 
-    def set_yield_point(self, callback: Callable[[], None]) -> None:
-        """Call this between small parts of all work from now on."""
-        self.encoder.yield_point = callback
-
     @classmethod
     def load(cls, name: str = DEFAULT) -> Embedder:
         """Load a bundled embedder by name, or one from a local folder or the hub.
@@ -76,11 +72,11 @@ class Embedder:
                 f"fetch its files again, or use the bundled {DEFAULT!r}"
             ) from error
 
-    def cut(self, passages: Sequence[Passage]) -> list[list[Window]]:
+    def cut(self, passages: Sequence[Passage]) -> Steps[list[list[Window]]]:
         """The windows of each passage."""
         windows: list[list[Window]] = []
         for start in range(0, len(passages), TOKENIZER_BATCH):
-            self.encoder.yield_point()
+            yield
             block = passages[start : start + TOKENIZER_BATCH]
             whole = [_head(p.title) + p.text for p in block]
             encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
@@ -92,7 +88,7 @@ class Embedder:
 
     def encode(
         self, windows: Sequence[Window], progress: Progress | None = None, is_question: bool = False
-    ) -> np.ndarray:
+    ) -> Steps[np.ndarray]:
         """Unit vectors, [n, dimension] float32; windows of like length form a batch, longest first."""
         vectors = np.zeros((len(windows), self.dimension), np.float32)
         order, done = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids)), 0
@@ -101,7 +97,7 @@ class Embedder:
                 progress(done, len(windows))
             longest = len(windows[order[done]].ids) + self.encoder.overhead
             rows = order[done : done + max(1, self.encoder.batch_tokens // longest)]
-            vectors[rows] = _unit(self.encoder.encode([windows[n] for n in rows], is_question))
+            vectors[rows] = _unit((yield from self.encoder.encode([windows[n] for n in rows], is_question)))
             done += len(rows)
         if progress:
             progress(done, len(windows))
@@ -119,7 +115,7 @@ class Embedder:
         if len(question) > most or len(windows) > MAX_QUESTION_WINDOWS:
             *_, last = self._windows(question[-self._room * MAX_CHARACTERS_PER_TOKEN :])
             windows = [*windows[: MAX_QUESTION_WINDOWS - 1], last]
-        vector: np.ndarray = _unit(self.encode(windows, is_question=True).sum(0, keepdims=True))[0]
+        vector: np.ndarray = _unit(run(self.encode(windows, is_question=True)).sum(0, keepdims=True))[0]
         return vector
 
     def _windows(self, text: str, title: str = "") -> Iterator[Window]:

@@ -5,13 +5,14 @@ bert.py has BERT on a CPU without that library, which is its reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from blendserve.core import Steps
 from blendserve.errors import ModelError
 from blendserve.extras import install_hint
 
@@ -33,13 +34,12 @@ class Encoder(Protocol):
     max_tokens: int  # context length of the model
     overhead: int  # tokens of a window that are special or belong to the model's own prompt
     dtype: str
-    yield_point: Callable[[], None]  # called between small parts of the work
 
     @property
     def batch_tokens(self) -> int:
         """Maximum number of tokens in one batch, which bounds the memory."""
 
-    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], is_question: bool) -> Steps[np.ndarray]:
         """[n, dimension] float32, not normalised; fastest if windows of equal length are adjacent.
 
         is_question: some models put another prompt before questions than before passages.
@@ -58,7 +58,6 @@ class SentenceTransformersEncoder:
                 f"it needs the package sentence-transformers: {install_hint('embedders')} ({error})"
             ) from None
         self._model: Any = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-        self.yield_point: Callable[[], None] = lambda: None
         tokenizer = self._model.tokenizer
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("it has no fast tokenizer, whose offsets are needed to cut long passages")
@@ -73,9 +72,9 @@ class SentenceTransformersEncoder:
         self.batch_tokens = BATCH_SIZE * self.max_tokens
         self.dtype = str(self._model.dtype).removeprefix("torch.")
 
-    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], is_question: bool) -> Steps[np.ndarray]:
         """See Encoder; the library tokenises the texts again."""
-        self.yield_point()
+        yield
         texts, prompt = [window.text for window in windows], self._prompt(is_question)
         vectors = self._model.encode(texts, prompt=prompt, batch_size=BATCH_SIZE, show_progress_bar=False)
         return np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)

@@ -17,10 +17,10 @@ import faiss
 import numpy as np
 import xxhash
 
-from blendserve.core import Document, Passage
+from blendserve.core import Document, Passage, Steps, run
 from blendserve.errors import CorpusError, IndexMissing, InputError, VectorIndexError
 from blendserve.retrieve import manifest as disk
-from blendserve.retrieve.chunker import Count, split
+from blendserve.retrieve.chunker import TokenCounter, split
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import Embedder, Progress
 from blendserve.retrieve.manifest import Manifest
@@ -43,10 +43,9 @@ class VectorIndex:
     """
 
     def __init__(
-        self, path: Path, embedder: Embedder, count: Count, manifest: Manifest, base: str | None
+        self, path: Path, embedder: Embedder, tokens: TokenCounter, manifest: Manifest, base: str | None
     ) -> None:
-        self.path, self.embedder = path, embedder
-        self._count = count
+        self.path, self.embedder, self.tokens = path, embedder, tokens
         self._made_with = manifest
         self._base = base  # digest of the manifest on disk that the changes start from
         self._digests: dict[str, str] = {}  # document id -> digest of its content
@@ -57,11 +56,9 @@ class VectorIndex:
         cls,
         path: str | Path,
         embedder: Embedder,
+        tokens: TokenCounter,
         *,
-        reader: str,
-        reader_fingerprint: str,
         chunk_tokens: int,
-        count: Count,
         kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
         """An empty index; `save` writes it to `path`, replacing any index there."""
@@ -70,19 +67,20 @@ class VectorIndex:
             embedder=embedder.name,
             embedder_fingerprint=embedder.fingerprint,
             dimension=embedder.dimension,
-            reader=reader,
-            reader_fingerprint=reader_fingerprint,
+            reader=tokens.model,
+            reader_fingerprint=tokens.fingerprint,
             chunk_tokens=chunk_tokens,
             kind=kind,
             embedder_dtype="",
         )
-        return cls(Path(path), embedder, count, manifest, disk.manifest_digest(Path(path)))
+        return cls(Path(path), embedder, tokens, manifest, disk.manifest_digest(Path(path)))
 
     @classmethod
     def build(
         cls,
         path: str | Path,
         embedder: Embedder,
+        tokens: TokenCounter,
         documents: Iterable[Document | str | Mapping[str, Any]],
         progress: Progress | None = None,
         **settings: Any,
@@ -94,7 +92,7 @@ class VectorIndex:
         """
         path, given = Path(path), list(as_documents(documents))
         base = disk.manifest_digest(path)
-        index = cls.create(path / BUILDING, embedder, **settings)
+        index = cls.create(path / BUILDING, embedder, tokens, **settings)
         with suppress(VectorIndexError):  # the batches that a killed build with the same settings has saved
             manifest, files, saved = disk.read(index.path)
             if manifest.settings == index._made_with.settings:
@@ -109,17 +107,15 @@ class VectorIndex:
         return index
 
     @classmethod
-    def open(
-        cls, path: str | Path, embedder: Embedder, *, reader: str, reader_fingerprint: str, count: Count
-    ) -> VectorIndex:
+    def open(cls, path: str | Path, embedder: Embedder, tokens: TokenCounter) -> VectorIndex:
         """The index as it was last saved.
 
-        Raises IndexMissing, IndexMismatch (another embedder, reader, or a newer format) or IndexDamaged.
+        Raises IndexMissing, IndexMismatch (another embedder, model, or a newer format) or IndexDamaged.
         """
         path = Path(path)
         manifest, files, seal = disk.read(path)
-        manifest.check(path, (embedder.name, embedder.fingerprint), (reader, reader_fingerprint))
-        index = cls(path, embedder, count, manifest, seal)
+        manifest.check(path, (embedder.name, embedder.fingerprint), (tokens.model, tokens.fingerprint))
+        index = cls(path, embedder, tokens, manifest, seal)
         index._fill(files)
         return index
 
@@ -167,7 +163,13 @@ class VectorIndex:
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> int:
-        """Add new documents -> number of them.
+        """Add new documents -> number of them. See `add_steps`."""
+        return run(self.add_steps(documents, progress))
+
+    def add_steps(
+        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
+    ) -> Steps[int]:
+        """Add new documents -> number of them. The index may be searched between the steps.
 
         A known id with the same content is skipped, with other content it replaces the old document. Raises
         CorpusError (also for an id given twice with different contents) or ConfigError before anything changes.
@@ -175,9 +177,13 @@ class VectorIndex:
         continues there; raises VectorIndexError then, as `save`.
         """
         new = self._new(as_documents(documents))
-        passages = {d: split(new[d], self._made_with.chunk_tokens, self._count) for d in new}
+        passages = {d: list[Passage]() for d in new}
+        for d, document in new.items():
+            for passage in split(document, self._made_with.chunk_tokens, self.tokens.count):
+                passages[d].append(passage)
+                yield
         flat = [p for of_document in passages.values() for p in of_document]
-        windows = dict(zip((p.id for p in flat), self.embedder.cut(flat), strict=True))
+        windows = dict(zip((p.id for p in flat), (yield from self.embedder.cut(flat)), strict=True))
         total, done = sum(map(len, windows.values())), 0
         for batch in self._batches({d: sum(len(windows[p.id]) for p in passages[d]) for d in new}):
             if done:
@@ -185,7 +191,7 @@ class VectorIndex:
             of_batch = [p for d in batch for p in passages[d]]
             texts = [w for p in of_batch for w in windows[p.id]]
             report = (lambda n, _, done=done: progress(done + n, total)) if progress else None
-            vectors = self.embedder.encode(texts, report)
+            vectors = yield from self.embedder.encode(texts, report)
             self.delete(*(d for d in batch if d in self))
             self._append(of_batch, [len(windows[p.id]) for p in of_batch], vectors)
             self._digests |= {d: content_digest(new[d]) for d in batch}

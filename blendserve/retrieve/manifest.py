@@ -54,11 +54,11 @@ class Manifest:
         """An index of other documents with the same settings may hold the same vectors."""
         return self.embedder_fingerprint, self.reader_fingerprint, self.chunk_tokens, self.kind
 
-    def check(self, folder: Path, embedder: tuple[str, str], reader: tuple[str, str]) -> None:
+    def check(self, folder: Path, embedder: tuple[str, str], model: tuple[str, str]) -> None:
         """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
         for part, name, digest, (given_name, given) in (
             ("embedder", self.embedder, self.embedder_fingerprint, embedder),
-            ("model", self.reader, self.reader_fingerprint, reader),
+            ("model", self.reader, self.reader_fingerprint, model),
         ):
             if digest != given:
                 raise IndexMismatch(

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query
 
-from blendserve.core import Document, Passage, TokenIds
+from blendserve.core import Document, Passage, Steps, TokenIds
 from blendserve.engine.documents import Documents
 from blendserve.engine.prompt import passage_text
 from blendserve.errors import InputError, NotFound
@@ -24,7 +24,7 @@ from blendserve.store import ChunkKey
 
 BATCH = 64  # passages whose tokens a job holds, and chunks that it fetches in one call
 KEYS_PER_CALL = 1000  # between two calls, other tenants have their turn
-PASSAGES_PER_YIELD = 500  # searched before questions may run
+PASSAGES_PER_STEP = 500  # searched before questions may run
 EXCERPT = 240  # characters of a passage in a list
 MAX_PAGE = 200  # entries
 
@@ -45,9 +45,13 @@ class Caller:
         """A collection by name, or the tenant's only one. Raises InputError, NotFound."""
         return self.client.collections.find(self.tenant, collection)
 
-    async def on_index(self, call: Callable[..., T], *args: Any) -> T:
-        """Run a call on the thread of the indexes; questions run between its parts."""
-        return await self.client.collections.executor.run(self.tenant.name, call, *args, long=True)
+    async def on_index(self, call: Callable[..., Steps[T]], *args: Any) -> T:
+        """Run a call on the thread of the indexes; questions run between its steps."""
+
+        def steps() -> Steps[T]:
+            return (yield from call(*args))
+
+        return await asyncio.wrap_future(self.client.collections.executor.submit(self.tenant.name, steps()))
 
     async def on_store(self, call: Callable[..., T], *args: Any) -> T:
         """Run a call on the thread of the store."""
@@ -72,27 +76,34 @@ class Caller:
         """Compute and pin KV in batches, as the tokens of a collection may not fit in memory."""
         distinct = list({text: p for p in passages if (text := passage_text(p))}.values())
         job.chunks = len(distinct)
-        batch, n_before = self.client.batch, 0
+        batch, writer = self.client.batch, self.client.batch.blender(self.tenant.namespace).writer
+
+        async def compute(ids: TokenIds, on_leased: Literal["skip", "compute"]) -> bool:
+            """Whether the chunk is left to another process. One task each: a request never waits for more than one."""
+            task = batch.in_background(writer.precompute_one(ids, on_leased), self.tenant.name)
+            is_left = await asyncio.wrap_future(task)
+            job.computed += not is_left
+            return is_left
+
         for some in _batches(distinct, BATCH):
             chunks = await self.on_index(self.chunk_ids, some)
+            left = [ids for ids in chunks if await compute(ids, "skip")]
+            for ids in left:
+                await compute(ids, "compute")
 
-            def progress(n: int, n_before: int = n_before) -> None:
-                job.computed = n_before + n
-
-            writer = batch.blender(self.tenant.namespace).writer
-            await asyncio.wrap_future(batch.precompute(writer, chunks, progress, self.tenant.name))
-            n_before += len(some)
-
-    def chunk_ids(self, passages: Sequence[Passage]) -> list[TokenIds]:
+    def chunk_ids(self, passages: Sequence[Passage]) -> Steps[list[TokenIds]]:
         """Raises InputError for a passage that no request could hold."""
-        limit, prompts = self.client.max_tokens, self.client.engine.prompts
-        # A lower bound of the length, before anything is tokenised
-        too_long = [p for p in passages if prompts.at_least((p.title, p.text), limit)]
-        chunks = [] if too_long else prompts.chunk_ids(passages)
-        too_long += [p for p, ids in zip(passages, chunks, strict=False) if len(ids) > limit]
-        if too_long:
-            start = repr(passage_text(too_long[0])[:40])
-            raise InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
+        limit, prompts, chunks = self.client.max_tokens, self.client.engine.prompts, list[TokenIds]()
+        for passage in passages:
+            yield
+            least = prompts.at_least((passage.title, passage.text), limit)  # without tokenising all of it
+            ids = () if least else prompts.chunk(passage).ids
+            if max(least, len(ids)) > limit:
+                start = repr(passage_text(passage)[:40])
+                raise InputError(
+                    f"the passage that begins with {start} has more than {limit} tokens: shorten it"
+                )
+            chunks.append(ids)
         return chunks
 
 
@@ -115,14 +126,17 @@ class ListQuery(Caller):
         """The body of a response. name: of the collection. data: entries of this page."""
         return {"collection": name, "total": total, "offset": self.offset, "data": data}
 
-    def matching(self, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]) -> Iterator[Passage]:
-        """The passages with the text in one of their fields. Questions run in between."""
-        text = self.search.strip().casefold()
+    def matching(
+        self, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]
+    ) -> Steps[list[Passage]]:
+        """The passages with the text in one of their fields."""
+        text, found = self.search.strip().casefold(), list[Passage]()
         for n, passage in enumerate(index.passages):
-            if n % PASSAGES_PER_YIELD == 0:
-                self.client.collections.executor.yield_to_requests()
+            if n % PASSAGES_PER_STEP == 0:
+                yield
             if not text or any(text in field.casefold() for field in fields(passage)):
-                yield passage
+                found.append(passage)
+        return found
 
 
 @dataclass(frozen=True)
@@ -147,9 +161,13 @@ class Selection(Caller):
         """The keys of the chunks, without empty passages."""
         blender, prompts = self.client.batch.blender(self.tenant.namespace), self.client.engine.prompts
 
-        def find() -> list[ChunkKey]:
-            chunks = map(prompts.chunk, self.passages())
-            return [blender.key(chunk.ids) for chunk in chunks if len(chunk)]
+        def find() -> Steps[list[ChunkKey]]:
+            keys = list[ChunkKey]()
+            for passage in self.passages():
+                yield
+                if ids := prompts.chunk(passage).ids:
+                    keys.append(blender.key(ids))
+            return keys
 
         return await self.on_index(find)
 
@@ -179,8 +197,8 @@ async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: Tenan
         """Add one document at a time; questions run between its parts. The index is saved once, at the end."""
         added, replaced = list[Passage](), list[Passage]()
 
-        def put(document: Document) -> None:
-            _, new, old = caller.documents(index).stage([document])
+        def put(document: Document) -> Steps[None]:
+            _, new, old = yield from caller.documents(index).stage([document])
             added.extend(new)
             replaced.extend(old)
 
@@ -212,11 +230,8 @@ async def list_documents(query: ListDep) -> dict[str, Any]:
     """The documents of a collection whose id or title contains the text, with their numbers of passages."""
     name, index = query.find(query.collection)
 
-    def look_up() -> Counter[tuple[str, str]]:
-        found = query.matching(index, lambda p: (p.doc_id, p.title))
-        return Counter((passage.doc_id, passage.title) for passage in found)
-
-    found = await query.on_index(look_up)
+    passages = await query.on_index(query.matching, index, lambda p: (p.doc_id, p.title))
+    found = Counter((passage.doc_id, passage.title) for passage in passages)
     page = query.page(list(found.items()))
     data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
     return query.answer(name, len(found), data)
@@ -305,8 +320,8 @@ async def list_chunks(query: ListDep) -> dict[str, Any]:
     name, index = query.find(query.collection)
     engine, blender = query.client.engine, query.client.batch.blender(query.tenant.namespace)
 
-    def look_up() -> tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]:
-        found = list(query.matching(index, lambda p: (p.id, passage_text(p))))
+    def look_up() -> Steps[tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]]:
+        found = yield from query.matching(index, lambda p: (p.id, passage_text(p)))
         page = [(passage, engine.prompts.chunk(passage).ids) for passage in query.page(found)]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 

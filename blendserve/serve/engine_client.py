@@ -162,9 +162,6 @@ class LocalEngineClient(EngineClient):
         self.collections = TenantCollections(library, retrieval)
         self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
-        engine.prompts.between = retrieval.yield_to_requests
-        for index in library.collections.values():
-            index.embedder.set_yield_point(retrieval.yield_to_requests)
 
     @property
     def is_alive(self) -> bool:

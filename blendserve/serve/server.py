@@ -40,7 +40,7 @@ def serve(settings: Config, indexes: Sequence[str]) -> None:
     config, folders = local_indexes(settings, indexes)
     with Engine.open(folders[0], config) as engine:
         assert engine.index is not None
-        run(engine, Collections.open(engine.index, folders, engine.prompts), settings.serve)
+        run(engine, Collections.open(engine.index, folders), settings.serve)
 
 
 def local_indexes(settings: Config, indexes: Sequence[str]) -> tuple[Config, list[str]]:

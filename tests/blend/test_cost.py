@@ -78,20 +78,21 @@ def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "blendserve.blend.cost")
-    first = calibrated(tiny_adapter("llama"), "f", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = calibrated(tiny_adapter("llama"), "f")
     assert min(astuple(first)) >= 0
     assert first.seconds(Work(1, 200, 20_000, 0)) > 0
-    (file,) = tmp_path.iterdir()
+    (file,) = (tmp_path / "blendserve" / "profit").iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "per_row": 0.125}))
-    assert calibrated(tiny_adapter("llama"), "f", tmp_path).per_row == 0.125
+    assert calibrated(tiny_adapter("llama"), "f").per_row == 0.125
     assert len(caplog.records) == 1
     file.write_text("{")
-    assert calibrated(tiny_adapter("llama"), "f", tmp_path).per_row != 0.125
-    file.write_text("a file where the folder should be")
-    assert calibrated(tiny_adapter("llama"), "other", file / "below").per_pass >= 0
+    assert calibrated(tiny_adapter("llama"), "f").per_row != 0.125
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where nothing can be kept
+    assert calibrated(tiny_adapter("llama"), "f").per_pass >= 0
     assert len(caplog.records) == 3
 
 

@@ -131,6 +131,14 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace() -> None:
         assert donors == ([mine.key(OLD).hex()] if by is mine else [])
 
 
+def test_prefix_caching_moves_no_text_of_a_donor() -> None:
+    by = tiny_blender(None, OLD)
+    assert donors_of(ask(by, NEW))
+    done, full = (ask(by, NEW, blend=NEAR.model_copy(update={"method": m})) for m in ("prefix", "full"))
+    assert (done.report.tokens_reused, done.report.near) == (0, ())
+    torch.testing.assert_close(done.result.logits, full.result.logits)
+
+
 def test_a_donor_that_is_damaged_or_deleted_is_a_miss_until_it_is_stored_again() -> None:
     store = FaultyStore(MemoryStore(ROOMY))
     by = tiny_blender(store, FIRST, OLD)

@@ -32,9 +32,8 @@ def test_a_prompt_that_fills_the_context_to_the_last_token(name: str) -> None:
     left = adapter.context_limit - 8 - 3
     prompt = some_prompt([left - 2 * (left // 3), left // 3, left // 3], prefix=8, suffix=3)
     assert len(prompt) == adapter.context_limit
-    done = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(policy="all"), new_tokens=7))
+    done = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(policy="all")))
     assert_near(done.logits, model_logits(adapter, prompt))
-    assert done.cache.capacity == len(prompt) + 7  # room for the answer
 
 
 @pytest.mark.skipif(not HAS_BF16, reason="no kernels for bf16")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blendserve.core import Steps
 from blendserve.engine.fair_executor import MAX_CREDIT_S, BackgroundThrottle, FairExecutor, FairQueue
 from blendserve.errors import InputError, ShuttingDown
 from tests.support.waiting import ManualClock, eventually
@@ -31,9 +32,8 @@ def test_under_constant_load_work_has_its_share_of_the_time(
     clock = ManualClock(0)
     throttle, rested = BackgroundThrottle(share, clock), 0.0
     for unit in units:
-        throttle.begin()
-        clock.advance(unit)
-        throttle.charge(in_flight=True)
+        with throttle.charged(in_flight=lambda: True):
+            clock.advance(unit)
         while throttle.rest_s > 0:
             clock.advance(request)
             rested += request
@@ -66,13 +66,13 @@ class Jobs:
         return self.thread.submit(tenant, partial(self.work, name, seconds))
 
     def submit_long(self, parts: int, first: Callable[[], object] = lambda: None) -> Future[None]:
-        def long() -> None:
+        def long() -> Steps[None]:
             first()
             for n in range(parts):
                 self.work(f"part {n}", 1.0)
-                self.thread.yield_to_requests()
+                yield
 
-        return self.thread.submit("jobs", long, long=True)
+        return self.thread.submit("jobs", long())
 
     def refuse(self) -> None:
         """A job of the tenant "hostile" that fails."""

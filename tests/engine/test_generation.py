@@ -14,6 +14,7 @@ from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import run
 from blendserve.engine.generate import Detokenizer, Sampler, generate
+from blendserve.models.kv_cache import KVCache
 from tests.support.blending import lay, some_prompt
 from tests.support.models import tiny_adapter
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
@@ -23,7 +24,8 @@ PROMPT, NEW = some_prompt([9, 14]), 24
 
 def tokens(end: set[int], **options: Any) -> list[int]:
     adapter, config = tiny_adapter("llama"), DecodeConfig(max_new_tokens=NEW, **options)
-    done = run(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(policy="all"), NEW))
+    cache = KVCache(adapter, len(PROMPT) + NEW)
+    done = run(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(policy="all"), cache))
     return list(generate(adapter, done.cache, len(PROMPT), done.logits, config, end))
 
 

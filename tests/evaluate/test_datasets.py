@@ -32,7 +32,7 @@ from blendserve.evaluate.formats import Example
 from blendserve.evaluate.job import with_task
 from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.prompts import PromptSource, permuted, with_permutations
-from blendserve.retrieve import Embedder, VectorIndex
+from blendserve.retrieve import Embedder, TokenCounter, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
 
@@ -305,8 +305,8 @@ def test_windows_are_the_passages_joined_and_cut(
 
 def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
     engine = tiny_engine()
-    about: Any = {"reader": "tiny", "reader_fingerprint": "", "chunk_tokens": 64}
-    engine.index = VectorIndex.create(tmp_path, Embedder.load("minilm-l6"), count=lambda _: 1, **about)
+    tokens = TokenCounter("tiny", "", lambda _: 1)
+    engine.index = VectorIndex.create(tmp_path, Embedder.load("minilm-l6"), tokens, chunk_tokens=64)
     texts = ("Maria Lund built the lighthouse.", "Bees dance.", "Tea is grown in Assam.")
     engine.index.add([{"text": text, "title": text.split()[0]} for text in texts])
     source = PromptSource(engine, EvaluateConfig(setting="open", top_k=1))

@@ -22,6 +22,7 @@ from blendserve.evaluate.fidelity import forced, kl
 from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.summary import KL_FLOOR, Predictions, tail
 from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, normalise, rouge_l
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
 from tests.support.blending import assert_near, lay, model_says, some_ids, some_prompt
 from tests.support.models import KINDS, tiny_adapter
@@ -33,7 +34,8 @@ ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 def test_forced_logits_are_the_model_s_own(name: str) -> None:
     """Over a full prefill; what decoding left in the cache does not matter."""
     adapter, at = tiny_adapter(name), len(PROMPT)
-    done = run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(ratio=1.0), len(ANSWER)))
+    cache = KVCache(adapter, at + len(ANSWER))
+    done = run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(ratio=1.0), cache))
     append(adapter, done.cache, at, some_ids(len(ANSWER), seed=8))
     own = model_says(adapter, (*PROMPT.ids, *ANSWER[:-1])).logits[0, at - 1 :]
     assert_near(forced(adapter, done.cache, at, done.logits, ANSWER), own)

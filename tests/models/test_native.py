@@ -114,8 +114,8 @@ def test_bits_of_a_step_depend_on_neither_other_rows_nor_threads(name: str, dtyp
 @pytest.mark.parametrize("name", LOOPED)
 def test_a_form_without_a_kernel_is_run_by_the_loop_and_named(name: str) -> None:
     adapter = wide_adapter(name)
-    decoder, reason = native_decoder(adapter)
-    assert decoder is None
+    native, reason = native_decoder(adapter)
+    assert native is None
     assert reason
     with torch.inference_mode():
         assert native_layers(adapter, 20) is None

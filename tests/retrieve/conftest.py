@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 import tokenizers as tk
 import torch
 
-from blendserve.core import Passage
+from blendserve.core import Passage, Steps, run
 from blendserve.retrieve import Embedder
 from blendserve.retrieve.bert import Bert, BertFolder
 from blendserve.retrieve.embedder import DEFAULT, fingerprint_of, model_folder
@@ -53,10 +53,10 @@ class WordEncoder:
     def __init__(self) -> None:
         self.tokenizer = tk.Tokenizer(tk.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
         self.tokenizer.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
-        self.yield_point: Callable[[], None] = lambda: None
         self.windows = 0
 
-    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], is_question: bool) -> Steps[np.ndarray]:
+        yield
         self.windows += len(windows)
         none = np.zeros(self.dimension)
         return np.array([sum(map(word_vector, w.text.split()), none) for w in windows], np.float32)
@@ -68,11 +68,11 @@ def toy_embedder(name: str = "toy", fingerprint: str = "toy") -> Embedder:
 
 def windows_of(embedder: Embedder, text: str, title: str = "") -> list[str]:
     """The windows that a passage is cut into."""
-    return [window.text for window in embedder.cut([Passage(text, title)])[0]]
+    return [window.text for window in run(embedder.cut([Passage(text, title)]))[0]]
 
 
 def embed(embedder: Embedder, texts: Sequence[str]) -> np.ndarray:
     """Unit vectors, [n, dimension]: of each text, the mean of its windows'."""
-    cut = embedder.cut([Passage(text) for text in texts])
-    means = [embedder.encode(windows).sum(0) for windows in cut]
+    cut = run(embedder.cut([Passage(text) for text in texts]))
+    means = [run(embedder.encode(windows)).sum(0) for windows in cut]
     return np.array([mean / max(np.linalg.norm(mean), 1e-30) for mean in means])

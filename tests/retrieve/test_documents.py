@@ -126,7 +126,7 @@ def test_passages_fit_and_nothing_is_lost(
         return len(embedder.encoder.tokenizer.encode(shown, add_special_tokens=False).ids)
 
     for most, counted in ((limit, count), (real, word_pieces)):  # the second as a real tokenizer counts
-        passages = split(Document(text, title="T", id="d"), most, counted)
+        passages = list(split(Document(text, title="T", id="d"), most, counted))
         assert all(counted(p) <= most for p in passages)
         assert all(p.text in text for p in passages)
         kept = "".join(p.text for p in passages)
@@ -155,12 +155,12 @@ def test_cost_is_linear() -> None:
     """Characters handed to `count` per character of text; recounting the rest each time would be thousands."""
     text = ("x" * 40_000) + " word" * 20_000 + ". A sentence." * 4_000 + "\n" * 20_000 + "." * 20_000
     count = Mock(wraps=utf8)
-    split(Document(text), 300, count)
+    assert all(split(Document(text), 300, count))
     assert sum(len(call.args[0].text) for call in count.call_args_list) < 40 * len(text)
 
 
 def test_a_title_that_leaves_no_room_is_refused() -> None:
     for text, title, limit, count in (("text", "a long title", 4, words), ("🙂", "", 4, utf8)):
         with pytest.raises(ConfigError) as error:
-            split(Document(text, title=title, id="d"), limit, count)
+            list(split(Document(text, title=title, id="d"), limit, count))
         assert error.value.setting == "retrieve.chunk_tokens"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.core import Passage
+from blendserve.core import Passage, run
 from blendserve.errors import ModelError
 from blendserve.retrieve import Embedder, bert
 from blendserve.retrieve.bert import BertFolder
@@ -119,7 +119,7 @@ def test_models_that_cannot_be_loaded_are_refused(
 
 
 def one_window_each(embedder: Embedder) -> list[Window]:
-    return [window for (window,) in embedder.cut([Passage(text) for text in TEXTS])]
+    return [window for (window,) in run(embedder.cut([Passage(text) for text in TEXTS]))]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -132,13 +132,13 @@ def test_vectors_are_the_library_s(
         assert Embedder.load().dtype == "float32"
     monkeypatch.setattr(bert, "BATCH_TOKENS_PER_THREAD", 300)
     embedder, seen = exact_embedder(folder), list[tuple[int, int]]()
-    vectors = embedder.encode(one_window_each(embedder), lambda done, total: seen.append((done, total)))
+    vectors = run(embedder.encode(one_window_each(embedder), lambda done, total: seen.append((done, total))))
     expected = library.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     assert seen == sorted(seen)
     assert seen[-1] == (len(TEXTS),) * 2
     assert len(seen) > 3
-    assert embedder.encode([]).shape == (0, embedder.dimension)
+    assert run(embedder.encode([])).shape == (0, embedder.dimension)
     assert embedder.max_tokens == library.max_seq_length
 
 
@@ -156,7 +156,7 @@ def test_cls_pooling_and_a_folder_as_the_library_saves_it_today(copy: Path, libr
 def test_half_precision_is_alike_and_does_not_depend_on_the_batch(embedder: Embedder) -> None:
     """As a user gets it: in bf16 where this CPU is faster with it."""
     fast_embedder = Embedder.load()
-    fast = fast_embedder.encode(one_window_each(embedder))
+    fast = run(fast_embedder.encode(one_window_each(embedder)))
     assert (fast * embed(embedder, TEXTS)).sum(1).min() > 0.999
     assert (fast * embed(fast_embedder, TEXTS)).sum(1).min() > 0.9999  # each alone
 

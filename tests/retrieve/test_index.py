@@ -21,13 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from blendserve.core import Document, Passage
 from blendserve.errors import CorpusError, IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
-from blendserve.retrieve import Embedder, VectorIndex, read_manifest, split
+from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest, split
 from blendserve.retrieve import index as retrieve_index
 from blendserve.retrieve.index import BUILDING, PASSAGES, VECTORS
 from blendserve.retrieve.manifest import FORMAT, MANIFEST
 from tests.retrieve.conftest import WordEncoder, embed, toy_embedder, windows_of, words
 
-READER: dict[str, Any] = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
+COUNTER = TokenCounter("tiny", "abcdefghij", words)
 FILES = [MANIFEST, PASSAGES, VECTORS]
 OLD_INDEX = Path(__file__).parent / "index_format_1"  # written by commit 974603a
 TOKENS = 20
@@ -43,11 +43,11 @@ NAMES = sorted({document.id for document in DOCUMENTS})
 
 
 def create(path: Path, kind: Literal["flat", "hnsw"] = "flat") -> VectorIndex:
-    return VectorIndex.create(path, EMBEDDER, chunk_tokens=TOKENS, count=words, kind=kind, **READER)
+    return VectorIndex.create(path, EMBEDDER, COUNTER, chunk_tokens=TOKENS, kind=kind)
 
 
-def reopen(path: Path, **changes: Any) -> VectorIndex:
-    return VectorIndex.open(path, changes.pop("embedder", EMBEDDER), count=words, **{**READER, **changes})
+def reopen(path: Path, embedder: Embedder = EMBEDDER, **changes: Any) -> VectorIndex:
+    return VectorIndex.open(path, embedder, COUNTER._replace(**changes))
 
 
 class Killed(BaseException):
@@ -212,14 +212,14 @@ def texts(path: Path) -> list[str]:
 
 def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
     assert read_manifest(saved)[0] == reopen(saved).manifest
-    assert len(reopen(saved, reader="renamed")) == 2  # the fingerprint decides
+    assert len(reopen(saved, model="renamed")) == 2  # the fingerprint decides
 
     def refused(**other: Any) -> str | None:
         with pytest.raises(IndexMismatch) as error:
             reopen(saved, **other)
         return error.value.setting
 
-    assert refused(reader_fingerprint="zyx") == "model"
+    assert refused(fingerprint="zyx") == "model"
     assert refused(embedder=toy_embedder("other", "0123456789")) == "embedder"
     values = json.loads((saved / MANIFEST).read_text())
     (saved / MANIFEST).write_text(json.dumps({**values, "format": FORMAT + 1, "kind": "quantum"}))
@@ -308,9 +308,8 @@ def build(path: Path, stop: int = 999, documents: Sequence[Document] = TEXTS, mo
             raise Killed
 
     with suppress(Killed):
-        VectorIndex.build(
-            path, Embedder(encoder, "toy", model), documents, progress, chunk_tokens=60, count=words, **READER
-        )
+        embedder = Embedder(encoder, "toy", model)
+        VectorIndex.build(path, embedder, COUNTER, documents, progress, chunk_tokens=60)
     return encoder.windows
 
 

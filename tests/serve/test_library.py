@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 
@@ -122,16 +122,13 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
     eventually(lambda: server.backend.batch.fetcher.copies.shared.n_bytes == 0)
 
 
-def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
+def test_a_background_task_that_is_cancelled_while_it_waits_harms_nothing(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batch, chunks = server.backend.batch, server.engine.prompts.chunk_ids(PASSAGES)
-    writer = batch.blender("").writer
-    with server.busy() as release:
-        job: Any = batch.precompute(writer, chunks[:1], Mock(side_effect=lambda _: job.cancel()), "")
-        release.set()
-        eventually(job.cancelled)
-    for some in (chunks, []):
-        batch.precompute(writer, some, lambda n: None, "").result(30)
+    batch, writer = server.backend.batch, server.backend.batch.blender("").writer
+    with server.busy():
+        assert batch.in_background(writer.precompute_one((5, 6), "skip"), "").cancel()
+    for ids in server.engine.prompts.chunk_ids(PASSAGES):
+        assert not batch.in_background(writer.precompute_one(ids, "skip"), "").result(30)
     assert not caplog.records
     assert server.engine.store.stats("").chunks == len(PASSAGES)

@@ -28,7 +28,7 @@ from blendserve.core import Document, Passage, Steps
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.retrieve import VectorIndex
+from blendserve.retrieve import TokenCounter, VectorIndex
 from blendserve.retrieve.encoder import Window
 from blendserve.serve.app import create_engine_app
 from blendserve.serve.engine_client import LocalEngineClient
@@ -57,13 +57,12 @@ class WordEmbedder:
 
     name, fingerprint, dimension, max_tokens, dtype = "words", "words-1", 64, 10_000, "float32"
 
-    def set_yield_point(self, callback: Callable[[], None]) -> None:
-        """An embedding takes no time."""
-
-    def cut(self, passages: Sequence[Passage]) -> list[list[Window]]:
+    def cut(self, passages: Sequence[Passage]) -> Steps[list[list[Window]]]:
+        yield
         return [[Window(f"{p.title}\n{p.text}", np.zeros(1, np.int32))] for p in passages]
 
-    def encode(self, windows: Sequence[Window], *_: Any) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], *_: Any) -> Steps[np.ndarray]:
+        yield
         return np.stack([self.embed_question(window.text) for window in windows])
 
     def embed_question(self, question: str) -> np.ndarray:
@@ -76,11 +75,10 @@ class WordEmbedder:
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
     """The index in a folder; if there is none, a new one of these documents."""
     reader, embedder = toy_reader(), cast("Any", WordEmbedder())
-    of_reader: Any = {"reader": reader.name, "reader_fingerprint": reader.fingerprint}
-    of_reader["count"] = lambda passage: len(prompts.chunk(passage))
+    tokens = TokenCounter(reader.name, reader.fingerprint, lambda passage: len(prompts.chunk(passage)))
     if folder.exists():
-        return VectorIndex.open(folder, embedder, **of_reader)
-    made = VectorIndex.create(folder, embedder, chunk_tokens=64, **of_reader)
+        return VectorIndex.open(folder, embedder, tokens)
+    made = VectorIndex.create(folder, embedder, tokens, chunk_tokens=64)
     made.add(documents)
     made.save()
     return made

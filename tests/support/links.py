@@ -13,7 +13,7 @@ from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.fetch.source import ANY, StoreSource
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss
-from blendserve.store.blobs import BlobStore
+from blendserve.store.blobs import BlobReader
 from blendserve.store.clock import Clock
 from tests.support.waiting import ManualClock
 
@@ -68,7 +68,7 @@ class ScriptedSource:
     def __post_init__(self) -> None:
         self.clock = ManualClock()
         self.link = Known(self.rate, self.clock) if self.rate else LinkEstimator(self.clock)
-        self.blobs: BlobStore = MemoryStore(0).blobs
+        self.blobs: BlobReader = MemoryStore(0).blobs
         self.came: dict[ChunkKey, str] = {}  # chunks that came whole, and their levels
         self.asked: Counter[ChunkKey] = Counter()
         self.absent: set[ChunkKey] = set()

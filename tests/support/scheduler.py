@@ -201,8 +201,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(error=st.builds(RuntimeError))
     def arm(self, error: Exception | None) -> None:
         """The next forward raises the error, of a prefill or of a decoding step."""
-        model: Any = reader().adapter  # a FaultyModel
-        self.fault = model.fault = error
+        faulty: Any = reader().adapter
+        self.fault = faulty.fault = error
 
     @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))
     def in_background(self, layers: int = 1, tenant: str = "", error: Exception | None = None) -> None:
