@@ -139,9 +139,9 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        added, _, replaced = run(self._documents().stage(documents, progress))
-        run(self._documents().commit(replaced))
-        return added
+        added = run(self._index().add_steps(documents, progress))
+        run(self._documents().commit(added.replaced))
+        return added.documents
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there."""
