@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method, Positive, Ratio
 from blendserve.core import Chunk, Prompt, TokenIds
@@ -38,17 +38,17 @@ class AutoConfig(BenchConfig):
 
 
 def groups(config: AutoConfig, log: SampleLog) -> Iterator[Group]:
-    reader = open_reader(config, log)
-    adapter, rng = reader.adapter, np.random.default_rng(config.seed)
+    model = open_model(config, log)
+    decoder, rng = model.decoder, np.random.default_rng(config.seed)
 
     def ids(n: int) -> TokenIds:
-        return tuple(rng.integers(3, min(40_000, adapter.vocab_size), size=n).tolist())
+        return tuple(rng.integers(3, min(40_000, decoder.vocab_size), size=n).tolist())
 
     for n, size, hits in product(config.chunks, config.chunk_tokens, config.hit_rates):
-        if PREFIX + n * size + SUFFIX > adapter.context_limit:
+        if PREFIX + n * size + SUFFIX > decoder.context_limit:
             continue
         prompt = Prompt(ids(PREFIX), tuple(Chunk(ids(size)) for _ in range(n)), ids(SUFFIX))
-        blender = Blender(adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
+        blender = Blender(decoder, model.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
         stored = sorted(rng.permutation(n)[: round(hits * n)])
         blender.writer.precompute([prompt.chunks[i].ids for i in stored])
         seconds: dict[str, list[float]] = {method: [] for method in METHODS}

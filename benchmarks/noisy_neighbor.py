@@ -103,7 +103,7 @@ def think_time(service_s: float, clients: int, share: float) -> float:
 
 def prepare(config: NeighborConfig, folder: Path) -> None:
     """An index of bundled text with its KV. Raises ModelError, StoreError."""
-    settings = Config(model=config.reader, blend=BlendConfig(method=METHOD))
+    settings = Config(model=config.model_settings, blend=BlendConfig(method=METHOD))
     with Engine.build(folder, language_reference(), settings) as engine:
         engine.precompute()
 

@@ -44,13 +44,13 @@ class BatchEngine:
     ) -> None:
         """As ServeConfig names them. Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
-        reader, limit = engine.reader, engine.reader.adapter.context_limit
+        model, limit = engine.model, engine.model.decoder.context_limit
         self.engine, self.fetcher = engine, engine.fetcher
-        self.pool = CachePool(reader.adapter, slots, min(slot_tokens or limit, limit))
+        self.pool = CachePool(model.decoder, slots, min(slot_tokens or limit, limit))
         self.fetcher.copies.shared.cap_bytes = share_bytes
         engine.blender.prefixes.cap_bytes = prefix_bytes
         self.scheduler = Scheduler(
-            reader, self.pool, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)
+            model, self.pool, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)
         )
         self._blenders = {engine.config.store.namespace: engine.blender}
         self._writing: set[ChunkKey] = set()  # write-backs that are queued or under way
@@ -73,7 +73,7 @@ class BatchEngine:
         blender = self.blender(namespace)
         return Sequence(
             request,
-            self.engine.reader,
+            self.engine.model,
             lambda sequence: self._prefill(sequence, blender),
             tenant=tenant,
             cost=self._cost(request, blender),

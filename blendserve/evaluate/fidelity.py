@@ -47,7 +47,7 @@ class Generation:
 
 
 def answer(
-    reader: LoadedModel,
+    model: LoadedModel,
     blender: Blender,
     method: MethodSpec,
     draw: Draw,
@@ -60,13 +60,13 @@ def answer(
     prefix_kv: in place of the cached prefix. Raises StoreError when precomputed KV has left the store: another method
     would be measured.
     """
-    clock, adapter = Clock(reader.adapter.device), reader.adapter
+    clock, decoder = Clock(model.decoder.device), model.decoder
     prompt = draw()
     with clock.stage("prefill"):
         room = max(decode.max_new_tokens, len(reference or ()))  # a text to continue may be longer
-        done = blender.run(prompt, method.blend, KVCache(adapter, len(prompt) + room), clock, prefix_kv)
+        done = blender.run(prompt, method.blend, KVCache(decoder, len(prompt) + room), clock, prefix_kv)
     cache, first = done.result.cache, done.result.logits
-    source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
+    source = generate(decoder, cache, len(prompt), first, decode, model.end_tokens)
     tokens = [token for token in [next(source, None)] if token is not None]
     ttft = clock.elapsed()
     tokens += source
@@ -78,39 +78,39 @@ def answer(
             "other process uses, or a larger cap_gb"
         )
     ended = len(tokens) < decode.max_new_tokens
-    follow = reference if reference is not None else reference_tokens(reader, tokens, ended)
+    follow = reference if reference is not None else reference_tokens(model, tokens, ended)
     step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
-    logits = forced(adapter, cache, len(prompt), first, follow, step)
+    logits = forced(decoder, cache, len(prompt), first, follow, step)
     recomputed = tuple(done.result.recomputed.tolist())
     return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
 
 
-def reference_tokens(reader: LoadedModel, tokens: Sequence[int], ended: bool) -> TokenIds:
+def reference_tokens(model: LoadedModel, tokens: Sequence[int], ended: bool) -> TokenIds:
     """An answer's tokens, with an end token if it ended. Never empty."""
-    return (*tokens, min(reader.end_tokens)) if ended else tuple(tokens)
+    return (*tokens, min(model.end_tokens)) if ended else tuple(tokens)
 
 
 def transformers_answer(
-    reader: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
+    model: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
 ) -> Generation:
     """The same by transformers' own forward: the rounding difference of two exact computations."""
-    own, along, clock = *(OwnDecoding(reader.adapter) for _ in range(2)), Clock(reader.adapter.device)
+    own, along, clock = *(OwnDecoding(model.decoder) for _ in range(2)), Clock(model.decoder.device)
     ids, tokens = draw().ids, list[int]()
     with clock.stage("prefill"):
         logits = own.feed(ids)
     token, ttft = int(logits.argmax()), clock.elapsed()
-    while token not in reader.end_tokens:
+    while token not in model.end_tokens:
         tokens.append(token)
         if len(tokens) == decode.max_new_tokens:
             break
         token = int(own.feed((token,)).argmax())
     seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}
     forced_logits = torch.stack([along.feed(ids), *(along.feed((token,)) for token in reference[:-1])])
-    return Generation(tuple(tokens), token in reader.end_tokens, forced_logits, seconds)
+    return Generation(tuple(tokens), token in model.end_tokens, forced_logits, seconds)
 
 
 def forced(
-    adapter: DecoderModel,
+    decoder: DecoderModel,
     cache: KVCache,
     at: int,
     first: Tensor,
@@ -125,7 +125,7 @@ def forced(
     if len(answer) < 2:
         return first[None]
     rows = [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])]
-    return torch.cat([first[None], step(adapter, rows)])
+    return torch.cat([first[None], step(decoder, rows)])
 
 
 def kl(reference: Tensor, other: Tensor) -> list[float]:

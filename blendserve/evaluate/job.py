@@ -70,7 +70,7 @@ def evaluate(
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        adapter, name = engine.reader.adapter, engine.reader.name
+        decoder, name = engine.model.decoder, engine.model.name
     question_of = {e.id: e.permutation_of or e.id for e in examples}
     metrics = {
         "dataset": dataset.name,
@@ -80,8 +80,8 @@ def evaluate(
         "metric": dataset.task.metric,
         "reader": {
             "model": name,
-            "dtype": str(adapter.dtype).removeprefix("torch."),
-            "device": str(adapter.device),
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
             "threads": torch.get_num_threads(),
         },
         "environment": where,

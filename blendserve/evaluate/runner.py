@@ -43,9 +43,9 @@ class Runner:
                 setting="decode.temperature" if self._decode.temperature else "decode.stop",
             )
         for method in methods:
-            make_policy(method.blend).validate(engine.reader.adapter.n_layers)
-        self._reader, self._prompts, self._source, self._stores = (
-            engine.reader,
+            make_policy(method.blend).validate(engine.model.decoder.n_layers)
+        self._model, self._prompts, self._source, self._stores = (
+            engine.model,
             engine.prompts,
             source,
             stores,
@@ -75,7 +75,7 @@ class Runner:
         def draw() -> Prompt:
             return self._source.build(example, found)
 
-        prompt, limit = draw(), self._reader.adapter.context_limit
+        prompt, limit = draw(), self._model.decoder.context_limit
         continuation = self._prompts.text_ids(example.answers[0]) if example.is_continuation else ()
         reserved = max(self._decode.max_new_tokens, len(continuation))
         if len(prompt) + reserved > limit:
@@ -89,7 +89,7 @@ class Runner:
                     self._stores.blender(method).run(prompt, method.blend)
                 self._is_warm = True
             full, _ = self._generate(self._full, draw, continuation or None)
-            reference = continuation or fidelity.reference_tokens(self._reader, full.tokens, full.ended)
+            reference = continuation or fidelity.reference_tokens(self._model, full.tokens, full.ended)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
                 record = self._record(example, method, done, full)
@@ -105,15 +105,15 @@ class Runner:
         blender, sizes = self._stores.blender(method), Sizes()
         if method.kind == TRANSFORMERS:
             assert reference is not None
-            return fidelity.transformers_answer(self._reader, draw, self._decode, reference), sizes
+            return fidelity.transformers_answer(self._model, draw, self._decode, reference), sizes
         if method.kind == EXACT:
             prompt, kv, sizes = self._stores.exact_context(method, draw())
             return fidelity.answer(
-                self._reader, blender, method, lambda: prompt, self._decode, reference, kv
+                self._model, blender, method, lambda: prompt, self._decode, reference, kv
             ), sizes
         if method.codec:
             sizes = self._stores.sizes(method, draw())
-        return fidelity.answer(self._reader, blender, method, draw, self._decode, reference), sizes
+        return fidelity.answer(self._model, blender, method, draw, self._decode, reference), sizes
 
     def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
         text, kls, golds = self._text(done), kl(full.logits, done.logits), example.answers
@@ -143,13 +143,13 @@ class Runner:
         return record
 
     def _text(self, done: Generation) -> str:
-        text: str = self._reader.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text: str = self._model.tokenizer.decode(done.tokens, skip_special_tokens=True)
         return text.strip()
 
     def _prompt_record(self, example: Example, found: Passages, prompt: Prompt) -> Record:
         """A character of several tokens stands with the last one."""
         parts = [prompt.prefix, *(chunk.ids for chunk in prompt.chunks), prompt.suffix]
-        streams = [(Detokenizer(self._reader.tokenizer), part) for part in parts]
+        streams = [(Detokenizer(self._model.tokenizer), part) for part in parts]
         return {
             "id": example.id,
             "question": example.question,

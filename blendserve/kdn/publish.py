@@ -61,14 +61,14 @@ def publish(
     codecs = {}
     for word in words[1:]:  # their tables are fitted if the store has none
         codecs[word] = writing_codec(
-            engine.config.replace("store.codec", word), engine.reader, engine.prompts, store
+            engine.config.replace("store.codec", word), engine.model, engine.prompts, store
         )
     prior = engine.blender.priors.hash()
     _, files, _ = read(index.path)
     return publish_chunks(
         store,
         name,
-        (index.manifest.reader, engine.reader.fingerprint),
+        (index.manifest.reader, engine.model.fingerprint),
         words,
         codecs,
         tokens,
@@ -82,7 +82,7 @@ def publish(
 def publish_chunks(
     store: KVStore,
     name: str,
-    reader: tuple[str, str],
+    model: tuple[str, str],
     levels: Sequence[str],
     codecs: Mapping[str, Codec],
     tokens: Mapping[ChunkKey, int],
@@ -93,7 +93,7 @@ def publish_chunks(
 ) -> Collection:
     """Publish stored chunks, with their numbers of tokens; stores them at missing levels.
 
-    reader: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
+    model: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
     beside the codecs' tables. Raises StoreError.
     """
     catalogue, used = Catalogue(store), set(tables or ())
@@ -106,8 +106,8 @@ def publish_chunks(
     blobs = {name: catalogue.write_blob(raw) for name, raw in (files or {}).items()}
     collection = Collection(
         name=name,
-        reader=reader[0],
-        reader_fingerprint=reader[1],
+        reader=model[0],
+        reader_fingerprint=model[1],
         namespace=namespace_tag(namespace).hex(),
         levels=tuple(levels),
         chunks=len(directory),

@@ -39,8 +39,8 @@ class Node:
 
     def __init__(self, model: str, pool: int, chunk_tokens: int, url: str | None, seed: int = 0) -> None:
         """url: of the server; None: no shared store. Raises ModelError, InputError."""
-        self.reader = load_model(ModelConfig(name=model, threads=1))
-        workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
+        self.model = load_model(ModelConfig(name=model, threads=1))
+        workload = make_workload(self.model, pool, chunk_tokens, None, seed)
         self._passages, self._ids, self._prompts = workload.passages, workload.chunks, workload.prompts
         self._url, self._chunk_tokens = url, chunk_tokens
         self._engine: Engine | None = None
@@ -51,13 +51,13 @@ class Node:
         return {
             "prefix_tokens": len(self._prompts.prefix),
             "question_tokens": len(self._prompts.build(QUESTION, ()).suffix),
-            "raw_bytes": self.reader.adapter.kv_bytes_per_token,
+            "raw_bytes": self.model.decoder.kv_bytes_per_token,
         }
 
     def open(self, namespace: str, memory: int, disk: int) -> None:
         """Start with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
         self.close()
-        chunk_bytes = self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
+        chunk_bytes = self._chunk_tokens * self.model.decoder.kv_bytes_per_token
         remote = {"location": self._url, "admission": "always", "deadline_s": DEADLINE_S}
         store = StoreConfig(
             location="memory",
@@ -67,7 +67,7 @@ class Node:
             memory_bytes=memory * chunk_bytes,
             remote=remote if self._url else None,
         )
-        self._engine = Engine.open(Config(store=store.model_dump()), reader=self.reader)
+        self._engine = Engine.open(Config(store=store.model_dump()), model=self.model)
         self._keys = [self._engine.blender.key(ids) for ids in self._ids]
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Node:
     def precompute(self, namespace: str, with_chunks: bool = True) -> None:
         """Store all chunks on the server, or none."""
         store = StoreConfig(location=self._url or "", namespace=namespace, deadline_s=DEADLINE_S)
-        with Engine.open(Config(store=store.model_dump()), reader=self.reader) as engine:
+        with Engine.open(Config(store=store.model_dump()), model=self.model) as engine:
             engine.blender.writer.precompute(self._ids if with_chunks else [])
 
     def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Node:
 
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
         """Constants of the compute and links settings; without a server, none of its link. `hot`: TTFT from memory."""
-        model = measure_cost_model(self.reader.adapter, repeats=5)
+        model = measure_cost_model(self.model.decoder, repeats=5)
         n, tokens = request_chunks, self._chunk_tokens
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + SETS)]
         self.open("measure", memory, disk)
@@ -128,7 +128,7 @@ class Node:
 
     def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
         """Constants of the server's link, and the TTFT of a set from memory."""
-        n, raw_bytes = len(sets[0]), self.reader.adapter.kv_bytes_per_token
+        n, raw_bytes = len(sets[0]), self.model.decoder.kv_bytes_per_token
         ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
         for chunks in ones:
             self._time(chunks)
