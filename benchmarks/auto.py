@@ -17,7 +17,7 @@ from pydantic import Field
 
 from blendserve.bench.fixture import make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method, Positive, Ratio
@@ -39,13 +39,13 @@ class AutoConfig(BenchConfig):
 
 
 def groups(config: AutoConfig, log: SampleLog) -> Iterator[Group]:
-    reader, rng = open_reader(config, log), random.Random(config.seed)
+    model, rng = open_model(config, log), random.Random(config.seed)
     for n, size, hits in product(config.chunks, config.chunk_tokens, config.hit_rates):
         try:
-            workload = make_workload(reader, n, size, SUFFIX, config.seed)
+            workload = make_workload(model, n, size, SUFFIX, config.seed)
         except InputError:  # longer than the model's context
             continue
-        blender = make_blender(reader, workload.prompts, MemoryStore(2**34))
+        blender = make_blender(model, workload.prompts, MemoryStore(2**34))
         blender.writer.precompute(rng.sample(workload.chunks, round(hits * n)))
         seconds: dict[str, list[float]] = {method: [] for method in METHODS}
         chosen: list[str] = []

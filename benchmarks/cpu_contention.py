@@ -118,24 +118,24 @@ def one_core() -> Iterator[None]:
 
 def _start(task: tuple[ContentionConfig, Path]) -> tuple[dict[str, Any], Callable[[str], Metrics]]:
     config, folder = task
-    reader = load_model(config.reader)
-    workload, n = config.workload(reader), config.new_tokens
+    model = load_model(config.model_settings)
+    workload, n = config.workload(model), config.new_tokens
     ids = workload.prompt.ids
-    check_room(reader, len(ids) + n, f"the prompt and {n} new tokens")
-    fixture = PromptFixture(reader, workload, config.compared, folder)
+    check_room(model, len(ids) + n, f"the prompt and {n} new tokens")
+    fixture = PromptFixture(model, workload, config.compared, folder)
     fixture.precompute()
-    done = prefilled(reader.adapter, ids, n)
+    done = prefilled(model.decoder, ids, n)
 
     def generate() -> Metrics:
         """transformers' generate is one call: text to first token, and the tokens after it."""
-        clock = Clock(reader.adapter.device)
+        clock = Clock(model.decoder.device)
         prompt = workload.draw().ids
         tokenized_s = clock.elapsed()
-        at = run_generate(reader.adapter, prompt, n)[1]
+        at = run_generate(model.decoder, prompt, n)[1]
         return {"ttft_s": tokenized_s + at[0], "token_s": token_s(at)}
 
     def decode() -> Metrics:
-        return {"token_s": token_s(run_ours(reader.adapter, done, len(ids), n)[1])}
+        return {"token_s": token_s(run_ours(model.decoder, done, len(ids), n)[1])}
 
     def first_token(method: MethodSpec) -> Metrics:
         return {"ttft_s": fixture.run(method)["ttft_s"]}
@@ -145,7 +145,7 @@ def _start(task: tuple[ContentionConfig, Path]) -> tuple[dict[str, Any], Callabl
         requests[method.name] = generate if method.kind == TRANSFORMERS else partial(first_token, method)
     for request in requests.values():  # warm-up
         request()
-    about = {"model": {"model": reader.name}, "machine": machine(), "requests": list(requests)}
+    about = {"model": {"model": model.name}, "machine": machine(), "requests": list(requests)}
     return about, lambda request: requests[request]()
 
 

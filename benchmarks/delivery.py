@@ -27,7 +27,7 @@ from benchmarks.support.proxy import GBIT, ProxyProcess, Trace, changing
 from blendserve.bench.codec import CodecConfig, CodecTables, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.runner import Bench, Plot, open_reader
+from blendserve.bench.runner import Bench, Plot, open_model
 from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
@@ -128,10 +128,10 @@ class Fixture:
     """A published prompt, and a link to the service that delivers it."""
 
     def __init__(
-        self, reader: LoadedModel, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
+        self, model: LoadedModel, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
     ) -> None:
-        self._reader, self._config, self._proxy, self._workload = reader, config, proxy, workload
-        self._full = _blender(reader, workload, MemoryStore(CAP))
+        self._model, self._config, self._proxy, self._workload = model, config, proxy, workload
+        self._full = _blender(model, workload, MemoryStore(CAP))
         self._reference: Tensor = time_prompt(self._full, workload, FULL)[1].result.logits.float()
 
     def cases(self, trace: Trace) -> list[Case]:
@@ -156,7 +156,7 @@ class Fixture:
         source = KdnSource(config, client.workers, link)
         with TieredStore(MemoryStore(0), source) as store:
             source.known()  # connects, and reads the directory
-            blender = last[0].over(store, "") if last else _blender(self._reader, self._workload, store)
+            blender = last[0].over(store, "") if last else _blender(self._model, self._workload, store)
             blender.fetcher = fetcher = CostedFetcher(
                 store, planner=client.planner, early_start=client.early_start
             )
@@ -190,20 +190,20 @@ class Fixture:
         }
 
 
-def _blender(reader: LoadedModel, workload: Workload, store: KVStore) -> Blender:
+def _blender(model: LoadedModel, workload: Workload, store: KVStore) -> Blender:
     prompts = workload.prompts
-    return Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
+    return Blender(model.decoder, model.fingerprint, store, prompts.prefix, prompts.kv_context)
 
 
 def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
     """A service with all chunks at all levels behind a proxy."""
-    reader = open_reader(config, log)
-    workload, known = config.workload(reader), changing(config.seed)
+    model = open_model(config, log)
+    workload, known = config.workload(model), changing(config.seed)
     traces: dict[str, Trace] = {f"{rate:g} Gbit/s": ((1.0, rate * GBIT),) for rate in config.rates_gbit}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
-            _publish(reader, config, workload, store)
+            _publish(model, config, workload, store)
         settings = {"store": {"location": str(folder / "kv")}, "deliver": {"memory_mb": 4096}}
         (folder / "kdn.yaml").write_text(yaml.safe_dump(settings))
         serve = [DELIVERED, "serve", "--port", "0", "-c", str(folder / "kdn.yaml")]
@@ -211,20 +211,20 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
         service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])
         proxy = stack.enter_context(ProxyProcess(port, config.seed))
-        fixture = Fixture(reader, config, proxy, workload)
+        fixture = Fixture(model, config, proxy, workload)
         traces |= {name: known[name] for name in config.traces}
         for name, trace in traces.items():
             yield Group({"link": name}, fixture.cases(trace))
 
 
-def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
+def _publish(model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
-    blender = _blender(reader, workload, store)
+    blender = _blender(model, workload, store)
     blender.writer.precompute(workload.chunks)
-    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
+    tables = CodecTables(model, workload.prompts, config.fit_tokens)
     codecs = {level: tables.codec(level) for level in config.levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
-    publish_chunks(store, COLLECTION, (reader.name, reader.fingerprint), config.levels, codecs, tokens)
+    publish_chunks(store, COLLECTION, (model.name, model.fingerprint), config.levels, codecs, tokens)
 
 
 TABLE = table(

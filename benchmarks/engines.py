@@ -119,12 +119,12 @@ def _start(
     config, engine, context, threads, file = task
     n, numbers = config.new_tokens, torch.ones(READ if engine == MEMORY else 0)
     weights = "int8" if engine == OURS_INT8 else "model"
-    reader = load_model(ModelConfig(name=config.model, threads=threads, decode_weights=weights))
-    check_room(reader, context + n, "the context with its new tokens")
-    ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
-    done = prefilled(reader.adapter, ids, n)
+    model = load_model(ModelConfig(name=config.model, threads=threads, decode_weights=weights))
+    check_room(model, context + n, "the context with its new tokens")
+    ids = make_workload(model, 1, context, None, config.seed).chunks[0]
+    done = prefilled(model.decoder, ids, n)
     llama = _llama(str(file), ids, n, threads) if file else None
-    n_bytes = _bytes(reader, context) if engine == OURS else 0
+    n_bytes = _bytes(model, context) if engine == OURS else 0
 
     def run(_: None) -> Metrics:
         if engine == MEMORY:
@@ -132,13 +132,13 @@ def _start(
             numbers.sum()
             return {"gb_per_s": numbers.nbytes / clock.elapsed() / 1e9}
         if engine == TRANSFORMERS:
-            at = run_generate(reader.adapter, ids, n)[1]
+            at = run_generate(model.decoder, ids, n)[1]
         else:
-            at = llama() if llama else run_ours(reader.adapter, done, context, n)[1]
+            at = llama() if llama else run_ours(model.decoder, done, context, n)[1]
         seconds = token_s(at)
         return {"token_s": seconds, **({"gb_per_s": n_bytes / seconds / 1e9} if n_bytes else {})}
 
-    return reader.name, run
+    return model.name, run
 
 
 def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[], tuple[float, ...]]:
@@ -161,10 +161,10 @@ def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[]
     return decode
 
 
-def _bytes(reader: LoadedModel, context: int) -> int:
+def _bytes(model: LoadedModel, context: int) -> int:
     """Bytes that a decoded token reads: all weights (tied ones once) and the context's KV."""
-    weights = {p.data_ptr(): p.nbytes for p in reader.adapter.reference.parameters()}
-    return sum(weights.values()) + context * reader.adapter.kv_bytes_per_token
+    weights = {p.data_ptr(): p.nbytes for p in model.decoder.reference.parameters()}
+    return sum(weights.values()) + context * model.decoder.kv_bytes_per_token
 
 
 TABLE = table(

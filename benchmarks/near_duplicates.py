@@ -16,7 +16,7 @@ from pydantic import Field
 
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
+from blendserve.bench.runner import Bench, PromptBenchConfig, open_model
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.near import MAX_DONORS, find_runs
 from blendserve.config import BlendConfig, changed
@@ -37,9 +37,9 @@ class NearConfig(PromptBenchConfig):
 
 
 def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
-    reader, n = open_reader(config, log), config.chunks
-    drawn = make_workload(reader, 2 * n, config.chunk_tokens, None, config.seed)
-    question = make_workload(reader, 1, config.chunk_tokens, config.suffix_tokens, config.seed).question
+    model, n = open_model(config, log), config.chunks
+    drawn = make_workload(model, 2 * n, config.chunk_tokens, None, config.seed)
+    question = make_workload(model, 1, config.chunk_tokens, config.suffix_tokens, config.seed).question
     stored, unrelated = Workload(drawn.prompts, drawn.passages[:n], question), drawn.chunks[n:]
     all_edited = tuple(before(f"revised@{config.edited}", [*stored.passages], str(config.seed)))
     one_edited = (*stored.passages[: n // 2], all_edited[n // 2], *stored.passages[n // 2 + 1 :])
@@ -52,9 +52,9 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
         "one edited, no search": (replace(stored, passages=one_edited), exact),
         "all edited": (replace(stored, passages=all_edited), near),
     }
-    n_bytes = len(stored.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
+    n_bytes = len(stored.prompt) * model.decoder.kv_bytes_per_token + SPARE_BYTES
     with scratch(config.folder) as folder, LMDBStore(folder, n_bytes) as store:
-        blender = make_blender(reader, stored.prompts, store)
+        blender = make_blender(model, stored.prompts, store)
         blender.writer.precompute(stored.chunks)
         blender.near.refresh()
 

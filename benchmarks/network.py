@@ -20,7 +20,7 @@ from benchmarks.support.valkey import Server
 from blendserve.bench.codec import CodecConfig, CodecTables
 from blendserve.bench.fixture import TimedFetcher, make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.runner import Bench, Plot, open_reader
+from blendserve.bench.runner import Bench, Plot, open_model
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.errors import InputError
@@ -48,9 +48,9 @@ class NetworkConfig(CodecConfig):
 
 
 def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
-    reader = open_reader(config, log)
-    workload, blend = config.workload(reader), config.blend
-    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
+    model = open_model(config, log)
+    workload, blend = config.workload(model), config.blend
+    tables = CodecTables(model, workload.prompts, config.fit_tokens)
     with ExitStack() as stack:
         server = stack.enter_context(Server())
         proxy = stack.enter_context(Proxy(server.port, config.seed))
@@ -59,7 +59,7 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
             store = ValkeyStore(ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S), CAP)
             stack.callback(store.close)
             options = {"namespace": word, "codec": tables.codec(word, store), "fetcher": TimedFetcher(store)}
-            blenders[word] = make_blender(reader, workload.prompts, store, **options)
+            blenders[word] = make_blender(model, workload.prompts, store, **options)
             blenders[word].writer.precompute(workload.chunks)
 
         def request(blender: Blender, blend: BlendConfig) -> Metrics:
@@ -79,7 +79,7 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
             cases = [Case({"method": "full"}, full)]
             for word, blender in blenders.items():
                 options = {"namespace": word, "fetcher": TimedFetcher(blender.store)}
-                auto = make_blender(reader, workload.prompts, blender.store, **options)
+                auto = make_blender(model, workload.prompts, blender.store, **options)
                 auto.planner.calibrate()
                 auto.fetcher.warm_up([auto.key(ids) for ids in workload.chunks])
                 methods = {

@@ -92,7 +92,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def prepare(config: NeighborConfig, folder: Path) -> None:
     """An index of bundled text with its KV. Raises ModelError, StoreError."""
-    settings = Config(model=config.reader, blend=BlendConfig(method=METHOD))
+    settings = Config(model=config.model_settings, blend=BlendConfig(method=METHOD))
     with Engine.build(folder, language_reference(), settings) as engine:
         engine.precompute()
 

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from benchmarks.support.valkey import Server
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.workload import make_workload
 from blendserve.config import Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
@@ -48,13 +48,13 @@ class RoutingConfig(BenchConfig):
 
 
 def groups(config: RoutingConfig, log: SampleLog) -> Iterator[Group]:
-    reader, serve = open_reader(config, log), ServeConfig(slots=4, slot_tokens=4096)
-    passages = make_workload(reader, config.passages, config.chunk_tokens, None, config.seed).passages
+    model, serve = open_model(config, log), ServeConfig(slots=4, slot_tokens=4096)
+    passages = make_workload(model, config.passages, config.chunk_tokens, None, config.seed).passages
     topics = [passages[i : i + TOPIC] for i in range(0, len(passages) - TOPIC + 1, TOPIC)]
     popularity = [1 / rank for rank in range(1, len(topics) + 1)]  # Zipf
     with Server() as server, cluster(None, 4) as share, ExitStack() as stack:
         shared = _settings(config, server.url)
-        engine = stack.enter_context(Engine(shared, reader, open_store(shared.store, None)))
+        engine = stack.enter_context(Engine(shared, model, open_store(shared.store, None)))
         engine.blender.writer.precompute(engine.prompts.chunk_ids(passages))
         open_replica = partial(Engine.open, _settings(config, server.url, OWN * engine.store.stats().bytes))
 
@@ -82,7 +82,9 @@ def _settings(config: RoutingConfig, url: str, own_bytes: float = 0) -> Config:
     store = {"location": url, "cap_gb": 8, "deadline_s": 30}
     if own_bytes:
         store = {"location": "memory", "cap_gb": own_bytes / 1e9, "remote": store}
-    return Config(model=config.reader, store=store, blend={"method": "blend"}, decode={"max_new_tokens": 8})
+    return Config(
+        model=config.model_settings, store=store, blend={"method": "blend"}, decode={"max_new_tokens": 8}
+    )
 
 
 async def ask_all(replicas: Replicas, questions: Iterator[RoutedRequest], clients: int) -> Metrics:

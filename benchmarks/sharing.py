@@ -103,17 +103,17 @@ def summarize(config: SharingConfig, requests: Sequence[Mapping[str, float]]) ->
 def _start(task: tuple[SharingConfig, str, int]) -> tuple[Any, Callable[[str], list[dict[str, float]]]]:
     """One engine process: every n-th user is its own."""
     config, url, node = task
-    (*_, method), reader = parse_methods((METHOD,), ()), load_model(config.reader)
-    passages = make_workload(reader, config.pool, config.chunk_tokens, None, config.seed).passages
+    (*_, method), model = parse_methods((METHOD,), ()), load_model(config.model_settings)
+    passages = make_workload(model, config.pool, config.chunk_tokens, None, config.seed).passages
     asked, users = trace(config), range(node, config.users, config.engines)
-    pool_bytes = config.pool * config.chunk_tokens * reader.adapter.kv_bytes_per_token
+    pool_bytes = config.pool * config.chunk_tokens * model.decoder.kv_bytes_per_token
 
     def engine(location: str, namespace: str, share: float) -> Engine:
         """share: of the total capacity."""
         store = {"location": location, "deadline_s": DEADLINE_S, "namespace": namespace}
         cap = {"cap_gb": config.memory * share * pool_bytes / 1e9}
         settings = Config(store={**store, **cap}, blend=method.blend)
-        return Engine(settings, reader, open_store(settings.store, None))
+        return Engine(settings, model, open_store(settings.store, None))
 
     def ask(engine: Engine, passages: tuple[Passage, ...], question: str) -> dict[str, float]:
         answer = engine.answer(question, passages, max_new_tokens=1)
@@ -136,8 +136,8 @@ def _start(task: tuple[SharingConfig, str, int]) -> tuple[Any, Callable[[str], l
     with engine("memory", "warm-up", 1.0) as warm:
         for _ in range(2):
             ask(warm, passages[: config.passages], "What is this about?")
-    dtype = str(reader.adapter.dtype).removeprefix("torch.")
-    return {"model": reader.name, "dtype": dtype}, answer
+    dtype = str(model.decoder.dtype).removeprefix("torch.")
+    return {"model": model.name, "dtype": dtype}, answer
 
 
 TABLE = table(

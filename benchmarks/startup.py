@@ -39,7 +39,7 @@ class StartupConfig(BenchConfig):
 
 def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:
     settings = Config(
-        model=config.reader,
+        model=config.model_settings,
         retrieve=RetrieveConfig(top_k=config.passages, chunk_tokens=config.chunk_tokens),
         blend=BlendConfig(method="blend"),
         decode=DecodeConfig(max_new_tokens=config.new_tokens),

@@ -67,10 +67,10 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
     began = float(os.environ.get(BEGAN) or time.time())
     config = CONFIG.replace("model.name", model)
     with _step(1, f"Load the model {model}"):
-        reader = load_model(config.model)
-        _say(f"{reader.adapter.n_layers} layers, {str(reader.adapter.dtype).removeprefix('torch.')}")
+        loaded = load_model(config.model)
+        _say(f"{loaded.decoder.n_layers} layers, {str(loaded.decoder.dtype).removeprefix('torch.')}")
     with _step(2, "Index Python's language reference"):
-        engine = _open(index, config, reader)
+        engine = _open(index, config, loaded)
         _say(f"{len(engine.index or ())} chunks of up to {config.retrieve.chunk_tokens} tokens in {index}")
     with engine:
         if model == CONFIG.model.name:
@@ -130,10 +130,10 @@ def compare(engine: Engine, question: str) -> list[Row]:
     nearest = engine.index.search(question, len(engine.index))
     passages = [p for p in nearest if len(engine.prompts.chunk(p)) >= filled][:CHUNKS]
     short = engine.prompts.build(question, ()).ids
-    OwnDecoding(engine.reader.adapter).feed(short)  # imports transformers' model
+    OwnDecoding(engine.model.decoder).feed(short)  # imports transformers' model
     start = time.perf_counter()
     ids = engine.prompts.build(question, passages).ids
-    int(OwnDecoding(engine.reader.adapter).feed(ids).argmax())
+    int(OwnDecoding(engine.model.decoder).feed(ids).argmax())
     rows = [base := Row("full prefill, transformers", time.perf_counter() - start, len(ids), 0)]
     for method, name in METHODS.items():
         for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
@@ -149,18 +149,18 @@ def compare(engine: Engine, question: str) -> list[Row]:
     return rows
 
 
-def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
+def _open(index: Path, config: Config, model: LoadedModel) -> Engine:
     """The index in this folder, built anew where there is none of this model."""
     try:
-        return Engine.open(index, config, reader)
+        return Engine.open(index, config, model)
     except (IndexMissing, IndexMismatch):
         with console.progress("Embedding", "windows") as update:
-            return Engine.build(index, language_reference(), config, update, reader)
+            return Engine.build(index, language_reference(), config, update, model)
 
 
 def _precompute(engine: Engine) -> None:
     """Compute and store the KV of the index's chunks, and fit the correction prior."""
-    per_token = engine.reader.adapter.kv_bytes_per_token
+    per_token = engine.model.decoder.kv_bytes_per_token
     computing = console.progress("Computing KV", "tokens", per_token)
     with computing as computed, console.progress("Fitting the correction prior", "tokens") as fitted:
         report = engine.precompute(None, (0, 1), computed, fitted)

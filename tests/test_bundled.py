@@ -1,4 +1,4 @@
-"""Real weights: the gate and what it sees, and how precise the bundled reader is in bf16.
+"""Real weights: the gate and what it sees, and how precise the bundled model is in bf16.
 
 Gemma 3 is optional, 253 MB, and under the Gemma Terms of Use (https://ai.google.dev/gemma/terms).
 """
@@ -29,9 +29,9 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own_bf16() -> None:
     """Ours was 1.03 to 1.05 times as far off as transformers' sdpa, on four prompts: 1.15 is allowed."""
     prompt = PromptBuilder(bundled_tokenizer(), PromptConfig()).build("What does it do?", PASSAGES)
     assert 500 < len(prompt) < 700
-    adapter, whole = (load_model(ModelConfig(dtype=x)).adapter for x in ("bfloat16", "float32"))
-    cache = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(ratio=1.0))).cache
-    theirs = model_forward(adapter, prompt.ids)
+    decoder, whole = (load_model(ModelConfig(dtype=x)).decoder for x in ("bfloat16", "float32"))
+    cache = run(blend_prefill(decoder, lay(decoder, prompt), BlendConfig(ratio=1.0))).cache
+    theirs = model_forward(decoder, prompt.ids)
     exact = model_forward(whole, prompt.ids)
     for a, b, truth in ((cache.keys, theirs.keys, exact.keys), (cache.values, theirs.values, exact.values)):
         assert (a[:, :, : len(prompt)] - truth).norm() < 1.15 * (b - truth).norm()
@@ -48,9 +48,9 @@ def test_the_gate_passes_and_sees_a_rotation_one_position_off(
 ) -> None:
     if not all(map(find_spec, BUNDLED[name].packages)):
         pytest.skip(f"{name} is missing: {BUNDLED[name].install}")
-    reader = load_model(ModelConfig(name=name, dtype=dtype, device="cpu"))
-    report = gate.check(reader)
+    model = load_model(ModelConfig(name=name, dtype=dtype, device="cpu"))
+    report = gate.check(model)
     assert report.passed, report.failure
-    assert window in reader.adapter.windows
+    assert window in model.decoder.windows
     monkeypatch.setattr(prefill, "KVLoader", OneOff)
-    assert not gate.check(reader).passed
+    assert not gate.check(model).passed

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
-from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
+from blendserve.bench.runner import Bench, PromptBenchConfig, open_model
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive
@@ -50,22 +50,22 @@ def codec_words(words: tuple[str, ...]) -> tuple[str, ...]:
 class CodecTables:
     """The tables of each codec, fitted once, on text sampled from the model."""
 
-    def __init__(self, reader: LoadedModel, prompts: PromptBuilder, fit_tokens: int) -> None:
-        self._reader, self._prompts, self._fit_tokens = reader, prompts, fit_tokens
+    def __init__(self, model: LoadedModel, prompts: PromptBuilder, fit_tokens: int) -> None:
+        self._model, self._prompts, self._fit_tokens = model, prompts, fit_tokens
         self._store = MemoryStore(1 << 30)
 
     def codec(self, word: str, *stores: KVStore) -> Codec:
         """The codec that a word names. The stores get its tables, so that its records can be read."""
-        (name, level), reader = parse_codec(word), self._reader
+        (name, level), model = parse_codec(word), self._model
         made: type[Codec] = CODECS.load(name)
         if not made.needs_tables:
             return made.with_tables(level)
-        if (hash := self._store.blobs.current(name, reader.fingerprint)) is None:
-            text = self_generated_text(reader, self._fit_tokens)
-            hash = fit(name, text, reader, self._prompts, self._store)
+        if (hash := self._store.blobs.current(name, model.fingerprint)) is None:
+            text = self_generated_text(model, self._fit_tokens)
+            hash = fit(name, text, model, self._prompts, self._store)
         tables = self._store.blobs.get(hash) or b""
         for store in stores:
-            store.blobs.put(name, reader.fingerprint, tables)
+            store.blobs.put(name, model.fingerprint, tables)
         return made.with_tables(level, tables)
 
 
@@ -94,17 +94,17 @@ class CodecConfig(PromptBenchConfig):
 
 def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
     blend, words = config.blend, codec_words(config.codecs)
-    reader = open_reader(config, log)
-    workload = config.workload(reader)
-    tables = CodecTables(reader, workload.prompts, config.fit_tokens)
-    n_bytes = len(workload.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
+    model = open_model(config, log)
+    workload = config.workload(model)
+    tables = CodecTables(model, workload.prompts, config.fit_tokens)
+    n_bytes = len(workload.prompt) * model.decoder.kv_bytes_per_token + SPARE_BYTES
     sizes: list[Case] = []
     with scratch(config.folder) as folder, ExitStack() as stores:
         cases: list[Case] = []
         for word in words:
             store = stores.enter_context(LMDBStore(folder / word, n_bytes))
             codec = tables.codec(word, store)
-            blender = make_blender(reader, workload.prompts, store, codec=codec)
+            blender = make_blender(model, workload.prompts, store, codec=codec)
             blender.writer.precompute(workload.chunks)
             coded = [record for ids in workload.chunks if (record := read_record(store, blender.key(ids)))]
             if word == RAW:

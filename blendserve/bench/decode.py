@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, speedup, table
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.layout import lay_out
@@ -55,17 +55,17 @@ class DecodeBenchConfig(BenchConfig):
 
 
 def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
-    reader = open_reader(config, log)
-    adapter, n, most = reader.adapter, config.new_tokens, max(config.contexts)
-    check_room(reader, most + n, f"a context of {most:,} and {n:,} new tokens")
+    model = open_model(config, log)
+    decoder, n, most = model.decoder, config.new_tokens, max(config.contexts)
+    check_room(model, most + n, f"a context of {most:,} and {n:,} new tokens")
     for context in config.contexts:
         labels = {"context": context, "new_tokens": n}
-        ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
-        done = prefilled(adapter, ids, n)
+        ids = make_workload(model, 1, context, None, config.seed).chunks[0]
+        done = prefilled(decoder, ids, n)
         engines = {
-            TRANSFORMERS: partial(run_generate, adapter, ids, n),
-            OURS: partial(run_ours, adapter, done, context, n),
-            LAUNCHED: partial(run_ours, adapter, done, context, n, launched=True),
+            TRANSFORMERS: partial(run_generate, decoder, ids, n),
+            OURS: partial(run_ours, decoder, done, context, n),
+            LAUNCHED: partial(run_ours, decoder, done, context, n, launched=True),
         }
         shown = [name for name in engines if config.graphs or name != LAUNCHED]
         yield Group(
@@ -74,13 +74,13 @@ def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
             lambda e=engines: {"tokens_agreeing": agree(e[TRANSFORMERS]()[0], e[OURS]()[0])},  # type: ignore[misc]
         )
         for quotes in (False, True) if config.drafts else ():
-            yield _drafts(reader, ids, n, quotes, labels)
+            yield _drafts(model, ids, n, quotes, labels)
 
 
-def run_ours(adapter: DecoderModel, done: PassResult, length: int, n: int, launched: bool = False) -> Timed:
+def run_ours(decoder: DecoderModel, done: PassResult, length: int, n: int, launched: bool = False) -> Timed:
     """Our loop over a prefilled cache; the KV after `length` is overwritten each time. launched: without a graph."""
-    clock = Clock(adapter.device)
-    runner = Runner.over(adapter, done.cache, length, 0 if launched else n)
+    clock = Clock(decoder.device)
+    runner = Runner.over(decoder, done.cache, length, 0 if launched else n)
     tokens, seconds, logits = list[int](), list[float](), done.logits
     for at in range(length, length + n):
         if tokens:
@@ -90,26 +90,26 @@ def run_ours(adapter: DecoderModel, done: PassResult, length: int, n: int, launc
     return tuple(tokens), tuple(seconds)
 
 
-def run_generate(adapter: DecoderModel, ids: TokenIds, n: int) -> Timed:
+def run_generate(decoder: DecoderModel, ids: TokenIds, n: int) -> Timed:
     """transformers' generate, prompt included."""
-    clock, seconds = Clock(adapter.device), list[float]()
+    clock, seconds = Clock(decoder.device), list[float]()
 
     def stamp(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
         """Called after each token; never stops."""
         seconds.append(clock.elapsed())
         return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
-    inputs = torch.tensor([ids], device=adapter.device)
+    inputs = torch.tensor([ids], device=decoder.device)
     options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "stopping_criteria": [stamp]}
     lengths = {"max_new_tokens": n, "min_new_tokens": n, "attention_mask": torch.ones_like(inputs)}
-    tokens = cast(Any, adapter.reference).generate(inputs, **lengths, **options)[0, len(ids) :]
+    tokens = cast(Any, decoder.reference).generate(inputs, **lengths, **options)[0, len(ids) :]
     return tuple(tokens.tolist()), tuple(seconds)
 
 
-def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
+def prefilled(decoder: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
-    cache = KVCache(adapter, len(ids) + n)
-    return run(blend_prefill(adapter, lay_out(Prompt((), (), ids)), BlendConfig(), cache))
+    cache = KVCache(decoder, len(ids) + n)
+    return run(blend_prefill(decoder, lay_out(Prompt((), (), ids)), BlendConfig(), cache))
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -127,16 +127,16 @@ def _metrics(decode: partial[Timed]) -> Metrics:
     return {"token_s": token_s(at), "first_s": at[0]}
 
 
-def _drafts(reader: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: dict[str, int]) -> Group:
+def _drafts(model: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: dict[str, int]) -> Group:
     """One answer, with and without drafts. Facts: its tokens, and how many of both are equal."""
     if quotes:
         ids = (*ids[:-QUOTED], *ids[:QUOTED])
-    done = prefilled(reader.adapter, ids, n)
+    done = prefilled(model.decoder, ids, n)
     answers: dict[str, Answer] = {}
 
     def decode(name: str) -> Metrics:
         options = DecodeConfig(max_new_tokens=n, drafts=name == DRAFTS, temperature=0.0 if quotes else 1.0)
-        answers[name] = answer = answer_of(reader, ids, done, options)
+        answers[name] = answer = answer_of(model, ids, done, options)
         seconds = answer.timings.decode / max(1, len(answer.token_ids) - 1)
         return {"token_s": seconds, "tokens_per_pass": answer.timings.tokens_per_pass}
 
@@ -148,17 +148,17 @@ def _drafts(reader: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: di
     return Group({**labels, "answer": "quotes" if quotes else "sampled"}, cases, facts)
 
 
-def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: DecodeConfig) -> Answer:
+def answer_of(model: LoadedModel, ids: TokenIds, done: PassResult, decode: DecodeConfig) -> Answer:
     """The answer of a request whose prompt is prefilled; the KV after the prompt is overwritten."""
     prompt = Prompt((), (), ids)
-    request = PreparedRequest(prompt, (), BlendConfig(), decode, Clock(reader.adapter.device))
+    request = PreparedRequest(prompt, (), BlendConfig(), decode, Clock(model.decoder.device))
     prefill = Prefilled.of(plan_full_prefill(prompt, request.blend), done)
 
     def steps(_: Sequence) -> Steps[Prefilled]:
         yield from ()
         return prefill
 
-    return AnswerStream(Sequence(request, reader, steps)).answer()
+    return AnswerStream(Sequence(request, model, steps)).answer()
 
 
 TABLE = table(

@@ -49,7 +49,7 @@ class PromptFixture:
 
     def __init__(
         self,
-        reader: LoadedModel,
+        model: LoadedModel,
         workload: Workload,
         methods: Sequence[MethodSpec],
         folder: Path,
@@ -59,11 +59,11 @@ class PromptFixture:
         """tier: memory that holds the chunks when a request comes. rates: with them, `run` also gives the KL of the first
         token to transformers', and the share of the roofline. Raises StoreError.
         """
-        self.reader, self.workload, self._folder, self._tier = reader, workload, folder, tier
+        self.model, self.workload, self._folder, self._tier = model, workload, folder, tier
         self._contexts = list(dict.fromkeys(map(_kv_context, methods)))
         self._rates = rates
-        self._counts = Counts.of(reader.adapter) if rates else None
-        self._reference = forward(reader.adapter, workload.prompt.ids).float() if rates else None
+        self._counts = Counts.of(model.decoder) if rates else None
+        self._reference = forward(model.decoder, workload.prompt.ids).float() if rates else None
         self._open()
 
     def precompute(self) -> None:
@@ -100,18 +100,18 @@ class PromptFixture:
         self.store.close()
 
     def _open(self) -> None:
-        adapter = self.reader.adapter
-        n_bytes = len(self._contexts) * len(self.workload.prompt) * adapter.kv_bytes_per_token + SPARE_BYTES
+        decoder = self.model.decoder
+        n_bytes = len(self._contexts) * len(self.workload.prompt) * decoder.kv_bytes_per_token + SPARE_BYTES
         copies: dict[str, int] = {}
         if self._tier != "disk":
             n_bytes = round(PINNED * n_bytes)
             copies = {"device_bytes": n_bytes} if self._tier == "device" else {"memory_bytes": 2 * n_bytes}
         settings = {"location": str(self._folder), "cap_gb": n_bytes / 1e9, **copies}
-        self.store, fetcher = open_storage(StoreConfig.model_validate(settings), None, adapter.device)
+        self.store, fetcher = open_storage(StoreConfig.model_validate(settings), None, decoder.device)
         self._blenders: dict[KVContext, Blender] = {}
         for context in self._contexts:
-            prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
-            self._blenders[context] = make_blender(self.reader, prompts, self.store, fetcher=fetcher)
+            prompts = PromptBuilder(self.model.tokenizer, PromptConfig(kv_context=context))
+            self._blenders[context] = make_blender(self.model, prompts, self.store, fetcher=fetcher)
 
     def blender(self, method: MethodSpec) -> Blender:
         """The blender that runs a method."""
@@ -119,14 +119,14 @@ class PromptFixture:
 
     def _run_transformers(self) -> dict[str, float]:
         """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
-        adapter = self.reader.adapter
-        clock = Clock(adapter.device)
+        decoder = self.model.decoder
+        clock = Clock(decoder.device)
         ids = self.workload.draw().ids
         with clock.stage("prefill"):
-            logits = forward(adapter, ids)
+            logits = forward(decoder, ids)
         int(logits.argmax())
         times = {"ttft_s": clock.elapsed(), "prefill_s": clock.seconds["prefill"]}
-        return {**times, "kv_bytes": len(ids) * adapter.kv_bytes_per_token, **self._fidelity(logits)}
+        return {**times, "kv_bytes": len(ids) * decoder.kv_bytes_per_token, **self._fidelity(logits)}
 
     def _fidelity(self, logits: Tensor) -> dict[str, float]:
         if self._reference is None:
@@ -175,21 +175,19 @@ class TimedFetcher(KVFetcher):
             yield fetch
 
 
-def make_blender(reader: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
+def make_blender(model: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
     """With a prior of zeros: a method that uses a prior needs its time for any."""
-    blender = Blender(
-        reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context, **options
-    )
-    blender.priors.use(Priors.of_nothing(reader.adapter))
+    blender = Blender(model.decoder, model.fingerprint, store, prompts.prefix, prompts.kv_context, **options)
+    blender.priors.use(Priors.of_nothing(model.decoder))
     return blender
 
 
-def forward(adapter: DecoderModel, ids: TokenIds) -> Tensor:
+def forward(decoder: DecoderModel, ids: TokenIds) -> Tensor:
     """The model's own forward over these tokens, with a cache -> logits [V] after the last."""
     from blendserve.kernels.sdpa import GPU_BACKENDS
 
-    with sdpa_kernel(GPU_BACKENDS) if adapter.device.type == "cuda" else nullcontext():
-        return OwnDecoding(adapter).feed(ids)
+    with sdpa_kernel(GPU_BACKENDS) if decoder.device.type == "cuda" else nullcontext():
+        return OwnDecoding(decoder).feed(ids)
 
 
 def reads_store(method: MethodSpec) -> bool:

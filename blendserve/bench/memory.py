@@ -46,14 +46,14 @@ def peak_memory(model: ModelConfig, shape: Shape, folder: Path, method: MethodSp
 
 def measure_here(model: ModelConfig, shape: Shape, folder: Path, method: MethodSpec) -> Metrics:
     """The same in this process."""
-    reader = load_model(model)
-    workload = make_workload(reader, *shape)
-    with PromptFixture(reader, workload, (method,), folder) as fixture:
+    loaded = load_model(model)
+    workload = make_workload(loaded, *shape)
+    with PromptFixture(loaded, workload, (method,), folder) as fixture:
         fixture.store.verify()
         fixture.workload = replace(workload, passages=())
         fixture.run(method)
         fixture.workload = workload
-        meter = PeakMeter(reader.adapter.device)
+        meter = PeakMeter(loaded.decoder.device)
         kv_bytes = fixture.run(method)["kv_bytes"]
         peak = meter.peak()
     if peak is None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from blendserve.bench.fixture import SPARE_BYTES, forward, make_blender, scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ratio, table
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.workload import make_workload
 from blendserve.config import Positive
 from blendserve.store import LMDBStore
@@ -27,21 +27,21 @@ class PrecomputeConfig(BenchConfig):
 
 
 def groups(config: PrecomputeConfig, log: SampleLog) -> Iterator[Group]:
-    reader = open_reader(config, log)
-    workload = make_workload(reader, config.chunks, config.chunk_tokens, None, config.seed)
-    chunks, device = workload.chunks, reader.adapter.device
+    model = open_model(config, log)
+    workload = make_workload(model, config.chunks, config.chunk_tokens, None, config.seed)
+    chunks, device = workload.chunks, model.decoder.device
     n_tokens = sum(map(len, chunks))
-    n_bytes = n_tokens * reader.adapter.kv_bytes_per_token
+    n_bytes = n_tokens * model.decoder.kv_bytes_per_token
 
     def transformers() -> Metrics:
         clock = Clock(device)
         for ids in chunks:
-            forward(reader.adapter, ids)
+            forward(model.decoder, ids)
         return {"tokens_per_s": n_tokens / clock.elapsed()}
 
     def blendserve() -> Metrics:
         with scratch(config.folder) as folder, LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
-            blender = make_blender(reader, workload.prompts, store)
+            blender = make_blender(model, workload.prompts, store)
             clock = Clock(device)
             blender.writer.precompute(chunks)
             return {"tokens_per_s": n_tokens / clock.elapsed()}

@@ -43,15 +43,15 @@ class Counts:
     windows: tuple[int | None, ...]  # of each layer
 
     @classmethod
-    def of(cls, adapter: DecoderModel) -> Counts | None:
+    def of(cls, decoder: DecoderModel) -> Counts | None:
         """None for mixtures of experts, whose work depends on the tokens."""
-        if adapter.family.experts:
+        if decoder.family.experts:
             return None
-        model = cast(Any, adapter.reference)
+        model = cast(Any, decoder.reference)
         linear = {n: m for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)}
         sizes = {name: module.weight.numel() for name, module in linear.items()}
         project = sum(n for name, n in sizes.items() if name.rpartition(".")[2] in PROJECTIONS)
-        width, windows = adapter.n_heads * adapter.head_dim, tuple(spec.window for spec in adapter.specs)
+        width, windows = decoder.n_heads * decoder.head_dim, tuple(spec.window for spec in decoder.specs)
         return cls(project, sum(sizes.values()) - project, model.lm_head.weight.numel(), width, windows)
 
 

@@ -43,7 +43,7 @@ class BenchConfig(RuntimeConfig):
     )
 
     @property
-    def reader(self) -> ModelConfig:
+    def model_settings(self) -> ModelConfig:
         return ModelConfig(name=self.model, **self.model_dump(include=set(RuntimeConfig.model_fields)))
 
 
@@ -54,11 +54,11 @@ class PromptBenchConfig(BenchConfig):
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
     suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
 
-    def workload(self, reader: LoadedModel) -> Workload:
+    def workload(self, model: LoadedModel) -> Workload:
         """Raises InputError when it does not fit the model's context."""
         from blendserve.bench.workload import make_workload  # start-up: with torch
 
-        return make_workload(reader, self.chunks, self.chunk_tokens, self.suffix_tokens, self.seed)
+        return make_workload(model, self.chunks, self.chunk_tokens, self.suffix_tokens, self.seed)
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def run_bench(
     return log.result
 
 
-def open_reader(config: BenchConfig, log: SampleLog) -> LoadedModel:
+def open_model(config: BenchConfig, log: SampleLog) -> LoadedModel:
     """Load the model, and note it in the result. Raises ModelError."""
     from blendserve.models.loader import load_model  # start-up: with torch
 
-    reader = load_model(config.reader)
-    adapter, dtype = reader.adapter, str(reader.adapter.dtype).removeprefix("torch.")
-    model = {"model": reader.name, "device": str(adapter.device), "dtype": dtype}
-    log.note(model=model, machine=machine(), kv_bytes_per_token=adapter.kv_bytes_per_token)
-    return reader
+    loaded = load_model(config.model_settings)
+    decoder, dtype = loaded.decoder, str(loaded.decoder.dtype).removeprefix("torch.")
+    model = {"model": loaded.name, "device": str(decoder.device), "dtype": dtype}
+    log.note(model=model, machine=machine(), kv_bytes_per_token=decoder.kv_bytes_per_token)
+    return loaded

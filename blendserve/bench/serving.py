@@ -122,7 +122,7 @@ def _server(config: ServingConfig, folder: Path) -> Iterator[tuple[str, Path]]:
     index = config.index
     if not index.exists():
         index = folder / "index"
-        Engine.build(index, language_reference(), Config(model=config.reader)).close()
+        Engine.build(index, language_reference(), Config(model=config.model_settings)).close()
     model = model_settings(config, folder / "model.yaml")
     command = serve_command("--index", str(index), "--config", str(model), "--method", "blend", *ROOM)
     with ServerProcess(command, folder / "server.log") as child:
@@ -132,7 +132,7 @@ def _server(config: ServingConfig, folder: Path) -> Iterator[tuple[str, Path]]:
 
 def model_settings(config: BenchConfig, file: Path) -> Path:
     """A settings file with the model of a bench, for a server."""
-    file.write_text(yaml.safe_dump({"model": config.reader.model_dump(mode="json")}))
+    file.write_text(yaml.safe_dump({"model": config.model_settings.model_dump(mode="json")}))
     return file
 
 

@@ -77,7 +77,7 @@ def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
 
 def noise(config: StoreConfig) -> ChunkKV:
     """A chunk in the shape of the model's KV. Raises ModelError."""
-    shape, dtype = read_configuration(config.reader)
+    shape, dtype = read_configuration(config.model_settings)
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     size = (shape.num_hidden_layers, shape.num_key_value_heads, config.chunk_tokens, head_dim)
     generator = torch.Generator().manual_seed(config.seed)

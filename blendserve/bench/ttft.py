@@ -17,7 +17,7 @@ from blendserve.bench.fixture import STAGES, PromptFixture, Tier, reads_store, s
 from blendserve.bench.harness import Case, Group, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.memory import peak_memory
 from blendserve.bench.roofline import measure_rates
-from blendserve.bench.runner import Bench, BenchConfig, Plot, open_reader
+from blendserve.bench.runner import Bench, BenchConfig, Plot, open_model
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Positive, Ratio
 from blendserve.errors import ConfigError
@@ -58,16 +58,16 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
     for context, chunk in grid:
         if context % chunk:
             raise ConfigError(f"a context of {context:,} tokens is no multiple of chunks of {chunk:,}")
-    reader = open_reader(config, log)
-    check_room(reader, max(config.contexts) + config.suffix_tokens, "the longest prompt")
-    rates = measure_rates(reader.adapter.dtype, reader.adapter.device)
+    model = open_model(config, log)
+    check_room(model, max(config.contexts) + config.suffix_tokens, "the longest prompt")
+    rates = measure_rates(model.decoder.dtype, model.decoder.device)
     for context, chunk in grid:
         labels = {"context": context, "chunk": chunk}
         shape = context // chunk, chunk, config.suffix_tokens, config.seed
-        workload = make_workload(reader, *shape)
+        workload = make_workload(model, *shape)
         with (
             scratch(config.folder) as folder,
-            PromptFixture(reader, workload, methods, folder, config.tier, rates) as fixture,
+            PromptFixture(model, workload, methods, folder, config.tier, rates) as fixture,
         ):
             fixture.precompute()
             facts = {
@@ -82,7 +82,7 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
                 cold = [Case({**c.labels, "cache": COLD}, c.run, fixture.drop_page_cache) for c in warm]
                 yield Group({**labels, "source": COLD}, [*cold, *warm])
             if config.memory:
-                peak = partial(peak_memory, config.reader, shape, folder)
+                peak = partial(peak_memory, config.model_settings, shape, folder)
                 fresh = [Case({"method": m.name}, partial(peak, m)) for m in methods]
                 yield Group({**labels, "source": FRESH}, fresh, repeats=1, warm_up=False)
 

@@ -46,15 +46,15 @@ class Workload:
 
 
 def make_workload(
-    reader: LoadedModel, chunks: int, chunk_tokens: int, suffix_tokens: int | None, seed: int
+    model: LoadedModel, chunks: int, chunk_tokens: int, suffix_tokens: int | None, seed: int
 ) -> Workload:
     """Without a suffix, the chunks are never one prompt: then each has to fit the context, not all of them.
 
     Raises InputError when they do not fit, or are too small to hold any text.
     """
-    prompts = PromptBuilder(reader.tokenizer, PromptConfig())
+    prompts = PromptBuilder(model.tokenizer, PromptConfig())
     together = chunk_tokens if suffix_tokens is None else chunks * chunk_tokens + suffix_tokens
-    check_room(reader, len(prompts.prefix) + together, "the prompt")
+    check_room(model, len(prompts.prefix) + together, "the prompt")
     source = "\n\n".join(document.text for document in language_reference())
     rng = random.Random(seed)
     at = rng.randrange(len(source))
@@ -81,12 +81,12 @@ def make_workload(
     return Workload(prompts, tuple(Passage(t) for t in texts), question)
 
 
-def check_room(reader: LoadedModel, tokens: int, what: str) -> None:
+def check_room(model: LoadedModel, tokens: int, what: str) -> None:
     """Raises InputError when the tokens exceed the model's context."""
-    limit = reader.adapter.context_limit
+    limit = model.decoder.context_limit
     if tokens > limit:
         raise InputError(
-            f"{what} would have {tokens:,} tokens, the context of model {reader.name!r} has {limit:,}: ask for less"
+            f"{what} would have {tokens:,} tokens, the context of model {model.name!r} has {limit:,}: ask for less"
         )
 
 

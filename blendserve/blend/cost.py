@@ -4,7 +4,7 @@
 
 passes: over the layers, the policy's scoring pass included; rows: token rows run through the layers; pairs: (row, key)
 pairs attended; loaded: tokens read, rotated and placed. The four constants are kept in the user's cache folder, for each
-machine, reader and thread count. Work is counted in closed form from the segments of a layout, without tensors.
+machine, model and thread count. Work is counted in closed form from the segments of a layout, without tensors.
 CacheBlend's controller (arXiv 2405.16444, section 5) chooses a ratio from the same kind of model.
 """
 

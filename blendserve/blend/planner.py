@@ -45,16 +45,16 @@ def plan_full_prefill(prompt: Prompt, blend: BlendConfig, reason: str = "") -> P
 
 
 class Planner:
-    """Plans the prefills of one reader. Thread-safe."""
+    """Plans the prefills of one model. Thread-safe."""
 
     def __init__(self, model: DecoderModel, fingerprint: str, costs: CostModel | None = None) -> None:
-        """costs: of this machine and reader; default: measured when they are first needed."""
+        """costs: of this machine and model; default: measured when they are first needed."""
         self._model, self._fingerprint, self._costs = model, fingerprint, costs
         self.load_rate = TokenRate()  # of reading stored KV, without waiting for a link
         self._lock = threading.RLock()
 
     def calibrate(self) -> CostModel:
-        """The cost model: measured once per machine and reader, in a few seconds, and kept."""
+        """The cost model: measured once per machine and model, in a few seconds, and kept."""
         with self._lock:
             if self._costs is None:
                 self._costs = calibrated(self._model, self._fingerprint)

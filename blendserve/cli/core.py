@@ -186,7 +186,7 @@ def precompute(
     if workers and part != (0, 1):
         raise InputError("--shard is for independent processes: leave it out with --workers")
     with Engine.open(index, settings) as engine:
-        per_token = engine.reader.adapter.kv_bytes_per_token
+        per_token = engine.model.decoder.kv_bytes_per_token
         computing = console.progress("Precomputing", "tokens", per_token)
         fitting = console.progress("Fitting the correction prior", "tokens")
         try:

@@ -70,7 +70,7 @@ def publish(
     from blendserve.kdn.publish import publish as run
 
     with Engine.open(index, settings) as engine:
-        per_token = engine.reader.adapter.kv_bytes_per_token
+        per_token = engine.model.decoder.kv_bytes_per_token
         computing = console.progress("Precomputing", "tokens", per_token)
         with computing as computed, console.progress("Encoding", "chunks") as encoded:
             made = run(engine, name, level or (), computed, encoded)

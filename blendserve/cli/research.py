@@ -222,28 +222,28 @@ def doctor(settings: Config) -> Output:
     from blendserve.models.runner import native_decoder
     from blendserve.provenance import machine
 
-    reader = load_model(settings.model)
-    adapter, checks = reader.adapter, check(reader)
-    costs = calibrated(adapter, reader.fingerprint, fresh=True)
-    native, decoding = native_decoder(adapter)
+    model = load_model(settings.model)
+    decoder, checks = model.decoder, check(model)
+    costs = calibrated(decoder, model.fingerprint, fresh=True)
+    native, decoding = native_decoder(decoder)
     found = {
         **checks.to_dict(),
         "exact": EXACT if checks.passed else OWN_FORWARD,
         "approximate": APPROXIMATE if checks.passed else (),
-        "kv_bytes_per_token": adapter.kv_bytes_per_token,
-        "context_tokens": adapter.context_limit,
+        "kv_bytes_per_token": decoder.kv_bytes_per_token,
+        "context_tokens": decoder.context_limit,
         "seconds": asdict(costs),
         "kernels": {
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
-            "attention": list(adapter.attention_backends),
+            "attention": list(decoder.attention_backends),
             "decoding": decoding if native else f"layer by layer ({decoding})",
             "measured": [asdict(row) for row in autotune.results()],
         },
         "threads": asdict(SETTLED),
         "machine": machine(),
     }
-    where = f"{adapter.device}, {str(adapter.dtype).removeprefix('torch.')}"
-    show = partial(_show_health, f"{reader.name} on {where}", checks, found)
+    where = f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
+    show = partial(_show_health, f"{model.name} on {where}", checks, found)
     return Output(found, show, int(not checks.passed))
 
 

@@ -175,7 +175,7 @@ def fit_tables(
     tables = []
     with _open(index, settings.replace("store.codec", CODECS.default), read_only=False) as store:
         for name in names:
-            computing = console.progress(f"{name}: computing KV", "tokens", model.adapter.kv_bytes_per_token)
+            computing = console.progress(f"{name}: computing KV", "tokens", model.decoder.kv_bytes_per_token)
             with computing as computed, console.progress(f"{name}: fitting", "steps") as fitted:
                 hash = fit(name, chunks, model, prompts, store, computed, fitted)
             size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)

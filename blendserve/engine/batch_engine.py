@@ -32,14 +32,14 @@ class BatchEngine:
     def __init__(self, engine: Engine, observer: Observer, config: ServeConfig) -> None:
         """Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
-        reader, limit = engine.reader, engine.reader.adapter.context_limit
+        model, limit = engine.model, engine.model.decoder.context_limit
         self.engine, self.fetcher = engine, engine.fetcher
-        self.pool = CachePool(reader.adapter, config.slots, min(config.slot_tokens or limit, limit))
+        self.pool = CachePool(model.decoder, config.slots, min(config.slot_tokens or limit, limit))
         self.fetcher.copies.shared.cap_bytes = round(config.share_mb * 1e6)
         engine.blender.prefixes.cap_bytes = round(config.conversations_mb * 1e6)
         share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(
-            reader, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle
+            model, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle
         )
         self._blenders = {engine.config.store.namespace: engine.blender}
         self._writing: set[ChunkKey] = set()  # write-backs that are queued or under way
@@ -62,7 +62,7 @@ class BatchEngine:
         blender = self.blender(namespace)
         return Sequence(
             request,
-            self.engine.reader,
+            self.engine.model,
             lambda sequence: self._prefill(sequence, blender),
             tenant=tenant,
             cost=self._cost(request, blender),

@@ -40,25 +40,25 @@ FREQUENT = 1 << 14  # tokens at the front of the vocabulary
 log = logging.getLogger(__name__)
 
 
-def writing_codec(config: Config, reader: LoadedModel, prompts: PromptBuilder, store: KVStore) -> Codec:
+def writing_codec(config: Config, model: LoadedModel, prompts: PromptBuilder, store: KVStore) -> Codec:
     """The codec that `store.codec` names, with the model's tables. Raises TablesMissing, StoreError."""
     name, level = parse_codec(config.store.codec)
     made: type[Codec] = CODECS.load(name)
     if not made.needs_tables:
         return made.with_tables(level)
-    if (codec := _with_tables(made, level, store, store.blobs.current(name, reader.fingerprint))) is not None:
+    if (codec := _with_tables(made, level, store, store.blobs.current(name, model.fingerprint))) is not None:
         return codec
-    if reader.name in BUNDLED:
+    if model.name in BUNDLED:
         log.info(
             "Fitting tables of codec %s for %s on text sampled from it; the store keeps them",
             name,
-            reader.name,
+            model.name,
         )
-        hash = fit(name, self_generated_text(reader, FIT_TOKENS), reader, prompts, store)
+        hash = fit(name, self_generated_text(model, FIT_TOKENS), model, prompts, store)
         codec = _with_tables(made, level, store, hash)
     if codec is None:
         raise TablesMissing(
-            f"codec {name!r} needs tables for {reader.name}, and the store has none for this version: fit some by "
+            f"codec {name!r} needs tables for {model.name}, and the store has none for this version: fit some by "
             f"`blendserve codec fit INDEX --codec {name}`, or set store.codec to one that needs none",
             setting="store.codec",
         )
@@ -77,7 +77,7 @@ def _with_tables(made: type[Codec], level: int, store: KVStore, hash: bytes | No
 def fit(
     name: str,
     chunks: Sequence[TokenIds],
-    reader: LoadedModel,
+    model: LoadedModel,
     prompts: PromptBuilder,
     store: KVStore,
     computing: Progress = lambda done, total: None,
@@ -96,15 +96,15 @@ def fit(
     def samples() -> Iterator[Sample]:
         """The chunks with their KV, computed as precompute does, while they are read."""
         done, total = 0, sum(map(len, chunks))
-        computer = ChunkComputer(reader.adapter, prompts.kv_context)
+        computer = ChunkComputer(model.decoder, prompts.kv_context)
         for ids, kv in zip(chunks, computer.stream(chunks), strict=True):
             yield ids, kv
             done += len(ids)
             computing(done, total)
 
     made: type[Codec] = CODECS.load(name)
-    raw = made.fit(samples(), reader.adapter, fitting)
-    return store.blobs.put(name, reader.fingerprint, raw)
+    raw = made.fit(samples(), model.decoder, fitting)
+    return store.blobs.put(name, model.fingerprint, raw)
 
 
 def chunks_of(
@@ -124,35 +124,35 @@ def chunks_of(
 
 
 def self_generated_text(
-    reader: LoadedModel, tokens: int, progress: Progress = lambda done, total: None
+    model: LoadedModel, tokens: int, progress: Progress = lambda done, total: None
 ) -> list[TokenIds]:
     """Texts of `tokens` tokens together, the same each time, to rounding; without end and control tokens."""
-    primer, sample = _primer_cache(reader), _sampler(reader)
+    primer, sample = _primer_cache(model), _sampler(model)
     texts: list[TokenIds] = []
     while (missing := tokens - TEXT_TOKENS * len(texts)) > 0:
         n = min(BATCH, -(-missing // TEXT_TOKENS))
         starts = [primer.capacity * (text % 2) for text in range(n)]  # every other one after the primer
-        caches = [_cache_after(reader.adapter, primer, start) for start in starts]
+        caches = [_cache_after(model.decoder, primer, start) for start in starts]
         columns = [sample(torch.ones(n, FREQUENT))]
         for at in range(TEXT_TOKENS - 1):
             latest = zip(caches, starts, columns[-1], strict=True)
             rows = [Row(cache, start + at, token) for cache, start, token in latest]
-            columns.append(sample(append_each(reader.adapter, rows).float().softmax(dim=-1).cpu()))
+            columns.append(sample(append_each(model.decoder, rows).float().softmax(dim=-1).cpu()))
             progress(tokens - max(0, missing - len(columns) * n), tokens)
         texts += zip(*columns, strict=True)
     texts[-1:] = [text[: TEXT_TOKENS + missing] for text in texts[-1:]]  # missing <= 0
     return texts
 
 
-def _primer_cache(reader: LoadedModel) -> KVCache:
+def _primer_cache(model: LoadedModel) -> KVCache:
     """The KV of the primer's last tokens, with which a text fits the context."""
     text = PRIMER.read_text("utf-8").strip() + "\n\n"
-    literal = literal_tokenizer(reader.tokenizer)
+    literal = literal_tokenizer(model.tokenizer)
     ids = literal(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    ids = ids[max(0, len(ids) - (reader.adapter.context_limit - TEXT_TOKENS)) :]
-    cache = KVCache(reader.adapter, len(ids))
+    ids = ids[max(0, len(ids) - (model.decoder.context_limit - TEXT_TOKENS)) :]
+    cache = KVCache(model.decoder, len(ids))
     if ids:
-        append(reader.adapter, cache, 0, ids)
+        append(model.decoder, cache, 0, ids)
     return cache
 
 
@@ -164,11 +164,11 @@ def _cache_after(model: DecoderModel, primer: KVCache, start: int) -> KVCache:
     return cache
 
 
-def _sampler(reader: LoadedModel) -> Callable[[Tensor], list[int]]:
+def _sampler(model: LoadedModel) -> Callable[[Tensor], list[int]]:
     """Probabilities [n, V] of the vocabulary, or of its front -> a token each, from a seed."""
-    added = getattr(reader.tokenizer, "added_tokens_decoder", {})
-    control = {*reader.end_tokens, *(i for i, token in added.items() if token.special)}
-    allowed, random = torch.ones(reader.adapter.vocab_size), torch.Generator().manual_seed(0)
+    added = getattr(model.tokenizer, "added_tokens_decoder", {})
+    control = {*model.end_tokens, *(i for i, token in added.items() if token.special)}
+    allowed, random = torch.ones(model.decoder.vocab_size), torch.Generator().manual_seed(0)
     allowed[[i for i in control if i < len(allowed)]] = 0.0
 
     def sample(probabilities: Tensor) -> list[int]:

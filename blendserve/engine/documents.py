@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blendserve.blend.precompute import ChunkWriter
-from blendserve.core import Document, Passage, Steps
+from blendserve.core import Passage, Steps
 from blendserve.engine.prompt import PromptBuilder, passage_text
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
-from blendserve.retrieve import VectorIndex, as_documents, document_id
-from blendserve.store.base import Progress
+from blendserve.retrieve import VectorIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +27,8 @@ class Documents:
     writers: Sequence[ChunkWriter]  # one for each namespace that may have their KV
     others: Sequence[VectorIndex] = ()  # indexes that may contain the same texts, whose KV stays
 
-    def stage(
-        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> Steps[tuple[int, list[Passage], list[Passage]]]:
-        """Add or replace documents -> number of new ones, their passages, and replaced passages, for `commit`.
-
-        Raises CorpusError.
-        """
-        found = list(as_documents(documents))
-        before = self._of(found)
-        added = yield from self.index.add_steps(found, progress)
-        now = self._of(found)
-        return added, [p for p in now if p not in before], [p for p in before if p not in now]
-
     def commit(self, replaced: Iterable[Passage]) -> Steps[None]:
-        """Save the index, and delete the KV of replaced passages."""
+        """Save the index after documents were added, and delete the KV of replaced passages."""
         yield
         self.index.save()
         now = set(self.index.passages)
@@ -57,11 +42,6 @@ class Documents:
         if deleted := self.index.delete(*doc_ids):
             self.index.save()
         return deleted, removed
-
-    def _of(self, documents: Iterable[Document]) -> dict[Passage, None]:
-        """The passages of these documents, in order."""
-        ids = {document_id(document) for document in documents}
-        return {p: None for p in self.index.passages if p.doc_id in ids}
 
     def _delete_kv(self, passages: Sequence[Passage]) -> None:
         """In every namespace, except of texts that other passages share."""

@@ -56,41 +56,41 @@ class Engine:
     def __init__(
         self,
         config: Config,
-        reader: LoadedModel,
+        model: LoadedModel,
         store: KVStore,
         index: VectorIndex | None = None,
         prompts: PromptBuilder | None = None,
         fetcher: KVFetcher | None = None,
     ) -> None:
-        """prompts: of this reader and `config.prompt`, where the caller has one that counts the index's tokens.
+        """prompts: of this model and `config.prompt`, where the caller has one that counts the index's tokens.
 
         fetcher: brings chunks of the store to prompts; default: one without copies. Chunks are stored raw; `open` and
         `build` set the codec of the settings.
         """
-        self.config, self.reader, self.store, self.index = config, reader, store, index
+        self.config, self.model, self.store, self.index = config, model, store, index
         self._owns_store = True
-        self.prompts = prompts = prompts or PromptBuilder(reader.tokenizer, config.prompt)
+        self.prompts = prompts = prompts or PromptBuilder(model.tokenizer, config.prompt)
         texts, namespace = (prompts.prefix, prompts.kv_context), config.store.namespace
-        self.blender = Blender(reader.adapter, reader.fingerprint, store, *texts, namespace, fetcher=fetcher)
+        self.blender = Blender(model.decoder, model.fingerprint, store, *texts, namespace, fetcher=fetcher)
 
     @classmethod
     def open(
         cls,
         index: str | Path | Config,
         config: Config | None = None,
-        reader: LoadedModel | None = None,
+        model: LoadedModel | None = None,
     ) -> Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
         Without an index, passages come with every question, and KV is kept in memory unless `store.location` is set.
-        reader: the configuration's model, if it is loaded already.
+        model: the configuration's model, if it is loaded already.
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            return cls._load(index, reader)._ready()
+            return cls._load(index, model)._ready()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        return cls._load(config or Config(), reader, folder, partial(VectorIndex.open, folder))._ready()
+        return cls._load(config or Config(), model, folder, partial(VectorIndex.open, folder))._ready()
 
     @classmethod
     def build(
@@ -99,17 +99,17 @@ class Engine:
         documents: Iterable[Document | str | Mapping[str, Any]],
         config: Config | None = None,
         progress: Progress | None = None,
-        reader: LoadedModel | None = None,
+        model: LoadedModel | None = None,
     ) -> Engine:
         """Build an index of these documents, replacing an existing one, and open it.
 
-        `progress(windows embedded, windows in all)`; `reader`: the configuration's model, where it is loaded already.
+        `progress(windows embedded, windows in all)`; `model`: the configuration's model, where it is loaded already.
         Raises CorpusError, ModelError, ConfigError.
         """
         config, folder = config or Config(), index_folder(index)
         options: dict[str, Any] = {"documents": documents, "progress": progress}
         options |= {"chunk_tokens": config.retrieve.chunk_tokens, "kind": config.retrieve.index}
-        engine = cls._load(config, reader, folder, partial(VectorIndex.build, folder, **options))
+        engine = cls._load(config, model, folder, partial(VectorIndex.build, folder, **options))
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
         if own:  # chunks of an earlier index of this name may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine._index().passages)}
@@ -120,17 +120,17 @@ class Engine:
     def _load(
         cls,
         config: Config,
-        reader: LoadedModel | None,
+        model: LoadedModel | None,
         folder: Path | None = None,
         make_index: Callable[..., VectorIndex] | None = None,
     ) -> Engine:
         """make_index: opens or builds the index in `folder`."""
-        reader = reader or load_model(config.model)
-        prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        tokens = token_counter(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
+        model = model or load_model(config.model)
+        prompts = PromptBuilder(model.tokenizer, config.prompt)
+        tokens = token_counter(model.name, str(model.decoder.dtype), model.fingerprint, prompts)
         index = make_index(Embedder.load(config.retrieve.embedder), tokens) if make_index else None
-        store, fetcher = open_storage(config.store, folder and folder / "kv", reader.adapter.device)
-        return cls(config, reader, store, index, prompts, fetcher)
+        store, fetcher = open_storage(config.store, folder and folder / "kv", model.decoder.device)
+        return cls(config, model, store, index, prompts, fetcher)
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -139,9 +139,9 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        added, _, replaced = run(self._documents().stage(documents, progress))
-        run(self._documents().commit(replaced))
-        return added
+        added = run(self._index().add_steps(documents, progress))
+        run(self._documents().commit(added.replaced))
+        return added.documents
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there."""
@@ -161,7 +161,7 @@ class Engine:
 
         shard (i, n): only the i-th of n shares, for as many processes to compute side by side, each on its own GPU or
         machine; they may write to one store. A chunk's share depends on its tokens alone. Raises StoreError; what was
-        stored stays; ModelUnsupported for a reader that fails the gate.
+        stored stays; ModelUnsupported for a model that fails the gate.
         """
         self.gate.require()
         chunks = self.chunks(passages, shard)
@@ -217,9 +217,9 @@ class Engine:
         """What is to be done for a request. Raises InputError, PromptTooLong, ConfigError, and what `search` raises.
 
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
-        the reader's context.
+        the model's context.
         """
-        decoder = self.reader.adapter
+        decoder = self.model.decoder
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         limits, clock = (decoder.n_layers, room or decoder.context_limit), clock or Clock(decoder.device)
         prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
@@ -232,12 +232,12 @@ class Engine:
         Raises ModelUnsupported then for methods that blend.
         """
         if self.gate.passed:
-            sequence = Sequence(request, self.reader, partial(prefill, blender=self.blender))
+            sequence = Sequence(request, self.model, partial(prefill, blender=self.blender))
             return AnswerStream(sequence, on_end=self._write_back if self.config.store.write_back else None)
         if request.blend.method not in {"auto", "full"}:
             self.gate.require()
-        reference, why = OwnDecoding(self.reader.adapter), f"the model fails {self.gate.failure}"
-        sequence = Sequence(request, self.reader, partial(reference_prefill, reference=reference, why=why))
+        reference, why = OwnDecoding(self.model.decoder), f"the model fails {self.gate.failure}"
+        sequence = Sequence(request, self.model, partial(reference_prefill, reference=reference, why=why))
         return AnswerStream(sequence, lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
@@ -267,9 +267,9 @@ class Engine:
         """Check and measure now what the first question would otherwise wait for."""
         blend = self.config.blend
         self._check_near(blend)
-        self.gate = check_model(self.reader)
+        self.gate = check_model(self.model)
         try:
-            self.blender.writer.codec = writing_codec(self.config, self.reader, self.prompts, self.store)
+            self.blender.writer.codec = writing_codec(self.config, self.model, self.prompts, self.store)
         except StoreUnavailable as error:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(blend.correction).uses_prior:
@@ -289,7 +289,7 @@ class Engine:
 
         The prompt is synthetic and of a usual length, as memory is allocated by size.
         """
-        config, decoder = self.config, self.reader.adapter
+        config, decoder = self.config, self.model.decoder
         if self.index is not None and len(self.index):
             self.index.search("What is the question?", 1)
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
@@ -322,8 +322,8 @@ class Engine:
 
     @cached_property
     def gate(self) -> GateReport:
-        """Whether this reader may blend: checked on its weights once, and kept."""
-        return check_model(self.reader)
+        """Whether this model may blend: checked on its weights once, and kept."""
+        return check_model(self.model)
 
     def _write_back(self, missing: GenericSequence[MissingChunk]) -> None:
         """Store the chunks that a request missed. An answer never fails for it."""

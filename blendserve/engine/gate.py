@@ -89,7 +89,7 @@ class GateRow:
 class GateReport:
     """The verdict on one model."""
 
-    reader: str
+    model: str
     rows: tuple[GateRow, ...]
 
     @property
@@ -105,43 +105,43 @@ class GateReport:
         """Raise ModelUnsupported unless every check passed."""
         if not self.passed:
             raise ModelUnsupported(
-                f"model {self.reader!r} cannot blend, as it fails {self.failure}. "
+                f"model {self.model!r} cannot blend, as it fails {self.failure}. "
                 "Use method 'full', which its own forward serves, or another model"
             )
 
     def to_dict(self) -> dict[str, Any]:
         rows = [{**asdict(row), "passed": row.passed} for row in self.rows]
-        return {"reader": self.reader, "passed": self.passed, "rows": rows}
+        return {"reader": self.model, "passed": self.passed, "rows": rows}
 
 
-def check_model(reader: LoadedModel) -> GateReport:
+def check_model(model: LoadedModel) -> GateReport:
     """The kept verdict on this model, machine and these versions, or a new one."""
     versions = FORMAT, __version__, torch.__version__, version("transformers")
-    about = versions, (platform.node(), reader.adapter.device, reader.fingerprint)
+    about = versions, (platform.node(), model.decoder.device, model.fingerprint)
     file = cached_file("gate", about)
     try:
-        return GateReport(reader.name, tuple(GateRow(**row) for row in json.loads(file.read_text())))
+        return GateReport(model.name, tuple(GateRow(**row) for row in json.loads(file.read_text())))
     except (OSError, ValueError, TypeError):
-        log.info("Checking that blending is correct with %s (once, a few seconds)", reader.name)
-    report = check(reader)
+        log.info("Checking that blending is correct with %s (once, a few seconds)", model.name)
+    report = check(model)
     write_cached(file, json.dumps([asdict(row) for row in report.rows]))
     return report
 
 
-def check(reader: LoadedModel) -> GateReport:
+def check(model: LoadedModel) -> GateReport:
     """Run every check; takes seconds with a small model."""
-    following = reader.tokenizer(NEXT, add_special_tokens=False)["input_ids"][0]
-    return GateReport(reader.name, run_checks(reader.adapter, _prompt(reader), following))
+    following = model.tokenizer(NEXT, add_special_tokens=False)["input_ids"][0]
+    return GateReport(model.name, run_checks(model.decoder, _prompt(model), following))
 
 
-def _prompt(reader: LoadedModel) -> Prompt:
+def _prompt(model: LoadedModel) -> Prompt:
     """The shortest prompt that is longer than every window of the model, within MAX_TOKENS and the model's context."""
-    config: Any = reader.adapter.config  # its window, too: the windows that are checked may be wrong
-    window = max(filter(None, (*reader.adapter.windows, getattr(config, "sliding_window", None))), default=0)
-    limit = min(MAX_TOKENS, reader.adapter.context_limit - 1)
+    config: Any = model.decoder.config  # its window, too: the windows that are checked may be wrong
+    window = max(filter(None, (*model.decoder.windows, getattr(config, "sliding_window", None))), default=0)
+    limit = min(MAX_TOKENS, model.decoder.context_limit - 1)
 
     def ids(text: str, is_start: bool = False) -> TokenIds:
-        return tuple(reader.tokenizer(text, add_special_tokens=is_start)["input_ids"])
+        return tuple(model.tokenizer(text, add_special_tokens=is_start)["input_ids"])
 
     def of_notes(n_notes: int) -> Prompt:
         """Chunks of their own text, and of n_notes more each."""

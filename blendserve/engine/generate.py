@@ -41,7 +41,7 @@ class Sequence:
     def __init__(
         self,
         request: PreparedRequest,
-        reader: LoadedModel,
+        model: LoadedModel,
         prefill: Callable[[Sequence], Steps[Prefilled]],
         *,
         tenant: str = "",
@@ -52,7 +52,7 @@ class Sequence:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
         thread, with the last event Finished or Failed. hold: of KV that is kept for this request until its prefill ends.
         """
-        self.request, self.reader, self.tenant, self.cost, self.emit = request, reader, tenant, cost, emit
+        self.request, self.model, self.tenant, self.cost, self.emit = request, model, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock
         self.is_cancelled = False  # set by its caller; nothing is emitted after that
         self.cache: KVCache | None = None  # by default, the prefill makes one
@@ -66,7 +66,7 @@ class Sequence:
         self.gap_s = 0.0  # mean time of each of them
         self._hold = hold
         self._sampler = Sampler(request.decode)
-        self._detokenizer = Detokenizer(reader.tokenizer, request.decode.stop)
+        self._detokenizer = Detokenizer(model.tokenizer, request.decode.stop)
         self._text = ""
         self._tokens: list[int] = []
         self._token_at = 0.0  # of the last one, in seconds since the request came
@@ -116,7 +116,7 @@ class Sequence:
         return [piece for piece in pieces if piece]
 
     def _add(self, token: int) -> str:
-        if token in self.reader.end_tokens:
+        if token in self.model.end_tokens:
             return self._close("", "stop")
         self._tokens.append(token)
         if self._drafter:
@@ -163,7 +163,7 @@ def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> S
     request = sequence.request
     yield from ()
     with request.clock.stage("prefill"):
-        result = PassResult(KVCache(sequence.reader.adapter, 0), reference.feed(request.prompt.ids))
+        result = PassResult(KVCache(sequence.model.decoder, 0), reference.feed(request.prompt.ids))
     return Prefilled.of(plan_full_prefill(request.prompt, request.blend, why), result)
 
 
@@ -185,7 +185,7 @@ class AnswerStream:
         self.passages, self.report = request.passages, prefilled.report
         if decode is None:
             cache, n_new = prefilled.result.cache, request.decode.max_new_tokens
-            runner = Runner.over(sequence.reader.adapter, cache, len(request.prompt), n_new)
+            runner = Runner.over(sequence.model.decoder, cache, len(request.prompt), n_new)
             decode, self._draft_room = runner.step, runner.draft_room(1)
         first = sequence.start(prefilled)
         self.ttft = sequence.ttft

@@ -47,7 +47,7 @@ class Generation:
 
 
 def answer(
-    reader: LoadedModel,
+    model: LoadedModel,
     blender: Blender,
     method: MethodSpec,
     draw: Draw,
@@ -60,13 +60,13 @@ def answer(
     prefix_kv: in place of the cached prefix. Raises StoreError when precomputed KV has left the store: another method
     would be measured.
     """
-    clock, adapter = Clock(reader.adapter.device), reader.adapter
+    clock, decoder = Clock(model.decoder.device), model.decoder
     prompt = draw()
     with clock.stage("prefill"):
         room = max(decode.max_new_tokens, len(reference or ()))  # a text to continue may be longer
-        done = blender.run(prompt, method.blend, KVCache(adapter, len(prompt) + room), clock, prefix_kv)
+        done = blender.run(prompt, method.blend, KVCache(decoder, len(prompt) + room), clock, prefix_kv)
     cache, first = done.result.cache, done.result.logits
-    source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
+    source = generate(decoder, cache, len(prompt), first, decode, model.end_tokens)
     begin = tuple(islice(source, 1))
     ttft = clock.elapsed()
     tokens = (*begin, *source)
@@ -77,22 +77,22 @@ def answer(
             f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "
             "other process uses, or a larger cap_gb"
         )
-    follow = reference if reference is not None else reference_tokens(reader, tokens, decode)
+    follow = reference if reference is not None else reference_tokens(model, tokens, decode)
     step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
-    logits = forced(adapter, cache, len(prompt), first, follow, step)
+    logits = forced(decoder, cache, len(prompt), first, follow, step)
     return Generation(tokens, logits, seconds, tuple(done.result.recomputed.tolist()), done.report)
 
 
 def transformers_answer(
-    reader: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
+    model: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
 ) -> Generation:
     """The same by transformers' own forward: the rounding difference of two exact computations."""
-    own, along, clock = *(OwnDecoding(reader.adapter) for _ in range(2)), Clock(reader.adapter.device)
+    own, along, clock = *(OwnDecoding(model.decoder) for _ in range(2)), Clock(model.decoder.device)
     ids, tokens = draw().ids, list[int]()
     with clock.stage("prefill"):
         logits = own.feed(ids)
     token, ttft = int(logits.argmax()), clock.elapsed()
-    while token not in reader.end_tokens:
+    while token not in model.end_tokens:
         tokens.append(token)
         if len(tokens) == decode.max_new_tokens:
             break
@@ -102,13 +102,13 @@ def transformers_answer(
     return Generation(tuple(tokens), forced_logits, seconds)
 
 
-def reference_tokens(reader: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
+def reference_tokens(model: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
     """An answer's tokens, with an end token unless it has the maximum length. Never empty."""
-    return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(reader.end_tokens))
+    return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(model.end_tokens))
 
 
 def forced(
-    adapter: DecoderModel,
+    decoder: DecoderModel,
     cache: KVCache,
     at: int,
     first: Tensor,
@@ -123,7 +123,7 @@ def forced(
     if len(answer) < 2:
         return first[None]
     rows = [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])]
-    return torch.cat([first[None], step(adapter, rows)])
+    return torch.cat([first[None], step(decoder, rows)])
 
 
 def kl(reference: Tensor, other: Tensor) -> list[float]:

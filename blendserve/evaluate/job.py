@@ -72,10 +72,10 @@ def evaluate(
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        reader = {
-            "model": engine.reader.name,
-            "dtype": str(engine.reader.adapter.dtype).removeprefix("torch."),
-            "device": str(engine.reader.adapter.device),
+        model = {
+            "model": engine.model.name,
+            "dtype": str(engine.model.decoder.dtype).removeprefix("torch."),
+            "device": str(engine.model.decoder.device),
             "threads": torch.get_num_threads(),
         }
     question_of = {e.id: e.permutation_of or e.id for e in examples}
@@ -85,7 +85,7 @@ def evaluate(
         "half": config.half,
         "task": dataset.task.name,
         "metric": dataset.task.metric,
-        "reader": reader,
+        "model": model,
         "environment": where,
         "left_out": left_out,
         **summarize(Predictions(run_dir.predictions, question_of, methods), dataset.task.metric),

@@ -46,7 +46,7 @@ class Runner:
                 setting="decode.temperature" if self._decode.temperature else "decode.stop",
             )
         for method in methods:
-            make_policy(method.blend).validate(engine.reader.adapter.n_layers)
+            make_policy(method.blend).validate(engine.model.decoder.n_layers)
         self._engine, self._source, self._stores = engine, source, stores
         self._full = next(m for m in methods if m.name == FULL)
         self._others = [m for m in methods if m.name != FULL]
@@ -69,8 +69,8 @@ class Runner:
 
     def _predict(self, example: Example, methods: Sequence[MethodSpec], run_dir: RunDir) -> Iterator[Record]:
         example, recall, retrieve_s = self._source.with_passages(example)
-        draw, reader = partial(self._source.build, example), self._engine.reader
-        prompt, limit = draw(), reader.adapter.context_limit
+        draw, model = partial(self._source.build, example), self._engine.model
+        prompt, limit = draw(), model.decoder.context_limit
         continuation: TokenIds = ()
         if example.is_continuation:
             continuation = self._engine.prompts.text_ids(example.answers[0])
@@ -84,7 +84,7 @@ class Runner:
                     self._stores.blender(method).run(prompt, method.blend)
                 self._is_warm = True
             full, _ = self._generate(self._full, draw, continuation or None)
-            reference = continuation or fidelity.reference_tokens(reader, full.tokens, self._decode)
+            reference = continuation or fidelity.reference_tokens(model, full.tokens, self._decode)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
                 record = self._record(example, method, done, full)
@@ -97,16 +97,16 @@ class Runner:
         self, method: MethodSpec, draw: Draw, reference: TokenIds | None
     ) -> tuple[Generation, Sizes]:
         """Also the size of its chunks, where it has a codec. reference: None: of full prefill, its own answer."""
-        reader, stores, sizes, kv = self._engine.reader, self._stores, Sizes(), None
+        model, stores, sizes, kv = self._engine.model, self._stores, Sizes(), None
         if method.kind == TRANSFORMERS and reference:
-            return fidelity.transformers_answer(reader, draw, self._decode, reference), sizes
+            return fidelity.transformers_answer(model, draw, self._decode, reference), sizes
         if method.kind == EXACT:
             prompt, kv, sizes = stores.exact_context(method, draw())
         elif method.codec:
             sizes = stores.sizes(method, draw())
         own = draw if kv is None else lambda: prompt
         blender = stores.blender(method)
-        return fidelity.answer(reader, blender, method, own, self._decode, reference, kv), sizes
+        return fidelity.answer(model, blender, method, own, self._decode, reference, kv), sizes
 
     def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
         text, kls, golds = self._text(done), kl(full.logits, done.logits), example.answers
@@ -136,13 +136,13 @@ class Runner:
         return record
 
     def _text(self, done: Generation) -> str:
-        text: str = self._engine.reader.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text: str = self._engine.model.tokenizer.decode(done.tokens, skip_special_tokens=True)
         return text.strip()
 
     def _prompt_record(self, example: Example, prompt: Prompt) -> Record:
         """A character of several tokens stands with the last one."""
         parts = [prompt.prefix, *(chunk.ids for chunk in prompt.chunks), prompt.suffix]
-        streams = [(Detokenizer(self._engine.reader.tokenizer), part) for part in parts]
+        streams = [(Detokenizer(self._engine.model.tokenizer), part) for part in parts]
         return {
             "id": example.id,
             "question": example.question,

@@ -49,14 +49,14 @@ def codec_for(engine: Engine, word: str) -> Codec:
             setting="store.codec",
         )
     config = engine.config.replace("store.codec", word)
-    return writing_codec(config, engine.reader, engine.prompts, engine.store)
+    return writing_codec(config, engine.model, engine.prompts, engine.store)
 
 
 def coded_copy(engine: Engine, codec: Codec | None, keys: Iterable[ChunkKey]) -> KVStore:
     """A store in memory with these chunks of the engine's, coded; as they are without a codec. Misses are skipped."""
     store = MemoryStore(engine.config.store.cap_bytes)
     if codec and (tables := engine.store.blobs.get(codec.coding.tables)) is not None:
-        store.blobs.put(codec.coding.codec, engine.reader.fingerprint, tables)
+        store.blobs.put(codec.coding.codec, engine.model.fingerprint, tables)
     for key in keys:
         if (record := read_record(engine.store, key)) is not None:
             coded = ChunkRecord.encode(key, decode(record), codec) if codec else record
@@ -98,7 +98,7 @@ class PromptStores:
         """
         context = prompt.ids[: len(prompt) - len(prompt.suffix)]
         exact, sizes = Prompt(context, (), prompt.suffix), Sizes()
-        kv = ChunkComputer(self._engine.reader.adapter, ()).compute([context])[0]
+        kv = ChunkComputer(self._engine.model.decoder, ()).compute([context])[0]
         if method.codec is not None:
             ends = [0, len(prompt.prefix), *(span.stop for span in prompt.spans if len(span))]
             prefix, *chunks = [ChunkKV(kv.keys[:, :, a:b], kv.values[:, :, a:b]) for a, b in pairwise(ends)]
@@ -167,8 +167,8 @@ class PromptStores:
         if context is None:
             return engine.blender
         prompt = changed(engine.config.prompt, kv_context=context)
-        before = PromptBuilder(engine.reader.tokenizer, prompt).kv_context
-        about = engine.reader.adapter, engine.reader.fingerprint, engine.store, engine.prompts.prefix, before
+        before = PromptBuilder(engine.model.tokenizer, prompt).kv_context
+        about = engine.model.decoder, engine.model.fingerprint, engine.store, engine.prompts.prefix, before
         return Blender(*about, engine.config.store.namespace)
 
 

@@ -58,14 +58,14 @@ def publish(
             "there is room"
         )
     settings = {word: engine.config.replace("store.codec", word) for word in words[1:]}
-    fitted = engine.reader, engine.prompts, store  # tables are fitted if the store has none
+    fitted = engine.model, engine.prompts, store  # tables are fitted if the store has none
     codecs = {word: writing_codec(config, *fitted) for word, config in settings.items()}
     prior = engine.blender.priors.hash()
     _, files, _ = read(index.path)
     return publish_chunks(
         store,
         name,
-        (index.manifest.reader, engine.reader.fingerprint),
+        (index.manifest.reader, engine.model.fingerprint),
         words,
         codecs,
         tokens,
@@ -79,7 +79,7 @@ def publish(
 def publish_chunks(
     store: KVStore,
     name: str,
-    reader: tuple[str, str],
+    model: tuple[str, str],
     levels: Sequence[str],
     codecs: Mapping[str, Codec],
     tokens: Mapping[ChunkKey, int],
@@ -90,7 +90,7 @@ def publish_chunks(
 ) -> Collection:
     """Publish stored chunks, with their numbers of tokens; stores them at missing levels.
 
-    reader: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
+    model: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
     beside the codecs' tables. Raises StoreError.
     """
     catalog, used = CollectionCatalog(store), set(tables or ())
@@ -103,8 +103,8 @@ def publish_chunks(
     infos = [info for info in store.blobs.list() if info.hash in used]
     collection = Collection(
         name=name,
-        reader=reader[0],
-        reader_fingerprint=reader[1],
+        reader=model[0],
+        reader_fingerprint=model[1],
         namespace=namespace_tag(namespace).hex(),
         levels=tuple(levels),
         chunks=len(directory),

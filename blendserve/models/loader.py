@@ -41,7 +41,7 @@ class LoadedModel:
     """A language model ready to blend."""
 
     name: str
-    adapter: DecoderModel
+    decoder: DecoderModel
     tokenizer: Any
     fingerprint: str  # of configuration and weights: part of every chunk's key
     end_tokens: frozenset[int]  # any of these ends an answer
@@ -57,7 +57,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     else:
         model = _load(source_of(config.name), config.name, dtype, device)
     if config.decode_weights == "int8":
-        decode_in_int8(model.adapter)
+        decode_in_int8(model.decoder)
     return model
 
 

@@ -57,9 +57,9 @@ class EngineReplica:
 
     def facts(self) -> ModelFacts:
         """Of its model."""
-        reader, adapter = self._engine.reader, self._engine.reader.adapter
+        model, decoder = self._engine.model, self._engine.model.decoder
         n_tokens = self._batch.pool.n_tokens
-        return ModelFacts(reader.name, reader.fingerprint, str(adapter.dtype), adapter.n_layers, n_tokens)
+        return ModelFacts(model.name, model.fingerprint, str(decoder.dtype), decoder.n_layers, n_tokens)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """The report that Ray Serve collects for routers: chunks in memory and load."""

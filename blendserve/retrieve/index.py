@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import faiss
 import numpy as np
@@ -33,6 +34,14 @@ BATCH_SHARE = 0.25  # of the windows in the index, if that is more: saving a lar
 HNSW_LINKS = 32  # per node, the default of FAISS
 HNSW_BUILD, HNSW_SEARCH = 200, 64  # candidates while building, minimum of candidates while searching
 SCORE_DIGITS = 6  # the rest depends on the order of float32 sums: such scores are equal
+
+
+class Added(NamedTuple):
+    """What adding documents has changed."""
+
+    documents: int  # new ones
+    passages: list[Passage]  # that were not in the index
+    replaced: list[Passage]  # that are not in it any more
 
 
 class VectorIndex:
@@ -164,12 +173,12 @@ class VectorIndex:
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> int:
         """Add new documents -> number of them. See `add_steps`."""
-        return run(self.add_steps(documents, progress))
+        return run(self.add_steps(documents, progress)).documents
 
     def add_steps(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> Steps[int]:
-        """Add new documents -> number of them. The index may be searched between the steps.
+    ) -> Steps[Added]:
+        """Add new documents. The index may be searched between the steps.
 
         A known id with the same content is skipped, with other content it replaces the old document. Raises
         CorpusError (also for an id given twice with different contents) or ConfigError before anything changes.
@@ -182,7 +191,7 @@ class VectorIndex:
             for passage in split(document, self._made_with.chunk_tokens, self.tokens.count):
                 passages[d].append(passage)
                 yield
-        flat = [p for of_document in passages.values() for p in of_document]
+        flat, before = list(chain(*passages.values())), [p for p in self._passages if p.doc_id in new]
         windows = dict(zip((p.id for p in flat), (yield from self.embedder.cut(flat)), strict=True))
         total, done = sum(map(len, windows.values())), 0
         for batch in self._batches({d: sum(len(windows[p.id]) for p in passages[d]) for d in new}):
@@ -198,7 +207,8 @@ class VectorIndex:
             dtypes = {*self._made_with.embedder_dtype.split("+"), self.embedder.dtype} - {""}
             self._made_with = replace(self._made_with, embedder_dtype="+".join(sorted(dtypes)))
             done += len(texts)
-        return len(new)
+        kept = {*before} & {*flat}
+        return Added(len(new), *([p for p in some if p not in kept] for some in (flat, before)))
 
     def _batches(self, windows: Mapping[str, int]) -> Iterator[list[str]]:
         """Ids of documents in order, given the windows of each; a batch grows with the index."""

@@ -198,9 +198,9 @@ async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: Tenan
         added, replaced = list[Passage](), list[Passage]()
 
         def put(document: Document) -> Steps[None]:
-            _, new, old = yield from caller.documents(index).stage([document])
-            added.extend(new)
-            replaced.extend(old)
+            done = yield from index.add_steps([document])
+            added.extend(done.passages)
+            replaced.extend(done.replaced)
 
         try:
             for document in body.documents:

@@ -149,11 +149,9 @@ class LocalEngineClient(EngineClient):
 
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
-        metrics, reader = Metrics(), engine.reader
+        metrics, model = Metrics(), engine.model
         self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
-        super().__init__(
-            engine.config, http, metrics, reader.name, reader.tokenizer, self.batch.pool.n_tokens
-        )
+        super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         self.scheduler = self.batch.scheduler
         metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
         throttle = BackgroundThrottle(http.background_share)

@@ -42,8 +42,8 @@ class Node:
 
     def __init__(self, model: str, pool: int, chunk_tokens: int, url: str | None, seed: int = 0) -> None:
         """url: of the server; None: no shared store. Raises ModelError, InputError."""
-        self.reader = load_model(ModelConfig(name=model, threads=1))
-        self.workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
+        self.model = load_model(ModelConfig(name=model, threads=1))
+        self.workload = make_workload(self.model, pool, chunk_tokens, None, seed)
         self.url, self._chunk_tokens = url, chunk_tokens
 
     @property
@@ -53,12 +53,12 @@ class Node:
         return {
             "prefix_tokens": len(prompts.prefix),
             "question_tokens": len(prompts.build(QUESTION, ()).suffix),
-            "raw_bytes": self.reader.adapter.kv_bytes_per_token,
+            "raw_bytes": self.model.decoder.kv_bytes_per_token,
         }
 
     def open(self, namespace: str, memory: int, disk: int) -> Engine:
         """An engine with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
-        chunk_bytes = self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
+        chunk_bytes = self._chunk_tokens * self.model.decoder.kv_bytes_per_token
         remote = {"location": self.url, "admission": "always", "deadline_s": DEADLINE_S}
         store = StoreConfig(
             location="memory",
@@ -68,7 +68,7 @@ class Node:
             memory_bytes=memory * chunk_bytes,
             remote=remote if self.url else None,
         )
-        return Engine.open(Config(store=store.model_dump()), reader=self.reader)
+        return Engine.open(Config(store=store.model_dump()), model=self.model)
 
     def answer(self, engine: Engine, chunks: Sequence[int]) -> tuple[Answer, float]:
         """The answer to a request for chunks of the pool, and the seconds after its first token."""
@@ -79,7 +79,7 @@ class Node:
 
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
         """Constants of the compute and links settings; without a server, none of its link. `hot`: TTFT from memory."""
-        model = measure_cost_model(self.reader.adapter, repeats=5)
+        model = measure_cost_model(self.model.decoder, repeats=5)
         n, tokens = request_chunks, self._chunk_tokens
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + SETS)]
         with self.open("measure", memory, disk) as engine:
@@ -102,7 +102,7 @@ class Node:
 
     def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
         """Constants of the server's link, and the TTFT of a set from memory. The server has the sets."""
-        n, raw_bytes = len(sets[0]), self.reader.adapter.kv_bytes_per_token
+        n, raw_bytes = len(sets[0]), self.model.decoder.kv_bytes_per_token
         ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
         rounds = []
         for _ in range(1 + FETCHES):  # the first one stores what the others fetch

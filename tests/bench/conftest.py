@@ -26,5 +26,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def reader(tiny: str) -> LoadedModel:
+def model(tiny: str) -> LoadedModel:
     return load_model(ModelConfig(name=tiny, dtype="float32"))

@@ -23,20 +23,20 @@ from blendserve.evaluate.methods import parse_methods
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.random import SHAPES, TILE, random_model, shape_config
 from tests.bench.conftest import write_shape
-from tests.support.models import tiny_adapter
+from tests.support.models import tiny_decoder
 
 
-def test_a_workload_has_exactly_the_tokens_asked_for(reader: LoadedModel) -> None:
+def test_a_workload_has_exactly_the_tokens_asked_for(model: LoadedModel) -> None:
     for chunks, tokens, suffix in ((1, 300, 25), (9, 7, 40)):
-        prompt = make_workload(reader, chunks, tokens, suffix, seed=3).prompt
+        prompt = make_workload(model, chunks, tokens, suffix, seed=3).prompt
         assert [len(chunk) for chunk in prompt.chunks] == [tokens] * chunks
         assert len(prompt.suffix) == suffix
         assert len({chunk.ids for chunk in prompt.chunks}) == chunks
-        assert make_workload(reader, chunks, tokens, suffix, seed=3).prompt == prompt
-        assert make_workload(reader, chunks, tokens, suffix, seed=4).prompt != prompt
+        assert make_workload(model, chunks, tokens, suffix, seed=3).prompt == prompt
+        assert make_workload(model, chunks, tokens, suffix, seed=4).prompt != prompt
     for impossible in ((6, 512, 40), (10**9, 10, 40), (2, 1, 40), (2, 20, 3)):
         with pytest.raises(InputError):
-            make_workload(reader, *impossible, seed=0)
+            make_workload(model, *impossible, seed=0)
 
 
 def test_a_dropped_file_is_not_resident_and_a_read_page_is(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_the_meter_gives_the_most_that_was_held_at_once() -> None:
 WORDS = ("full", "prefix", "reuse", "query@0.2", "deviation@0.2", "chunk_head@0.5", "query@1", "random@0")
 
 
-def test_linear_flops_are_those_that_ran(reader: LoadedModel, tmp_path: Path) -> None:
+def test_linear_flops_are_those_that_ran(model: LoadedModel, tmp_path: Path) -> None:
     """Attention of a full prefill by the textbook: 2 T^2 H D in a layer; in the last one, one row attends to all."""
-    found, workload = parse_methods(WORDS, ()), make_workload(reader, 4, 24, 20, seed=0)
-    counts, n = Counts.of(reader.adapter), len(workload.prompt)
+    found, workload = parse_methods(WORDS, ()), make_workload(model, 4, 24, 20, seed=0)
+    counts, n = Counts.of(model.decoder), len(workload.prompt)
     assert counts
-    with PromptFixture(reader, workload, found, tmp_path, rates=Rates(flops=1e9, bytes=1e9)) as fixture:
+    with PromptFixture(model, workload, found, tmp_path, rates=Rates(flops=1e9, bytes=1e9)) as fixture:
         fixture.precompute()
         for method in (m for m in found if m.name in WORDS):
             with FlopCounterMode(display=False) as counter:
@@ -101,7 +101,7 @@ def test_linear_flops_are_those_that_ran(reader: LoadedModel, tmp_path: Path) ->
         fixture.store.delete([next(iter(fixture.store.keys()))])
         with pytest.raises(StoreError):  # missing KV is an error and not a slow method
             fixture.run(found[-1])
-    assert Counts.of(tiny_adapter("mixtral")) is None
+    assert Counts.of(tiny_decoder("mixtral")) is None
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -30,7 +30,7 @@ from tests.support.blending import (
     tiny_blender,
 )
 from tests.support.links import FarSource
-from tests.support.models import fresh_model, tiny_adapter
+from tests.support.models import fresh_model, tiny_decoder
 from tests.support.stores import ROOMY, FaultyStore, put_kv
 
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
@@ -90,7 +90,7 @@ def test_kv_of_another_model_tenant_prefix_or_dtype_is_not_found() -> None:
         tiny_blender(store, fingerprint="another"),
         tiny_blender(store, namespace="tenant"),
         tiny_blender(store, context=()),
-        tiny_blender(store, adapter=tiny_adapter("llama", torch.bfloat16)),
+        tiny_blender(store, decoder=tiny_decoder("llama", torch.bfloat16)),
     ]
     assert [found(other.run(PROMPT, BLEND).report) for other in others] == [(0, 5, 0)] * 4
 
@@ -149,12 +149,12 @@ def test_parts_cover_the_prompt_in_order_each_with_its_reason(
 
 
 def test_the_models_weights_stay_as_they_are() -> None:
-    adapter = fresh_model("llama")
-    before = {name: tensor.clone() for name, tensor in adapter.reference.state_dict().items()}
-    maker = tiny_blender(None, *CHUNKS, adapter=adapter)
+    decoder = fresh_model("llama")
+    before = {name: tensor.clone() for name, tensor in decoder.reference.state_dict().items()}
+    maker = tiny_blender(None, *CHUNKS, decoder=decoder)
     for policy in ("query", "deviation", "all"):
         maker.run(PROMPT, BlendConfig(policy=policy))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.reference.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in decoder.reference.state_dict().items())
 
 
 # Work that is closed before a layer

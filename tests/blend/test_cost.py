@@ -20,14 +20,14 @@ from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, changed
 from tests.support.blending import blend, lay, some_prompt
-from tests.support.models import tiny_adapter
+from tests.support.models import tiny_decoder
 
 LAYERS = 4
 MODEL = CostModel(per_pass=0.01, per_row=1e-3, per_pair=1e-6, per_loaded=1e-5)
 PROMPT = some_prompt([30, 40, 20])
-FOUND = lay(tiny_adapter("llama"), PROMPT)
-ABSENT = lay(tiny_adapter("llama"), PROMPT, [False] * 3, prefix=False)
-LONG = lay(tiny_adapter("llama"), some_prompt([30, 300, 300]))
+FOUND = lay(tiny_decoder("llama"), PROMPT)
+ABSENT = lay(tiny_decoder("llama"), PROMPT, [False] * 3, prefix=False)
+LONG = lay(tiny_decoder("llama"), some_prompt([30, 300, 300]))
 
 
 def work(layout: Layout, **options: Any) -> Work:
@@ -37,7 +37,7 @@ def work(layout: Layout, **options: Any) -> Work:
 @pytest.mark.parametrize("policy", ["none", "all", "random", "chunk_head", "query", "deviation"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
 def test_counts_the_rows_that_a_prefill_runs(policy: str, ratio: float) -> None:
-    ran = blend(tiny_adapter("llama"), PROMPT, FOUND, policy=policy, ratio=ratio).cost * len(PROMPT)
+    ran = blend(tiny_decoder("llama"), PROMPT, FOUND, policy=policy, ratio=ratio).cost * len(PROMPT)
     # The check layer runs all rows through its projection only: the prefill counts them there, the model does not.
     tolerance = FOUND.n_reusable / LAYERS if policy == "deviation" else 1e-9
     assert work(FOUND, policy=policy, ratio=ratio).rows == pytest.approx(ran, abs=tolerance)
@@ -49,7 +49,7 @@ def test_counts_the_work_and_chooses_the_cheapest_and_the_exact_method_on_a_tie(
     assert work(FOUND, policy="none").loaded == n - len(PROMPT.suffix)
 
     def chosen(costs: CostModel, **options: Any) -> str:
-        plan = Planner(tiny_adapter("llama"), "f", costs).plan(FOUND, BlendConfig(method="auto", **options))
+        plan = Planner(tiny_decoder("llama"), "f", costs).plan(FOUND, BlendConfig(method="auto", **options))
         return plan.blend.method
 
     assert chosen(MODEL) == "blend"
@@ -61,7 +61,7 @@ def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -
     """On a clock by which one stretch of prefills, wherever it lies, takes three times as long as the model says."""
     calls, now, n_prefills, slow_from = 9, 0.0, 0, 0  # calls: of each round
 
-    def timed(adapter: Any, found: Layout, blend: BlendConfig) -> Any:
+    def timed(decoder: Any, found: Layout, blend: BlendConfig) -> Any:
         nonlocal now, n_prefills
         yield
         is_slow = slow_from <= n_prefills < slow_from + calls
@@ -72,7 +72,7 @@ def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cost, "blend_prefill", timed)
     for first in range(0, 2 * calls, 4):
         n_prefills, slow_from = 0, first
-        measured = measure(tiny_adapter("llama"), clock=lambda: now)
+        measured = measure(tiny_decoder("llama"), clock=lambda: now)
         assert astuple(measured) == pytest.approx(astuple(MODEL), rel=1e-3)
         assert n_prefills == 2 + 3 * calls  # two find out how long prompts may be
 
@@ -82,17 +82,17 @@ def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(
 ) -> None:
     caplog.set_level(logging.INFO, "blendserve.blend.cost")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = calibrated(tiny_adapter("llama"), "f")
+    first = calibrated(tiny_decoder("llama"), "f")
     assert min(astuple(first)) >= 0
     assert first.seconds(Work(1, 200, 20_000, 0)) > 0
     (file,) = (tmp_path / "blendserve" / "profit").iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "per_row": 0.125}))
-    assert calibrated(tiny_adapter("llama"), "f").per_row == 0.125
+    assert calibrated(tiny_decoder("llama"), "f").per_row == 0.125
     assert len(caplog.records) == 1
     file.write_text("{")
-    assert calibrated(tiny_adapter("llama"), "f").per_row != 0.125
+    assert calibrated(tiny_decoder("llama"), "f").per_row != 0.125
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where nothing can be kept
-    assert calibrated(tiny_adapter("llama"), "f").per_pass >= 0
+    assert calibrated(tiny_decoder("llama"), "f").per_pass >= 0
     assert len(caplog.records) == 3
 
 
@@ -117,6 +117,6 @@ def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() ->
     for policy, token_s in (("random", None), ("query", 1.0)):
         config = BlendConfig(policy=policy, ratio="auto:0.07")
         assert overlapped_ratio(MODEL, LONG, config, token_s) == 0.07
-    auto = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio="auto:0.2")
-    fixed = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio=0.2)
+    auto = blend(tiny_decoder("llama"), PROMPT, FOUND, ratio="auto:0.2")
+    fixed = blend(tiny_decoder("llama"), PROMPT, FOUND, ratio=0.2)
     assert auto.recomputed.tolist() == fixed.recomputed.tolist()

@@ -31,7 +31,7 @@ from tests.support.blending import (
     some_prompt,
     tiny_blender,
 )
-from tests.support.models import BLEND_KINDS, tiny_adapter
+from tests.support.models import BLEND_KINDS, tiny_decoder
 from tests.support.twin import Correct, Piece, Start, correction, naive_prefill, question_scores, start_from
 
 DONOR = some_ids(45, 99)  # stored, where a chunk of the prompt is an edited copy of it
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def known(self) -> Priors | None:
-        return some_priors(tiny_adapter(self.kind), self.prior) if self.prior else None
+        return some_priors(tiny_decoder(self.kind), self.prior) if self.prior else None
 
     @property
     def looked_up(self) -> list[int]:
@@ -131,27 +131,27 @@ def cases(draw: st.DrawFn) -> Case:
 
 def run(case: Case) -> tuple[Prefilled, TracedCache]:
     """The request as the package computes it, over a store that holds what the case says."""
-    adapter, store = tiny_adapter(case.kind), LeakyStore()
+    decoder, store = tiny_decoder(case.kind), LeakyStore()
     prefix, context = case.prompt.prefix, case.context
-    maker = tiny_blender(store, *case.stored, adapter=adapter, prefix=prefix, context=context)
+    maker = tiny_blender(store, *case.stored, decoder=decoder, prefix=prefix, context=context)
     maker.priors.use(case.known)
     store.broken = {maker.key(ids) for ids in case.damaged}
     maker.near.refresh()
-    cache = TracedCache(adapter, len(case.prompt))
+    cache = TracedCache(decoder, len(case.prompt))
     return maker.run(case.prompt, case.blend, cache=cache), cache
 
 
 def check(case: Case) -> None:
     """Everything that the prefill computed is what its twin computes from the same selections, which are right."""
-    adapter, prompt = tiny_adapter(case.kind), case.prompt
+    decoder, prompt = tiny_decoder(case.kind), case.prompt
     done, cache = run(case)
     if case.blend.method == "reuse":
         case = replace(case, blend=changed(case.blend, **FULL_REUSE))
-    start = start_from(adapter, prompt, list(case.pieces()))
+    start = start_from(decoder, prompt, list(case.pieces()))
     left = torch.cat([(~start.known).nonzero()[:, 0], done.result.recomputed]).sort().values
     rows = [*cache.rows, left]
-    assert len(rows) == adapter.n_layers + 1
-    twin = naive_prefill(adapter, prompt, start, rows, correction_of(case, start, rows))
+    assert len(rows) == decoder.n_layers + 1
+    twin = naive_prefill(decoder, prompt, start, rows, correction_of(case, start, rows))
     assert_near(cache.keys, twin.keys, BOUND)
     assert_near(cache.values, twin.values, BOUND)
     assert_near(done.result.logits, twin.logits, BOUND)
@@ -170,8 +170,8 @@ def check(case: Case) -> None:
         start.reusable.sum()
     ):
         n_scored = len(prompt.suffix)
-    row_layers = sum(map(len, rows[:-1])) + n_scored * adapter.n_layers
-    assert report.cost == pytest.approx(row_layers / (len(prompt) * adapter.n_layers))
+    row_layers = sum(map(len, rows[:-1])) + n_scored * decoder.n_layers
+    assert report.cost == pytest.approx(row_layers / (len(prompt) * decoder.n_layers))
 
 
 def budget(case: Case, start: Start, share: float) -> int:
@@ -253,7 +253,7 @@ def check_selection(
         heads = [(at - span.start, at) for span in start.spans for at in range(span.start, span.stop)]
         assert chosen[0].tolist() == sorted(at for _, at in sorted(heads)[:n])
     if blend.policy == "query" and 0 < n < n_reusable:
-        found = question_scores(tiny_adapter(case.kind), case.prompt, start)[candidates]
+        found = question_scores(tiny_decoder(case.kind), case.prompt, start)[candidates]
         check_best(torch.isin(candidates, chosen[0]), found)
         assert scores is not None
         assert scores.isfinite().nonzero()[:, 0].tolist() == candidates.tolist()
@@ -327,15 +327,15 @@ def test_the_first_chunk_is_exact_only_behind_its_own_prefix(context: int) -> No
 @EVERY_KIND
 @pytest.mark.parametrize("found", [0, 2, 4])
 def test_the_twin_is_the_models_forward_if_what_is_stored_is_exact(kind: str, found: int) -> None:
-    adapter, prompt = tiny_adapter(kind), some_prompt([14, 1, 20, 9])
+    decoder, prompt = tiny_decoder(kind), some_prompt([14, 1, 20, 9])
     pieces = [
         Piece(span, chunk.ids, 0, prompt.ids[: span.start])
         for span, chunk in list(zip(prompt.spans, prompt.chunks, strict=True))[:found]
     ]
-    start = start_from(adapter, prompt, pieces)
-    twin = naive_prefill(adapter, prompt, start, [(~start.known).nonzero()[:, 0]] * (adapter.n_layers + 1))
-    keys, values = model_kv(adapter, prompt.ids)
-    assert_near(twin.logits, model_logits(adapter, prompt))
+    start = start_from(decoder, prompt, pieces)
+    twin = naive_prefill(decoder, prompt, start, [(~start.known).nonzero()[:, 0]] * (decoder.n_layers + 1))
+    keys, values = model_kv(decoder, prompt.ids)
+    assert_near(twin.logits, model_logits(decoder, prompt))
     assert_near(twin.keys, keys)
     assert_near(twin.values, values)
     assert int(start.exact.sum()) == sum(map(len, prompt.chunks[:found]))

@@ -120,8 +120,8 @@ def test_of_chunks_that_begin_alike_the_latest_is_found() -> None:
 def test_donors_are_of_the_same_reader_prefix_and_namespace() -> None:
     store = MemoryStore(ROOMY)
     of = {
-        (reader, prefix, name): tiny_blender(store, fingerprint=reader, prefix=prefix, namespace=name)
-        for reader, prefix, name in product("ab", (PREFIX, SUFFIX), ("", "other"))
+        (model, prefix, name): tiny_blender(store, fingerprint=model, prefix=prefix, namespace=name)
+        for model, prefix, name in product("ab", (PREFIX, SUFFIX), ("", "other"))
     }
     mine, *_ = of.values()
     mine.writer.precompute([OLD])

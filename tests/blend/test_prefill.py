@@ -20,7 +20,7 @@ from blendserve.core import TokenIds, run
 from blendserve.kernels import selfcheck
 from blendserve.kernels.cpu.isa import LEVELS
 from tests.support.blending import assert_near, blend, lay, model_logits, some_ids, some_prompt
-from tests.support.models import KINDS, tiny_adapter
+from tests.support.models import KINDS, tiny_decoder
 from tests.support.stores import ROOMY
 
 HAS_BF16 = any(selfcheck.cpu_status(level).active for level in LEVELS.values() if level.dtype == "bfloat16")
@@ -28,21 +28,21 @@ HAS_BF16 = any(selfcheck.cpu_status(level).active for level in LEVELS.values() i
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_prompt_that_fills_the_context_to_the_last_token(name: str) -> None:
-    adapter = tiny_adapter(name)
-    left = adapter.context_limit - 8 - 3
+    decoder = tiny_decoder(name)
+    left = decoder.context_limit - 8 - 3
     prompt = some_prompt([left - 2 * (left // 3), left // 3, left // 3], prefix=8, suffix=3)
-    assert len(prompt) == adapter.context_limit
-    done = run(blend_prefill(adapter, lay(adapter, prompt), BlendConfig(policy="all")))
-    assert_near(done.logits, model_logits(adapter, prompt))
+    assert len(prompt) == decoder.context_limit
+    done = run(blend_prefill(decoder, lay(decoder, prompt), BlendConfig(policy="all")))
+    assert_near(done.logits, model_logits(decoder, prompt))
 
 
 @pytest.mark.skipif(not HAS_BF16, reason="no kernels for bf16")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stored_prefix_changes_no_bit_where_compiled_kernels_serve(name: str) -> None:
     """A row's bits do not depend on the rows beside it."""
-    adapter, prompt = tiny_adapter(name, torch.bfloat16), some_prompt([120, 9, 60], prefix=20, suffix=14)
-    nothing = blend(adapter, prompt, lay(adapter, prompt, [False] * 3, prefix=False), ratio=1.0)
-    prefix = blend(adapter, prompt, lay(adapter, prompt, [True, False, False]), method="prefix")
+    decoder, prompt = tiny_decoder(name, torch.bfloat16), some_prompt([120, 9, 60], prefix=20, suffix=14)
+    nothing = blend(decoder, prompt, lay(decoder, prompt, [False] * 3, prefix=False), ratio=1.0)
+    prefix = blend(decoder, prompt, lay(decoder, prompt, [True, False, False]), method="prefix")
     assert torch.equal(nothing.logits, prefix.logits)
 
 
@@ -55,7 +55,7 @@ def test_top_is_the_largest_and_the_earlier_of_equal_ones(scores: list[float], n
 @given(st.lists(st.sampled_from([0, 1, 2, 7, 20]), max_size=6), st.integers(0, 4))
 @example([400, 500, 0, 300, STACK_TOKENS + 1, 2], 3)
 def test_a_chunks_kv_does_not_depend_on_what_is_stacked_with_it(lengths: list[int], prefix: int) -> None:
-    computer = ChunkComputer(tiny_adapter("llama"), some_ids(prefix))
+    computer = ChunkComputer(tiny_decoder("llama"), some_ids(prefix))
     chunks = [some_ids(n, seed=i) for i, n in enumerate(lengths)]
     for ids, stacked in zip(chunks, computer.stream(chunks), strict=True):
         alone = computer.compute([ids])[0]
@@ -69,7 +69,7 @@ def test_a_chunks_kv_does_not_depend_on_what_is_stacked_with_it(lengths: list[in
 @cache
 def base() -> ChunkComputer:
     """After what every prompt begins with."""
-    return ChunkComputer(tiny_adapter("llama"), some_ids(30, 1))
+    return ChunkComputer(tiny_decoder("llama"), some_ids(30, 1))
 
 
 def get(kept: PrefixCache, ids: TokenIds, namespace: str = "a") -> PrefixKV:

@@ -1,4 +1,4 @@
-"""Priors: fitted by least squares, kept by a store for their reader and context, and ignored where they are unusable."""
+"""Priors: fitted by least squares, kept by a store for their model and context, and ignored where they are unusable."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from blendserve.blend.priors import NAME, Priors, PriorStore, prompts_of
 from blendserve.core import TokenIds
 from blendserve.store.memory import MemoryStore
 from tests.support.blending import assert_near, distance, model_kv, some_ids
-from tests.support.models import tiny_adapter
+from tests.support.models import tiny_decoder
 from tests.support.stores import ROOMY, FaultyStore
 
 CORPUS = [some_ids(60, seed) for seed in range(60)]
 PREFIX = some_ids(5, 999)
-ADAPTER = tiny_adapter("llama")
+DECODER = tiny_decoder("llama")
 
 
 def known(
     store: MemoryStore | FaultyStore, fingerprint: str = "reader", context: TokenIds = PREFIX
 ) -> PriorStore:
-    return PriorStore(ADAPTER, fingerprint, store, PREFIX, context)
+    return PriorStore(DECODER, fingerprint, store, PREFIX, context)
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +47,22 @@ def learnt() -> MemoryStore:
 
 def test_the_fit_is_least_squares_over_the_models_own_kv(fitted: Priors) -> None:
     """By the model's own forward, with rows added for the penalty; of one head of the last layer."""
-    l, head = ADAPTER.n_layers - 1, 1
+    l, head = DECODER.n_layers - 1, 1
     xs, ys, places = [], [], []
-    for prompt in prompts_of(CORPUS, PREFIX, ADAPTER.context_limit):
-        keys, values = model_kv(ADAPTER, prompt.ids)
-        rope = ADAPTER.rope(torch.arange(len(prompt)))[l]
-        whole = torch.cat([ADAPTER.rotate(keys[l], rope.inverse), values[l]], dim=-1)[head]
+    for prompt in prompts_of(CORPUS, PREFIX, DECODER.context_limit):
+        keys, values = model_kv(DECODER, prompt.ids)
+        rope = DECODER.rope(torch.arange(len(prompt)))[l]
+        whole = torch.cat([DECODER.rotate(keys[l], rope.inverse), values[l]], dim=-1)[head]
         for chunk, span in list(zip(prompt.chunks, prompt.spans, strict=True))[1:]:  # the first is exact
             at, n = len(PREFIX), len(PREFIX) + len(chunk)
-            keys, values = model_kv(ADAPTER, (*PREFIX, *chunk.ids))
-            rotated = ADAPTER.rotate(keys[l], ADAPTER.rope(torch.arange(n))[l].inverse)
+            keys, values = model_kv(DECODER, (*PREFIX, *chunk.ids))
+            rotated = DECODER.rotate(keys[l], DECODER.rope(torch.arange(n))[l].inverse)
             alone = torch.cat([rotated, values[l]], dim=-1)[head, at:]
             xs.append(alone)
             ys.append(whole[span.start : span.stop] - alone)
             places.append(torch.full((len(span), 1), span.start / span.stop))  # the share that precedes it
     x, y, by = (torch.cat(parts).double() for parts in (xs, ys, places))
-    dim, total = ADAPTER.head_dim, (by**2).sum()
+    dim, total = DECODER.head_dim, (by**2).sum()
     spread = ((by * (x - (by**2 * x).sum(0) / total)) ** 2).sum(0) / total
     size = torch.cat([part.mean().sqrt().expand(dim) for part in spread.chunk(2)])
     added = torch.cat([priors.PENALTY**0.5 * torch.diag(size), torch.zeros(2 * dim, 1)], dim=1)
@@ -102,7 +102,7 @@ def test_unusable_ones_are_ignored(learnt: MemoryStore, fitted: Priors) -> None:
     weights, constant = fitted.layer(1)
     other_shape = Priors(weights[None, :1], constant[None, :1]).to_bytes()
     with pytest.raises(ValueError):  # noqa: PT011
-        Priors.from_bytes(other_shape, ADAPTER)
+        Priors.from_bytes(other_shape, DECODER)
     (info,) = learnt.blobs.list()
     for raw in (b"", b"no safetensors", b"\xff" * 64, other_shape):
         store = MemoryStore(ROOMY)

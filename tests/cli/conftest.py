@@ -1,4 +1,4 @@
-"""A small index with its KV, built once by a random reader under the bundled one's name."""
+"""A small index with its KV, built once by a random model under the bundled one's name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_corpus(file: Path, n: int) -> Path:
 
 @pytest.fixture(scope="package", autouse=True)
 def toy() -> Iterator[None]:
-    """Commands load the random reader, which is quick."""
+    """Commands load the random model, which is quick."""
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch.setattr)
         yield

@@ -34,7 +34,7 @@ from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.support import peers
 from tests.support.engines import CONFIG
-from tests.support.engines import toy_reader as reader
+from tests.support.engines import toy_model as model
 from tests.support.http import DOCUMENTS, certificate
 from tests.support.links import Known
 from tests.support.peers import LEVELS, NAME, Service, answered, blender, check, kdn_store, settings
@@ -51,7 +51,7 @@ def test_a_prefill_asks_for_a_layer_before_the_peer_sends_it(
 ) -> None:
     """Of the last two chunks, which come at a time; over a fast link of all of them, interleaved in one request."""
     is_auto, in_time, take = method == "auto", list[bool](), LayerReader.take
-    asked_for = [threading.Event() for _ in range(reader().adapter.n_layers)]
+    asked_for = [threading.Event() for _ in range(model().decoder.n_layers)]
     late = [blender(MemoryStore(1)).key(c.ids) for c in prompt.chunks[0 if is_auto else -2 :]]
 
     def noted(self: LayerReader, l: int) -> Layer:
@@ -139,7 +139,7 @@ def test_decoding_is_measured_before_the_first_request(service: Service) -> None
 
 def test_an_engine_without_an_index_measures_its_link_when_it_opens(service: Service) -> None:
     config = changed(CONFIG, store={"location": f"{service.url}/{NAME}"})
-    with Engine.open(config, reader=reader()) as engine:
+    with Engine.open(config, model=model()) as engine:
         source = engine.fetcher.source
         assert source
         eventually(lambda: source.link.rate)

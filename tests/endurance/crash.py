@@ -60,8 +60,8 @@ def corpus(chunks: int) -> list[TokenIds]:
 def blender(store: KVStore) -> Blender:
     """The same model in every process, on one thread: every process computes the same bits."""
     torch.set_num_threads(1)
-    adapter = DecoderModel.of(toy_llama(VOCABULARY, 2 * TOKENS, layers=4, heads=4, kv_heads=4))
-    return Blender(adapter, "crash-test", store, PREFIX, PREFIX)
+    decoder = DecoderModel.of(toy_llama(VOCABULARY, 2 * TOKENS, layers=4, heads=4, kv_heads=4))
+    return Blender(decoder, "crash-test", store, PREFIX, PREFIX)
 
 
 def computed(store: KVStore, chunks: int) -> Chunks:

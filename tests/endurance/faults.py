@@ -35,7 +35,7 @@ from blendserve.store.valkey_layout import CHUNK, HEADER
 from blendserve.store.view import decode
 from tests.endurance.driver import Promises, Workload, main, none
 from tests.support.forked import process
-from tests.support.toy import toy_reader
+from tests.support.toy import toy_model
 from tests.support.waiting import eventually
 
 HUNG_S = 60.0  # a request that lasts so long counts as hung
@@ -65,7 +65,7 @@ class FaultFixture(contextlib.ExitStack):
     def __init__(self, deadline_s: float, seed: int = 0) -> None:
         """deadline_s: of a request for the server."""
         super().__init__()
-        self._reader, self._deadline_s, self.dice = toy_reader(), deadline_s, random.Random(seed)
+        self._model, self._deadline_s, self.dice = toy_model(), deadline_s, random.Random(seed)
         self._prefix, self._suffix, *self.pool = (
             tuple(self.dice.choices(range(3, 40_000), k=size))
             for size in (PREFIX, SUFFIX, *[CHUNK_TOKENS] * POOL)
@@ -123,7 +123,7 @@ class FaultFixture(contextlib.ExitStack):
         return record
 
     def _blender(self, store: KVStore) -> Blender:
-        return Blender(self._reader.adapter, self._reader.fingerprint, store, self._prefix, self._prefix)
+        return Blender(self._model.decoder, self._model.fingerprint, store, self._prefix, self._prefix)
 
 
 Fault = Callable[[FaultFixture], object]

@@ -25,7 +25,7 @@ class ServingNode(Node):
     def precompute(self, namespace: str, with_chunks: bool = True) -> None:
         """Store all chunks on the server, or none."""
         store = StoreConfig(location=self.url or "", namespace=namespace, deadline_s=DEADLINE_S)
-        with Engine.open(Config(store=store.model_dump()), reader=self.reader) as engine:
+        with Engine.open(Config(store=store.model_dump()), model=self.model) as engine:
             engine.blender.writer.precompute(self.workload.chunks if with_chunks else [])
 
     def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:

@@ -6,7 +6,7 @@ distributed, in shuffled order; no two queries have the same list, and all block
 The warm-up ends with the block in which the store first evicted or refused a chunk. After it, neither hit rate nor gain
 (row-layers of full prefill / row-layers run) falls by more than 5% below the best block so far.
 
-    python -m tests.endurance.soak                  the bundled reader: 5 to 8 minutes on two quiet cores
+    python -m tests.endurance.soak                  the bundled model: 5 to 8 minutes on two quiet cores
     python -m tests.endurance.soak --model tiny     a small random Llama that always blends: under a minute
 """
 
@@ -27,7 +27,7 @@ from blendserve.fetch import open_store
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.retrieve import language_reference, split
 from tests.endurance.driver import Figures, Promises, Workload, main
-from tests.support.toy import toy_reader
+from tests.support.toy import toy_model
 
 CHUNKS, CHUNK_TOKENS = 400, 128  # of the corpus; a chunk has 3/4 of these tokens at least
 PER_QUERY = 6
@@ -37,11 +37,11 @@ GOLDEN = (5**0.5 - 1) / 2  # steps of it cover a circle evenly
 Query = tuple[int, ...]  # different chunks, 0 is the most popular
 
 
-def corpus(reader: LoadedModel, seed: int) -> tuple[list[Passage], int]:
+def corpus(model: LoadedModel, seed: int) -> tuple[list[Passage], int]:
     """Passages of real text that every Python has, in an order without meaning, and their tokens in all."""
     from pydoc_data.topics import topics
 
-    prompts = PromptBuilder(reader.tokenizer, Config().prompt)
+    prompts = PromptBuilder(model.tokenizer, Config().prompt)
 
     def tokens(passage: Passage) -> int:
         return len(prompts.chunk(passage))
@@ -74,14 +74,14 @@ def zipf_blocks(chunks: int, blocks: int, queries: int, seed: int) -> Iterator[l
         yield [tuple(hand) for hand in hands]
 
 
-def reuse(reader: LoadedModel, blocks: int, queries: int, method: str, seed: int) -> Workload:
+def reuse(model: LoadedModel, blocks: int, queries: int, method: str, seed: int) -> Workload:
     """Each part is a block of queries."""
-    passages, tokens = corpus(reader, seed)
-    cap_bytes, found = tokens * reader.adapter.kv_bytes_per_token // LARGER, list[Figures]()
+    passages, tokens = corpus(model, seed)
+    cap_bytes, found = tokens * model.decoder.kv_bytes_per_token // LARGER, list[Figures]()
     with tempfile.TemporaryDirectory() as folder:
         store = StoreConfig.model_validate({"codec": "raw", "cap_gb": cap_bytes / 1e9})
         config = Config(store=store, blend=BlendConfig.model_validate({"method": method}))
-        with Engine(config, reader, open_store(store, Path(folder) / "kv")) as engine:
+        with Engine(config, model, open_store(store, Path(folder) / "kv")) as engine:
             for n, block in enumerate(zipf_blocks(CHUNKS, blocks, queries, seed)):
                 if (yield n, blocks):
                     break
@@ -133,8 +133,8 @@ PROMISES: Promises = {
 
 def make(model: str, queries: int, block: int, seed: int) -> Workload:
     is_tiny = model == "tiny"
-    reader = toy_reader() if is_tiny else load_model(ModelConfig(name=model))
-    return reuse(reader, queries // block, block, "blend" if is_tiny else "auto", seed)
+    loaded = toy_model() if is_tiny else load_model(ModelConfig(name=model))
+    return reuse(loaded, queries // block, block, "blend" if is_tiny else "auto", seed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.endurance import crash, faults, soak_serving
 from tests.endurance import soak as reuse
 from tests.endurance.driver import Figures, Promises, Workload, main, soak
 from tests.support.engines import CONFIG, PASSAGES
-from tests.support.engines import toy_reader as reader
+from tests.support.engines import toy_model as model
 from tests.support.http import Server, ToyServer
 from tests.support.kernels import threads
 from tests.support.stores import put_kv
@@ -90,13 +90,13 @@ def test_blocks_have_one_mix_and_no_query_twice() -> None:
 
 
 def test_reuse_lasts() -> None:
-    found = soak(reuse.reuse(reader(), 3, 10, "blend", 0), reuse.PROMISES)
+    found = soak(reuse.reuse(model(), 3, 10, "blend", 0), reuse.PROMISES)
     assert not set(found["broken"]) - {"the hit rate lasts", "the gain lasts"}  # blocks of ten may differ
     assert all(block["bytes_most"] > 0.8 * found["cap_bytes"] for block in found["blocks"])
 
 
 def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
-    with Engine(CONFIG, reader(), LMDBStore(tmp_path / "kv", 2**27)) as engine:
+    with Engine(CONFIG, model(), LMDBStore(tmp_path / "kv", 2**27)) as engine:
         asks = soak_serving.make_asks(engine, PASSAGES, 6, 0)
     start = lambda: ToyServer(tmp_path)  # noqa: E731
     found = soak(soak_serving.Serving(start, tmp_path / "kv", asks, 50, 8, 1).run(), soak_serving.PROMISES)

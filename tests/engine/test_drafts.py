@@ -66,16 +66,16 @@ def test_drafts_are_longer_while_they_are_right_and_rare_while_they_are_wrong() 
 
 
 @cache
-def reader(dtype: torch.dtype) -> LoadedModel:
+def model(dtype: torch.dtype) -> LoadedModel:
     """A vocabulary of 98 tokens: n-grams come again, and what follows them is mostly another token."""
     model = DecoderModel.of(wide_model("llama-biased", dtype))
     return LoadedModel("wide", model, bundled_tokenizer(), "wide", frozenset({5}))
 
 
 def answer(dtype: torch.dtype, **options: Any) -> Answer:
-    loaded, decode = reader(dtype), DecodeConfig(max_new_tokens=NEW, **options)
+    loaded, decode = model(dtype), DecodeConfig(max_new_tokens=NEW, **options)
     plan = PreparedRequest(PROMPT, (), BlendConfig(method="full"), decode, Clock())
-    blender = tiny_blender(MemoryStore(2**20), adapter=loaded.adapter)
+    blender = tiny_blender(MemoryStore(2**20), decoder=loaded.decoder)
     sequence = Sequence(plan, loaded, partial(prefill, blender=blender))
     return AnswerStream(sequence).answer()
 
@@ -125,7 +125,7 @@ def mixed(rest: list[int], room: int) -> list[int]:
 def test_answers_are_the_same_without_drafts_and_with_good_and_bad_ones(
     dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if native_decoder(reader(dtype).adapter)[0] is None:
+    if native_decoder(model(dtype).decoder)[0] is None:
         pytest.skip(f"no native step for {dtype}: no drafts")
     whole = answer(dtype, drafts=False, **options)
     assert whole.timings.tokens_per_pass == 1.0
@@ -145,7 +145,7 @@ def test_requests_that_run_together_get_the_answers_that_each_gets_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = toy_engine()
-    if native_decoder(engine.reader.adapter)[0] is None:
+    if native_decoder(engine.model.decoder)[0] is None:
         pytest.skip("no native step: no drafts")
     batch = toy_batch(engine)
     asked = [(QUESTIONS[i % 4], PASSAGES[: 2 + i // 4]) for i in range(8)]

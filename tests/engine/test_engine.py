@@ -26,7 +26,7 @@ from tests.support.engines import (
     submit,
     toy_batch,
     toy_engine,
-    toy_reader,
+    toy_model,
 )
 from tests.support.stores import ROOMY
 from tests.support.valkey import needs_server, store_at
@@ -116,7 +116,7 @@ def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
     warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = len(warm.prompts.build(QUESTION, SOME))
-    monkeypatch.setattr(warm.reader.adapter, "context_limit", n + 20)
+    monkeypatch.setattr(warm.model.decoder, "context_limit", n + 20)
     answer = warm.answer(QUESTION, SOME, max_new_tokens=20, temperature=1.0)
     assert answer.report.tokens_prompt == n
     with pytest.raises(PromptTooLong) as error:
@@ -173,9 +173,9 @@ def test_shares_are_about_equal_never_move_and_cover_everything() -> None:
 def test_a_store_that_refuses_writes_serves_requests(tmp_path: Path) -> None:
     with toy_engine(LMDBStore(tmp_path, ROOMY)) as writer:
         writer.precompute(SOME)
-    with toy_engine(LMDBStore(tmp_path, ROOMY, read_only=True)) as reader:
+    with toy_engine(LMDBStore(tmp_path, ROOMY, read_only=True)) as reading:
         for _ in range(2):
-            report = reader.answer(QUESTION, [*SOME, Passage("Item 99 lies under the stairs.")]).report
+            report = reading.answer(QUESTION, [*SOME, Passage("Item 99 lies under the stairs.")]).report
             assert (report.blended, report.chunks_hit, report.chunks_missing) == (True, 4, 1)
 
 
@@ -186,10 +186,10 @@ def test_an_index_that_is_built_anew_unpins_what_the_old_one_had_in_a_store_of_i
     documents = [{"id": f"d{n}", "text": p.text} for n, p in enumerate(PASSAGES[:4])]
     location = location and str(tmp_path / location)  # other engines may have pinned chunks there
     config = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"location": location})})
-    with Engine.build(tmp_path / "index", documents, config, reader=toy_reader()) as made:
+    with Engine.build(tmp_path / "index", documents, config, model=toy_model()) as made:
         made.precompute()
         assert (made.store.stats().chunks, made.store.stats().pins) == (4, 4)
-    with Engine.build(tmp_path / "index", documents[1:2], config, reader=toy_reader()) as made:
+    with Engine.build(tmp_path / "index", documents[1:2], config, model=toy_model()) as made:
         assert made.missing() == 0
         assert (made.store.stats().chunks, made.store.stats().pins) == (4, pins)
 

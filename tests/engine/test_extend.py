@@ -21,7 +21,7 @@ from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Coding, Pair
 from blendserve.store.codecs.raw import Raw
-from tests.support.engines import PASSAGES, QUESTIONS, toy_reader
+from tests.support.engines import PASSAGES, QUESTIONS, toy_model
 
 REGISTRIES = {"policy": POLICIES, "correction": CORRECTIONS, "codec": CODECS, "store": STORES}
 
@@ -76,7 +76,7 @@ def test_an_engine_runs_on_all_four_and_settings_and_evaluation_know_them(tmp_pa
     file = tmp_path / "config.yaml"
     blend = {"policy": "own", "correction": "own", "method": "blend", "ratio": 0.25}
     file.write_text(Config(store={"location": "own", "codec": "own"}, blend=blend).to_yaml())
-    with Engine.open(Config.load(file), reader=toy_reader()) as engine:
+    with Engine.open(Config.load(file), model=toy_model()) as engine:
         engine.precompute(PASSAGES)
         answer = engine.answer(QUESTIONS[0], PASSAGES, max_new_tokens=2)
         assert isinstance(engine.store, OwnStore)
@@ -94,7 +94,7 @@ def test_an_engine_runs_on_all_four_and_settings_and_evaluation_know_them(tmp_pa
     *_, last, suffix = explanation.runs
     assert (last, suffix[0]) == (("recomputed", report.tokens_recomputed), "computed")
     assert "corrected" in dict(explanation.runs)
-    with Engine.open(Config(store={"location": "memory"}, blend=blend), reader=toy_reader()) as usual:
+    with Engine.open(Config(store={"location": "memory"}, blend=blend), model=toy_model()) as usual:
         usual.precompute(PASSAGES)
         same = usual.answer(QUESTIONS[0], PASSAGES, max_new_tokens=2)
     assert (same.token_ids, same.report) == (answer.token_ids, answer.report)

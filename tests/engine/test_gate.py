@@ -25,8 +25,8 @@ from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.random import ModuloTokenizer
 from tests.support.blending import OneOff, some_prompt
-from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
-from tests.support.models import KINDS, TINY, config, from_config, tiny_adapter, tiny_model
+from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_model
+from tests.support.models import KINDS, TINY, config, from_config, tiny_decoder, tiny_model
 from tests.support.tokenizers import bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
@@ -34,16 +34,16 @@ SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def failed(adapter: DecoderModel) -> set[str]:
+def failed(decoder: DecoderModel) -> set[str]:
     """The checks that find something wrong, by the first words of each."""
-    return {row.check.partition(":")[0] for row in run_checks(adapter, PROMPT, 9) if not row.passed}
+    return {row.check.partition(":")[0] for row in run_checks(decoder, PROMPT, 9) if not row.passed}
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, FP32) for name in TINY), *((name, BF16) for name in KINDS)]
 )
 def test_every_family_passes(name: str, dtype: torch.dtype) -> None:
-    assert failed(tiny_adapter(name, dtype)) == set()
+    assert failed(tiny_decoder(name, dtype)) == set()
 
 
 class Forgetful(KVCache):
@@ -100,10 +100,10 @@ def windowed(window: int, context: int = 1024) -> LoadedModel:
 
 
 def test_a_plan_without_the_window_fails_on_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = windowed(200)
-    assert check(reader).passed
+    model = windowed(200)
+    assert check(model).passed
     monkeypatch.setitem(FAMILIES, "mistral", dataclasses.replace(FAMILIES["mistral"], windows="no"))
-    assert not check(dataclasses.replace(reader, adapter=DecoderModel.of(reader.adapter.reference))).passed
+    assert not check(dataclasses.replace(model, decoder=DecoderModel.of(model.decoder.reference))).passed
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
 ) -> None:
     lengths: list[int] = []
 
-    def run_checks(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+    def run_checks(decoder: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
         lengths.append(len(prompt))
         return ()
 
@@ -134,7 +134,7 @@ def test_nothing_passes_that_cannot_fail(monkeypatch: pytest.MonkeyPatch) -> Non
         model.model.layers[2].mlp.down_proj.weight[0, 0] = nan
     assert SAME | {"full reuse"} <= failed(DecoderModel.of(model))
     monkeypatch.setattr(gate, "BlendConfig", lambda **options: BlendConfig(**{**options, "ratio": 1.0}))
-    assert failed(tiny_adapter("llama")) == {"full reuse"}
+    assert failed(tiny_decoder("llama")) == {"full reuse"}
 
 
 def test_the_verdict_is_kept_by_fingerprint_and_format(
@@ -142,26 +142,26 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
 ) -> None:
     checked, kept = list[str](), tmp_path / "blendserve" / "gate"
 
-    def counted(reader: LoadedModel) -> GateReport:
-        checked.append(reader.fingerprint)
-        return GateReport(reader.name, (GateRow("rope round trip: x", 0.0, 1.0),))
+    def counted(model: LoadedModel) -> GateReport:
+        checked.append(model.fingerprint)
+        return GateReport(model.name, (GateRow("rope round trip: x", 0.0, 1.0),))
 
-    reader, other = toy_reader(), dataclasses.replace(toy_reader(), fingerprint="other")
+    model, other = toy_model(), dataclasses.replace(toy_model(), fingerprint="other")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gate, "check", counted)
-    first = check_model(reader)
-    Engine.open(CONFIG, reader=reader).close()
-    assert [check_model(r) for r in (reader, other, other)] == [first] * 3
-    assert checked == [reader.fingerprint, "other"]
+    first = check_model(model)
+    Engine.open(CONFIG, model=model).close()
+    assert [check_model(r) for r in (model, other, other)] == [first] * 3
+    assert checked == [model.fingerprint, "other"]
     monkeypatch.setattr(gate, "FORMAT", gate.FORMAT + 1)
-    assert check_model(reader) == first
+    assert check_model(model) == first
     for n, damage in enumerate(("", '[{"check": "x"}]', "{"), 4):
         for file in kept.iterdir():
             file.write_text(damage)
-        assert check_model(reader) == first
+        assert check_model(model) == first
         assert len(checked) == n
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(kept.iterdir())))  # where nothing can be kept
-    assert check_model(reader) == first
+    assert check_model(model) == first
 
 
 def test_a_failing_reader_is_refused_or_answers_by_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,21 +16,21 @@ from blendserve.core import run
 from blendserve.engine.generate import Detokenizer, Sampler, generate
 from blendserve.models.kv_cache import KVCache
 from tests.support.blending import lay, some_prompt
-from tests.support.models import tiny_adapter
+from tests.support.models import tiny_decoder
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
 
 PROMPT, NEW = some_prompt([9, 14]), 24
 
 
 def tokens(end: set[int], **options: Any) -> list[int]:
-    adapter, config = tiny_adapter("llama"), DecodeConfig(max_new_tokens=NEW, **options)
-    cache = KVCache(adapter, len(PROMPT) + NEW)
-    done = run(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(policy="all"), cache))
-    return list(generate(adapter, done.cache, len(PROMPT), done.logits, config, end))
+    decoder, config = tiny_decoder("llama"), DecodeConfig(max_new_tokens=NEW, **options)
+    cache = KVCache(decoder, len(PROMPT) + NEW)
+    done = run(blend_prefill(decoder, lay(decoder, PROMPT), BlendConfig(policy="all"), cache))
+    return list(generate(decoder, done.cache, len(PROMPT), done.logits, config, end))
 
 
 def test_greedy_equals_transformers_generate_up_to_an_end_token() -> None:
-    model: Any = tiny_adapter("llama").reference
+    model: Any = tiny_decoder("llama").reference
     prompt = torch.tensor([PROMPT.ids])
     mask = torch.ones_like(prompt)
     own = model.generate(prompt, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny reader: every method on the same prompts, and a kill at any byte changes nothing."""
+"""Whole runs of a tiny model: every method on the same prompts, and a kill at any byte changes nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from tests.support.evaluations import (
     predictions,
     run,
     tiny_engine,
-    tiny_reader,
+    tiny_loaded_model,
     toy_run,
     untimed,
     write_dataset,
@@ -127,11 +127,11 @@ def test_only_questions_that_every_method_answered_count(toy: Toy) -> None:
 
 def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
     """Full prefill decodes with the model's own weights; the prefill of `prefix` is exact, its decoding is in int8."""
-    reader = tiny_reader.__wrapped__(hidden_size=256, head_dim=64)
-    if native_decoder(reader.adapter, int8=True)[0] is None:
+    model = tiny_loaded_model.__wrapped__(hidden_size=256, head_dim=64)
+    if native_decoder(model.decoder, int8=True)[0] is None:
         pytest.skip("no native step here: no int8 weights")
-    decode_in_int8(reader.adapter)
-    engine = Engine(CONFIG, reader, MemoryStore(2**30))
+    decode_in_int8(model.decoder)
+    engine = Engine(CONFIG, model, MemoryStore(2**30))
     found = run(tmp_path, write_dataset(tmp_path), engine, methods=("prefix",)).metrics["methods"]["prefix"]
     assert found["first_kl"]["mean"] < 1e-9
     assert 1e-7 < found["mean_kl"]["mean"] < 0.05  # 0 with the model's own weights: see above
@@ -140,7 +140,7 @@ def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
 def test_kv_makes_room_for_the_next_question(tmp_path: Path) -> None:
     """A store that holds a question's four passages and the prefix, but not six, gives the same numbers."""
     dataset, methods = write_dataset(tmp_path, 6), ("query", "prefix")
-    tight = MemoryStore(260 * tiny_engine().reader.adapter.kv_bytes_per_token, LRU())
+    tight = MemoryStore(260 * tiny_engine().model.decoder.kv_bytes_per_token, LRU())
     free, at_cap = (
         run(tmp_path, dataset, tiny_engine(store), name, methods=methods)
         for name, store in (("free", None), ("tight", tight))
@@ -246,11 +246,11 @@ def test_codecs_begin_with_uncoded_kv_and_the_store_s_tables() -> None:
         codec_for(engine, "cachegen@1")
     document = Document(" ".join(passage(n)["text"] for n in range(40)))
     chunks = chunks_of([document], 300, engine.config, engine.prompts)
-    fit("cachegen", chunks, engine.reader, engine.prompts, engine.store)
+    fit("cachegen", chunks, engine.model, engine.prompts, engine.store)
     engine.blender.writer.precompute([ids := chunks[0][:50]])
     copy = coded_copy(engine, codec_for(engine, "cachegen@2"), [key := engine.blender.key(ids)])
     sizes = sizes_of([read_record(copy, key)])
-    assert sizes["raw_bytes"] == 50 * engine.reader.adapter.kv_bytes_per_token > 8 * sizes["bytes"]
+    assert sizes["raw_bytes"] == 50 * engine.model.decoder.kv_bytes_per_token > 8 * sizes["bytes"]
     assert copy.stats().tables == 1
 
 
@@ -287,7 +287,7 @@ def test_a_run_compares_every_edit_with_exact_hits() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Excerpts that the tiny reader has room for: 75 words."""
+    """Excerpts that the tiny model has room for: 75 words."""
     for name, value in {"PIECES": 3, "PIECE_WORDS": 20, "LEAD_WORDS": 6, "CONTINUATION_WORDS": 9}.items():
         monkeypatch.setattr(datasets, name, value)
 
@@ -301,10 +301,10 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
     path.write_text(text_of(2 * 75))
     outcome = run(tmp_path, path, methods=("prefix", "transformers"), window=16)
     engine, plan = tiny_engine(), EvaluateConfig(window=16)
-    source, model, nlls = PromptSource(engine, plan), tiny_reader().adapter.reference, []
+    source, model, nlls = PromptSource(engine, plan), tiny_loaded_model().decoder.reference, []
     for example in load(path).examples:
         prompt = source.build(example)
-        text = engine.reader.tokenizer.decode([i for c in prompt.chunks for i in c.ids])
+        text = engine.model.tokenizer.decode([i for c in prompt.chunks for i in c.ids])
         assert text == "".join(p.text for p in example.contexts)
         ids = engine.prompts.text_ids(example.answers[0])
         assert len(ids) > CONFIG.decode.max_new_tokens  # longer than what is decoded

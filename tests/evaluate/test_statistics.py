@@ -25,7 +25,7 @@ from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, normali
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
 from tests.support.blending import assert_near, lay, model_says, some_ids, some_prompt
-from tests.support.models import KINDS, tiny_adapter
+from tests.support.models import KINDS, tiny_decoder
 
 ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
@@ -33,14 +33,14 @@ ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 @pytest.mark.parametrize("name", KINDS)
 def test_forced_logits_are_the_model_s_own(name: str) -> None:
     """Over a full prefill; what decoding left in the cache does not matter."""
-    adapter, at = tiny_adapter(name), len(PROMPT)
-    cache = KVCache(adapter, at + len(ANSWER))
-    done = run_steps(blend_prefill(adapter, lay(adapter, PROMPT), BlendConfig(ratio=1.0), cache))
-    append(adapter, done.cache, at, some_ids(len(ANSWER), seed=8))
-    own = model_says(adapter, (*PROMPT.ids, *ANSWER[:-1])).logits[0, at - 1 :]
-    assert_near(forced(adapter, done.cache, at, done.logits, ANSWER), own)
+    decoder, at = tiny_decoder(name), len(PROMPT)
+    cache = KVCache(decoder, at + len(ANSWER))
+    done = run_steps(blend_prefill(decoder, lay(decoder, PROMPT), BlendConfig(ratio=1.0), cache))
+    append(decoder, done.cache, at, some_ids(len(ANSWER), seed=8))
+    own = model_says(decoder, (*PROMPT.ids, *ANSWER[:-1])).logits[0, at - 1 :]
+    assert_near(forced(decoder, done.cache, at, done.logits, ANSWER), own)
     for answer in ([], [3]):  # of one decision: no pass is needed
-        assert torch.equal(forced(adapter, done.cache, at, done.logits, answer), done.logits[None])
+        assert torch.equal(forced(decoder, done.cache, at, done.logits, answer), done.logits[None])
 
 
 @given(st.integers(0, 99), st.integers(0, 99), st.floats(-50, 50))

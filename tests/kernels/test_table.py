@@ -164,7 +164,7 @@ def dims_apart(*at: int) -> Callable[..., Args]:
 
 
 def formless(*args: Any) -> Args:
-    """A reader's module of no form that kernels know."""
+    """A model's module of no form that kernels know."""
     return tuple(Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
 
 

@@ -153,7 +153,7 @@ def test_a_user_s_file_is_converted_once_and_known_by_its_content(
     caplog.set_level(logging.INFO, "blendserve.models.sources")
     file = write_tiny(tmp_path / "mine.gguf", family="qwen2")
     first = load(file)
-    assert (first.name, first.adapter.config.model_type) == (str(file), "qwen2")
+    assert (first.name, first.decoder.config.model_type) == (str(file), "qwen2")
     assert load(file.rename(tmp_path / "moved.GGUF")).fingerprint == first.fingerprint
     assert len(caplog.records) == 1
     assert load(write_tiny(file, family="qwen2", changed=UNTIED)).fingerprint != first.fingerprint

@@ -68,11 +68,11 @@ def test_the_second_start_of_a_folder_has_the_same_bits_without_transformers(
     second = load(folder, dtype)
     assert second.name == str(folder)
     assert (second.fingerprint, second.end_tokens) == (first.fingerprint, first.end_tokens)
-    done = [blend(reader.adapter, PROMPT, ratio=0.5) for reader in (first, second)]
+    done = [blend(model.decoder, PROMPT, ratio=0.5) for model in (first, second)]
     assert torch.equal(done[0].logits, done[1].logits)
     assert torch.equal(done[0].cache.keys, done[1].cache.keys)
-    assert torch.equal(model_logits(second.adapter, PROMPT), model_logits(first.adapter, PROMPT))
-    assert not second.adapter.reference.training
+    assert torch.equal(model_logits(second.decoder, PROMPT), model_logits(first.decoder, PROMPT))
+    assert not second.decoder.reference.training
     assert imports_a_model(folder, {"float32": "bfloat16", "bfloat16": "float32"}[dtype])
 
 
@@ -111,7 +111,7 @@ def test_random_weights_in_the_shape_of_a_folder_are_the_same_each_time(tmp_path
     settings = ModelConfig(name=f"random:{tmp_path}", dtype="float32", device="cpu")
     first, again = load_model(settings), load_model(settings)
     assert first.fingerprint == again.fingerprint
-    assert torch.equal(model_logits(first.adapter, PROMPT), model_logits(again.adapter, PROMPT))
+    assert torch.equal(model_logits(first.decoder, PROMPT), model_logits(again.decoder, PROMPT))
     ids = first.tokenizer("A text of the bundled tokenizer")["input_ids"]
     assert ids == [i % 300 for i in bundled_tokenizer()("A text of the bundled tokenizer")["input_ids"]]
     assert max(first.end_tokens) < loader.read_configuration(settings)[0].vocab_size == 300

@@ -23,28 +23,28 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import TextTower
 from tests.support import models as tiny
 from tests.support.blending import assert_near, distance, model_says, some_ids
-from tests.support.models import CHECKPOINTS, TINY, config, rope, tiny_adapter, tiny_config, tiny_model
+from tests.support.models import CHECKPOINTS, TINY, config, rope, tiny_config, tiny_decoder, tiny_model
 
 IDS = some_ids(40)
 ROOT = Path(__file__).parents[2]
 
 
 @torch.inference_mode()
-def dense(adapter: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Prefill through the adapter's steps: the input of each layer and the last one's output, and all logits."""
+def dense(decoder: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Prefill through the decoder's steps: the input of each layer and the last one's output, and all logits."""
     positions = torch.arange(len(ids))
-    ropes, states = adapter.rope(positions), [adapter.embed(torch.tensor(ids))]
-    for l, spec in enumerate(adapter.specs):
-        rows = adapter.project(l, states[-1])
-        q, k = adapter.rotate(rows.q, ropes[l]), adapter.rotate(rows.k, ropes[l])
-        plan = plan_rows(positions, adapter.group, spec.window)
-        states.append(adapter.finish(l, states[-1], attend(q, k, rows.v, spec, plan)))
-    return states, adapter.logits(states[-1])
+    ropes, states = decoder.rope(positions), [decoder.embed(torch.tensor(ids))]
+    for l, spec in enumerate(decoder.specs):
+        rows = decoder.project(l, states[-1])
+        q, k = decoder.rotate(rows.q, ropes[l]), decoder.rotate(rows.k, ropes[l])
+        plan = plan_rows(positions, decoder.group, spec.window)
+        states.append(decoder.finish(l, states[-1], attend(q, k, rows.v, spec, plan)))
+    return states, decoder.logits(states[-1])
 
 
-def check_every_layer(adapter: DecoderModel) -> Any:
-    said = model_says(adapter, IDS, output_hidden_states=True)
-    states, logits = dense(adapter, IDS)
+def check_every_layer(decoder: DecoderModel) -> Any:
+    said = model_says(decoder, IDS, output_hidden_states=True)
+    states, logits = dense(decoder, IDS)
     for own, ours in zip(said.hidden_states[:-1], states[:-1], strict=True):  # the last one is normed
         assert_near(ours, own[0])
     assert_near(logits, said.logits[0])
@@ -53,46 +53,46 @@ def check_every_layer(adapter: DecoderModel) -> Any:
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_layer_is_the_models_own(name: str) -> None:
-    adapter, kind = tiny_adapter(name), name.partition("-")[0]
-    said = check_every_layer(adapter)
+    decoder, kind = tiny_decoder(name), name.partition("-")[0]
+    said = check_every_layer(decoder)
     assert distance(said.logits[0, 1:], said.logits[0, :-1]) > 0.1
     layers = said.past_key_values.layers
-    assert len(layers) == adapter.n_layers == len(adapter.specs)
-    assert layers[0].keys.shape == (1, adapter.n_kv_heads, len(IDS), adapter.head_dim)
-    assert adapter.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
+    assert len(layers) == decoder.n_layers == len(decoder.specs)
+    assert layers[0].keys.shape == (1, decoder.n_kv_heads, len(IDS), decoder.head_dim)
+    assert decoder.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
     # A model that scales later queries is exact up to the first of them.
-    assert adapter.context_limit == (tiny.CONTEXT // 2 if kind == "ministral3" else tiny.CONTEXT)
+    assert decoder.context_limit == (tiny.CONTEXT // 2 if kind == "ministral3" else tiny.CONTEXT)
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
     assert FAMILIES[kind].experts == any(part.endswith("experts") for part in parts)
-    check_norms_and_rotation(tiny_adapter(name, torch.bfloat16))
+    check_norms_and_rotation(tiny_decoder(name, torch.bfloat16))
 
 
 @torch.inference_mode()
-def check_norms_and_rotation(adapter: DecoderModel) -> None:
+def check_norms_and_rotation(decoder: DecoderModel) -> None:
     """In bf16, where forms of norms and rotation differ by their roundings: every bit is the model's own."""
-    model: Any = adapter.reference
+    model: Any = decoder.reference
     seeded = torch.Generator().manual_seed(0)
-    rows = 3 * torch.randn(9, adapter.config.hidden_size, generator=seeded).bfloat16()
-    heads = rows.view(9, -1, adapter.head_dim)
+    rows = 3 * torch.randn(9, decoder.config.hidden_size, generator=seeded).bfloat16()
+    heads = rows.view(9, -1, decoder.head_dim)
     positions = torch.arange(9) * 37 + 1
-    family, ropes = adapter.family, adapter.rope(positions)
-    for l, (ours, own) in enumerate(zip(adapter.layers, model.model.layers, strict=True)):
+    family, ropes = decoder.family, decoder.rope(positions)
+    for l, (ours, own) in enumerate(zip(decoder.layers, model.model.layers, strict=True)):
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             called, norm = getattr(family, name), getattr(ours, name)
             if norm is not None:
                 assert torch.equal(call_norm(norm, rows)[1], getattr(own, called)(rows))
         if ours.qk_norms and family.qk_norm == "head":
-            q, norm = heads[:, : adapter.n_heads], own.self_attn.q_norm
+            q, norm = heads[:, : decoder.n_heads], own.self_attn.q_norm
             assert torch.equal(norm_heads(ours.qk_norms[0], q), norm(q))
         if ropes[l].cos.shape[-1]:
-            layer_type = (adapter.config.layer_types[l],) if family.typed_rope else ()
+            layer_type = (decoder.config.layer_types[l],) if family.typed_rope else ()
             cos, sin = model.model.rotary_emb(rows, positions[None], *layer_type)
             assert torch.equal(ropes[l].cos, cos[0])
             turned = heads.transpose(0, 1)[..., : cos.shape[-1]]
             rotate = sys.modules[type(own.self_attn).__module__].apply_rotary_pos_emb
             expected = rotate(turned[None], turned[None], cos, sin)[0][0]
-            assert torch.equal(adapter.rotate(turned, ropes[l]), expected)
-    assert torch.equal(call_norm(adapter.norm, rows)[1], model.model.norm(rows))
+            assert torch.equal(decoder.rotate(turned, ropes[l]), expected)
+    assert torch.equal(call_norm(decoder.norm, rows)[1], model.model.norm(rows))
 
 
 def peculiarities() -> list[tuple[str, str]]:

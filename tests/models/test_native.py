@@ -39,7 +39,7 @@ HALVES = pytest.mark.skipif("bfloat16" not in ACTIVE, reason="no kernels in bf16
 
 
 @cache
-def wide_adapter(name: str, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
+def wide_decoder(name: str, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
     return DecoderModel.of(wide_model(name, dtype))
 
 
@@ -70,7 +70,7 @@ def agree(a: Tensor, b: Tensor) -> bool:
 def test_a_pass_in_halves_gives_the_bits_of_the_loop(
     name: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, rows = wide_adapter(name), [(0, 50 + i, i % 97) for i in range(n_rows)]
+    model, rows = wide_decoder(name), [(0, 50 + i, i % 97) for i in range(n_rows)]
     native = list[list[Tensor]]()
     for n in (1, 3):
         with threads(n):
@@ -84,7 +84,7 @@ def test_a_pass_in_halves_gives_the_bits_of_the_loop(
 @EACH_DTYPE
 @pytest.mark.parametrize("name", COVERED)
 def test_a_step_equals_the_layer_loop(name: str, dtype: torch.dtype) -> None:
-    model = wide_adapter(name, dtype)
+    model = wide_decoder(name, dtype)
     assert native_decoder(model)[0] is not None, native_decoder(model)[1]
     row = st.tuples(st.integers(0, 2), st.integers(0, 255), st.integers(0, 96))
 
@@ -101,7 +101,7 @@ def test_bits_of_a_step_depend_on_neither_other_rows_nor_threads(name: str, dtyp
     def one_by_one(model: DecoderModel, rows: list[Row]) -> Tensor:
         return torch.cat([append_each(model, [row]) for row in rows])
 
-    model, rows = wide_adapter(name, dtype), [(1, 126 + i, 1 + i) for i in range(8)]
+    model, rows = wide_decoder(name, dtype), [(1, 126 + i, 1 + i) for i in range(8)]
     assert native_decoder(model)[0] is not None, native_decoder(model)[1]
     together = outcome(append_each, model, rows)
     for n in (1, 2, 3):
@@ -113,24 +113,24 @@ def test_bits_of_a_step_depend_on_neither_other_rows_nor_threads(name: str, dtyp
 
 @pytest.mark.parametrize("name", LOOPED)
 def test_a_form_without_a_kernel_is_run_by_the_loop_and_named(name: str) -> None:
-    adapter = wide_adapter(name)
-    native, reason = native_decoder(adapter)
+    decoder = wide_decoder(name)
+    native, reason = native_decoder(decoder)
     assert native is None
     assert reason
     with torch.inference_mode():
-        assert native_layers(adapter, 20) is None
+        assert native_layers(decoder, 20) is None
     with pytest.raises(ConfigError) as found:
-        decode_in_int8(adapter)
+        decode_in_int8(decoder)
     assert found.value.setting == "model.decode_weights"
 
 
 @HALVES
 def test_fp32_gradients_and_switched_off_kernels_run_the_loop() -> None:
-    model = wide_adapter("llama-yarn")
+    model = wide_decoder("llama-yarn")
     assert native_layers(model, 20) is None, "gradients would be lost"
     with torch.inference_mode():
         assert native_layers(model, 20) is not None
-        assert native_layers(wide_adapter("llama-yarn", torch.float32), 20) is None
+        assert native_layers(wide_decoder("llama-yarn", torch.float32), 20) is None
         with plain_torch():
             assert native_layers(model, 20) is None
 

@@ -17,7 +17,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.runner import EAGER_STEPS, Runner, append_each
 from tests.support.blending import assert_near
 from tests.support.kernels import plain_torch
-from tests.support.models import KINDS, fresh_model, tiny_adapter
+from tests.support.models import KINDS, fresh_model, tiny_decoder
 
 SLOTS, ROOM = 4, 40
 
@@ -33,9 +33,9 @@ class Replay:
         return self.out.copy_(self.work())
 
 
-def slots(adapter: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
+def slots(decoder: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
     """The random KV of a pool, and a copy of each slot as a cache of its own."""
-    pool = CachePool(adapter, SLOTS, ROOM)
+    pool = CachePool(decoder, SLOTS, ROOM)
     for i, part in enumerate((pool.keys, pool.values)):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(i)))
     pairs = zip(pool.keys.clone(), pool.values.clone(), strict=True)
@@ -47,12 +47,12 @@ def slots(adapter: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
 @pytest.mark.parametrize("name", ["gemma3_text", "cohere"])
 def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str) -> None:
     """As a capture does, tracing keeps what was launched and forgets why; it does not see the kernels of a CPU."""
-    adapter = tiny_adapter(name)
-    keys, values, alone = slots(adapter)
+    decoder = tiny_decoder(name)
+    keys, values, alone = slots(decoder)
 
     def work(keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
         caught: Any = run_captured
-        out: Tensor = caught.__wrapped__(adapter, keys, values, *rows)
+        out: Tensor = caught.__wrapped__(decoder, keys, values, *rows)
         return out
 
     recorded_at = torch.tensor([[3, 4, 5, 6], [9, 1, 0, 2], [9, 1, 39, 2]])
@@ -60,7 +60,7 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
     for i in range(3):
         rows = torch.tensor([[0, 8 + i, 0, 7], [0, 20 + i, 0, 33 + i], [39, 20 + i, 39, 33 + i]])
         logits = graph(keys, values, rows)
-        expected = append_each(adapter, [Row(alone[1], 20 + i, 8 + i), Row(alone[3], 33 + i, 7)])
+        expected = append_each(decoder, [Row(alone[1], 20 + i, 8 + i), Row(alone[3], 33 + i, 7)])
         assert_near(logits[[1, 3]], expected, 1e-4)
     assert_near(keys[0][:, :, :39], alone[0].keys[:, :, :39], 1e-9)  # a slot that has no row keeps its KV
 
@@ -68,8 +68,8 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
 @pytest.mark.parametrize("name", ["llama", *KINDS])
 def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     """Plainly for the first steps, and replayed from then on."""
-    adapter, at, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()
-    keys, values, alone = slots(adapter)
+    decoder, at, dice, captured = tiny_decoder(name), [5, 30, 17], random.Random(3), list[Replay]()
+    keys, values, alone = slots(decoder)
     for part in (keys, values):
         part[:, :, :, max(at) :] = float("nan")  # unwritten memory
 
@@ -77,13 +77,13 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
         captured.append(Replay(work))
         return captured[-1]
 
-    runner = Runner(adapter, keys, values, n_used=max(at), capture=capture)
+    runner = Runner(decoder, keys, values, n_used=max(at), capture=capture)
     for made in range(EAGER_STEPS + 8):
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
         got = torch.cat(runner.decode([(b, at[b], [t]) for b, t in zip(rows, tokens, strict=True)]))
         plain = [Row(alone[b], at[b], t) for b, t in zip(rows, tokens, strict=True)]
-        assert_near(got, append_each(adapter, plain), 1e-4)
+        assert_near(got, append_each(decoder, plain), 1e-4)
         assert [graph.calls for graph in captured] == [made - EAGER_STEPS + 1] * (made >= EAGER_STEPS)
         for b in rows:
             at[b] = min(at[b] + 1, ROOM - 2)  # the last place is for slots without a row
@@ -93,16 +93,16 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
 
 
 def test_a_failed_capture_is_not_tried_again() -> None:
-    adapter, tried = fresh_model("llama"), list[Tensor]()
+    decoder, tried = fresh_model("llama"), list[Tensor]()
 
     def fails(work: Callable[[], Tensor], device: torch.device) -> Replay:
         tried.append(work())  # CUDA fails in the middle
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    cache, other = KVCache(adapter, ROOM), KVCache(adapter, ROOM)
-    plain = append_each(adapter, [Row(other, 0, 5)])
+    cache, other = KVCache(decoder, ROOM), KVCache(decoder, ROOM)
+    plain = append_each(decoder, [Row(other, 0, 5)])
     for _ in range(2):
-        runner = Runner(adapter, cache.keys[None], cache.values[None], capture=fails)
+        runner = Runner(decoder, cache.keys[None], cache.values[None], capture=fails)
         for _ in range(EAGER_STEPS + 3):
             assert torch.equal(runner.decode([(0, 0, [5])])[0], plain)
     assert len(tried) == 1

@@ -92,7 +92,7 @@ class Ingress(Client):
         with replace(self.opener, log=folder / "here")() as shared:
             for one in (self.here, shared):
                 one.blender.writer.precompute(chunks)
-        tokenizer = self.here.reader.tokenizer
+        tokenizer = self.here.model.tokenizer
         client = RayEngineClient(self.here.config, found, SERVE, tokenizer, prompts, self.replicas)
         self.library, self.listener = found, Listener(create_engine_app(client))
         super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))

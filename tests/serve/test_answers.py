@@ -13,7 +13,7 @@ from blendserve.config import ServeConfig
 from blendserve.core import Passage
 from blendserve.serve.rag import token_texts
 from blendserve.serve.responses import PING
-from tests.support.engines import PASSAGES, QUESTIONS, toy_reader
+from tests.support.engines import PASSAGES, QUESTIONS, toy_model
 from tests.support.http import DOCUMENTS, MODEL, OWN, SEPARATOR, Client, Server, asked, bearer
 from tests.support.waiting import eventually
 
@@ -174,7 +174,7 @@ def test_tokens_of_an_explanation_are_the_prompts_text(client: Client) -> None:
     "text", ["naïve café", "日本語 and 🦉🦉", "a\u0301 \N{REPLACEMENT CHARACTER} b", "\n\n\ttabs"]
 )
 def test_texts_of_tokens_are_whole_characters(text: str) -> None:
-    tokenizer = toy_reader().tokenizer
+    tokenizer = toy_model().tokenizer
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     found = list(token_texts(tokenizer, ids))
     assert len(found) == len(ids)

@@ -117,7 +117,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
 
     with patch.object(RecordView, "layer", autospec=True, side_effect=RecordView.layer) as layer:
         answers = together(server, client, 6, passages=OWN, max_tokens=2)
-    assert layer.call_count == len(OWN) * server.engine.reader.adapter.n_layers
+    assert layer.call_count == len(OWN) * server.engine.model.decoder.n_layers
     assert all(a["report"]["chunks_hit"] == len(OWN) for a in answers)
     eventually(lambda: server.backend.batch.fetcher.copies.shared.n_bytes == 0)
 

@@ -26,7 +26,7 @@ from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
 from tests.support.codecs import decoded, refuses, related
 from tests.support.codecs import predict_tables as tables
 from tests.support.kernels import guarded
-from tests.support.models import tiny_adapter
+from tests.support.models import tiny_decoder
 
 
 def size(codec: Predict, kv: ChunkKV) -> int:
@@ -112,7 +112,7 @@ def test_sensitivity_is_a_mean_over_tokens_each_by_the_root_of_its_information(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the few attention sinks would be all of it. The first token never counts."""
-    adapter, chunk, window = tiny_adapter("llama", dtype=torch.float32), 40, 60
+    decoder, chunk, window = tiny_decoder("llama", dtype=torch.float32), 40, 60
     ids, made, total = tuple((7 * i + i * i) % 90 for i in range(2 * window)), list[Any](), torch.zeros(())
 
     def noted(*args: Any) -> Any:
@@ -121,20 +121,20 @@ def test_sensitivity_is_a_mean_over_tokens_each_by_the_root_of_its_information(
 
     for name, value in (("gradients", noted), ("CHUNK", chunk), ("WINDOW", window)):
         monkeypatch.setattr(f"{sensitivity.__module__}.{name}", value)
-    found = sensitivity(adapter, ids, 2)
+    found = sensitivity(decoder, ids, 2)
     for pairs in made:
         rows = torch.stack([torch.stack(pair) for pair in pairs])[..., 1:, :].transpose(2, 3).flatten(3)
         share = 1 / rows.square().sum(dim=(0, 1, 3)).sqrt()  # rows: [L, 2, tokens, K x D]
         total = total + torch.einsum("lpta,lptb,t->lpab", rows, rows, share) / (chunk - 1)
     torch.testing.assert_close(found, total / 2, rtol=1e-3, atol=1e-6)
     assert bool((total.diagonal(dim1=-2, dim2=-1).sum(-1) > 0).all())
-    assert sensitivity(adapter, ids[:chunk], 2) is None
+    assert sensitivity(decoder, ids[:chunk], 2) is None
 
 
 def test_layer_0_is_the_models() -> None:
-    adapter = tiny_adapter("llama", dtype=torch.float32)
-    kv = ChunkComputer(adapter, ()).compute([(5, 9, 5)])[0]
-    torch.testing.assert_close(first_layer(adapter, [5, 9, 5]), (kv.keys[0], kv.values[0]))
+    decoder = tiny_decoder("llama", dtype=torch.float32)
+    kv = ChunkComputer(decoder, ()).compute([(5, 9, 5)])[0]
+    torch.testing.assert_close(first_layer(decoder, [5, 9, 5]), (kv.keys[0], kv.values[0]))
 
 
 # Coded symbols: native kernels, whose code is another one, against the plain form

@@ -28,7 +28,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.store import ChunkRecord, KVStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
-from tests.support.models import tiny_adapter
+from tests.support.models import tiny_decoder
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
 
@@ -48,10 +48,10 @@ def some_prompt(lengths: Sequence[int], prefix: int = 5, suffix: int = 4, seed: 
 
 
 def lay(
-    adapter: DecoderModel, prompt: Prompt, found: Sequence[bool] | None = None, prefix: bool = True
+    decoder: DecoderModel, prompt: Prompt, found: Sequence[bool] | None = None, prefix: bool = True
 ) -> Layout:
     """The prompt's layout when the chunks marked in `found` (default: all) are stored, and the prefix if `prefix`."""
-    computer = ChunkComputer(adapter, prompt.prefix)
+    computer = ChunkComputer(decoder, prompt.prefix)
     kvs = computer.compute([chunk.ids for chunk in prompt.chunks])
     marks = found if found is not None else [True] * len(kvs)
     views = {i: TensorView(kv) for i, (kv, mark) in enumerate(zip(kvs, marks, strict=True)) if mark}
@@ -62,15 +62,15 @@ def lay(
 def tiny_blender(
     store: KVStore | None = None,
     *stored: TokenIds,
-    adapter: DecoderModel | None = None,
+    decoder: DecoderModel | None = None,
     fingerprint: str = "reader",
     prefix: TokenIds = PREFIX,
     context: TokenIds | None = None,
     **options: Any,
 ) -> Blender:
     """A blender over a store that has these chunks, computed behind the prefix unless a context is given."""
-    adapter, behind = adapter or tiny_adapter("llama"), prefix if context is None else context
-    made = Blender(adapter, fingerprint, store or MemoryStore(1 << 30), prefix, behind, **options)
+    decoder, behind = decoder or tiny_decoder("llama"), prefix if context is None else context
+    made = Blender(decoder, fingerprint, store or MemoryStore(1 << 30), prefix, behind, **options)
     if stored:
         made.writer.precompute(stored)
     return made
@@ -80,26 +80,26 @@ def missing(*chunks: TokenIds) -> list[MissingChunk]:
     return [MissingChunk(ids) for ids in chunks]
 
 
-def blend(adapter: DecoderModel, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
-    return run(blend_prefill(adapter, layout or lay(adapter, prompt), BlendConfig(**options)))
+def blend(decoder: DecoderModel, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
+    return run(blend_prefill(decoder, layout or lay(decoder, prompt), BlendConfig(**options)))
 
 
 @torch.inference_mode()
-def model_says(adapter: DecoderModel, ids: TokenIds, **options: Any) -> Any:
+def model_says(decoder: DecoderModel, ids: TokenIds, **options: Any) -> Any:
     """`model.forward` on a whole prompt, with a cache that drops nothing (windows are masks, not evictions)."""
     inputs = torch.tensor([ids])
-    model: Any = adapter.reference
+    model: Any = decoder.reference
     return model(input_ids=inputs, past_key_values=DynamicCache(), use_cache=True, **options)
 
 
-def model_logits(adapter: DecoderModel, prompt: Prompt) -> Tensor:
-    logits: Tensor = model_says(adapter, prompt.ids).logits[0, -1]
+def model_logits(decoder: DecoderModel, prompt: Prompt) -> Tensor:
+    logits: Tensor = model_says(decoder, prompt.ids).logits[0, -1]
     return logits
 
 
-def model_kv(adapter: DecoderModel, ids: TokenIds) -> tuple[Tensor, Tensor]:
+def model_kv(decoder: DecoderModel, ids: TokenIds) -> tuple[Tensor, Tensor]:
     """The model's own cache, [L, K, T, D] each, keys after RoPE."""
-    layers = model_says(adapter, ids).past_key_values.layers
+    layers = model_says(decoder, ids).past_key_values.layers
     return torch.stack([x.keys[0] for x in layers]), torch.stack([x.values[0] for x in layers])
 
 
@@ -117,10 +117,10 @@ class OneOff(KVLoader):
         self.ropes = right
 
 
-def some_priors(adapter: DecoderModel, scale: float) -> Priors:
+def some_priors(decoder: DecoderModel, scale: float) -> Priors:
     """Random linear maps; at a scale of 0.3 they move stored tokens visibly."""
-    size, generator = 2 * adapter.head_dim, torch.Generator().manual_seed(0)
-    shape = adapter.n_layers - 1, adapter.n_kv_heads, size
+    size, generator = 2 * decoder.head_dim, torch.Generator().manual_seed(0)
+    shape = decoder.n_layers - 1, decoder.n_kv_heads, size
     weights = scale * torch.randn(*shape, size, generator=generator) / size**0.5
     return Priors(weights, scale * torch.randn(shape, generator=generator))
 
@@ -191,8 +191,8 @@ class TracedCache(KVCache):
     The pass that scores tokens for the question writes its rows as a slice; those are no rows of the prefill.
     """
 
-    def __init__(self, adapter: DecoderModel, capacity: int) -> None:
-        super().__init__(adapter, capacity)
+    def __init__(self, decoder: DecoderModel, capacity: int) -> None:
+        super().__init__(decoder, capacity)
         self.keys.fill_(float("nan"))
         self.values.fill_(float("nan"))
         self.rows: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Runs a command line in this process, over a random reader where the answer is not tested."""
+"""Runs a command line in this process, over a random model where the answer is not tested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blendserve.models import loader
 from blendserve.models.loader import DTYPES, LoadedModel, fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.models.sources import BUNDLED
-from tests.support.toy import toy_reader
+from tests.support.toy import toy_model
 
 load_model = loader.load_model
 
@@ -52,7 +52,7 @@ def cli(*argv: object, env: Mapping[str, str] | None = None) -> Result:
 
 
 def stand_in(put: Callable[[str, object], None]) -> None:
-    """Commands load a random reader in place of the bundled one; put(dotted name, value), as monkeypatch.setattr."""
+    """Commands load a random model in place of the bundled one; put(dotted name, value), as monkeypatch.setattr."""
     for module in ("blendserve.engine.engine", "blendserve.models.loader"):
         put(f"{module}.load_model", _load)
 
@@ -63,9 +63,9 @@ def _load(config: ModelConfig) -> LoadedModel:
 
 @cache
 def _toy(name: str, dtype: str) -> LoadedModel:
-    made = toy_reader(8192)  # the context of the bundled reader
-    model = made.adapter.reference.to(DTYPES.get(dtype, torch.float32))
-    return replace(made, name=name, adapter=DecoderModel.of(model), fingerprint=fingerprint(model))
+    made = toy_model(8192)  # the context of the bundled model
+    model = made.decoder.reference.to(DTYPES.get(dtype, torch.float32))
+    return replace(made, name=name, decoder=DecoderModel.of(model), fingerprint=fingerprint(model))
 
 
 def walk(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:

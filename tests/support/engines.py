@@ -33,7 +33,7 @@ from blendserve.engine.request import (
 )
 from blendserve.models.loader import LoadedModel
 from blendserve.store import KVStore, MemoryStore
-from tests.support.toy import toy_reader as load_toy_reader
+from tests.support.toy import toy_model as load_toy_model
 
 CONTEXT = 1024  # tokens
 CONFIG = Config(
@@ -63,15 +63,15 @@ QUESTIONS = (
 
 
 @cache
-def toy_reader() -> LoadedModel:
+def toy_model() -> LoadedModel:
     """Tests must not change it."""
-    return load_toy_reader(CONTEXT)
+    return load_toy_model(CONTEXT)
 
 
 def toy_engine(kv_store: KVStore | None = None, config: Config = CONFIG, **sections: Any) -> Engine:
     """An engine without an index; `sections` change the configuration: `blend={"ratio": 0.5}`."""
     merged = {name: {**getattr(config, name).model_dump(), **part} for name, part in sections.items()}
-    return Engine(changed(config, **merged), toy_reader(), kv_store or MemoryStore(2**30))
+    return Engine(changed(config, **merged), toy_model(), kv_store or MemoryStore(2**30))
 
 
 def seen(answer: Answer) -> dict[str, Any]:
@@ -82,17 +82,17 @@ def seen(answer: Answer) -> dict[str, Any]:
 @cache
 def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, ...]:
     """To the first of QUESTIONS; without the end token."""
-    reader = toy_reader()
+    loaded = toy_model()
     prompt = torch.tensor([toy_engine().prompts.build(QUESTIONS[0], passages).ids])
-    model: Any = reader.adapter.reference
+    model: Any = loaded.decoder.reference
     ids = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=sorted(reader.end_tokens),
+        eos_token_id=sorted(loaded.end_tokens),
     )
-    return tuple(i for i in ids[0, prompt.shape[1] :].tolist() if i not in reader.end_tokens)
+    return tuple(i for i in ids[0, prompt.shape[1] :].tolist() if i not in loaded.end_tokens)
 
 
 def toy_batch(engine: Engine) -> BatchEngine:

@@ -1,4 +1,4 @@
-"""Whole evaluations of a tiny reader over a small data set, in seconds each."""
+"""Whole evaluations of a tiny model over a small data set, in seconds each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blendserve.store import KVStore, MemoryStore
 from tests.support.models import BASE
 from tests.support.tokenizers import bundled_tokenizer
 
-LIMIT = 700  # tokens of the reader's context
+LIMIT = 700  # tokens of the model's context
 CONFIG = Config(
     prompt=PromptConfig(system="Be brief.", instruction="Read."),
     blend=BlendConfig(method="blend"),
@@ -50,7 +50,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def tiny_reader(**shape: int) -> LoadedModel:
+def tiny_loaded_model(**shape: int) -> LoadedModel:
     """shape: fields of its configuration."""
     torch.manual_seed(0)
     made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
@@ -62,7 +62,7 @@ def tiny_reader(**shape: int) -> LoadedModel:
 
 
 def tiny_engine(store: KVStore | None = None, config: Config = CONFIG) -> Engine:
-    return Engine(config, tiny_reader(), store or MemoryStore(2**30))
+    return Engine(config, tiny_loaded_model(), store or MemoryStore(2**30))
 
 
 def passage(n: int, repeat: int = 1) -> dict[str, str]:
@@ -72,7 +72,7 @@ def passage(n: int, repeat: int = 1) -> dict[str, str]:
 
 
 def write_dataset(folder: Path, questions: int = QUESTIONS, long: int | None = None) -> Path:
-    """CacheBlend's form, four passages a question; question number `long` is too long for the reader."""
+    """CacheBlend's form, four passages a question; question number `long` is too long for the model."""
     records = [
         {
             "id": f"q{n}",

@@ -35,7 +35,7 @@ from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.server import run
 from blendserve.store import LMDBStore
-from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_reader
+from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_model
 from tests.support.forked import process
 from tests.support.waiting import eventually
 
@@ -74,8 +74,8 @@ class WordEmbedder:
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
     """The index in a folder; if there is none, a new one of these documents."""
-    reader, embedder = toy_reader(), cast("Any", WordEmbedder())
-    tokens = TokenCounter(reader.name, reader.fingerprint, lambda passage: len(prompts.chunk(passage)))
+    model, embedder = toy_model(), cast("Any", WordEmbedder())
+    tokens = TokenCounter(model.name, model.fingerprint, lambda passage: len(prompts.chunk(passage)))
     if folder.exists():
         return VectorIndex.open(folder, embedder, tokens)
     made = VectorIndex.create(folder, embedder, tokens, chunk_tokens=64)

@@ -206,10 +206,10 @@ def wide_model(name: str, dtype: torch.dtype) -> Any:
 
 
 @cache
-def tiny_adapter(name: str, dtype: torch.dtype = torch.float32) -> DecoderModel:
+def tiny_decoder(name: str, dtype: torch.dtype = torch.float32) -> DecoderModel:
     return DecoderModel.of(tiny_model(name, dtype))
 
 
 def fresh_model(name: str) -> DecoderModel:
-    """An adapter over a model of its own, for tests that look at what is left of it."""
+    """A decoder over a model of its own, for tests that look at what is left of it."""
     return DecoderModel.of(tiny_model.__wrapped__(name))

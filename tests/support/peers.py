@@ -41,7 +41,7 @@ from blendserve.store.key import KEY_BYTES
 from blendserve.store.record import decode_header
 from tests.support.blending import check_report
 from tests.support.engines import CONFIG, PASSAGES
-from tests.support.engines import toy_reader as reader
+from tests.support.engines import toy_model as model
 from tests.support.http import DOCUMENTS, Listener, index
 
 HEADER = -1
@@ -131,7 +131,7 @@ SLOW = CostModel(0.0, 100.0, 0.0, 0.0)  # seconds a row
 
 def publisher(folder: Path, store: KVStore) -> Engine:
     """An engine with an index of the toy documents, over this store."""
-    engine = Engine(CONFIG, reader(), store)
+    engine = Engine(CONFIG, model(), store)
     engine.index = index(folder / NAME, engine.prompts, DOCUMENTS)
     return engine
 
@@ -195,14 +195,12 @@ def delivered(
 
 
 def blender(store: KVStore, **options: Any) -> Blender:
-    prompts = Engine(CONFIG, reader(), store).prompts
-    return Blender(
-        reader().adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options
-    )
+    prompts = Engine(CONFIG, model(), store).prompts
+    return Blender(model().decoder, model().fingerprint, store, prompts.prefix, prompts.kv_context, **options)
 
 
 def question(passages: int = len(PASSAGES)) -> Prompt:
-    prompts = Engine(CONFIG, reader(), MemoryStore(1)).prompts
+    prompts = Engine(CONFIG, model(), MemoryStore(1)).prompts
     return prompts.build("Who sat on the mat?", PASSAGES[:passages])
 
 

@@ -33,7 +33,7 @@ from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 from tests.support.blending import PREFIX, some_ids, tiny_blender
 from tests.support.engines import seen
-from tests.support.models import tiny_adapter, tiny_model
+from tests.support.models import tiny_decoder, tiny_model
 from tests.support.tokenizers import bundled_tokenizer
 from tests.support.waiting import ManualClock
 
@@ -54,7 +54,7 @@ class FaultyModel(DecoderModel):
 
 
 @cache
-def reader() -> LoadedModel:
+def model() -> LoadedModel:
     model = FaultyModel.of(tiny_model("llama"))
     return LoadedModel("tiny", model, bundled_tokenizer(), "tiny", frozenset({2}))
 
@@ -87,7 +87,7 @@ ANY = Question((2, 3))  # its answer has as many tokens as asked for
 @cache
 def alone(question: Question) -> Answer:
     """Of a model that never fails."""
-    steady = replace(reader(), adapter=tiny_adapter("llama"))
+    steady = replace(model(), decoder=tiny_decoder("llama"))
     steps = partial(prefill, blender=tiny_blender(filled_store()))
     return AnswerStream(Sequence(question.prepared(Clock()), steady, steps)).answer()
 
@@ -138,17 +138,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_share: float = 0.5,
     ) -> None:
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
-        self.slots, self.queue = CachePool(reader().adapter, slots, SLOT_TOKENS), queue
+        self.slots, self.queue = CachePool(model().decoder, slots, SLOT_TOKENS), queue
         throttle = BackgroundThrottle(background_share, self.clock)
         self.fetcher = KVFetcher(filled_store())
         self.fetcher.copies.shared.cap_bytes = SHARED_BYTES
         self.arm(None)
-        self.blender = tiny_blender(adapter=reader().adapter, fetcher=self.fetcher)
+        self.blender = tiny_blender(decoder=model().decoder, fetcher=self.fetcher)
         run(self.blender.prefixes.get("", PREFIX))
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(
-            reader(), self.slots, queue, gap_s, prefill_share, observer, throttle, self.clock
+            model(), self.slots, queue, gap_s, prefill_share, observer, throttle, self.clock
         )
         self.sent: list[Sent] = []
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = question.prepared(Clock(now=self.clock))
         options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": partial(self.receive, sent)}
         options["hold"] = self.blender.prefetch(plan.prompt, plan.blend)
-        sent.request = Sequence(plan, reader(), partial(self.prefill, sent), **options)
+        sent.request = Sequence(plan, model(), partial(self.prefill, sent), **options)
         over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
         refusal = (
             PromptTooLong if over > 0 else ShuttingDown if self.closed else RateLimited if full else None
@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(error=st.builds(RuntimeError))
     def arm(self, error: Exception | None) -> None:
         """The next forward raises the error, of a prefill or of a decoding step."""
-        faulty: Any = reader().adapter
+        faulty: Any = model().decoder
         self.fault = faulty.fault = error
 
     @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))

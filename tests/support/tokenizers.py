@@ -1,4 +1,4 @@
-"""The bundled reader's tokenizer, and small ones of other kinds."""
+"""The bundled model's tokenizer, and small ones of other kinds."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def toy_llama(vocab_size: int, context: int, layers: int = 4, heads: int = 4, kv
         return LlamaForCausalLM(config).eval()
 
 
-def toy_reader(context: int = 2048) -> LoadedModel:
+def toy_model(context: int = 2048) -> LoadedModel:
     """The same behind the bundled model's tokenizer. Raises ModelError where that is not installed."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
     model = toy_llama(len(tokenizer), context)
-    adapter, ends = DecoderModel.of(model), end_tokens(model, tokenizer)
-    return LoadedModel("tiny", adapter, tokenizer, fingerprint(model), ends)
+    decoder, ends = DecoderModel.of(model), end_tokens(model, tokenizer)
+    return LoadedModel("tiny", decoder, tokenizer, fingerprint(model), ends)

@@ -49,19 +49,19 @@ class Piece:
     context: TokenIds
 
 
-def start_from(adapter: DecoderModel, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
+def start_from(decoder: DecoderModel, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
     """A piece is exact if its KV was computed behind the same tokens."""
     n, ids = len(prompt), prompt.ids
-    keys = torch.zeros(adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
+    keys = torch.zeros(decoder.n_layers, decoder.n_kv_heads, n, decoder.head_dim)
     values, known, exact = keys.clone(), torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
     spans = []
     for piece in pieces:
         here, first = slice(piece.span.start, piece.span.stop), len(piece.context) + piece.at
         there = slice(first, first + len(piece.span))
-        found_keys, found_values = model_kv(adapter, piece.context + piece.source)
-        ropes = adapter.rope(torch.arange(there.start, there.stop))
-        for l in range(adapter.n_layers):
-            keys[l, :, here] = adapter.rotate(found_keys[l][:, there], ropes[l].inverse)
+        found_keys, found_values = model_kv(decoder, piece.context + piece.source)
+        ropes = decoder.rope(torch.arange(there.start, there.stop))
+        for l in range(decoder.n_layers):
+            keys[l, :, here] = decoder.rotate(found_keys[l][:, there], ropes[l].inverse)
         values[:, :, here], known[here] = found_values[:, :, there], True
         if piece.context + piece.source[: piece.at] == ids[: here.start]:
             exact[here] = True
@@ -82,7 +82,7 @@ class Twin:
 
 @torch.inference_mode()
 def naive_prefill(
-    adapter: DecoderModel,
+    decoder: DecoderModel,
     prompt: Prompt,
     start: Start,
     rows: Sequence[Tensor],
@@ -90,52 +90,52 @@ def naive_prefill(
 ) -> Twin:
     """rows: positions that enter each layer, ascending, and the rows that leave the last one."""
     n, all_known = len(prompt), torch.ones(len(prompt), dtype=torch.bool)
-    ropes = adapter.rope(torch.arange(n))
-    hidden = adapter.embed(torch.tensor(prompt.ids)[rows[0]])
+    ropes = decoder.rope(torch.arange(n))
+    hidden = decoder.embed(torch.tensor(prompt.ids)[rows[0]])
     twin = Twin(torch.zeros_like(start.keys), torch.zeros_like(start.values), torch.empty(0))
-    for l in range(adapter.n_layers):
-        fresh, here = adapter.project(l, hidden), rows[l]
+    for l in range(decoder.n_layers):
+        fresh, here = decoder.project(l, hidden), rows[l]
         stored = start.keys[l], start.values[l]
         twin.deviations.append((fresh.v - stored[1][:, here]).square().sum(dim=(0, 2)))
         if correct is not None:
             stored = correct(l, stored, (fresh.k, fresh.v), here.tolist())
         keys, values = stored[0].clone(), stored[1].clone()
         keys[:, here], values[:, here] = fresh.k, fresh.v
-        twin.keys[l], twin.values[l] = adapter.rotate(keys, ropes[l]), values
+        twin.keys[l], twin.values[l] = decoder.rotate(keys, ropes[l]), values
         left = torch.isin(here, rows[l + 1])
-        q = adapter.rotate(fresh.q, ropes[l].at(here))[:, left]
-        attended, _ = attend(adapter, l, q, twin.keys[l], values, here[left], all_known)
-        hidden = adapter.finish(l, hidden[left], attended)
-    twin.logits = adapter.logits(hidden[-1:])[0]
+        q = decoder.rotate(fresh.q, ropes[l].at(here))[:, left]
+        attended, _ = attend(decoder, l, q, twin.keys[l], values, here[left], all_known)
+        hidden = decoder.finish(l, hidden[left], attended)
+    twin.logits = decoder.logits(hidden[-1:])[0]
     return twin
 
 
 @torch.inference_mode()
-def question_scores(adapter: DecoderModel, prompt: Prompt, start: Start) -> Tensor:
+def question_scores(decoder: DecoderModel, prompt: Prompt, start: Start) -> Tensor:
     """[T]: what the suffix takes from each stored token, over layers; tokens that are not stored are hidden from it."""
     n, n_suffix = len(prompt), len(prompt.suffix)
-    rows, ropes = torch.arange(n - n_suffix, n), adapter.rope(torch.arange(n))
+    rows, ropes = torch.arange(n - n_suffix, n), decoder.rope(torch.arange(n))
     seen = start.known.clone()
     seen[rows] = True
-    hidden, total = adapter.embed(torch.tensor(prompt.suffix)), torch.zeros(n, dtype=torch.float64)
-    for l in range(adapter.n_layers):
-        fresh = adapter.project(l, hidden)
+    hidden, total = decoder.embed(torch.tensor(prompt.suffix)), torch.zeros(n, dtype=torch.float64)
+    for l in range(decoder.n_layers):
+        fresh = decoder.project(l, hidden)
         keys, values = start.keys[l].clone(), start.values[l].clone()
         keys[:, rows], values[:, rows] = fresh.k, fresh.v
-        q = adapter.rotate(fresh.q, ropes[l].at(rows))
-        attended, weights = attend(adapter, l, q, adapter.rotate(keys, ropes[l]), values, rows, seen)
-        sizes = values.double().square().sum(-1).sqrt().repeat_interleave(adapter.group, 0)  # [H, T]
+        q = decoder.rotate(fresh.q, ropes[l].at(rows))
+        attended, weights = attend(decoder, l, q, decoder.rotate(keys, ropes[l]), values, rows, seen)
+        sizes = values.double().square().sum(-1).sqrt().repeat_interleave(decoder.group, 0)  # [H, T]
         total += (weights * sizes[:, None]).mean(0).square().sum(0).sqrt()
-        hidden = adapter.finish(l, hidden, attended)
+        hidden = decoder.finish(l, hidden, attended)
     return total
 
 
 def attend(
-    adapter: DecoderModel, l: int, q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, seen: Tensor
+    decoder: DecoderModel, l: int, q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotated q [H, S, D] of these rows over keys and values [K, T, D] -> [S, H * D], and the weights [H, S, T]."""
-    spec, at = adapter.specs[l], torch.arange(keys.shape[1])
-    keys, values = (x.double().repeat_interleave(adapter.group, 0) for x in (keys, values))
+    spec, at = decoder.specs[l], torch.arange(keys.shape[1])
+    keys, values = (x.double().repeat_interleave(decoder.group, 0) for x in (keys, values))
     scores = q.double() @ keys.mT * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -144,7 +144,7 @@ def attend(
         hidden |= rows[:, None] - at[None] >= spec.window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     out = (weights @ values).transpose(0, 1)
-    return out.reshape(len(rows), -1).to(adapter.dtype), weights
+    return out.reshape(len(rows), -1).to(decoder.dtype), weights
 
 
 # Corrections: the formula that kernels are compared with, and its constants as numbers

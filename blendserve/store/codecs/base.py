@@ -155,12 +155,12 @@ class Codec(ABC):
     def fit(
         cls,
         samples: Iterable[Sample],
-        adapter: DecoderModel | None = None,
+        model: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """Tables for the model that computed the samples, which are read once and in order.
 
-        samples: computed while they are read, so the codec stores what it needs of them. adapter: that model, for codecs
+        samples: computed while they are read, so the codec stores what it needs of them. model: that model, for codecs
         that learn more from it; their tables are worse without it. progress: of the work after reading. Raises InputError
         for too few samples.
         """

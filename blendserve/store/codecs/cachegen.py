@@ -80,7 +80,7 @@ class CacheGen(Codec):
     def fit(
         cls,
         samples: Iterable[Sample],
-        adapter: DecoderModel | None = None,
+        model: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """The frequency of each integer in each channel, at every number of bins."""
@@ -102,7 +102,7 @@ class CacheGen(Codec):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.fits(ChunkShape.of(kv)):
             raise StoreError(
-                f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
+                f"the tables {self.coding.tables.hex()} are for another model: fit some by `blendserve codec fit`"
             )
         return [self._segment(l, kv) for l in range(len(kv.keys))]
 

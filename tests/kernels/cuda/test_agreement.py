@@ -52,8 +52,8 @@ def test_whole_prefills_agree() -> None:
 
 def prefills(model: Any, dtype: torch.dtype, device: str, prompt: Prompt) -> Prefills:
     """A copy of the model on that device, by every method."""
-    adapter = DecoderModel.of(deepcopy(model).to(device, dtype).eval())
-    blender = Blender(adapter, f"{dtype}", MemoryStore(1 << 32), prompt.prefix, prompt.prefix)
+    decoder = DecoderModel.of(deepcopy(model).to(device, dtype).eval())
+    blender = Blender(decoder, f"{dtype}", MemoryStore(1 << 32), prompt.prefix, prompt.prefix)
     blender.writer.precompute([chunk.ids for chunk in prompt.chunks])
     found: Prefills = {}
     for method in parse_methods(("full", "reuse", *CORRECTED, *CHOOSING), ()):

@@ -53,10 +53,10 @@ class Predict(Codec):
     def fit(
         cls,
         samples: Iterable[Sample],
-        adapter: DecoderModel | None = None,
+        model: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
-        return fit(samples, adapter, progress).to_bytes()
+        return fit(samples, model, progress).to_bytes()
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class Predict(Codec):
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.fits(ChunkShape.of(kv)):
             raise StoreError(
-                f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
+                f"the tables {self.coding.tables.hex()} are for another model: fit some by `blendserve codec fit`"
             )
         numbers = flat(kv)  # [L, C, W]
         far = self._exceptions(numbers)

@@ -49,8 +49,8 @@ class FittedLayer:
     codes: Tensor  # [C, W]: the layer above is predicted from these
 
 
-def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progress) -> Tables:
-    """Fit tables. adapter: None = all errors weigh equally, and only tokens of the samples have rows.
+def fit(samples: Iterable[Sample], model: DecoderModel | None, progress: Progress) -> Tables:
+    """Fit tables. model: None = all errors weigh equally, and only tokens of the samples have rows.
 
     Raises InputError for too few samples.
     """
@@ -64,9 +64,9 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
         raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
     numbers = torch.cat(parts, dim=1)  # [L, C, W]
     n_layers, _, width = numbers.shape
-    done, total = count(1), min(WINDOWS, len(ids) // WINDOW) * bool(adapter) + n_layers
-    weights = _weights(numbers, ids, adapter, lambda: progress(next(done), total))
-    row_ids, rows = _first_rows(numbers[0], ids, adapter)
+    done, total = count(1), min(WINDOWS, len(ids) // WINDOW) * bool(model) + n_layers
+    weights = _weights(numbers, ids, model, lambda: progress(next(done), total))
+    row_ids, rows = _first_rows(numbers[0], ids, model)
     scale, zero = _code_scale(torch.cat((rows, numbers[0].float())))
     below, fitted = rans.to_codes(numbers[0].float(), scale, zero), list[FittedLayer]()
     for l in range(1, n_layers):
@@ -102,11 +102,11 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
 
 
 def _weights(
-    numbers: Tensor, ids: list[int], adapter: DecoderModel | None, step: Callable[[], None]
+    numbers: Tensor, ids: list[int], model: DecoderModel | None, step: Callable[[], None]
 ) -> list[tuple[Tensor, Tensor]]:
     """By layer: numbers -> a space in which errors weigh about equally [W, W], and back. numbers: [L, C, W]."""
     spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in numbers]
-    fisher = sensitivity(adapter, tuple(ids), WINDOWS, step) if adapter else None
+    fisher = sensitivity(model, tuple(ids), WINDOWS, step) if model else None
     if fisher is None:
         eye = torch.eye(numbers.shape[2])
         return [(eye / s, eye * s) for s in spread]
@@ -132,15 +132,15 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
     return blocks(*there).float(), blocks(*back).float()
 
 
-def _first_rows(numbers: Tensor, ids: list[int], adapter: DecoderModel | None) -> tuple[list[int], Tensor]:
+def _first_rows(numbers: Tensor, ids: list[int], model: DecoderModel | None) -> tuple[list[int], Tensor]:
     """Tokens in ascending order, and their layer 0 [R, W]. numbers: layer 0 of the samples [C, W]."""
-    if adapter is None:
+    if model is None:
         found = {token: at for at, token in enumerate(ids)}
         known = sorted(found)
         return known, numbers[[found[token] for token in known]].float()
-    vocabulary = adapter.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = model.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
     known = sorted({*range(min(KNOWN, vocabulary)), *ids})
-    both = torch.cat(first_layer(adapter, known))  # [2 K, R, D]
+    both = torch.cat(first_layer(model, known))  # [2 K, R, D]
     return known, both.transpose(0, 1).flatten(1).float().cpu()
 
 

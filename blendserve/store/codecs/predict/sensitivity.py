@@ -36,17 +36,17 @@ class _Pass:
     """
 
     def __init__(
-        self, adapter: DecoderModel, n: int, before: _Pass | None = None, only_first: bool = False
+        self, model: DecoderModel, n: int, before: _Pass | None = None, only_first: bool = False
     ) -> None:
-        self._adapter, self._before, self._only_first = adapter, before, only_first
+        self._model, self._before, self._only_first = model, before, only_first
         self.leaves = (
             [tuple(x.detach().clone().requires_grad_() for x in kv) for kv in before.kv] if before else []
         )
         start: int = before.stop if before else 0
-        rows = Rows.on(adapter.device, torch.arange(start, start + n))
+        rows = Rows.on(model.device, torch.arange(start, start + n))
         self.stop: int = start + n
-        self._ropes = adapter.rope(rows.device)
-        self._plans = plans_by_window(rows, adapter.group, adapter.windows)
+        self._ropes = model.rope(rows.device)
+        self._plans = plans_by_window(rows, model.group, model.windows)
         self.kv: list[tuple[Tensor, Tensor]] = []
 
     def rope(self, l: int) -> Rope:
@@ -56,19 +56,19 @@ class _Pass:
         self.kv.append((fresh.k, fresh.v))
         self._keys, self._values = keys, fresh.v
         if self._before:
-            keys_before = self._adapter.rotate(self.leaves[l][0], self._before.rope(l))
+            keys_before = self._model.rotate(self.leaves[l][0], self._before.rope(l))
             self._keys = torch.cat((keys_before, keys), dim=1)
             self._values = torch.cat((self.leaves[l][1], fresh.v), dim=1)
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         if self._only_first:
             return None
-        spec = self._adapter.specs[l]
+        spec = self._model.specs[l]
         return attend(q, self._keys, self._values, spec, self._plans[spec.window])
 
 
 def sensitivity(
-    adapter: DecoderModel, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
+    model: DecoderModel, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
 ) -> Tensor | None:
     """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text.
 
@@ -77,11 +77,11 @@ def sensitivity(
     starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
     if not starts:
         return None
-    n = adapter.n_kv_heads * adapter.head_dim
-    total = torch.zeros(adapter.n_layers, 2, n, n)
+    n = model.n_kv_heads * model.head_dim
+    total = torch.zeros(model.n_layers, 2, n, n)
     generator = torch.Generator().manual_seed(0)
     for start in starts:
-        pairs = gradients(adapter, ids[start : start + WINDOW], generator)
+        pairs = gradients(model, ids[start : start + WINDOW], generator)
         # of all tokens but the first, [L, 2, K, C - 1, D]
         both = torch.stack([torch.stack(pair) for pair in pairs])[..., 1:, :].float().cpu()
         rows = both.transpose(2, 3).flatten(3)  # [L, 2, C - 1, K * D]
@@ -91,24 +91,24 @@ def sensitivity(
     return total / ((CHUNK - 1) * len(starts))
 
 
-def first_layer(adapter: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def first_layer(model: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys before RoPE and values of layer 0 [K, n, D]; they depend on the token alone."""
     with torch.inference_mode():
-        layers = _Pass(adapter, len(ids), only_first=True)
-        run(run_layers(adapter, adapter.embed(torch.tensor(ids, device=adapter.device)), layers))
+        layers = _Pass(model, len(ids), only_first=True)
+        run(run_layers(model, model.embed(torch.tensor(ids, device=model.device)), layers))
     return layers.kv[0]
 
 
-def gradients(adapter: DecoderModel, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+def gradients(model: DecoderModel, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
     """The gradients of one window: by layer, to keys and values [K, C, D]."""
-    tokens = torch.tensor(ids, device=adapter.device)
+    tokens = torch.tensor(ids, device=model.device)
     with torch.no_grad():
-        chunk = _Pass(adapter, CHUNK)
-        run(run_layers(adapter, adapter.embed(tokens[:CHUNK]), chunk))
+        chunk = _Pass(model, CHUNK)
+        run(run_layers(model, model.embed(tokens[:CHUNK]), chunk))
     with torch.enable_grad():
-        text = _Pass(adapter, len(ids) - CHUNK, before=chunk)
-        hidden = run(run_layers(adapter, adapter.embed(tokens[CHUNK:]).detach(), text))
-        log = adapter.logits(hidden).float().log_softmax(dim=-1)
+        text = _Pass(model, len(ids) - CHUNK, before=chunk)
+        hidden = run(run_layers(model, model.embed(tokens[CHUNK:]).detach(), text))
+        log = model.logits(hidden).float().log_softmax(dim=-1)
         drawn = torch.multinomial(log.detach().exp().cpu(), 1, generator=generator).to(log.device)
         leaves = [x for pair in text.leaves for x in pair]
         found = torch.autograd.grad(log.gather(1, drawn).sum(), leaves)
