@@ -85,7 +85,7 @@ def evaluate(
         "half": config.half,
         "task": dataset.task.name,
         "metric": dataset.task.metric,
-        "model": model,
+        "reader": model,
         "environment": where,
         "left_out": left_out,
         **summarize(Predictions(run_dir.predictions, question_of, methods), dataset.task.metric),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError
@@ -19,7 +19,8 @@ from blendserve.retrieve.documents import document_id
 Count = Callable[[Passage], int]
 
 
-class TokenCounter(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TokenCounter:
     """The model that passages are split for."""
 
     model: str  # name and dtype

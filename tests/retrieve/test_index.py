@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,7 +48,7 @@ def create(path: Path, kind: Literal["flat", "hnsw"] = "flat") -> VectorIndex:
 
 
 def reopen(path: Path, embedder: Embedder = EMBEDDER, **changes: Any) -> VectorIndex:
-    return VectorIndex.open(path, embedder, COUNTER._replace(**changes))
+    return VectorIndex.open(path, embedder, replace(COUNTER, **changes))
 
 
 class Killed(BaseException):
