@@ -15,6 +15,7 @@ from blendserve.store import KVStore, MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from tests.support.engines import CONFIG, toy_engine
+from tests.support.waiting import eventually
 
 CAP = 1 << 28
 CHUNKS: list[TokenIds] = [tuple(range(i, i + 40)) for i in range(24)]
@@ -39,10 +40,15 @@ class OpenToy:
         return toy_engine(store, OF_REPLICAS)
 
     def kill(self, second_node: bool = False) -> None:
-        """SIGKILL to the latest of the processes; on the second node to its node first, so that it cannot report it."""
-        lines = [line.split() for line in reversed(self.log.read_text().splitlines())]
-        process, node = next(
-            (int(pid), int(node)) for where, pid, node in lines if where == f"{second_node:d}"
-        )
+        """SIGKILL to the latest of the processes; on the second node to its node first, so that it cannot report it.
+
+        Waits for a process there: another one may have begun sooner.
+        """
+
+        def opened() -> list[list[str]]:
+            return [line for line in map(str.split, self.log.read_text().splitlines()) if line[0] == where]
+
+        where = f"{second_node:d}"
+        _, process, node = map(int, eventually(opened)[-1])
         for pid in (node, process) if second_node else (process,):
             os.kill(pid, signal.SIGKILL)
