@@ -71,14 +71,6 @@ def test_the_numbers_are_the_recorded_ones(toy: Toy, kind: str) -> None:
     assert research.evaluation(toy(kind)) == research.golden("evaluate", 2e-3, 1e-7)[kind]
 
 
-def test_every_question_meets_every_method_in_another_order(toy: Toy) -> None:
-    done = toy("raw")
-    order = [[p["method"] for p in predictions(done) if p["id"] == f"q{n}"] for n in range(QUESTIONS)]
-    assert all(sorted(methods) == sorted(done.metrics["methods"]) for methods in order)
-    assert all(methods[0] == "full" for methods in order)
-    assert len({methods[1] for methods in order}) == QUESTIONS
-
-
 def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:
     methods = toy("raw").metrics["methods"] | toy("coded").metrics["methods"]
     for name in ("full", "prefix", "all", "transformers", "exact"):
