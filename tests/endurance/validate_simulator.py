@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import fmean
@@ -24,16 +24,17 @@ import numpy as np
 from benchmarks.support.valkey import Server
 from benchmarks.support.worker import WorkerProcess
 from blendserve import console
-from blendserve.config import Section, changed
+from blendserve.config import Config, Section, StoreConfig, changed
+from blendserve.engine.engine import Engine
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
 from blendserve.simulate.cache import ChunkDirectory
-from blendserve.simulate.calibrate import Constants, configured, pool_size
+from blendserve.simulate.calibrate import DEADLINE_S, Constants, Node, configured, pool_size
 from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
 from blendserve.simulate.routing import Loads, make_router
-from tests.endurance.simulator_node import start_node
+from blendserve.threads import limit_torch
 
 Figures = dict[str, Any]
 TURNS = 6  # of measuring the slowdown, three requests of each process in a turn
@@ -56,6 +57,46 @@ class ValidationConfig(Section):
     requests: int = 60  # of a run
     utilization: float = 0.5  # of a node
     seed: int = 0
+
+
+class ServingNode(Node):
+    """A node that fills the shared store, and says where it found a request's chunks."""
+
+    engine: Engine  # since `begin`
+
+    def begin(self, namespace: str, memory: int, disk: int) -> None:
+        """Start with empty caches over the server's namespace; sizes in chunks."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+        self.engine = self.open(namespace, memory, disk)
+
+    def precompute(self, namespace: str, with_chunks: bool = True) -> None:
+        """Store all chunks on the server, or none."""
+        store = StoreConfig(location=self.url or "", namespace=namespace, deadline_s=DEADLINE_S)
+        with Engine.open(Config(store=store.model_dump()), model=self.model) as engine:
+            engine.blender.writer.precompute(self.workload.chunks if with_chunks else [])
+
+    def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
+        """Answer one request -> TTFT, chunks by tier, and the chunks in memory if `cached`."""
+        answer, _ = self.answer(self.engine, chunks)
+        tiers = answer.report.tiers
+        hot = self.engine.fetcher.resident() if cached else frozenset()
+        in_pool = enumerate(self.workload.chunks if hot else ())
+        return {
+            "ttft": answer.timings.ttft,
+            "found": [
+                *(tiers.get(t, 0) for t in ("memory", "local", "remote")),
+                answer.report.chunks_missing,
+            ],
+            "hot": [n for n, ids in in_pool if self.engine.blender.key(ids) in hot],
+        }
+
+
+def start_node(task: tuple[str, int, int, str, int]) -> tuple[dict[str, int], Callable[[list[Any]], Any]]:
+    """A process with one thread."""
+    limit_torch(1)
+    node = ServingNode(*task)
+    return node.prompt_shape, lambda order: getattr(node, order[0])(*order[1:])
 
 
 def validate(config: ValidationConfig) -> Figures:

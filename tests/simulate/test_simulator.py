@@ -31,8 +31,7 @@ from blendserve.simulate.service_time import ServiceTime, StoreLink
 from blendserve.store.view import TensorView
 from tests.bench.conftest import write_shape
 from tests.endurance import validate_simulator as validation
-from tests.endurance.simulator_node import ServingNode
-from tests.endurance.validate_simulator import ValidationConfig
+from tests.endurance.validate_simulator import ServingNode, ValidationConfig
 from tests.golden import research
 
 CHUNK = 1000  # bytes: a token has ten
