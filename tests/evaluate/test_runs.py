@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import numpy as np
@@ -211,12 +211,9 @@ def test_sampling_and_stop_strings_are_refused(tmp_path: Path, decode: dict[str,
 def test_a_model_whose_full_prefill_is_no_reference_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def require() -> None:
-        raise ModelUnsupported
-
     engine = tiny_engine()
-    engine.__dict__["gate"] = SimpleNamespace(require=require)
-    monkeypatch.setattr(Engine, "open", lambda *_, **__: engine)
+    engine.__dict__["gate"] = Mock(**{"require.side_effect": ModelUnsupported})
+    monkeypatch.setattr(Engine, "open", Mock(return_value=engine))
     with pytest.raises(ModelUnsupported):
         open_engine(EvaluateConfig(), load(write_dataset(tmp_path, 1)), CONFIG, tmp_path)
 

@@ -57,13 +57,6 @@ def figures(settings: SimulateConfig, nodes: int, routing: Routing) -> dict[str,
     return summary(settings, run(settings, nodes, routing), nodes)
 
 
-def at(times: list[float], nodes: int, **parts: Any) -> SimulationResult:
-    """Requests for one chunk each, at these times, one node after the other."""
-    parts.setdefault("requests", {"rate": 1.0})
-    chunks = np.arange(len(times))[:, None]
-    return Cluster(config(**parts), nodes, "round_robin").run([(np.array(times), chunks)], len(times))
-
-
 @pytest.mark.parametrize(("rate", "places", "hits"), [(0.3, 0, 0.0), (0.8, 0, 0.0), (0.8, 200, 0.5)])
 def test_one_server_is_an_m_d_1_queue_and_with_hits_and_misses_an_m_g_1_queue(
     rate: float, places: int, hits: float
@@ -129,8 +122,11 @@ SLOW_LINK = {"links": {"node_rate": float(CHUNK)}}  # a second a chunk
     ],
 )
 def test_work_is_shared_by_hand(times: list[float], compute: Any, parts: Any, ttft: list[float]) -> None:
-    nodes = 1 if len(compute["slowdown"]) == 1 else len(times)
-    assert at(times, nodes, compute=compute, **parts).ttft.tolist() == pytest.approx(ttft)
+    """Requests for one chunk each, at these times, one node after the other."""
+    nodes, requests = 1 if len(compute["slowdown"]) == 1 else len(times), np.arange(len(times))[:, None]
+    settings = config(compute=compute, requests={"rate": 1.0}, **parts)
+    done = Cluster(settings, nodes, "round_robin").run([(np.array(times), requests)], len(times))
+    assert done.ttft.tolist() == pytest.approx(ttft)
 
 
 @pytest.mark.parametrize(("n", "s"), [(1, 1.0), (2, 0.0), (7, 0.5), (50, 1.7), (10**9, 1.0)])
