@@ -23,7 +23,6 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("precompute {index} --ray auto", "--workers"),
     ("precompute {index} --workers 2 --shard 0/2", "--shard"),
     ("precompute {index} --codec int8@5", "int8@0"),
-    ("store verify {tmp}/garbage", "{tmp}/garbage"),
     ("serve -i {index} --ray auto", "--replicas"),
     ("serve -i {index} --host 0.0.0.0", "--api-key"),
     ("serve -i {index} --keys {tmp}/none.json", "{tmp}/none.json"),
@@ -60,8 +59,6 @@ def port() -> Iterator[int]:
 def values(index: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What stands in braces in the table."""
     tmp = tmp_path_factory.mktemp("mistakes")
-    (tmp / "garbage" / "kv").mkdir(parents=True)
-    (tmp / "garbage" / "kv" / "data.mdb").write_bytes(b"not a database" * 1000)
     files = {
         "broken.jsonl": '{"text": "fine"}\n{"text": \n',
         "fp16.yaml": "model: {dtype: float16}",
