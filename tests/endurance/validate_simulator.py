@@ -113,7 +113,12 @@ def validate(config: ValidationConfig) -> Figures:
         base = changed(base, compute=changed(base.compute, slowdown=factors).model_dump())
         for store, routing in RUNS:
             console.note(f"{config.requests} requests, {store}, {routing}")
-            chosen = at_rate(config, over(base, store))
+            loaded = over(base, store)
+            requests = workload.requests(loaded, config.nodes)
+            loop = Cluster(loaded, config.nodes, "round_robin").run(requests, config.requests)
+            # At a rate that keeps the nodes at the wanted utilization: a share of a closed loop's throughput.
+            rate = config.utilization * summary(loaded, loop, config.nodes)["throughput"] / config.nodes
+            chosen = changed(loaded, requests=changed(loaded.requests, rate=rate).model_dump())
             blocks = list(workload.requests(chosen, config.nodes))
             for node in nodes:
                 node.call(["begin", store, *sizes])
@@ -144,14 +149,6 @@ def simulated(config: ValidationConfig, constants: Constants, shape: dict[str, i
 def over(base: SimulateConfig, store: str) -> SimulateConfig:
     """Over a full or an empty shared store."""
     return changed(base, tiers=changed(base.tiers, precomputed=store != "empty").model_dump())
-
-
-def at_rate(config: ValidationConfig, base: SimulateConfig) -> SimulateConfig:
-    """At a rate that keeps the nodes at the wanted utilization: a share of a closed loop's throughput."""
-    requests = workload.requests(base, config.nodes)
-    loop = Cluster(base, config.nodes, "round_robin").run(requests, config.requests)
-    rate = config.utilization * summary(base, loop, config.nodes)["throughput"] / config.nodes
-    return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
 def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -> list[float]:
