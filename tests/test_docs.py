@@ -102,16 +102,13 @@ PYTHON = [
 OF_PACKAGE, OF_CLIENTS = (
     [e for e in PYTHON if bool(OWN.search(str(e.values[0]))) is own] for own in (True, False)
 )
-WORDS = [(name(page), words) for page in RECIPES for words in commands(page)]
+WORDS = [(name(page), words) for page in RECIPES for words in commands(page) if words[1:] != ["--version"]]
 CURL_OPTIONS = ArgumentParser()
 CURL_OPTIONS.add_argument("url")
 CURL_OPTIONS.add_argument("-X", "--request")
 CURL_OPTIONS.add_argument("-d", "--data")
 CURL_OPTIONS.add_argument("-H", "--header", action="append", default=[])
-CURL, COMMANDS = (
-    [(p, w) for p, w in WORDS if w[0] == program and w[1:] != ["--version"]]
-    for program in ("curl", "blendserve")
-)
+CURL, COMMANDS = ([(p, w) for p, w in WORDS if w[0] == program] for program in ("curl", "blendserve"))
 
 
 @pytest.mark.parametrize("example", OF_PACKAGE)
