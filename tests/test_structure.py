@@ -32,17 +32,6 @@ def names(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def imports() -> Imports:
-    """Between the package's own packages."""
-    found = set()
-    for file in FILES:
-        importing = file.relative_to(ROOT).with_suffix("").parts[1]
-        for parts in (name.split(".") for name in names(file) if name.startswith("blendserve.")):
-            if parts[1] in LAYER and importing not in ("__init__", parts[1]):
-                found.add((importing, parts[1], parts[-1]))
-    return found
-
-
 def wrong(found: Imports) -> list[str]:
     """Imports upwards, both ways within a layer, and of private names."""
     pairs = {(a, b) for a, b, _ in found}
@@ -52,7 +41,12 @@ def wrong(found: Imports) -> list[str]:
 
 
 def test_packages_import_public_names_of_lower_layers() -> None:
-    found = imports()
+    found: Imports = set()
+    for file in FILES:
+        importing = file.relative_to(ROOT).with_suffix("").parts[1]
+        for parts in (name.split(".") for name in names(file) if name.startswith("blendserve.")):
+            if parts[1] in LAYER and importing not in ("__init__", parts[1]):
+                found.add((importing, parts[1], parts[-1]))
     assert len({(a, b) for a, b, _ in found}) > 50
     assert wrong(found) == []
     both = {("bench", "evaluate", "x"), ("evaluate", "bench", "x")}

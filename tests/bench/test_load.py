@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import socketserver
-import subprocess
 import sys
 import threading
 import time
@@ -25,14 +24,6 @@ from blendserve.errors import InputError, ServeError
 from tests.support.waiting import eventually
 
 KB = 1 << 10
-HANGS = """
-from benchmarks.cpu_contention import BusyProcesses
-with BusyProcesses() as busy:
-    busy.set(1)
-    print(busy.processes[0].pid, flush=True)
-    input()
-"""
-
 SERVES = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -68,16 +59,16 @@ def test_busy_processes_compute_and_end_in_time() -> None:
     assert second.poll() == -9
 
 
+def _hangs(n: int) -> tuple[int, Callable[[int], None]]:
+    """A bench's process that has busy ones."""
+    (busy := BusyProcesses()).set(n)
+    return busy.processes[0].pid, busy.set
+
+
 def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
-    command, pipe = [sys.executable, "-c", HANGS], subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as bench:
-        assert bench.stdout is not None
-        pid = int(bench.stdout.readline())
-        assert stat(pid)[0] != "Z"
-        bench.kill()
-        bench.wait()
-        eventually(lambda: stat(pid)[0] == "Z")
+    with WorkerProcess(_hangs, 1) as bench:
+        assert stat(bench.about)[0] != "Z"
+    eventually(lambda: stat(bench.about)[0] == "Z")
 
 
 def _answers(task: str) -> tuple[set[int], Callable[[str], str]]:

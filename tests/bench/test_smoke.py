@@ -226,9 +226,7 @@ def test_auto_misses_where_it_and_its_choice_are_slower() -> None:
     assert auto.verdict(seconds, ["prefix"])["miss"] == 0.0
 
 
-def test_serving_resumes_and_counts_what_is_refused(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serving_resumes_and_counts_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blendserve.bench.loadgen.LEAST", 2)
     write_passages(None, tmp_path / "index")
     config: Any = load_bench("serving").config

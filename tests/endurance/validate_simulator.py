@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import fmean
@@ -24,16 +24,17 @@ import numpy as np
 from benchmarks.support.valkey import Server
 from benchmarks.support.worker import WorkerProcess
 from blendserve import console
-from blendserve.config import Section, changed
+from blendserve.config import Config, Section, StoreConfig, changed
+from blendserve.engine.engine import Engine
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
 from blendserve.simulate.cache import ChunkDirectory
-from blendserve.simulate.calibrate import Constants, configured, pool_size
+from blendserve.simulate.calibrate import DEADLINE_S, Constants, Node, configured, pool_size
 from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
 from blendserve.simulate.routing import Loads, make_router
-from tests.endurance.simulator_node import start_node
+from blendserve.threads import limit_torch
 
 Figures = dict[str, Any]
 TURNS = 6  # of measuring the slowdown, three requests of each process in a turn
@@ -58,6 +59,46 @@ class ValidationConfig(Section):
     seed: int = 0
 
 
+class ServingNode(Node):
+    """A node that fills the shared store, and says where it found a request's chunks."""
+
+    engine: Engine  # since `begin`
+
+    def begin(self, namespace: str, memory: int, disk: int) -> None:
+        """Start with empty caches over the server's namespace; sizes in chunks."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+        self.engine = self.open(namespace, memory, disk)
+
+    def precompute(self, namespace: str, with_chunks: bool = True) -> None:
+        """Store all chunks on the server, or none."""
+        store = StoreConfig(location=self.url or "", namespace=namespace, deadline_s=DEADLINE_S)
+        with Engine.open(Config(store=store.model_dump()), model=self.model) as engine:
+            engine.blender.writer.precompute(self.workload.chunks if with_chunks else [])
+
+    def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
+        """Answer one request -> TTFT, chunks by tier, and the chunks in memory if `cached`."""
+        answer, _ = self.answer(self.engine, chunks)
+        tiers = answer.report.tiers
+        hot = self.engine.fetcher.resident() if cached else frozenset()
+        in_pool = enumerate(self.workload.chunks if hot else ())
+        return {
+            "ttft": answer.timings.ttft,
+            "found": [
+                *(tiers.get(t, 0) for t in ("memory", "local", "remote")),
+                answer.report.chunks_missing,
+            ],
+            "hot": [n for n, ids in in_pool if self.engine.blender.key(ids) in hot],
+        }
+
+
+def start_node(task: tuple[str, int, int, str, int]) -> tuple[dict[str, int], Callable[[list[Any]], Any]]:
+    """A process with one thread."""
+    limit_torch(1)
+    node = ServingNode(*task)
+    return node.prompt_shape, lambda order: getattr(node, order[0])(*order[1:])
+
+
 def validate(config: ValidationConfig) -> Figures:
     """Every run, measured and simulated, and the errors of the simulation. Raises InputError."""
     sizes, runs = [config.memory, config.disk], list[Figures]()
@@ -72,7 +113,12 @@ def validate(config: ValidationConfig) -> Figures:
         base = changed(base, compute=changed(base.compute, slowdown=factors).model_dump())
         for store, routing in RUNS:
             console.note(f"{config.requests} requests, {store}, {routing}")
-            chosen = at_rate(config, over(base, store))
+            loaded = over(base, store)
+            requests = workload.requests(loaded, config.nodes)
+            loop = Cluster(loaded, config.nodes, "round_robin").run(requests, config.requests)
+            # At a rate that keeps the nodes at the wanted utilization: a share of a closed loop's throughput.
+            rate = config.utilization * summary(loaded, loop, config.nodes)["throughput"] / config.nodes
+            chosen = changed(loaded, requests=changed(loaded.requests, rate=rate).model_dump())
             blocks = list(workload.requests(chosen, config.nodes))
             for node in nodes:
                 node.call(["begin", store, *sizes])
@@ -103,14 +149,6 @@ def simulated(config: ValidationConfig, constants: Constants, shape: dict[str, i
 def over(base: SimulateConfig, store: str) -> SimulateConfig:
     """Over a full or an empty shared store."""
     return changed(base, tiers=changed(base.tiers, precomputed=store != "empty").model_dump())
-
-
-def at_rate(config: ValidationConfig, base: SimulateConfig) -> SimulateConfig:
-    """At a rate that keeps the nodes at the wanted utilization: a share of a closed loop's throughput."""
-    requests = workload.requests(base, config.nodes)
-    loop = Cluster(base, config.nodes, "round_robin").run(requests, config.requests)
-    rate = config.utilization * summary(base, loop, config.nodes)["throughput"] / config.nodes
-    return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
 def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -> list[float]:

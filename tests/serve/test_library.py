@@ -123,7 +123,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
 
 
 def test_a_background_task_that_is_cancelled_while_it_waits_harms_nothing(
-    server: Server, client: Client, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch, writer = server.backend.batch, server.backend.batch.blender("").writer
     with server.busy():

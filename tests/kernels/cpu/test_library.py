@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,42 +89,32 @@ def wrong(level: Level) -> None:
     raise build.Unavailable("gated activations are wrong here")
 
 
+def broken_object(level: Level, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    build.PREBUILT.mkdir()
+    build.prebuilt(level).write_bytes(b"not a shared object")
+
+
+FAULTS: dict[str, Callable[[Level, Path, pytest.MonkeyPatch], object]] = {
+    "old CPU": lambda level, _, patch: patch.setattr(isa, "cpu_flags", lambda: level.needs - {"fma"}),
+    "no compiler": lambda level, _, patch: patch.setenv("CXX", "no-such-compiler"),
+    "broken compiler": lambda level, folder, patch: patch.setattr(
+        build, "find_compiler", lambda: str(folder)
+    ),
+    "broken source": lambda level, _, patch: (build.SOURCES / "toy.cpp").write_text("this is not C++;"),
+    "unwritable cache": lambda level, folder, _: (folder / "cache").write_text("where the folder should be"),
+    "broken object": broken_object,
+    "refused": lambda level, _, patch: patch.setattr(selfcheck, "check_level", wrong),
+    "switched off": lambda level, _, patch: patch.setenv(switches.NATIVE, "0"),
+}
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "old CPU",
-        "no compiler",
-        "broken compiler",
-        "broken source",
-        "unwritable cache",
-        "broken object",
-        "refused",
-        "switched off",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_without_kernels_the_reason_is_told(
     fault: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    match fault:
-        case "old CPU":
-            monkeypatch.setattr(isa, "cpu_flags", lambda: level.needs - {"fma"})
-        case "no compiler":
-            monkeypatch.setenv("CXX", "no-such-compiler")
-        case "broken compiler":
-            monkeypatch.setattr(build, "find_compiler", lambda: str(tmp_path))
-        case "broken source":
-            (build.SOURCES / "toy.cpp").write_text("this is not C++;")
-        case "unwritable cache":
-            (tmp_path / "cache").write_text("a file where the folder should be")
-        case "broken object":
-            build.PREBUILT.mkdir()
-            build.prebuilt(level).write_bytes(b"not a shared object")
-        case "refused":
-            monkeypatch.setattr(selfcheck, "check_level", wrong)
-        case "switched off":
-            monkeypatch.setenv(switches.NATIVE, "0")
-            look_again()
+    FAULTS[fault](level, tmp_path, monkeypatch)
+    look_again()
     assert is_refused(level)
     assert bool(made(tmp_path)) == (fault == "refused")
     assert build.main("all") == int("compiler" in fault or fault == "broken source")
