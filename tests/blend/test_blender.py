@@ -29,7 +29,7 @@ from tests.support.blending import (
     some_prompt,
     tiny_blender,
 )
-from tests.support.links import FarSource
+from tests.support.links import ScriptedSource, slow_source
 from tests.support.models import fresh_model, tiny_decoder
 from tests.support.stores import ROOMY, FaultyStore, put_kv
 
@@ -201,17 +201,12 @@ def test_a_chunk_whose_computation_is_closed_can_be_computed_by_another(precompu
 # Chunks on another machine
 
 
-def far_source() -> FarSource:
-    """A machine that has the chunks, behind a link that takes a second a token; a probe has found that out."""
-    store = MemoryStore(ROOMY)
-    made = tiny_blender(store, *CHUNKS)
-    source = FarSource(store)
-    source.token_s = 1.0
-    tiny_blender(TieredStore(MemoryStore(0), source)).fetcher.warm_up([made.key(CHUNKS[0])])
-    return source
+def far_source() -> ScriptedSource:
+    """A machine that has the chunks, behind a link that takes a second a token."""
+    return slow_source(tiny_blender(None, *CHUNKS).store, 1.0)
 
 
-def over(source: FarSource, local: MemoryStore, row_s: float = 1e-3) -> Blender:
+def over(source: ScriptedSource, local: MemoryStore, row_s: float = 1e-3) -> Blender:
     """row_s: computing a row; 1 ms by default, which is 62 ms for the whole prompt."""
     return tiny_blender(TieredStore(local, source), costs=CostModel(0.0, row_s, 0.0, 0.0))
 
@@ -228,12 +223,12 @@ def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_
     made.fetcher.flush()
     assert kinds(left) == [(i, SLOW) for i, ids in enumerate(CHUNKS) if ids]
     assert (left.report.method, found(left.report)) == ("prefix", (0, FILLED, 0))
-    assert source.fetched.total() == 0
+    assert source.asked.total() == 0
     fresh = tiny_blender(MemoryStore(ROOMY)).run(PROMPT, BlendConfig())
     assert torch.equal(left.result.logits, fresh.result.logits)
     fixed = made.run(PROMPT, BLEND)
     assert (found(fixed.report), kinds(fixed)) == ((FILLED, 0, 0), [])
-    assert set(source.fetched) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
+    assert set(source.asked) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
 
 
 def test_chunks_of_this_machine_are_used_and_those_left_on_a_slow_link_are_stored_here() -> None:
