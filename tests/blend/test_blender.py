@@ -20,7 +20,6 @@ from blendserve.store import ChunkRecord, MemoryStore, read_record
 from blendserve.store.base import LOCAL
 from blendserve.store.codecs.base import SLOW, Coding
 from tests.support.blending import (
-    LeakyStore,
     assert_near,
     check_report,
     missing,
@@ -44,12 +43,10 @@ def found(report: BlendReport) -> tuple[int, int, int]:
     return report.chunks_hit, report.chunks_missing, report.chunks_corrupt
 
 
-def damage(how: str, store: LeakyStore, maker: Blender) -> None:
+def damage(how: str, store: MemoryStore, maker: Blender) -> None:
     key, record = maker.key(CHUNKS[1]), read_record(store, maker.key(CHUNKS[1]))
     assert record
-    if how == "a layer":
-        store.broken = {key}
-    elif how == "another chunk's KV":
+    if how == "another chunk's KV":
         put_kv(store, key, maker.writer.chunks.compute([some_ids(3)])[0])
     else:
         coding = Coding("alien", 3, bytes(range(16)))
@@ -59,7 +56,6 @@ def damage(how: str, store: LeakyStore, maker: Blender) -> None:
 @pytest.mark.parametrize(
     ("how", "counts", "kind"),
     [
-        ("a layer", (4, 0, 1), "corrupt"),
         ("another chunk's KV", (4, 0, 1), "corrupt"),
         ("a foreign codec", (4, 1, 0), "codec"),
     ],
@@ -67,7 +63,7 @@ def damage(how: str, store: LeakyStore, maker: Blender) -> None:
 def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
     how: str, counts: tuple[int, int, int], kind: str
 ) -> None:
-    store = LeakyStore()
+    store = MemoryStore(ROOMY)
     maker, as_if_missing = tiny_blender(store, *CHUNKS), tiny_blender(None, *CHUNKS)
     whole = maker.run(PROMPT, BLEND)
     as_if_missing.store.delete([as_if_missing.key(CHUNKS[1])])
@@ -171,16 +167,16 @@ def loader_threads() -> int:
 
 @pytest.mark.parametrize("policy", ["query", "deviation"])
 def test_a_prefill_closed_before_any_layer_leaves_nothing_open(policy: Any) -> None:
-    blend, store = changed(BLEND, policy=policy, ratio=0.5), LeakyStore()
+    blend, store = changed(BLEND, policy=policy, ratio=0.5), FaultyStore(MemoryStore(ROOMY))
     made, before, n = tiny_blender(store, *CHUNKS[:-1]), loader_threads(), 0
     expected = made.run(PROMPT, blend).result.logits
     for n in count(1):
         steps = made.prefill(PROMPT, blend, cache=KVCache(made.model, len(PROMPT)))
         if not advance(steps, n):
             break
-        assert store.snapshots == 1
+        assert store.n_open == 1
         steps.close()
-        assert (store.snapshots, loader_threads()) == (0, before)
+        assert (store.n_open, loader_threads()) == (0, before)
     assert n == 1 + made.model.n_layers * (1 + (policy == "query"))
     assert torch.equal(made.run(PROMPT, blend).result.logits, expected)
 
