@@ -17,7 +17,6 @@ from blendserve.errors import ConfigError
 from blendserve.fetch import TieredStore
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import ChunkRecord, MemoryStore, read_record
-from blendserve.store.base import LOCAL
 from blendserve.store.codecs.base import SLOW, Coding
 from tests.support.blending import (
     assert_near,
@@ -197,14 +196,14 @@ def test_a_chunk_whose_computation_is_closed_can_be_computed_by_another(precompu
 # Chunks on another machine
 
 
-def far_source() -> ScriptedSource:
-    """A machine that has the chunks, behind a link that takes a second a token."""
-    return slow_source(tiny_blender(None, *CHUNKS).store, 1.0)
+def over_a_slow_link(row_s: float = 1e-3) -> tuple[ScriptedSource, Blender]:
+    """A machine that has the chunks, behind a link that takes a second a token, and a blender without chunks.
 
-
-def over(source: ScriptedSource, local: MemoryStore, row_s: float = 1e-3) -> Blender:
-    """row_s: computing a row; 1 ms by default, which is 62 ms for the whole prompt."""
-    return tiny_blender(TieredStore(local, source), costs=CostModel(0.0, row_s, 0.0, 0.0))
+    row_s: computing a row; 1 ms by default, which is 62 ms for the whole prompt.
+    """
+    source = slow_source(tiny_blender(None, *CHUNKS).store, 1.0)
+    costs = CostModel(0.0, row_s, 0.0, 0.0)
+    return source, tiny_blender(TieredStore(MemoryStore(0), source), costs=costs)
 
 
 def kinds(done: Prefilled) -> list[tuple[int, str]]:
@@ -213,8 +212,7 @@ def kinds(done: Prefilled) -> list[tuple[int, str]]:
 
 
 def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_them() -> None:
-    source = far_source()
-    made = over(source, MemoryStore(0))
+    source, made = over_a_slow_link()
     left = made.run(PROMPT, BlendConfig(method="auto"))
     made.fetcher.flush()
     assert kinds(left) == [(i, SLOW) for i, ids in enumerate(CHUNKS) if ids]
@@ -227,21 +225,9 @@ def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_
     assert set(source.asked) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
 
 
-def test_chunks_of_this_machine_are_used_and_those_left_on_a_slow_link_are_stored_here() -> None:
-    local = MemoryStore(ROOMY)
-    tiny_blender(local, *(ids for ids in CHUNKS if ids != CHUNKS[3]))
-    made = over(far_source(), local)
-    done = made.run(PROMPT, BlendConfig(method="auto"))
-    made.fetcher.flush()
-    assert kinds(done) == [(3, SLOW)]
-    assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
-    assert run(made.writer.write_back(done.missing)) == 1
-    assert len(list(local.keys())) == FILLED
-
-
 def test_requests_tell_what_their_chunks_save_and_take_to_compute() -> None:
     """With a row a second: the rows that a prefill does not run, and those of the chunk alone."""
-    made, blend = over(far_source(), MemoryStore(0), row_s=1.0), changed(BLEND, ratio=0.5)
+    (_, made), blend = over_a_slow_link(row_s=1.0), changed(BLEND, ratio=0.5)
     keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS) if ids}
     requests = made.planner.requests(PROMPT, changed(blend, method="auto"), keys, PROMPT.prefix)
     ran = made.run(PROMPT, blend).result.cost * len(PROMPT)

@@ -21,8 +21,9 @@ from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import COMPUTED, Hold
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.source import StoreSource
-from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
+from blendserve.store import ChunkKey, ChunkRecord, MemoryStore, read_record
 from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.codecs.base import SLOW
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
 from tests.support.blending import check_report, some_prompt, tiny_blender
@@ -46,12 +47,12 @@ PLACES = st.sampled_from(["local", "remote", "remote", "both", "absent", "local 
 FAULTS = st.sampled_from(["damage", "stall", "slow", "cut"])
 
 
-def used_records(done: Prefilled, local: KVStore, source: ScriptedSource) -> dict[ChunkKey, ChunkRecord]:
+def used_records(done: Prefilled, local: FaultyStore, source: ScriptedSource) -> dict[ChunkKey, ChunkRecord]:
     """The records that the report names, and a reason for every other chunk."""
     check_report(done.report, PROMPT)
     found, missing = dict[ChunkKey, ChunkRecord](), {chunk.ids: chunk for chunk in done.missing}
     parts = [part for part in done.explanation.parts if part.kind == "passage"]
-    unusable = {miss.chunk for miss in done.report.unusable}
+    unusable = {miss.chunk: miss.kind for miss in done.report.unusable}
     for i, (key, part) in enumerate(zip(KEYS, parts, strict=True)):
         ids = PROMPT.chunks[i].ids
         if part.tier == COMPUTED:
@@ -68,6 +69,7 @@ def used_records(done: Prefilled, local: KVStore, source: ScriptedSource) -> dic
             assert ids in missing
             may_be_there = source.contains([key]) or local.contains([key])
             assert not may_be_there or i in unusable or done.report.chunks_corrupt
+            assert unusable.get(i) != SLOW or key in local.damaged or not local.contains([key])
     return found
 
 
