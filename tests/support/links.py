@@ -107,6 +107,5 @@ class ScriptedSource:
 def slow_source(store: KVStore, token_s: float) -> ScriptedSource:
     """A machine that has the chunks of a store, behind a link that takes this long a token."""
     records = {key: {"raw": record} for key in list(store.keys()) if (record := read_record(store, key))}
-    found = [by_level["raw"] for by_level in records.values()]
-    rate = sum(r.n_bytes for r in found) / sum(r.n_tokens for r in found) / token_s
-    return ScriptedSource(records, rate=rate)
+    stats = store.stats()
+    return ScriptedSource(records, rate=stats.bytes / stats.tokens / token_s)
