@@ -17,10 +17,8 @@ from blendserve.errors import ConfigError
 from blendserve.fetch import TieredStore
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import ChunkRecord, MemoryStore, read_record
-from blendserve.store.base import LOCAL
 from blendserve.store.codecs.base import SLOW, Coding
 from tests.support.blending import (
-    LeakyStore,
     assert_near,
     check_report,
     missing,
@@ -29,7 +27,7 @@ from tests.support.blending import (
     some_prompt,
     tiny_blender,
 )
-from tests.support.links import FarSource
+from tests.support.links import ScriptedSource, slow_source
 from tests.support.models import fresh_model, tiny_decoder
 from tests.support.stores import ROOMY, FaultyStore, put_kv
 
@@ -44,12 +42,10 @@ def found(report: BlendReport) -> tuple[int, int, int]:
     return report.chunks_hit, report.chunks_missing, report.chunks_corrupt
 
 
-def damage(how: str, store: LeakyStore, maker: Blender) -> None:
+def damage(how: str, store: MemoryStore, maker: Blender) -> None:
     key, record = maker.key(CHUNKS[1]), read_record(store, maker.key(CHUNKS[1]))
     assert record
-    if how == "a layer":
-        store.broken = {key}
-    elif how == "another chunk's KV":
+    if how == "another chunk's KV":
         put_kv(store, key, maker.writer.chunks.compute([some_ids(3)])[0])
     else:
         coding = Coding("alien", 3, bytes(range(16)))
@@ -59,7 +55,6 @@ def damage(how: str, store: LeakyStore, maker: Blender) -> None:
 @pytest.mark.parametrize(
     ("how", "counts", "kind"),
     [
-        ("a layer", (4, 0, 1), "corrupt"),
         ("another chunk's KV", (4, 0, 1), "corrupt"),
         ("a foreign codec", (4, 1, 0), "codec"),
     ],
@@ -67,7 +62,7 @@ def damage(how: str, store: LeakyStore, maker: Blender) -> None:
 def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
     how: str, counts: tuple[int, int, int], kind: str
 ) -> None:
-    store = LeakyStore()
+    store = MemoryStore(ROOMY)
     maker, as_if_missing = tiny_blender(store, *CHUNKS), tiny_blender(None, *CHUNKS)
     whole = maker.run(PROMPT, BLEND)
     as_if_missing.store.delete([as_if_missing.key(CHUNKS[1])])
@@ -171,16 +166,16 @@ def loader_threads() -> int:
 
 @pytest.mark.parametrize("policy", ["query", "deviation"])
 def test_a_prefill_closed_before_any_layer_leaves_nothing_open(policy: Any) -> None:
-    blend, store = changed(BLEND, policy=policy, ratio=0.5), LeakyStore()
+    blend, store = changed(BLEND, policy=policy, ratio=0.5), FaultyStore(MemoryStore(ROOMY))
     made, before, n = tiny_blender(store, *CHUNKS[:-1]), loader_threads(), 0
     expected = made.run(PROMPT, blend).result.logits
     for n in count(1):
         steps = made.prefill(PROMPT, blend, cache=KVCache(made.model, len(PROMPT)))
         if not advance(steps, n):
             break
-        assert store.snapshots == 1
+        assert store.n_open == 1
         steps.close()
-        assert (store.snapshots, loader_threads()) == (0, before)
+        assert (store.n_open, loader_threads()) == (0, before)
     assert n == 1 + made.model.n_layers * (1 + (policy == "query"))
     assert torch.equal(made.run(PROMPT, blend).result.logits, expected)
 
@@ -201,19 +196,14 @@ def test_a_chunk_whose_computation_is_closed_can_be_computed_by_another(precompu
 # Chunks on another machine
 
 
-def far_source() -> FarSource:
-    """A machine that has the chunks, behind a link that takes a second a token; a probe has found that out."""
-    store = MemoryStore(ROOMY)
-    made = tiny_blender(store, *CHUNKS)
-    source = FarSource(store)
-    source.token_s = 1.0
-    tiny_blender(TieredStore(MemoryStore(0), source)).fetcher.warm_up([made.key(CHUNKS[0])])
-    return source
+def over_a_slow_link(row_s: float = 1e-3) -> tuple[ScriptedSource, Blender]:
+    """A machine that has the chunks, behind a link that takes a second a token, and a blender without chunks.
 
-
-def over(source: FarSource, local: MemoryStore, row_s: float = 1e-3) -> Blender:
-    """row_s: computing a row; 1 ms by default, which is 62 ms for the whole prompt."""
-    return tiny_blender(TieredStore(local, source), costs=CostModel(0.0, row_s, 0.0, 0.0))
+    row_s: computing a row; 1 ms by default, which is 62 ms for the whole prompt.
+    """
+    source = slow_source(tiny_blender(None, *CHUNKS).store, 1.0)
+    costs = CostModel(0.0, row_s, 0.0, 0.0)
+    return source, tiny_blender(TieredStore(MemoryStore(0), source), costs=costs)
 
 
 def kinds(done: Prefilled) -> list[tuple[int, str]]:
@@ -222,35 +212,22 @@ def kinds(done: Prefilled) -> list[tuple[int, str]]:
 
 
 def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_them() -> None:
-    source = far_source()
-    made = over(source, MemoryStore(0))
+    source, made = over_a_slow_link()
     left = made.run(PROMPT, BlendConfig(method="auto"))
     made.fetcher.flush()
     assert kinds(left) == [(i, SLOW) for i, ids in enumerate(CHUNKS) if ids]
     assert (left.report.method, found(left.report)) == ("prefix", (0, FILLED, 0))
-    assert source.fetched.total() == 0
+    assert source.asked.total() == 0
     fresh = tiny_blender(MemoryStore(ROOMY)).run(PROMPT, BlendConfig())
     assert torch.equal(left.result.logits, fresh.result.logits)
     fixed = made.run(PROMPT, BLEND)
     assert (found(fixed.report), kinds(fixed)) == ((FILLED, 0, 0), [])
-    assert set(source.fetched) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
-
-
-def test_chunks_of_this_machine_are_used_and_those_left_on_a_slow_link_are_stored_here() -> None:
-    local = MemoryStore(ROOMY)
-    tiny_blender(local, *(ids for ids in CHUNKS if ids != CHUNKS[3]))
-    made = over(far_source(), local)
-    done = made.run(PROMPT, BlendConfig(method="auto"))
-    made.fetcher.flush()
-    assert kinds(done) == [(3, SLOW)]
-    assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
-    assert run(made.writer.write_back(done.missing)) == 1
-    assert len(list(local.keys())) == FILLED
+    assert set(source.asked) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
 
 
 def test_requests_tell_what_their_chunks_save_and_take_to_compute() -> None:
     """With a row a second: the rows that a prefill does not run, and those of the chunk alone."""
-    made, blend = over(far_source(), MemoryStore(0), row_s=1.0), changed(BLEND, ratio=0.5)
+    (_, made), blend = over_a_slow_link(row_s=1.0), changed(BLEND, ratio=0.5)
     keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS) if ids}
     requests = made.planner.requests(PROMPT, changed(blend, method="auto"), keys, PROMPT.prefix)
     ran = made.run(PROMPT, blend).result.cost * len(PROMPT)

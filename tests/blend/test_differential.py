@@ -18,8 +18,8 @@ from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Chunk, Prompt, Span, TokenIds
 from blendserve.registry import CORRECTIONS, FULL_REUSE, POLICIES
+from blendserve.store import MemoryStore
 from tests.support.blending import (
-    LeakyStore,
     OneOff,
     TracedCache,
     assert_near,
@@ -32,6 +32,7 @@ from tests.support.blending import (
     tiny_blender,
 )
 from tests.support.models import BLEND_KINDS, tiny_decoder
+from tests.support.stores import ROOMY, FaultyStore
 from tests.support.twin import Correct, Piece, Start, correction, naive_prefill, question_scores, start_from
 
 DONOR = some_ids(45, 99)  # stored, where a chunk of the prompt is an edited copy of it
@@ -131,11 +132,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 def run(case: Case) -> tuple[Prefilled, TracedCache]:
     """The request as the package computes it, over a store that holds what the case says."""
-    decoder, store = tiny_decoder(case.kind), LeakyStore()
+    decoder, store = tiny_decoder(case.kind), FaultyStore(MemoryStore(ROOMY))
     prefix, context = case.prompt.prefix, case.context
     maker = tiny_blender(store, *case.stored, decoder=decoder, prefix=prefix, context=context)
     maker.priors.use(case.known)
-    store.broken = {maker.key(ids) for ids in case.damaged}
+    store.damaged, store.damaged_layer = {maker.key(ids) for ids in case.damaged}, 2
     maker.near.refresh()
     cache = TracedCache(decoder, len(case.prompt))
     return maker.run(case.prompt, case.blend, cache=cache), cache

@@ -25,7 +25,7 @@ from blendserve.store import shingles as near_index
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.shingles import SURE, NearIndex, fingerprints
 from tests.support.blending import PREFIX, check_report, missing, some_ids, tiny_blender
-from tests.support.links import FarSource
+from tests.support.links import slow_source
 from tests.support.stores import ROOMY, FaultyStore
 from tests.support.waiting import ManualClock
 
@@ -223,12 +223,10 @@ def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
     seconds: float, method: Method, n: int
 ) -> None:
     store = MemoryStore(ROOMY)
-    source = FarSource(store)
     tiny_blender(store, OLD)
+    source = slow_source(store, seconds)
     by = tiny_blender(TieredStore(MemoryStore(0), source), costs=CostModel(1e-6, 1.0, 0.0, 1e-6))
     by.near = NearDuplicates(store, by.key)
     by.near.refresh()
-    source.token_s = seconds
-    by.fetcher.warm_up([by.key(OLD)])
     done = ask(by, NEW, blend=NEAR.model_copy(update={"method": method}))
     assert len(donors_of(done)) == n

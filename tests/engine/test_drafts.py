@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
@@ -141,24 +142,35 @@ def test_answers_are_the_same_without_drafts_and_with_good_and_bad_ones(
         assert tokens_per_pass in (None, got.timings.tokens_per_pass)
 
 
-def test_requests_that_run_together_get_the_answers_that_each_gets_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = toy_engine()
-    if native_decoder(engine.model.decoder)[0] is None:
-        pytest.skip("no native step: no drafts")
-    batch = toy_batch(engine)
-    asked = [(QUESTIONS[i % 4], PASSAGES[: 2 + i // 4]) for i in range(8)]
+def test_threads_get_the_answers_that_each_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts of any length, where a native step checks them."""
+    engine, n = toy_engine(), 12
+    engine.precompute(PASSAGES)
+    batch, has_drafts = toy_batch(engine), native_decoder(engine.model.decoder)[0] is not None
+    asked = [(QUESTIONS[i % 4], PASSAGES[i % 3 :]) for i in range(n)]
     options: list[dict[str, Any]] = [
-        {"method": "full", "max_new_tokens": 20 + i, **SAMPLING[i % 6]} for i in range(8)
+        {"method": ("full", "blend")[i // 6], "max_new_tokens": 16 + i, **SAMPLING[i % 6]} for i in range(n)
     ]
-    alone = [engine.answer(*a, drafts=False, **more) for a, more in zip(asked, options, strict=True)]
-    prompts = [engine.prompts.build(*a).ids for a in asked]
-    draft_by(monkeypatch, dict(zip(prompts, alone, strict=True)), mixed)
-    listeners = [submit(batch, *a, **more) for a, more in zip(asked, options, strict=True)]
-    while batch.scheduler.has_work:
-        batch.scheduler.step()
-    together = [listener.answer() for listener in listeners]
-    for one, other in zip(together, alone, strict=True):
+
+    def alone(i: int) -> Answer:
+        return engine.answer(*asked[i], drafts=False, **options[i])
+
+    def together(i: int) -> Answer:
+        listener = submit(batch, *asked[i], str(i % 3), **options[i])
+        check_equal(alone(i), expected[i])
+        return listener.answer()
+
+    expected = list(map(alone, range(n)))
+    if has_drafts:
+        prompts = [engine.prompts.build(*a).ids for a in asked]
+        draft_by(monkeypatch, dict(zip(prompts, expected, strict=True)), mixed)
+    batch.scheduler.start()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(together, range(n)))
+    batch.scheduler.stop()
+    for one, other in zip(answers, expected, strict=True):
         check_equal(one, other)
-    assert max(one.timings.tokens_per_pass for one in together) > 1.0
+        assert one.report == other.report
+        assert one.timings.ttft >= one.timings.prefill > 0
+    assert not has_drafts or max(one.timings.tokens_per_pass for one in answers) > 1.0
+    assert (batch.scheduler.load, batch.pool.free, batch.scheduler.alive) == ((0, 0), 3, False)

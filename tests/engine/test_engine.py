@@ -22,7 +22,6 @@ from tests.support.engines import (
     PASSAGES,
     QUESTIONS,
     generated,
-    seen,
     submit,
     toy_batch,
     toy_engine,
@@ -93,25 +92,6 @@ def test_what_a_request_misses_is_stored_after_its_answer(write_back: bool) -> N
             assert engine.store.stats().chunks == (n if write_back else 0)
 
 
-def test_threads_get_the_answers_that_each_gets_alone() -> None:
-    with toy_engine() as engine:
-        engine.precompute(PASSAGES)
-        batch = toy_batch(engine)
-        batch.scheduler.start()
-
-        def ask(n: int) -> None:
-            options: dict[str, Any] = {"max_new_tokens": 2 + n // 3, "seed": n, "temperature": n % 2}
-            question, passages = QUESTIONS[n % 4], PASSAGES[n % 3 :]
-            answer = submit(batch, question, passages, str(n % 3), **options).answer()
-            assert seen(answer) == seen(engine.answer(question, passages, **options))
-            assert answer.timings.ttft >= answer.timings.prefill > 0
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(ask, range(12)))
-        batch.scheduler.stop()
-        assert (batch.scheduler.load, batch.pool.free, batch.scheduler.alive) == ((0, 0), 3, False)
-
-
 def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
     warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,20 +121,15 @@ def test_bad_input_is_refused_by_name(
     assert raised.value.setting == setting
 
 
-def test_precompute_fits_the_prior_once_and_the_next_engine_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("correction", ["prior", "ridge"])
+def test_precompute_fits_a_prior_for_the_correction_that_uses_one(
+    correction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(priors, "MIN_TOKENS", 1)
-    steps, store = list[tuple[int, int]](), MemoryStore(ROOMY)
-    answers = []
-    for _ in range(2):
-        with toy_engine(store) as made:
-            made.precompute(SOME, learning=lambda done, total: steps.append((done, total)))
-            answers.append(seen(made.answer(QUESTION, SOME)))
-        assert steps.count(steps[-1]) == 1
-        assert steps[-1][0] == steps[-1][1] > 0
-    assert answers[0]["report"]["prior"]
-    assert answers[0] == answers[1]
-    with toy_engine(blend={"correction": "ridge"}) as without:
-        without.precompute(SOME, learning=lambda done, total: pytest.fail("a prior was fitted"))
+    steps = list[tuple[int, int]]()
+    with toy_engine(blend={"correction": correction}) as made:
+        made.precompute(SOME, learning=lambda done, total: steps.append((done, total)))
+        assert bool(made.answer(QUESTION, SOME).report.prior) == bool(steps) == (correction == "prior")
 
 
 def test_shares_are_about_equal_never_move_and_cover_everything() -> None:

@@ -20,13 +20,16 @@ from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import COMPUTED, Hold
 from blendserve.fetch.incoming import ChunkRequest
-from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
+from blendserve.fetch.source import StoreSource
+from blendserve.store import ChunkKey, ChunkRecord, MemoryStore, read_record
 from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.codecs.base import SLOW
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
 from tests.support.blending import check_report, some_prompt, tiny_blender
-from tests.support.links import FarSource, Fault, ScriptedSource
+from tests.support.links import Fault, ScriptedSource
 from tests.support.stores import CAP, UNIT, FaultyStore, cache, copy_of, key_of, kv, put_kv, requests, same
+from tests.support.waiting import ManualClock
 
 PROMPT = some_prompt([9, 14, 3, 20, 7])
 KEYS = [tiny_blender().key(c.ids) for c in PROMPT.chunks]
@@ -44,12 +47,12 @@ PLACES = st.sampled_from(["local", "remote", "remote", "both", "absent", "local 
 FAULTS = st.sampled_from(["damage", "stall", "slow", "cut"])
 
 
-def used_records(done: Prefilled, local: KVStore, source: ScriptedSource) -> dict[ChunkKey, ChunkRecord]:
+def used_records(done: Prefilled, local: FaultyStore, source: ScriptedSource) -> dict[ChunkKey, ChunkRecord]:
     """The records that the report names, and a reason for every other chunk."""
     check_report(done.report, PROMPT)
     found, missing = dict[ChunkKey, ChunkRecord](), {chunk.ids: chunk for chunk in done.missing}
     parts = [part for part in done.explanation.parts if part.kind == "passage"]
-    unusable = {miss.chunk for miss in done.report.unusable}
+    unusable = {miss.chunk: miss.kind for miss in done.report.unusable}
     for i, (key, part) in enumerate(zip(KEYS, parts, strict=True)):
         ids = PROMPT.chunks[i].ids
         if part.tier == COMPUTED:
@@ -66,6 +69,7 @@ def used_records(done: Prefilled, local: KVStore, source: ScriptedSource) -> dic
             assert ids in missing
             may_be_there = source.contains([key]) or local.contains([key])
             assert not may_be_there or i in unusable or done.report.chunks_corrupt
+            assert unusable.get(i) != SLOW or key in local.damaged or not local.contains([key])
     return found
 
 
@@ -131,11 +135,13 @@ def test_an_answer_is_that_of_the_chunks_that_the_report_names_and_every_other_o
 
 
 def test_a_link_is_measured_by_any_chunk_if_none_is_named() -> None:
-    store = MemoryStore(CAP)
-    source = FarSource(store)
-    for _ in range(2):
+    clock = ManualClock()
+    store = FaultyStore(MemoryStore(CAP), clock)
+    store.latency_s = 2.0
+    source = StoreSource(store, clock=clock)
+    for rate in (None, pytest.approx(UNIT / 2.0)):
         KVFetcher(TieredStore(MemoryStore(0), source)).warm_up()
-        assert (source.link.rate is None) == (store.stats().chunks == 0)
+        assert source.link.rate == rate
         put_kv(store, key_of(0), kv(0))
 
 

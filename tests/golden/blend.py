@@ -26,9 +26,10 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.models.loader import fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
-from tests.support.blending import LeakyStore
+from blendserve.store import MemoryStore
 from tests.support.kernels import plain_torch
 from tests.support.models import BLEND_KINDS, tiny_model
+from tests.support.stores import ROOMY, FaultyStore
 
 Case = dict[str, Any]
 FILE = Path(__file__).with_name("blend.json")
@@ -72,13 +73,13 @@ def priors(made: DecoderModel) -> Priors:
 @cache
 def blender(kind: str, name: str) -> Blender:
     """With a store for this prompt. Chunks of the damaged one are computed after a primer, too."""
-    store, made = LeakyStore(), DecoderModel.of(model(kind))
+    store, made = FaultyStore(MemoryStore(ROOMY)), DecoderModel.of(model(kind))
     context = (*PREFIX, *PRIMER) if name == "damaged" else PREFIX
     maker = Blender(made, "golden", store, PREFIX, context)
     maker.writer.precompute([chunk for chunk in (*PROMPTS[name], DONOR) if chunk not in (NONE, EDIT)])
     maker.priors.use(priors(made))
     maker.near.refresh()
-    store.broken = {maker.key(B)} if name == "damaged" else set()
+    store.damaged, store.damaged_layer = {maker.key(B)} if name == "damaged" else set(), 2
     return maker
 
 

@@ -106,7 +106,6 @@ def test_bits_of_a_step_depend_on_neither_other_rows_nor_threads(name: str, dtyp
     together = outcome(append_each, model, rows)
     for n in (1, 2, 3):
         with threads(n):
-            assert all(map(agree, together, outcome(run_rows, model, rows)))
             for step in (append_each, one_by_one):
                 assert all(map(torch.equal, outcome(step, model, rows), together))
 

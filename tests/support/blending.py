@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +19,9 @@ from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
-from blendserve.errors import CorruptRecord
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.store import ChunkRecord, KVStore
+from blendserve.store import KVStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
 from tests.support.models import tiny_decoder
@@ -145,44 +141,6 @@ def check_report(report: BlendReport, prompt: Prompt) -> None:
 def assert_near(a: Tensor, b: Tensor, bound: float = 1e-4) -> None:
     assert a.shape == b.shape
     assert distance(a, b) < bound, f"max difference {distance(a, b):.3g}, allowed {bound:.3g}"
-
-
-class LeakyStore(MemoryStore):
-    """Layer 2 of the chunks in `broken` fails its check until they are stored again. Counts open snapshots."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 30)
-        self.broken: set[bytes] = set()
-        self.snapshots = 0
-
-    def put(self, key: bytes, *args: Any, **options: Any) -> Any:
-        self.broken.discard(key)
-        return super().put(key, *args, **options)
-
-    @contextmanager
-    def snapshot(self) -> Iterator[Any]:
-        with super().snapshot() as snapshot:
-
-            def get(key: bytes, count: bool = True) -> ChunkRecord | None:
-                record = snapshot.get(key, count)
-                return record and (failing(record) if key in self.broken else record)
-
-            self.snapshots += 1
-            try:
-                yield SimpleNamespace(get=get)
-            finally:
-                self.snapshots -= 1
-
-
-def failing(record: ChunkRecord) -> ChunkRecord:
-    """The same, but for layer 2."""
-
-    def read(l: int) -> Any:
-        if l == 2:
-            raise CorruptRecord(record.key, "layer 2 fails its checksum")
-        return record.segment(l)
-
-    return replace(record, read=read)
 
 
 class TracedCache(KVCache):

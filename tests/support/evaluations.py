@@ -50,10 +50,9 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def tiny_loaded_model(**shape: int) -> LoadedModel:
-    """shape: fields of its configuration."""
+def tiny_loaded_model() -> LoadedModel:
     torch.manual_seed(0)
-    made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
+    made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT}
     model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**made)).eval()
     tokenizer = bundled_tokenizer()
     return LoadedModel(

@@ -1,4 +1,4 @@
-"""Remote sources without a network: a link whose rate a test sets, and one that follows a script of faults."""
+"""A remote source without a network, which follows a script of faults; a link whose rate a test sets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from blendserve.errors import StoreError
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.link import LinkEstimator, LinkSample
-from blendserve.fetch.source import ANY, StoreSource
-from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss
+from blendserve.fetch.source import ANY
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss, read_record
 from blendserve.store.blobs import BlobReader
 from blendserve.store.clock import Clock
 from tests.support.waiting import ManualClock
@@ -28,26 +27,6 @@ class Known(LinkEstimator):
     @property
     def rate(self) -> float | None:
         return self._known
-
-
-class FarSource(StoreSource):
-    """A store on another machine: reading takes `token_s` a token, which a test sets."""
-
-    def __init__(self, store: KVStore) -> None:
-        self.clock = ManualClock()
-        super().__init__(store, clock=self.clock)
-        self.token_s = 0.0
-        self.fetched: Counter[ChunkKey] = Counter()  # by requests, not by probes
-
-    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
-        self.fetched.update(chunk.key for chunk in batch)
-        super().transfer(batch)
-
-    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | StoreError]:
-        found = super().read(keys)
-        n_tokens = sum(r.n_tokens for r in found.values() if isinstance(r, ChunkRecord))
-        self.clock.advance(self.token_s * n_tokens)
-        return found
 
 
 Fault = str  # "damage", "stall", "slow" or "cut"
@@ -123,3 +102,10 @@ class ScriptedSource:
         return None
 
     def close(self) -> None: ...
+
+
+def slow_source(store: KVStore, token_s: float) -> ScriptedSource:
+    """A machine that has the chunks of a store, behind a link that takes this long a token."""
+    records = {key: {"raw": record} for key in list(store.keys()) if (record := read_record(store, key))}
+    stats = store.stats()
+    return ScriptedSource(records, rate=stats.bytes / stats.tokens / token_s)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from blendserve.fetch.copies import CopyCache
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.store import ChunkRecord, KVStore, LMDBStore, Snapshot
 from blendserve.store.blobs import BlobStore
-from blendserve.store.codecs.base import Codec
+from blendserve.store.codecs.base import Buffer, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, chunk_key
 from blendserve.store.policies import Admission, Always
@@ -155,7 +156,7 @@ class FaultyStore(_delegating(KVStore)):  # type: ignore[misc]
     """A store that stands for another machine's. A test sets its faults at any time.
 
     down: every call fails. gate: while cleared, every call waits. latency_s: of every call, on the clock.
-    damaged: chunks whose reading fails until they are stored again.
+    damaged: chunks whose reading fails until they are stored again: of their header, or of `damaged_layer`.
     """
 
     def __init__(self, store: KVStore, clock: ManualClock | None = None) -> None:
@@ -166,6 +167,8 @@ class FaultyStore(_delegating(KVStore)):  # type: ignore[misc]
         self.down, self.latency_s, self.gate = False, 0.0, threading.Event()
         self.gate.set()
         self.damaged = set[ChunkKey]()
+        self.damaged_layer: int | None = None
+        self.n_open = 0  # snapshots
         self.calls: Counter[str] = Counter()
         self.batches: list[int] = []  # the number of chunks that each snapshot was asked for
 
@@ -174,7 +177,11 @@ class FaultyStore(_delegating(KVStore)):  # type: ignore[misc]
         self.pass_gate("snapshot")
         with self._store.snapshot() as snapshot:
             self.batches.append(0)
-            yield _FaultySnapshot(snapshot, self)
+            self.n_open += 1
+            try:
+                yield _FaultySnapshot(snapshot, self)
+            finally:
+                self.n_open -= 1
 
     def close(self) -> None:
         self._store.close()
@@ -211,6 +218,16 @@ class _FaultySnapshot:
 
     def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
         self._store.batches[-1] += 1
-        if key in self._store.damaged:
+        damaged, layer = key in self._store.damaged, self._store.damaged_layer
+        if damaged and layer is None:
             raise CorruptRecord(key, "it is damaged on purpose")
-        return self._snapshot.get(key, count)
+        record = self._snapshot.get(key, count)
+        if not record or not damaged:
+            return record
+
+        def read(l: int) -> Buffer:
+            if l == layer:
+                raise CorruptRecord(key, f"layer {l} is damaged on purpose")
+            return record.segment(l)
+
+        return replace(record, read=read)
