@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("BLENDSERVE_AUTOTUNE", "0")  # the table's first backend computes, on any machine
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which a folder's conftest may do
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src"):  # imported from this checkout
     sys.path.append(str(INTEGRATIONS / folder))
@@ -41,8 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    on_gpu = config.option.markexpr == "gpu"
-    os.environ["TRITON_INTERPRET"] = "0" if on_gpu else "1"  # read when triton is first imported
+    if config.option.markexpr == "gpu":
+        os.environ["TRITON_INTERPRET"] = "0"
     if config.option.night:
         from tests.support import models  # not before the variables above are set
 
