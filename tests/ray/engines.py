@@ -30,25 +30,25 @@ class OpenToy:
     server: ValkeyConfig
     log: Path
     replica: bool = False  # with its own memory in front of the server
+    on_both: bool = False  # an engine waits until each of the two nodes has one
 
     def __call__(self) -> Engine:
         with self.log.open("a") as out:
             out.write(f"{SECOND_NODE in os.environ:d} {os.getpid()} {os.getppid()}\n")
+        if self.on_both:
+            eventually(lambda: self._opened(second_node=True) and self._opened(second_node=False))
         store: KVStore = ValkeyStore(self.server, CAP)
         if self.replica:
             store = TieredStore(MemoryStore(CAP, eviction=LRU()), store)
         return toy_engine(store, OF_REPLICAS)
 
     def kill(self, second_node: bool = False) -> None:
-        """SIGKILL to the latest of the processes; on the second node to its node first, so that it cannot report it.
-
-        Waits for a process there: another one may have begun sooner.
-        """
-
-        def opened() -> list[list[str]]:
-            return [line for line in map(str.split, self.log.read_text().splitlines()) if line[0] == where]
-
-        where = f"{second_node:d}"
-        _, process, node = map(int, eventually(opened)[-1])
+        """SIGKILL to the latest of the processes; on the second node to its node first, so that it cannot report it."""
+        process, node = self._opened(second_node)[-1]
         for pid in (node, process) if second_node else (process,):
             os.kill(pid, signal.SIGKILL)
+
+    def _opened(self, second_node: bool) -> list[tuple[int, int]]:
+        """Processes there, with the processes of their nodes."""
+        lines = map(str.split, self.log.read_text().splitlines())
+        return [(int(pid), int(node)) for where, pid, node in lines if where == f"{second_node:d}"]

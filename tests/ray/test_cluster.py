@@ -139,7 +139,8 @@ def test_actors_make_the_same_store_as_one_process(
     share: WorkerResources, tmp_path: Path, two_nodes: bool
 ) -> None:
     """One of them is killed, and before it the second node with its actor, if there is one."""
-    opener, seen = OpenToy(settings(tmp_path), tmp_path / "opened"), list[tuple[int, int]]()
+    opener = OpenToy(settings(tmp_path), tmp_path / "opened", on_both=two_nodes)
+    here, seen = replace(opener, log=tmp_path / "here", on_both=False), list[tuple[int, int]]()
     victims, workers = ([True, False], 3) if two_nodes else ([False], 2)
 
     def progress(done: int, total: int) -> None:
@@ -147,7 +148,7 @@ def test_actors_make_the_same_store_as_one_process(
         if victims:
             opener.kill(victims.pop(0))
 
-    with pytest.MonkeyPatch.context() as patch, replace(opener, log=tmp_path / "here")() as engine:
+    with pytest.MonkeyPatch.context() as patch, here() as engine:
         patch.setattr("blendserve.ray.precompute.STACK_TOKENS", 80)  # enough stacks for all workers
         patch.setattr("blendserve.blend.precompute.FIRST_TOKEN_S", 0.0)  # a wait for the leases of the dead
         report = precompute(engine, opener, CHUNKS, workers, share, progress)
