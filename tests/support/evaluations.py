@@ -50,9 +50,9 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def tiny_loaded_model() -> LoadedModel:
+def tiny_loaded_model(**shape: int) -> LoadedModel:
     torch.manual_seed(0)
-    made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT}
+    made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
     model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**made)).eval()
     tokenizer = bundled_tokenizer()
     return LoadedModel(
