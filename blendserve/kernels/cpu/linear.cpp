@@ -52,7 +52,7 @@ void panel(const LinearArgs& c, const uint32_t* x, int64_t row, int64_t o, Prefe
     alignas(64) uint32_t words[N_PANEL / PER_WORD][N_TILE];
     int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), done = 0;
     int64_t lines = divide_up(ahead.lines(), N_PANEL / MOST);
-    auto sum_up = [&](auto n) {  // n outputs together, as long as so many are left
+    auto sum_up = [&](auto n) {  // n outputs together, while n are left
         for (; done + n <= outputs; done += n, ahead.fetch(lines))
             gemm<decltype(n)::value, V>(c, x, o + done, words[done / PER_WORD]);
     };
