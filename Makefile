@@ -44,7 +44,7 @@ test-nightly: $(DEV)
 	$(BIN)/python scripts/mutations.py run
 
 test-gpu: $(DEV)
-	$(BIN)/python -m pytest -m gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 -m gpu tests/kernels
 
 coverage: $(DEV)
 	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -38,3 +39,15 @@ class Norm:
     weight: Tensor | None = None  # [E]
     eps: float = 0.0
     form: NormForm | None = None
+
+
+def is_fused(x: Tensor, add: Tensor | None, norm: Norm) -> bool:
+    """Whether torch has one kernel for the norm of these rows."""
+    return x.device.type == "cuda" and norm.form is RMS
+
+
+def fused_add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """ops.add_norm, in three launches for ten."""
+    assert norm.weight is not None
+    total = x if add is None else x + add
+    return total, F.rms_norm(total, total.shape[-1:], eps=norm.eps) * norm.weight

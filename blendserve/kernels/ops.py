@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.kernels import autotune, reference, sdpa, selfcheck, switches
+from blendserve.kernels import autotune, norm, reference, sdpa, selfcheck, switches
 from blendserve.kernels.chunks import one_after_another
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
@@ -75,6 +75,10 @@ def _placing_reason(chunks: object, keys: Tensor, values: Tensor, rope: object, 
     return selfcheck.placing_trouble(rotary, keys.device, keys.dtype, keys.shape[-1])
 
 
+def _norm_reason(x: Tensor, add: object, norm: object) -> str:
+    return selfcheck.norm_trouble(x.device, x.dtype)
+
+
 def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> None:
     if plan.host_positions is not None and plan.kv_len > keys.shape[1]:
         raise ValueError(f"a row at position {plan.kv_len - 1} needs more than {keys.shape[1]} keys")
@@ -119,7 +123,9 @@ correct = KernelOp(
     reference.correct, *_native("correct_kv", bindings.correct_kv, bindings.supports_correction)
 )
 add_norm = KernelOp(
-    reference.add_norm, *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm)
+    reference.add_norm,
+    *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm),
+    Backend("torch's fused norm", norm.fused_add_norm, norm.is_fused, _norm_reason),
 )
 gated_activation = KernelOp(
     reference.gated_activation,

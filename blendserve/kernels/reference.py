@@ -6,6 +6,7 @@ The signatures and docstrings are those of ops.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -74,14 +75,12 @@ def attend_with_scores(
     hide = plan.hidden
     stacked = q.reshape(n_kv, -1, dim)
     weights = torch.empty(n_kv, n_heads // n_kv * s, n, dtype=q.dtype, device=q.device)
-    for head in range(n_kv):  # as above
-        torch.addmm(weights[head], stacked[head], keys[head].T, beta=0, alpha=spec.scale, out=weights[head])
+    torch.baddbmm(weights, stacked, keys.mT, beta=0, alpha=spec.scale, out=weights)
     if spec.softcap is not None:
         weights.div_(spec.softcap).tanh_().mul_(spec.softcap)
     weights.view(n_heads, s, n)[..., n - hide.shape[1] :].masked_fill_(hide, float("-inf"))
     torch.softmax(weights, dim=-1, out=weights)
-    out = torch.stack([torch.mm(weights[head], values[head]) for head in range(n_kv)])
-    attended = out.view(n_heads, s, dim).transpose(0, 1).reshape(s, n_heads * dim)
+    attended = (weights @ values).view(n_heads, s, dim).transpose(0, 1).reshape(s, n_heads * dim)
     length = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)  # [K, T]
     per_kv_head = weights.view(n_kv, -1, s, n).sum(dim=1, dtype=torch.float32)  # [K, S, T]
     per_row = (per_kv_head * length[:, None]).sum(dim=0) / n_heads
@@ -155,42 +154,54 @@ def correct(
 
     In place; rope: of positions [N]. Formulas: blend/corrections.
     """
-    at, others, rotate = fresh.recomputed_index, fresh.reused_index, rotary.rotate
-    there, elsewhere = rope.at(at), rope.at(others)
-    stored = torch.cat([rotate(keys[:, at], there.inverse), values[:, at]], dim=-1)
+    at, others, rotate, dim = fresh.recomputed_index, fresh.reused_index, rotary.rotate, keys.shape[-1]
+    inverse, elsewhere = rope.inverse, rope.at(others)
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    # Nothing waits for a GPU: numbers of the host reach it once a prompt, or as arguments of a kernel.
+    n_chunks, device = len(fresh.context_weight), keys.device
+    ours, theirs = (_chunk_of(tuple(x), device) for x in (fresh.recomputed_per_chunk, fresh.reused_per_chunk))
+    foreign = _on_device(tuple(fresh.context_weight), wide, device)[None, :, None]
+    before_rope = torch.cat([rotate(keys, inverse), values], dim=-1)
+    known = before_rope[:, at].to(wide)
     now = torch.cat(
-        [rotate(fresh.keys[:, fresh.row_index], there.inverse), fresh.values[:, fresh.row_index]], dim=-1
+        [rotate(fresh.keys[:, fresh.row_index], inverse.at(at)), fresh.values[:, fresh.row_index]], dim=-1
     )
-    known = stored.to(torch.promote_types(keys.dtype, torch.float32))
     moved = now - known
-    dim = keys.shape[-1]
-    scale, prior_scale = (
-        known.new_tensor(pair).repeat_interleave(dim)
-        for pair in (
-            (params.key_scale, params.value_scale),
-            (params.prior_key_scale, params.prior_value_scale),
-        )
-    )
-    foreign = known.new_tensor(fresh.context_weight)[None, :, None]
-    ours, theirs = (_spread(foreign, sizes) for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk))
     rule = None  # how a token moves by what is stored of it
     if prior is not None:
-        share = _share(expected := ours * _by(prior, known), moved, params.prior_shrinkage)
+        share = _share(expected := foreign[:, ours] * _by(prior, known), moved, params.prior_shrinkage)
         moved = moved - share * expected
-        share = share * prior_scale
-        rule = Prior(share * prior.weights.to(known.dtype), share[:, 0] * prior.constant.to(known.dtype))
-    means = _means(moved, fresh.recomputed_per_chunk, params)
-    shift = scale * _spread(means, fresh.reused_per_chunk)
+        share = share * _halves(known, dim, params.prior_key_scale, params.prior_value_scale)
+        rule = Prior(share * prior.weights.to(wide), share[:, 0] * prior.constant.to(wide))
+    scale = _halves(known, dim, params.key_scale, params.value_scale)
+    means = _means(moved, ours, n_chunks, params)
+    shift = scale * means[:, theirs]
     if params.penalty is not None and len(at):
-        fitted = _fit(known, ours, moved - _spread(means, fresh.recomputed_per_chunk), params.penalty)
+        fitted = _fit(known, foreign[:, ours], moved - means[:, ours], params.penalty)
         found = Prior(scale * fitted.weights, scale * fitted.constant)
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
-        left = torch.cat([rotate(keys[:, others], elsewhere.inverse), values[:, others]], dim=-1)
-        shift = shift + theirs * _by(rule, left.to(known.dtype))
+        shift = shift + foreign[:, theirs] * _by(rule, before_rope[:, others].to(wide))
     by_key, by_value = shift.chunk(2, dim=-1)
-    keys[:, others] += rotate(by_key.to(keys.dtype), elsewhere)
-    values[:, others] += by_value.to(keys.dtype)
+    keys.index_add_(1, others, rotate(by_key.to(keys.dtype), elsewhere))
+    values.index_add_(1, others, by_value.to(keys.dtype))
+
+
+@lru_cache(maxsize=16)
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for all layers of a prompt."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=16)
+def _chunk_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Tokens of each chunk -> the chunk of each token [S]."""
+    return torch.repeat_interleave(torch.tensor(sizes)).to(device)
+
+
+def _halves(like: Tensor, dim: int, key: float, value: float) -> Tensor:
+    """[2D]: of keys and of values."""
+    return torch.cat([like.new_full((dim,), key), like.new_full((dim,), value)])
 
 
 def _by(rule: Prior, stored: Tensor) -> Tensor:
@@ -209,22 +220,15 @@ def _share(expected: Tensor, moved: Tensor, trust: float) -> Tensor:
     return slope.clamp(0, 1).repeat_interleave(half, dim=-1)[:, None]
 
 
-def _spread(means: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[K, chunks, F] -> [K, tokens, F]"""
-    return torch.repeat_interleave(means, torch.tensor(sizes, device=means.device), dim=1)
+def _means(moved: Tensor, chunk: Tensor, n_chunks: int, params: CorrectionParams) -> Tensor:
+    """Deviations [K, S, F] of the recomputed tokens, each of a chunk [S] -> the mean [K, chunks, F] of each, shrunk.
 
-
-def _means(moved: Tensor, sizes: Sequence[int], params: CorrectionParams) -> Tensor:
-    """Deviations [K, S, F] of the recomputed tokens, grouped by chunk -> the mean [K, chunks, F] of each, shrunk.
-
-    All chunks' towards zero, as if `zero_prior` more tokens had not moved; a chunk's own towards that.
+    All chunks' towards zero, as if `zero_shrinkage` more tokens had not moved; a chunk's own towards that.
     """
-    overall = moved.sum(dim=1) / (moved.shape[1] + params.zero_shrinkage)
-    parts = torch.split(moved, list(sizes), dim=1)
-    return torch.stack(
-        [overall + (p - overall[:, None]).sum(dim=1) / (p.shape[1] + params.chunk_shrinkage) for p in parts],
-        dim=1,
-    )
+    overall = moved.sum(dim=1, keepdim=True) / (moved.shape[1] + params.zero_shrinkage)
+    is_of = (chunk == torch.arange(n_chunks, device=chunk.device)[:, None]).to(moved.dtype)  # [chunks, S]
+    n = is_of.sum(dim=1, keepdim=True)
+    return overall + (is_of @ moved - n * overall) / (n + params.chunk_shrinkage)
 
 
 def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float) -> Prior:
@@ -252,4 +256,7 @@ def _ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
     gram = x @ x.mT if few else x.mT @ x
     gram.diagonal(dim1=1, dim2=2).add_(penalty)
     factor, _ = torch.linalg.cholesky_ex(gram)  # NaN in, NaN out: what is wrong is told by the gate, not here
-    return x.mT @ torch.cholesky_solve(y, factor) if few else torch.cholesky_solve(x.mT @ y, factor)
+    left = y if few else x.mT @ y
+    for part, upper in ((factor, False), (factor.mT, True)):  # cholesky_solve takes 100 launches on a GPU
+        left = torch.linalg.solve_triangular(part, left, upper=upper)
+    return x.mT @ left if few else left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from blendserve.kernels.types import Rope
@@ -22,8 +23,13 @@ class Rotary:
         width = rope.cos.shape[-1]
         if width == 0:
             return x
-        half, out = width // 2, x.clone()
-        halves = slice(half), slice(half, width)
+        half = width // 2
+        if not self.neighbours and not self.wide:  # half of the launches on a GPU
+            turned = x[..., :width]
+            swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+            turned = (turned * rope.cos + swapped * rope.sin).to(x.dtype)
+            return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+        out, halves = x.clone(), (slice(half), slice(half, width))
         pairs = (slice(0, width, 2), slice(1, width, 2)) if self.neighbours else halves
         columns = slice(0, half * self.step, self.step)
         one, other, cos, sin = x[..., pairs[0]], x[..., pairs[1]], rope.cos[:, columns], rope.sin[:, columns]

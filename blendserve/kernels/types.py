@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rope:
     """Rotation of a set of positions in one layer: cos and sin as the model's own rotary module gives them, [S, R].
 
@@ -31,7 +32,7 @@ class Rope:
     def at(self, rows: Tensor | slice) -> Rope:
         return Rope(self.cos[rows], self.sin[rows])
 
-    @property
+    @cached_property
     def inverse(self) -> Rope:
         """The rotation that undoes this one. YaRN scales cos and sin; dividing by the squared length undoes that too."""
         length = self.cos.float() ** 2 + self.sin.float() ** 2

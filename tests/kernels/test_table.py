@@ -35,7 +35,13 @@ from tests.support.kernels import DTYPES, TABLE, Options, Way, compare, guarded,
 
 WAYS = list(ways())
 NATIVE = [way for way in WAYS if way.is_native]
-ON_GPU = {"attend", "attend_at", "attend_chunks", "place"}  # what a GPU has backends of its own for
+ON_GPU = {
+    "attend",
+    "attend_at",
+    "attend_chunks",
+    "place",
+    "add_norm",
+}  # what a GPU has backends of its own for
 
 
 def word(x: Any) -> str:
@@ -74,9 +80,9 @@ def ready(request: pytest.FixtureRequest) -> None:
 
 
 def each_case(way: Way, check: Callable[[Options], None]) -> None:
-    """Random shapes, fewer where a call is interpreted or emulated, and the large ones."""
+    """Random shapes, fewer where a call is interpreted, emulated or compiled for its shape, and the large ones."""
     n = settings.default.max_examples if settings.default else 25
-    few = max(4, n // (4 if way.is_slow else 1))
+    few = max(4, n // (4 if way.is_slow or way.is_triton else 1))
     settings(max_examples=min(n, few))(given(TABLE[way.operation].shapes(way))(check))()
     for options in TABLE[way.operation].large if way.is_native and not way.is_slow else ():
         check(options)
@@ -91,7 +97,7 @@ def test_every_operation_is_in_the_table() -> None:
 @cells(WAYS)
 def test_equals_the_formula_and_reads_nothing_unseen(way: Way, dtype: torch.dtype) -> None:
     """What may not be read is NaN, then 7: the outputs are the same to the bit."""
-    is_made_for = way.device == "cuda" or not (way.is_triton or way.is_flash_attn)
+    is_made_for = way.device == "cuda" or not way.is_for_gpu
     row, plain = TABLE[way.operation], OPERATIONS[way.operation].backends[-1]
 
     def check(options: Options) -> None:

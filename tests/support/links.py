@@ -62,9 +62,18 @@ class ScriptedSource:
         return {key: {level: r.n_bytes for level, r in self.records[key].items()} for key in there}
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
-        interrupts, levels = self._interrupts, [chunk.level or ANY for chunk in batch]
+        levels = [chunk.level or ANY for chunk in batch]
         records = [self.records[chunk.key][level] for chunk, level in zip(batch, levels, strict=True)]
         self.asked.update(chunk.key for chunk in batch)
+        try:
+            self._bring(batch, records, levels)
+        finally:  # the rest of a batch may be whole where one chunk is lost
+            self.came |= {c.key: level for c, level in zip(batch, levels, strict=True) if c.is_whole}
+
+    def _bring(
+        self, batch: Sequence[IncomingChunk], records: Sequence[ChunkRecord], levels: Sequence[str]
+    ) -> None:
+        interrupts = self._interrupts
         with self.link.transfer():
             for chunk, record in zip(batch, records, strict=True):
                 chunk.begin(record.header)
@@ -78,7 +87,6 @@ class ScriptedSource:
                     chunk.add(record.segment(l))
                 if any(chunk.level != level for chunk, level in zip(batch, levels, strict=True)):
                     return
-        self.came |= {chunk.key: level for chunk, level in zip(batch, levels, strict=True) if chunk.is_whole}
 
     def _fails(self, chunk: IncomingChunk, l: int, interrupts: int) -> bool:
         with self._lock:
