@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -47,6 +48,9 @@ def damage(how: str, store: MemoryStore, maker: Blender) -> None:
     assert record
     if how == "another chunk's KV":
         put_kv(store, key, maker.writer.chunks.compute([some_ids(3)])[0])
+    elif how == "another model's KV":
+        layers, shape = record.segments()[:-1], replace(record.shape, n_layers=record.n_layers - 1)
+        store.put(key, ChunkRecord.from_segments(key, shape, record.coding, layers))
     else:
         coding = Coding("alien", 3, bytes(range(16)))
         store.put(key, ChunkRecord.from_segments(key, record.shape, coding, record.segments()))
@@ -56,6 +60,7 @@ def damage(how: str, store: MemoryStore, maker: Blender) -> None:
     ("how", "counts", "kind"),
     [
         ("another chunk's KV", (4, 0, 1), "corrupt"),
+        ("another model's KV", (4, 0, 1), "corrupt"),
         ("a foreign codec", (4, 1, 0), "codec"),
     ],
 )
@@ -223,6 +228,18 @@ def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_
     fixed = made.run(PROMPT, BLEND)
     assert (found(fixed.report), kinds(fixed)) == ((FILLED, 0, 0), [])
     assert set(source.asked) == {made.key(ids) for ids in CHUNKS if ids}  # and not the prefix
+
+
+def test_an_automatic_ratio_is_as_much_as_hides_behind_loading() -> None:
+    blend, ratios = changed(BLEND, policy="deviation"), list[float]()
+    for row_s in (1.0, 1e-3):
+        blender = tiny_blender(None, *CHUNKS, costs=CostModel(0.0, row_s, 0.0, 0.0))
+        blender.planner.load_rate.record(1.0, 100)
+        done = blender.run(PROMPT, changed(blend, ratio="auto"))
+        again = blender.run(PROMPT, changed(blend, ratio=done.report.ratio))
+        assert torch.equal(done.result.logits, again.result.logits)
+        ratios.append(done.report.ratio)
+    assert ratios[0] == blend.min_ratio < ratios[1]
 
 
 def test_requests_tell_what_their_chunks_save_and_take_to_compute() -> None:

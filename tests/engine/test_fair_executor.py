@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import MAX_CREDIT_S, BackgroundThrottle, FairExecutor, FairQueue
-from blendserve.errors import InputError, ShuttingDown
+from blendserve.errors import InputError, RateLimited, ShuttingDown
 from tests.support.waiting import ManualClock, eventually
 
 
@@ -22,6 +22,21 @@ def test_tenants_take_turns() -> None:
     for tenant in "aaaaabbc":
         waiting.put(tenant, tenant)
     assert "".join(iter(waiting.pop, None)) == "abcabaaa"
+
+
+def test_a_full_queue_and_an_end_are_refused() -> None:
+    held, executor = threading.Event(), FairExecutor("test", queue=1)
+    futures = [executor.submit("a", held.wait)]
+    eventually(futures[0].running)
+    futures.append(executor.submit("a", held.wait))
+    with pytest.raises(RateLimited):
+        executor.submit("a", held.wait)
+    futures.append(executor.submit("b", held.wait))
+    held.set()
+    assert all(future.result(60) for future in futures)
+    executor.stop()
+    with pytest.raises(ShuttingDown):
+        executor.submit("a", held.wait)
 
 
 @given(st.floats(0.01, 1.0), st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=50), st.floats(1e-3, 1.0))

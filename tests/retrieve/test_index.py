@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from blendserve.core import Document, Passage
-from blendserve.errors import CorpusError, IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
+from blendserve.errors import (
+    CorpusError,
+    IndexDamaged,
+    IndexMismatch,
+    IndexMissing,
+    InputError,
+    VectorIndexError,
+)
 from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest, split
 from blendserve.retrieve import index as retrieve_index
 from blendserve.retrieve.index import BUILDING, PASSAGES, VECTORS
@@ -225,6 +232,13 @@ def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
     values = json.loads((saved / MANIFEST).read_text())
     (saved / MANIFEST).write_text(json.dumps({**values, "format": FORMAT + 1, "kind": "quantum"}))
     assert refused() == "format"
+
+
+@pytest.mark.parametrize(("question", "top_k", "setting"), [(" ", 3, "question"), ("w3", 0, "top_k")])
+def test_a_search_for_nothing_is_refused(saved: Path, question: str, top_k: int, setting: str) -> None:
+    with pytest.raises(InputError) as error:
+        reopen(saved).search(question, top_k)
+    assert error.value.setting == setting
 
 
 @pytest.mark.parametrize(
