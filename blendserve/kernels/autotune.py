@@ -37,7 +37,7 @@ from blendserve.kernels.cpu import isa
 from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
-from blendserve.paths import cache_folder
+from blendserve.paths import cache_folder, write_cached
 from blendserve.provenance import cpu_name
 
 TIE = 1.05  # of a time: what is closer counts as equal
@@ -223,12 +223,20 @@ def cache_file() -> Path:
     return cache_folder() / "kernels" / f"{machine()}.json"
 
 
+def _kept() -> dict[str, Any]:
+    """What the file holds; nothing of a file that is missing or damaged."""
+    try:
+        return dict(json.loads(cache_file().read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
 def load(kind: str, backends: Sequence[str]) -> Times | None:
     """Kept times of all these backends, in their order; None if one is missing or is no time."""
     try:
-        kept = json.loads(cache_file().read_text())[kind]
+        kept = _kept()[kind]
         found = {name: [float(t) for t in kept[name]] for name in backends}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         return None
     n_samples = set(map(len, found.values()))
     are_times = all(0 < t < inf for times in found.values() for t in times)
@@ -236,14 +244,5 @@ def load(kind: str, backends: Sequence[str]) -> Times | None:
 
 
 def save(kind: str, found: Times) -> None:
-    """Keep these times. Ignores a cache that cannot be written."""
-    file = cache_file()
-    try:
-        table = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        table = {}
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        made = file.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps({**table, kind: found}, indent=1))
-        made.replace(file)
+    """Keep these times."""
+    write_cached(cache_file(), json.dumps({**_kept(), kind: found}, indent=1))

@@ -1,10 +1,10 @@
 """The operations of the forward pass, and the backends of each in the order of preference; "plain torch" (reference.py)
 comes last. This is the only place that chooses.
 
-A backend may serve if it supports the tensors and computed the right numbers on this machine (selfcheck.py). The first in
-the table serves, with an exception: on a CPU attention and linear layers are measured once for each kind of rows
-(autotune.py), where "native" is one backend for each instruction set. Native corrections take an eighth of torch's time;
-the others are single passes over memory.
+A backend may serve if it supports the tensors and computed the right numbers on this machine (selfcheck.py; torch's norm
+is taken as it is). The first in the table serves, with an exception: on a CPU attention and linear layers are measured
+once for each kind of rows (autotune.py), where "native" is one backend for each instruction set. Native corrections take
+an eighth of torch's time; the others are single passes over memory.
 """
 
 from __future__ import annotations
@@ -75,10 +75,6 @@ def _placing_reason(chunks: object, keys: Tensor, values: Tensor, rope: object, 
     return selfcheck.placing_trouble(rotary, keys.device, keys.dtype, keys.shape[-1])
 
 
-def _norm_reason(x: Tensor, add: object, norm: object) -> str:
-    return selfcheck.norm_trouble(x.device, x.dtype)
-
-
 def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> None:
     if plan.host_positions is not None and plan.kv_len > keys.shape[1]:
         raise ValueError(f"a row at position {plan.kv_len - 1} needs more than {keys.shape[1]} keys")
@@ -125,7 +121,7 @@ correct = KernelOp(
 add_norm = KernelOp(
     reference.add_norm,
     *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm),
-    Backend("torch's fused norm", norm.fused_add_norm, norm.is_fused, _norm_reason),
+    Backend("torch's fused norm", norm.fused_add_norm, norm.is_fused),
 )
 gated_activation = KernelOp(
     reference.gated_activation,

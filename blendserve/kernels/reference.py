@@ -157,10 +157,10 @@ def correct(
     at, others, rotate, dim = fresh.recomputed_index, fresh.reused_index, rotary.rotate, keys.shape[-1]
     inverse, elsewhere = rope.inverse, rope.at(others)
     wide = torch.promote_types(keys.dtype, torch.float32)
-    # Nothing waits for a GPU: numbers of the host reach it once a prompt, or as arguments of a kernel.
-    n_chunks, device = len(fresh.context_weight), keys.device
-    ours, theirs = (_chunk_of(tuple(x), device) for x in (fresh.recomputed_per_chunk, fresh.reused_per_chunk))
-    foreign = _on_device(tuple(fresh.context_weight), wide, device)[None, :, None]
+    (ours, our_weight), (theirs, their_weight) = (
+        _by_token(tuple(sizes), tuple(fresh.context_weight), wide, keys.device)
+        for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk)
+    )
     before_rope = torch.cat([rotate(keys, inverse), values], dim=-1)
     known = before_rope[:, at].to(wide)
     now = torch.cat(
@@ -169,34 +169,31 @@ def correct(
     moved = now - known
     rule = None  # how a token moves by what is stored of it
     if prior is not None:
-        share = _share(expected := foreign[:, ours] * _by(prior, known), moved, params.prior_shrinkage)
+        share = _share(expected := our_weight * _by(prior, known), moved, params.prior_shrinkage)
         moved = moved - share * expected
         share = share * _halves(known, dim, params.prior_key_scale, params.prior_value_scale)
         rule = Prior(share * prior.weights.to(wide), share[:, 0] * prior.constant.to(wide))
     scale = _halves(known, dim, params.key_scale, params.value_scale)
-    means = _means(moved, ours, n_chunks, params)
+    means = _means(moved, ours, len(fresh.context_weight), params)
     shift = scale * means[:, theirs]
     if params.penalty is not None and len(at):
-        fitted = _fit(known, foreign[:, ours], moved - means[:, ours], params.penalty)
+        fitted = _fit(known, our_weight, moved - means[:, ours], params.penalty)
         found = Prior(scale * fitted.weights, scale * fitted.constant)
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
-        shift = shift + foreign[:, theirs] * _by(rule, before_rope[:, others].to(wide))
+        shift = shift + their_weight * _by(rule, before_rope[:, others].to(wide))
     by_key, by_value = shift.chunk(2, dim=-1)
     keys.index_add_(1, others, rotate(by_key.to(keys.dtype), elsewhere))
     values.index_add_(1, others, by_value.to(keys.dtype))
 
 
 @lru_cache(maxsize=16)
-def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for all layers of a prompt."""
-    return torch.tensor(numbers, dtype=dtype, device=device)
-
-
-@lru_cache(maxsize=16)
-def _chunk_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Tokens of each chunk -> the chunk of each token [S]."""
-    return torch.repeat_interleave(torch.tensor(sizes)).to(device)
+def _by_token(
+    sizes: tuple[int, ...], weights: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Each token's chunk [S] and its chunk's weight [S, 1], once a prompt: a layer must not make the host wait."""
+    chunk = torch.repeat_interleave(torch.tensor(sizes))
+    return chunk.to(device), torch.tensor(weights, dtype=dtype)[chunk, None].to(device)
 
 
 def _halves(like: Tensor, dim: int, key: float, value: float) -> Tensor:
@@ -234,7 +231,7 @@ def _means(moved: Tensor, chunk: Tensor, n_chunks: int, params: CorrectionParams
 def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float) -> Prior:
     """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
 
-    -> W and c such that foreign [1, S, 1] * (known W + c) predicts `left`. The size is at least LEAST_SPREAD of the
+    -> W and c such that foreign [S, 1] * (known W + c) predicts `left`. The size is at least LEAST_SPREAD of the
     numbers themselves: what equal tokens differ by is rounding, and says nothing of other tokens.
     """
     mean = known.mean(dim=1, keepdim=True)

@@ -20,24 +20,23 @@ class Rotary:
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """x [heads, S, D] rotated in its own dtype; dims beyond R stay."""
-        width = rope.cos.shape[-1]
+        width, cos, sin = rope.cos.shape[-1], rope.cos, rope.sin
         if width == 0:
             return x
-        half = width // 2
-        if not self.neighbours and not self.wide:  # half of the launches on a GPU
-            turned = x[..., :width]
-            swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
-            turned = (turned * rope.cos + swapped * rope.sin).to(x.dtype)
-            return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
-        out, halves = x.clone(), (slice(half), slice(half, width))
-        pairs = (slice(0, width, 2), slice(1, width, 2)) if self.neighbours else halves
-        columns = slice(0, half * self.step, self.step)
-        one, other, cos, sin = x[..., pairs[0]], x[..., pairs[1]], rope.cos[:, columns], rope.sin[:, columns]
-        if self.wide:
-            one, other = one.float(), other.float()
-        out[..., pairs[0]] = (one * cos - other * sin).to(x.dtype)
-        out[..., pairs[1]] = (other * cos + one * sin).to(x.dtype)
-        return out
+        half, turned = width // 2, x[..., :width]
+        if self.neighbours:
+            one, other = (
+                part.float() if self.wide else part for part in (turned[..., ::2], turned[..., 1::2])
+            )
+            cos, sin = (x[:, : half * self.step : self.step] for x in (cos, sin))
+            turned = torch.stack((one * cos - other * sin, other * cos + one * sin), dim=-1).flatten(-2)
+        else:
+            turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
+        return (
+            torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
+            if width < x.shape[-1]
+            else turned.to(x.dtype)
+        )
 
 
 HALVES = Rotary(neighbours=False, step=1, wide=False)  # Llama and most others

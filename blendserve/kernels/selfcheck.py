@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.kernels import norm, reference, switches
+from blendserve.kernels import reference, switches
 from blendserve.kernels.cases import CASES, RIDGE, SHIFT, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable, build
@@ -233,18 +233,6 @@ def placing_trouble(form: Rotary, device: torch.device, dtype: torch.dtype, dim:
     calls = [{"lengths": (40, 33), "dim": dim, "width": width, "form": form} for width in {dim, dim // 4 * 2}]
     check = Check("place", calls, {dtype: 2 * torch.finfo(dtype).eps}, is_exact=True)
     return _trouble((cuda_place.place,), check, dtype, device)
-
-
-@cache
-def norm_trouble(device: torch.device, dtype: torch.dtype) -> str:
-    """Why torch's fused norm may not serve, "" if it may: the mean is summed in another order."""
-    check = Check(
-        "add_norm",
-        [{"rows": 16, "dim": dim} for dim in (90, 2080)],
-        {dtype: 1e-6},
-        {dtype: 4 * torch.finfo(dtype).eps},
-    )
-    return _trouble((norm.fused_add_norm,), check, dtype, device)
 
 
 def _trouble(forms: Sequence[Attend], check: Check, dtype: torch.dtype, device: torch.device) -> str:
