@@ -31,7 +31,7 @@ from blendserve.bench.runner import Bench, Plot, open_model
 from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig, KdnConfig, Positive, changed
+from blendserve.config import BlendConfig, KdnConfig, Positive
 from blendserve.evaluate.fidelity import kl
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import Fetch
@@ -141,7 +141,7 @@ class Fixture:
             **{("fixed", level): Client(blend, fixed_plan, level) for level in self._config.levels},
             ("adaptive", CACHEGEN): Client(blend, cachegen_plan, workers=1, early_start=False),
             ("adaptive", PIPELINED): Client(blend, cachegen_plan),
-            ("adaptive", OURS): Client(changed(blend, method="auto"), plan),
+            ("adaptive", OURS): Client(blend.with_values(method="auto"), plan),
         }
         cases = [Case({"kind": "fixed", "client": RECOMPUTE}, partial(self._request, self._full, FULL))]
         for (kind, name), client in clients.items():

@@ -19,7 +19,7 @@ from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms,
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_model
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.near import MAX_DONORS, find_runs
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig
 from blendserve.evaluate.edits import before
 from blendserve.store import LMDBStore
 from blendserve.store.shingles import fingerprints
@@ -44,7 +44,7 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
     all_edited = tuple(before(f"revised@{config.edited}", [*stored.passages], str(config.seed)))
     one_edited = (*stored.passages[: n // 2], all_edited[n // 2], *stored.passages[n // 2 + 1 :])
     near = BlendConfig(method="blend", ratio=BlendConfig().min_ratio, near=True)
-    exact = changed(near, near=False)
+    exact = near.with_values(near=False)
     prompts = {
         FULL: (stored, BlendConfig(method="full")),
         EXACT: (stored, exact),

@@ -22,7 +22,7 @@ from blendserve.bench.fixture import TimedFetcher, make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, Plot, open_model
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
+from blendserve.config import BlendConfig, Positive, ValkeyConfig
 from blendserve.errors import InputError
 from blendserve.registry import SENT_CODECS
 from blendserve.store.codecs.base import SLOW
@@ -84,7 +84,7 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
                 auto.fetcher.warm_up([auto.key(ids) for ids in workload.chunks])
                 methods = {
                     config.method: partial(request, blender, blend),
-                    "auto": partial(request, auto, changed(blend, method="auto")),
+                    "auto": partial(request, auto, blend.with_values(method="auto")),
                 }
                 cases += [Case({"method": name, "codec": word}, run) for name, run in methods.items()]
             yield Group({"round_trip_ms": trip, "rate_gbit": rate}, cases)

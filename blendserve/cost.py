@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from blendserve.bench.harness import Column, samples_of, select, summarize
-from blendserve.config import Positive, Ratio, Section, changed
+from blendserve.config import Positive, Ratio, Settings
 from blendserve.errors import InputError
 
 if TYPE_CHECKING:  # imports torch
@@ -34,7 +34,7 @@ STORED = "as stored"  # the level that a store's own chunks make
 Price = Annotated[float, Field(ge=0.0)]
 
 
-class TierConfig(Section):
+class TierConfig(Settings):
     """Prices of one place to store KV."""
 
     prefix = "cost.tiers."
@@ -43,7 +43,7 @@ class TierConfig(Section):
     thousand_reads: Price | None = Field(None, description="Price of a thousand requests for a chunk.")
 
 
-class LevelConfig(Section):
+class LevelConfig(Settings):
     """One codec at one level."""
 
     prefix = "cost.levels."
@@ -51,7 +51,7 @@ class LevelConfig(Section):
     decode_seconds: Price | None = Field(None, description="Machine time to decode a token's KV, in seconds.")
 
 
-class CostConfig(Section):
+class CostConfig(Settings):
     """Prices, measured sizes and times, and a workload."""
 
     currency: str = Field("USD", description="Currency of the prices.")
@@ -121,7 +121,7 @@ def with_store(config: CostConfig, store: KVStore) -> CostConfig:
         )
     uncoded = stats.bytes == stats.raw_bytes
     level = {"bytes_per_token": stats.bytes / stats.tokens, "decode_seconds": 0.0 if uncoded else None}
-    return changed(config, levels={**config.model_dump()["levels"], STORED: level})
+    return config.with_values(levels={**config.model_dump()["levels"], STORED: level})
 
 
 def with_bench(config: CostConfig, file: Path) -> CostConfig:
@@ -149,7 +149,7 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
             f"{file} is not the output of `blendserve bench codec --json`: give its last line", path=file
         ) from None
     levels = {**config.model_dump()["levels"], **levels}
-    return changed(config, levels=levels, prefill_seconds=prefill_s, chunk_tokens=of["chunk_tokens"])
+    return config.with_values(levels=levels, prefill_seconds=prefill_s, chunk_tokens=of["chunk_tokens"])
 
 
 def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from blendserve.cli.reference import pages
-from blendserve.config import BASIC, BlendConfig, Config, DecodeConfig, changed
+from blendserve.config import BASIC, BlendConfig, Config, DecodeConfig
 from blendserve.errors import ConfigError
 
 
@@ -35,8 +35,8 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
         assert Config.load(written(tmp_path, text)) == Config()
     text = "blend: {ratio: 0.3, check_layers: [1, 4]}\nstore: {location: here/kv}\n"
     config = Config.load(written(tmp_path, text))
-    assert config.blend == changed(Config().blend, ratio=0.3, check_layers=(1, 4))
-    assert config.store == changed(Config().store, location="here/kv")
+    assert config.blend == Config().blend.with_values(ratio=0.3, check_layers=(1, 4))
+    assert config.store == Config().store.with_values(location="here/kv")
     assert Config(**yaml.safe_load(config.to_yaml())) == config
 
 
@@ -72,12 +72,12 @@ def test_a_file_that_is_no_configuration(content: bytes | None, tmp_path: Path) 
 
 def test_changed_replaces_the_given_values_and_checks_again() -> None:
     base = DecodeConfig(seed=3)
-    assert changed(base, max_new_tokens=5, temperature=None) == DecodeConfig(seed=3, max_new_tokens=5)
-    assert changed(base) is base
+    assert base.with_values(max_new_tokens=5, temperature=None) == DecodeConfig(seed=3, max_new_tokens=5)
+    assert base.with_values() is base
     with pytest.raises(ValidationError):
         base.seed = 4  # type: ignore[misc]
     for wrong in ({"temperature": -1.0}, {"sed": 1}):
-        assert refused(changed, base, **wrong) == (f"decode.{next(iter(wrong))}", None)
+        assert refused(base.with_values, **wrong) == (f"decode.{next(iter(wrong))}", None)
 
 
 OLD = Path(__file__).parent / "old_settings"  # configs/ of commit 974603a, and the values that it read there

@@ -40,7 +40,7 @@ from pydantic import ConfigDict, Field, model_validator
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Column, read_result, select, summarize
 from blendserve.bench.runner import load_bench, run_bench
-from blendserve.config import Section
+from blendserve.config import Settings
 from blendserve.errors import ConfigError, InputError
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
     met: bool
 
 
-class Claim(Section):
+class Claim(Settings):
     """One sentence, and the figure that proves it."""
 
     says: str = Field(description="The sentence.")
@@ -100,7 +100,7 @@ class Claim(Section):
         return [found["low"], found["mean"], found["high"]] if isinstance(found, dict) else [float(found)]
 
 
-class Run(Section):
+class Run(Settings):
     """One run: a bench with its settings, or a command whose last line of stdout is JSON."""
 
     model_config = ConfigDict(frozen=True, extra="allow")  # settings of the bench
@@ -127,7 +127,7 @@ class Run(Section):
         return load_bench(self.bench).config(**{**(self.model_extra or {}), **overrides})
 
 
-class Suite(Section):
+class Suite(Settings):
     """Runs by name, the most important first, and claims."""
 
     runs: Mapping[str, Run]

@@ -17,7 +17,7 @@ from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
 from blendserve.blend.priors import PriorStore
 from blendserve.blend.report import explain, make_report
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
@@ -118,7 +118,7 @@ class Blender:
         prefix cache's if None. Raises ConfigError for settings that do not fit the model.
         """
         if blend.method == "reuse":
-            blend = changed(blend, **FULL_REUSE)
+            blend = blend.with_values(**FULL_REUSE)
         if blend.method == "full":
             return (yield from self._run_plan(plan_full_prefill(prompt, blend), cache, clock))
         prefix = PrefixKV(prefix_kv, len(prompt.prefix)) if prefix_kv else None

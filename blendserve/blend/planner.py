@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from blendserve.blend.cost import CostModel, calibrated, chunk_work, count_rows, count_work
 from blendserve.blend.layout import Layout, State, lay_out, suppose
 from blendserve.blend.policies import make_policy
-from blendserve.config import BlendConfig, Method, changed
+from blendserve.config import BlendConfig, Method
 from blendserve.core import Prompt, TokenIds
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.link import TokenRate
@@ -41,7 +41,7 @@ class PrefillPlan:
 
 def plan_full_prefill(prompt: Prompt, blend: BlendConfig, reason: str = "") -> PrefillPlan:
     """Nothing is looked up, because of `reason`."""
-    return PrefillPlan(lay_out(prompt), changed(blend, method="full"), reason)
+    return PrefillPlan(lay_out(prompt), blend.with_values(method="full"), reason)
 
 
 class Planner:
@@ -71,10 +71,10 @@ class Planner:
             method: Method = "prefix" if layout.count(State.EXACT) else "full"
             if layout.n_found:
                 method, reason = choose_method(self._estimates(layout, blend))
-            blend, layout = changed(blend, method=method), layout.for_method(method)
+            blend, layout = blend.with_values(method=method), layout.for_method(method)
         if isinstance(blend.ratio, str):
             ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
-            blend = changed(blend, ratio=ratio)
+            blend = blend.with_values(ratio=ratio)
         return PrefillPlan(layout, blend, reason)
 
     def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from blendserve.config import BASIC, Config, Section
+from blendserve.config import BASIC, Config, Settings
 from blendserve.console import Output
 from blendserve.registry import Registry
 
@@ -66,7 +66,7 @@ FLAGS = {  # options that are not named after their setting's last part
     **{"requests.chunks": "request_chunks", "requests.number": "requests"},
 }
 VERBATIM = ("decode.stop",)  # options whose texts may hold commas
-Load = Callable[[Path | None, Sequence[str]], Section]
+Load = Callable[[Path | None, Sequence[str]], Settings]
 CONFIG = typer.Option("--config", "-c", help="YAML file with settings.")
 SET = typer.Option(
     "--set",
@@ -105,7 +105,7 @@ class Options:
     """The options that make one settings object."""
 
     def __init__(
-        self, base: Section, *paths: str, load: Load | None = None, names: Mapping[str, str] = FLAGS
+        self, base: Settings, *paths: str, load: Load | None = None, names: Mapping[str, str] = FLAGS
     ) -> None:
         """paths: dotted fields of `base`, whose values are the defaults; none = all, its own class's first.
 
@@ -125,7 +125,7 @@ class Options:
             options.append(_parameter("help_all", bool, HELP_ALL))
         return options
 
-    def make(self, given: dict[str, Any]) -> Section:
+    def make(self, given: dict[str, Any]) -> Settings:
         """The settings; takes its options out of `given`. Raises ConfigError."""
         section = self._load(given.pop("config"), given.pop("set") or ()) if self._load else self._base
         given.pop("help_all", None)

@@ -10,7 +10,7 @@ import typer
 
 from blendserve.cli.app import app
 from blendserve.cli.options import choices_of, shown
-from blendserve.config import Config, DeliverConfig, HttpConfig, Section
+from blendserve.config import Config, DeliverConfig, HttpConfig, Settings
 
 WIDTH = 96  # and four spaces before
 MARKER = "<!-- Generated from here on by scripts/make_reference.py; a test compares. -->"
@@ -57,11 +57,11 @@ def _help(name: str, command: Any) -> str:
     return "\n".join(f"    {line}".rstrip() for line in lines)
 
 
-def _settings(section: Section, above: str = "") -> Iterator[tuple[str, str, str]]:
+def _settings(section: Settings, above: str = "") -> Iterator[tuple[str, str, str]]:
     shared = HttpConfig.model_fields if isinstance(section, DeliverConfig) else {}  # described at `serve`
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if isinstance(value, Section):
+        if isinstance(value, Settings):
             yield from _settings(value, f"{above}{name}.")
         elif name not in shared:
             choices = ", ".join(choices_of(field))

@@ -20,7 +20,7 @@ from blendserve.cli.options import (
     with_options,
     with_settings,
 )
-from blendserve.config import Config, changed
+from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
 from blendserve.evaluate.config import EvaluateConfig, settings_from
@@ -152,7 +152,7 @@ def cost(
         given = CostConfig.load(prices).model_dump(
             include={"currency", "machine_hour", "tiers"}, exclude_unset=True
         )
-        config = changed(config, **given)
+        config = config.with_values(**given)
     if bench is not None:
         config = with_bench(config, bench)
     if index is not None:

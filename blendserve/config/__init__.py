@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from blendserve.config.base import Section, changed
+from blendserve.config.base import Settings
 from blendserve.config.old_names import upgrade
 from blendserve.config.sections import (
     BlendConfig,
@@ -35,13 +35,13 @@ from blendserve.config.sections import (
 from blendserve.config.store import (
     AdmissionName,
     KdnConfig,
-    PlaceConfig,
     RemoteConfig,
+    StoreBackendConfig,
     StoreConfig,
     ValkeyConfig,
 )
 
-__all__ = ["BASIC", "Config", "Section", "changed", "check_binding"]
+__all__ = ["BASIC", "Config", "Settings", "check_binding"]
 __all__ += [
     "AdmissionName",
     "CorrectionName",
@@ -52,7 +52,14 @@ __all__ += [
     "Ratio",
 ]
 __all__ += ["BlendConfig", "DecodeConfig", "DeliverConfig", "HttpConfig", "KdnConfig", "ModelConfig"]
-__all__ += ["PlaceConfig", "PromptConfig", "RemoteConfig", "RetrieveConfig", "RuntimeConfig", "ServeConfig"]
+__all__ += [
+    "PromptConfig",
+    "RemoteConfig",
+    "RetrieveConfig",
+    "RuntimeConfig",
+    "ServeConfig",
+    "StoreBackendConfig",
+]
 __all__ += ["StoreConfig", "ValkeyConfig"]
 
 API_KEY = "BLENDSERVE_API_KEY"
@@ -64,7 +71,7 @@ BASIC = (  # what --help shows; --help-all shows every setting of a command
 )
 
 
-class Config(Section):
+class Config(Settings):
     """All settings, in the order of the pipeline."""
 
     environment: ClassVar[str] = "BLENDSERVE__"  # BLENDSERVE__STORE__CAP_GB=8

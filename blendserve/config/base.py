@@ -22,14 +22,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from blendserve.errors import ConfigError
 from blendserve.registry import nearest
 
-AnySection = TypeVar("AnySection", bound="Section")
+AnySettings = TypeVar("AnySettings", bound="Settings")
 SECRET = "secret"  # the type of a validation error whose value must not be repeated
 UNION_MEMBERS = {"constrained-float", "float"}  # pydantic adds the type that it tried to a setting's path
 
 _is_nested: ContextVar[bool] = ContextVar("is_nested", default=False)  # an outer section is being made
 
 
-class Section(BaseModel):
+class Settings(BaseModel):
     """A frozen group of settings that refuses unknown names. The string below a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,8 +50,8 @@ class Section(BaseModel):
 
     @classmethod
     def load(
-        cls: type[AnySection], path: str | Path | None = None, overrides: Sequence[str] = ()
-    ) -> AnySection:
+        cls: type[AnySettings], path: str | Path | None = None, overrides: Sequence[str] = ()
+    ) -> AnySettings:
         """Defaults, then a YAML file, then the environment, then overrides `a.b=value`; the last one wins.
 
         Raises ConfigError with the setting, and the file if the value comes from it.
@@ -80,20 +80,19 @@ class Section(BaseModel):
         below = _descriptions(owner.__module__).get(f"{owner.__name__}.{name}", "")
         return " ".join((cls.model_fields[name].description or below).split())
 
-    def replace(self: AnySection, name: str, value: Any) -> AnySection:
+    def replace(self: AnySettings, name: str, value: Any) -> AnySettings:
         """A copy with the setting of this dotted name replaced, and checked. Raises ConfigError."""
         first, _, rest = name.partition(".")
         if rest:
             inner = getattr(self, first, None)
-            value = inner.replace(rest, value) if isinstance(inner, Section) else _nest(rest, value)
-        plain = value.model_dump() if isinstance(value, Section) else value
+            value = inner.replace(rest, value) if isinstance(inner, Settings) else _nest(rest, value)
+        plain = value.model_dump() if isinstance(value, Settings) else value
         return type(self)(**{**self.model_dump(), first: plain})
 
-
-def changed(section: AnySection, **values: Any) -> AnySection:
-    """A checked copy with those of the values that are not None."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return type(section)(**{**section.model_dump(), **given}) if given else section
+    def with_values(self: AnySettings, **values: Any) -> AnySettings:
+        """A checked copy with those of the values that are not None. Raises ConfigError."""
+        given = {name: value for name, value in values.items() if value is not None}
+        return type(self)(**{**self.model_dump(), **given}) if given else self
 
 
 @cache
@@ -166,7 +165,7 @@ def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _config_error(root: type[Section], error: ValidationError) -> ConfigError:
+def _config_error(root: type[Settings], error: ValidationError) -> ConfigError:
     """The first problem of a validation error: its message is one line, its `setting` the dotted name."""
     problem = error.errors()[0]
     path = tuple(str(part) for part in problem["loc"] if part not in UNION_MEMBERS and "[" not in str(part))

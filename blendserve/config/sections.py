@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
-from blendserve.config.base import SECRET, Section
+from blendserve.config.base import SECRET, Settings
 from blendserve.errors import ConfigError
 from blendserve.registry import CORRECTIONS, POLICIES
 
@@ -42,7 +42,7 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 
 
-class RuntimeConfig(Section):
+class RuntimeConfig(Settings):
     """What a model runs on, and in which number format."""
 
     dtype: Dtype = "auto"
@@ -63,7 +63,7 @@ class ModelConfig(RuntimeConfig):
     """Model: a bundled name, a folder, a Hugging Face id, or random:SHAPE for random weights."""
 
 
-class RetrieveConfig(Section):
+class RetrieveConfig(Settings):
     """Documents to passages to nearest passages."""
 
     embedder: str = "minilm-l6"
@@ -76,7 +76,7 @@ class RetrieveConfig(Section):
     """Vector search: flat is exact, hnsw is approximate and faster on large corpora."""
 
 
-class PromptConfig(Section):
+class PromptConfig(Settings):
     """The words around the chunks."""
 
     system: str = "You answer questions from the given passages, briefly and in your own words."
@@ -90,7 +90,7 @@ class PromptConfig(Section):
     part is the question; empty turns this off."""
 
 
-class BlendConfig(Section):
+class BlendConfig(Settings):
     """Which tokens are recomputed, and what is done for the others."""
 
     method: Method = "auto"
@@ -116,7 +116,7 @@ class BlendConfig(Section):
         return float(self.ratio.partition(":")[2] or AUTO_MIN_RATIO)
 
 
-class DecodeConfig(Section):
+class DecodeConfig(Settings):
     """How the answer is written."""
 
     max_new_tokens: Positive = 64
@@ -150,7 +150,7 @@ def _origin(text: str) -> str:
     raise ValueError("an origin looks like https://app.example.org or http://localhost:3000; * allows all")
 
 
-class HttpConfig(Section):
+class HttpConfig(Settings):
     """Address, API keys and limits. Limits hold for each API key without limits of its own; without keys, for each
     client address."""
 

@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import AfterValidator, ByteSize, Field
 from pydantic_core import PydanticCustomError
 
-from blendserve.config.base import SECRET, Section
+from blendserve.config.base import SECRET, Settings
 from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED_STORE, STORES, parse_codec
 
 TLS_SCHEMES = ("valkeys", "rediss")
@@ -76,7 +76,7 @@ EvictionName = Annotated[str, AfterValidator(EVICTIONS.check)]
 AdmissionName = Annotated[str, AfterValidator(ADMISSIONS.check)]
 
 
-class ValkeyConfig(Section):
+class ValkeyConfig(Settings):
     """How a client reaches a Valkey server: what `store.location` and the settings beside it say."""
 
     url: Annotated[str, AfterValidator(_server_url)]
@@ -101,7 +101,7 @@ class ValkeyConfig(Section):
         return self.url.startswith(TLS_SCHEMES)
 
 
-class KdnConfig(Section):
+class KdnConfig(Settings):
     """How a client reaches a delivery service (`blendserve kdn serve`): what `store.location` and others say."""
 
     url: str
@@ -126,7 +126,7 @@ class KdnConfig(Section):
         return f"the delivery service at {self.where}"
 
 
-class PlaceConfig(Section):
+class StoreBackendConfig(Settings):
     """Where one store of chunk KV is, how it is reached, and what it may hold."""
 
     location: Location = ""
@@ -197,13 +197,13 @@ class PlaceConfig(Section):
         return round(self.cap_gb * 1e9)
 
 
-class RemoteConfig(PlaceConfig):
+class RemoteConfig(StoreBackendConfig):
     """A store that other machines use, too."""
 
     prefix = "store."
 
 
-class StoreConfig(PlaceConfig):
+class StoreConfig(StoreBackendConfig):
     """Where chunk KV is stored, how it is coded, and where copies of hot chunks are kept."""
 
     codec: CodecWord = Field(

@@ -18,7 +18,7 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.cost import synthetic_prompt
 from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.blend.prefill import blend_prefill
-from blendserve.config import BlendConfig, Config, changed
+from blendserve.config import BlendConfig, Config
 from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents
@@ -297,7 +297,7 @@ class Engine:
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
         layout = synthetic_prompt(decoder, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
-        blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
+        blend = config.blend.with_values(**{"method": "blend", "ratio": config.blend.min_ratio, **options})
         cache = KVCache(decoder, max(room, layout.n_tokens + 1))
         cache.keys.zero_()
         cache.values.zero_()

@@ -50,7 +50,7 @@ class Sequence:
         hold: Hold | None = None,
     ) -> None:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
-        thread, with the last event Finished or Failed. hold: of KV that is kept for this request until its prefill ends.
+        thread, with the last event Completed or Failed. hold: of KV that is kept for this request until its prefill ends.
         """
         self.request, self.model, self.tenant, self.cost, self.emit = request, model, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock

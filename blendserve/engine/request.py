@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import make_policy
-from blendserve.config import BlendConfig, Config, DecodeConfig, changed
+from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
@@ -89,7 +89,7 @@ def prepare_request(
 
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
     """
-    blend, decode = changed(config.blend, **request.blend), changed(config.decode, **request.decode)
+    blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
     request = request.split(config.prompt.separator)
     make_policy(blend).validate(n_layers)
     if not request.question.strip():
@@ -147,7 +147,7 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Completed:
     """The whole answer."""
 
     answer: Answer
@@ -160,7 +160,7 @@ class Failed:
     error: Exception
 
 
-Event: TypeAlias = "PrefillDone | TextDelta | Finished | Failed"
+Event: TypeAlias = "PrefillDone | TextDelta | Completed | Failed"
 
 
 class Observer(Protocol):

@@ -30,7 +30,7 @@ from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta, require_room
+from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, TextDelta, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
@@ -355,7 +355,7 @@ class Scheduler:
             for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(TextDelta(piece))
             if sequence.answer:
-                sequence.emit(Finished(sequence.answer))
+                sequence.emit(Completed(sequence.answer))
         except Exception as error:  # of this request alone
             self._end(sequence, error)
             return

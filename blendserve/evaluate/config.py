@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
+from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Settings, StoreConfig
 from blendserve.evaluate import edits
 from blendserve.evaluate.methods import DEFAULT, MethodSpec, parse_methods
 from blendserve.registry import EVALUATED
@@ -22,7 +22,7 @@ DECODE = DecodeConfig(max_new_tokens=32)
 STORE = StoreConfig(cap_gb=8.0)  # chunks of finished questions are evicted
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(Settings):
     """One run."""
 
     dataset: str = "generated"

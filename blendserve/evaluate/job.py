@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blendserve import console
-from blendserve.config import Config, changed
+from blendserve.config import Config
 from blendserve.engine.engine import Engine
 from blendserve.errors import BlendserveError
 from blendserve.evaluate.config import DECODE, PROMPT, EvaluateConfig, settings_from
@@ -116,7 +116,7 @@ def evaluate_each(
     for dataset in datasets:
         log.info("%s:", dataset)
         try:
-            found[dataset] = evaluate(changed(config, dataset=dataset), settings, None, runs)
+            found[dataset] = evaluate(config.with_values(dataset=dataset), settings, None, runs)
         except BlendserveError as error:
             found[dataset] = str(error)
     return found
@@ -126,7 +126,7 @@ def with_task(settings: Config, task: Task, max_new_tokens: int | None = None) -
     """The task's own prompt and length of answers, where the user has not set others. max_new_tokens: of the user's."""
     prompt, decode = settings.prompt, settings.decode
     if (prompt.system, prompt.instruction) == (PROMPT.system, PROMPT.instruction):
-        prompt = changed(prompt, system=task.prompt.system, instruction=task.prompt.instruction)
+        prompt = prompt.with_values(system=task.prompt.system, instruction=task.prompt.instruction)
     if max_new_tokens or decode.max_new_tokens == DECODE.max_new_tokens:
-        decode = changed(decode, max_new_tokens=max_new_tokens or task.answer_tokens)
+        decode = decode.with_values(max_new_tokens=max_new_tokens or task.answer_tokens)
     return settings.model_copy(update={"prompt": prompt, "decode": decode})

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from blendserve.config import BlendConfig, KVContext, Method, changed
+from blendserve.config import BlendConfig, KVContext, Method
 from blendserve.errors import ConfigError
 from blendserve.evaluate import edits
 from blendserve.registry import CODECS, CORRECTIONS, FULL_REUSE, POLICIES, codec_word, nearest, parse_codec
@@ -85,7 +85,7 @@ class MethodSpec:
         """The same method without a correction; None where it has none."""
         if self.kind != "blend" or self.blend.correction == NO_CORRECTION:
             return None
-        return replace(self, blend=changed(self.blend, correction=NO_CORRECTION)).name
+        return replace(self, blend=self.blend.with_values(correction=NO_CORRECTION)).name
 
     def __str__(self) -> str:
         return self.name

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from blendserve import console
-from blendserve.config import Config, changed
+from blendserve.config import Config
 from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.errors import CorpusError, IndexMismatch, IndexMissing
@@ -91,7 +91,7 @@ class PromptSource:
         if self._config.setting == "open":
             return self._engine.prompts.chunk_ids(dataset.corpus)
         other = {"both": "both", "first": "second", "second": "first"}[self._config.half]
-        examples = dataset.examples[changed(self._config, half=other).subset]
+        examples = dataset.examples[self._config.with_values(half=other).subset]
         return [chunk.ids for e in examples for chunk in self.build(self.with_passages(e)[0]).chunks]
 
 

@@ -19,7 +19,7 @@ from blendserve import console
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.priors import Priors
-from blendserve.config import KVContext, changed
+from blendserve.config import KVContext
 from blendserve.core import ChunkKV, Prompt, TokenIds
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
@@ -166,7 +166,7 @@ class PromptStores:
         engine = self._engine
         if context is None:
             return engine.blender
-        prompt = changed(engine.config.prompt, kv_context=context)
+        prompt = engine.config.prompt.with_values(kv_context=context)
         before = PromptBuilder(engine.model.tokenizer, prompt).kv_context
         about = engine.model.decoder, engine.model.fingerprint, engine.store, engine.prompts.prefix, before
         return Blender(*about, engine.config.store.namespace)

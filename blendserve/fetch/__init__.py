@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from blendserve.config import PlaceConfig, StoreConfig
+from blendserve.config import StoreBackendConfig, StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch.copies import open_copies
 from blendserve.fetch.fetcher import KVFetcher
@@ -73,5 +73,5 @@ def open_store(
         raise
 
 
-def _policies(config: PlaceConfig) -> Policies:
+def _policies(config: StoreBackendConfig) -> Policies:
     return Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())

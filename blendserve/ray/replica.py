@@ -14,7 +14,7 @@ from blendserve.config import ServeConfig
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, PreparedRequest
+from blendserve.engine.request import Completed, Event, Failed, PreparedRequest
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
 from blendserve.serve.engine_client import event_queue
@@ -73,7 +73,7 @@ class EngineReplica:
             raise RuntimeError("the model's thread has ended")
 
     async def answer(self, request: RoutedRequest) -> AsyncIterator[Event]:
-        """PrefillDone, pieces of text, then Finished or Failed."""
+        """PrefillDone, pieces of text, then Completed or Failed."""
         emit, events = event_queue()
         sequence: Sequence | None = None
         try:
@@ -82,7 +82,7 @@ class EngineReplica:
             self._batch.scheduler.submit(sequence)
             async for event in events:
                 yield event
-                if isinstance(event, Finished | Failed):
+                if isinstance(event, Completed | Failed):
                     return
         except BlendserveError as error:  # such as RateLimited: sent like a later error
             yield Failed(error)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
-from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
+from blendserve.engine.request import Completed, Event, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, InputError
 from blendserve.ray.cluster import WorkerResources, import_ray, unwrap_ray_error
 from blendserve.ray.replica import EngineReplica, ModelFacts, RoutedRequest
@@ -112,7 +112,7 @@ class Replicas(AbstractContextManager["Replicas"]):
 
 
 async def answer_from(handle: Any, errors: Any, request: RoutedRequest) -> AsyncIterator[Event]:
-    """PrefillDone, pieces of text, then Finished or Failed, once each, however many replicas die.
+    """PrefillDone, pieces of text, then Completed or Failed, once each, however many replicas die.
 
     handle: of the deployment. errors: Ray's exceptions. Raises ClusterUnavailable if another replica's answer differs
     from text that was already sent.
@@ -168,7 +168,7 @@ class ReplayFilter:
             more, agrees = self._replayed[n:], self._replayed[:n] == self._sent[:n]
             self._sent += more
         else:
-            more, agrees = "", not isinstance(event, Finished) or event.answer.text.startswith(self._sent)
+            more, agrees = "", not isinstance(event, Completed) or event.answer.text.startswith(self._sent)
         if not agrees:
             raise ClusterUnavailable(
                 "a replica died while it answered, and another one's answer differs: send the request again"

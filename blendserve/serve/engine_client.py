@@ -21,7 +21,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Failed, Finished, PrefillDone, PreparedRequest, Request
+from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import Backend, backend_of
@@ -57,20 +57,20 @@ class RequestHandle:
         self.cached_tokens = 0  # of the prompt; set when the prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
-        """PrefillDone, TextDelta for each piece of text, Finished. Raises the error that the request failed with."""
+        """PrefillDone, TextDelta for each piece of text, Completed. Raises the error that the request failed with."""
         async for event in self._events:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, PrefillDone):
                 self.cached_tokens = event.cached
             yield event
-            if isinstance(event, Finished):
+            if isinstance(event, Completed):
                 return
 
     async def answer(self) -> Answer:
         """The complete answer. Raises the error that the request failed with."""
         (*_, last) = [event async for event in self.events()]
-        assert isinstance(last, Finished)
+        assert isinstance(last, Completed)
         return last.answer
 
 

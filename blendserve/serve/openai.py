@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from blendserve.core import Answer
 from blendserve.engine.prompt import ChatMessage
-from blendserve.engine.request import Finished, TextDelta
+from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
@@ -103,7 +103,7 @@ class OpenAIFormat:
         async for event in handle.events():
             if isinstance(event, TextDelta):
                 yield self._chunk({"content": event.text})
-            elif isinstance(event, Finished):
+            elif isinstance(event, Completed):
                 answer = event.answer
                 last = self._chunk({}, answer.finish_reason)
                 yield {**last, "x_blendserve": _figures(answer)}

@@ -13,7 +13,7 @@ from starlette.responses import Response
 import blendserve
 from blendserve.config import Method
 from blendserve.core import Answer, Explanation
-from blendserve.engine.request import Finished, PrefillDone, TextDelta
+from blendserve.engine.request import Completed, PrefillDone, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, RequestHandle
@@ -86,7 +86,7 @@ class RagFormat:
                 yield {"event": "prefill", "report": event.report.to_dict(), "explanation": explanation}
             elif isinstance(event, TextDelta):
                 yield {"event": "text", "text": event.text}
-            elif isinstance(event, Finished):
+            elif isinstance(event, Completed):
                 yield {"event": "done", **event.answer.to_dict(), "cached_tokens": handle.cached_tokens}
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from blendserve.config import AdmissionName, Positive, Ratio, Section
+from blendserve.config import AdmissionName, Positive, Ratio, Settings
 
 Routing = Literal["round_robin", "least_loaded", "prefix", "chunks"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
@@ -25,7 +25,7 @@ def _slowdown(values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
-class CorpusConfig(Section):
+class CorpusConfig(Settings):
     """Chunks and their popularity."""
 
     prefix = "simulate."
@@ -44,7 +44,7 @@ class CorpusConfig(Section):
     )
 
 
-class RequestsConfig(Section):
+class RequestsConfig(Settings):
     """Requests and their arrivals."""
 
     prefix = "simulate."
@@ -62,7 +62,7 @@ class RequestsConfig(Section):
     answer_tokens: Count = Field(32, description="Length of an answer, in tokens.")
 
 
-class TiersConfig(Section):
+class TiersConfig(Settings):
     """Caches of a node, and the store that all nodes share."""
 
     prefix = "simulate."
@@ -79,7 +79,7 @@ class TiersConfig(Section):
     )
 
 
-class LinksConfig(Section):
+class LinksConfig(Settings):
     """Rates and latencies. A rate of 0 is no limit."""
 
     prefix = "simulate."
@@ -96,7 +96,7 @@ class LinksConfig(Section):
     delay: Amount = Field(1e-3, description="Latency of the shared store, in seconds.")
 
 
-class ComputeConfig(Section):
+class ComputeConfig(Settings):
     """Seconds of a node's work: the terms of the engine's cost model, and the work around a prefill."""
 
     prefix = "simulate."
@@ -123,7 +123,7 @@ class ComputeConfig(Section):
     scoring_pass: bool = Field(True, description="Run the question's rows once more to select tokens.")
 
 
-class SimulateConfig(Section):
+class SimulateConfig(Settings):
     """One cluster, by every routing method."""
 
     nodes: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(

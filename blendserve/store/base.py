@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from blendserve.config import PlaceConfig
+from blendserve.config import StoreBackendConfig
 from blendserve.core import TokenIds
 from blendserve.errors import StoreError, StoreFull
 from blendserve.store.blobs import BlobStore
@@ -255,7 +255,9 @@ class StoreKind(Protocol):
     persistent: bool  # chunks outlive the process
     needs_folder: bool  # it writes files
 
-    def from_config(self, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies) -> Any:
+    def from_config(
+        self, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> Any:
         """A classmethod: open the store -> a KVStore, or a RemoteSource (fetch/source.py) for a kind that is only read.
 
         path: folder of its files; never None for a kind that needs one. Raises StoreUnavailable, StoreVersion.

@@ -25,7 +25,7 @@ import filelock
 import lmdb
 import xxhash
 
-from blendserve.config import PlaceConfig
+from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
@@ -79,7 +79,7 @@ class LMDBStore(TxnStore):
 
     @classmethod
     def from_config(
-        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> LMDBStore:
         assert path is not None
         return cls(path, config.cap_bytes, read_only, *policies)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sortedcontainers import SortedDict
 
-from blendserve.config import PlaceConfig
+from blendserve.config import StoreBackendConfig
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.policies import Admission, Eviction, Policies
@@ -41,7 +41,7 @@ class MemoryStore(TxnStore):
 
     @classmethod
     def from_config(
-        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> MemoryStore:
         return cls(config.cap_bytes, *policies)
 

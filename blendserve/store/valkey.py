@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from blendserve.config import PlaceConfig, ValkeyConfig
+from blendserve.config import StoreBackendConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
 from blendserve.store import valkey_layout as layout
 from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport, store_full
@@ -73,7 +73,7 @@ class ValkeyStore(KVStore):
 
     @classmethod
     def from_config(
-        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> ValkeyStore:
         """An unreachable server is logged, and no error: chunks count as missing until it answers."""
         store = cls(config.valkey, config.cap_bytes, read_only, *policies)

@@ -12,7 +12,7 @@ import torch
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Reason, Span, Steps, run
 from blendserve.errors import ConfigError
 from blendserve.fetch import TieredStore
@@ -171,7 +171,7 @@ def loader_threads() -> int:
 
 @pytest.mark.parametrize("policy", ["query", "deviation"])
 def test_a_prefill_closed_before_any_layer_leaves_nothing_open(policy: Any) -> None:
-    blend, store = changed(BLEND, policy=policy, ratio=0.5), FaultyStore(MemoryStore(ROOMY))
+    blend, store = BLEND.with_values(policy=policy, ratio=0.5), FaultyStore(MemoryStore(ROOMY))
     made, before, n = tiny_blender(store, *CHUNKS[:-1]), loader_threads(), 0
     expected = made.run(PROMPT, blend).result.logits
     for n in count(1):
@@ -231,12 +231,12 @@ def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_
 
 
 def test_an_automatic_ratio_is_as_much_as_hides_behind_loading() -> None:
-    blend, ratios = changed(BLEND, policy="deviation"), list[float]()
+    blend, ratios = BLEND.with_values(policy="deviation"), list[float]()
     for row_s in (1.0, 1e-3):
         blender = tiny_blender(None, *CHUNKS, costs=CostModel(0.0, row_s, 0.0, 0.0))
         blender.planner.load_rate.record(1.0, 100)
-        done = blender.run(PROMPT, changed(blend, ratio="auto"))
-        again = blender.run(PROMPT, changed(blend, ratio=done.report.ratio))
+        done = blender.run(PROMPT, blend.with_values(ratio="auto"))
+        again = blender.run(PROMPT, blend.with_values(ratio=done.report.ratio))
         assert torch.equal(done.result.logits, again.result.logits)
         ratios.append(done.report.ratio)
     assert ratios[0] == blend.min_ratio < ratios[1]
@@ -244,9 +244,9 @@ def test_an_automatic_ratio_is_as_much_as_hides_behind_loading() -> None:
 
 def test_requests_tell_what_their_chunks_save_and_take_to_compute() -> None:
     """With a row a second: the rows that a prefill does not run, and those of the chunk alone."""
-    (_, made), blend = over_a_slow_link(row_s=1.0), changed(BLEND, ratio=0.5)
+    (_, made), blend = over_a_slow_link(row_s=1.0), BLEND.with_values(ratio=0.5)
     keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS) if ids}
-    requests = made.planner.requests(PROMPT, changed(blend, method="auto"), keys, PROMPT.prefix)
+    requests = made.planner.requests(PROMPT, blend.with_values(method="auto"), keys, PROMPT.prefix)
     ran = made.run(PROMPT, blend).result.cost * len(PROMPT)
     n_saved = sum(map(len, CHUNKS)) + len(PROMPT.suffix) - ran
     assert sum(r.saved_s or 0.0 for r in requests.values()) == pytest.approx(n_saved)

@@ -18,7 +18,7 @@ from blendserve.blend.cost import CostModel, Work, calibrated, count_work, measu
 from blendserve.blend.layout import Layout
 from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
 from blendserve.blend.policies import make_policy
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig
 from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_decoder
 
@@ -102,7 +102,7 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
     config = BlendConfig(policy=policy, ratio=f"auto:{floor}")
 
     def compute(ratio: float) -> float:
-        rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
+        rows_alone = make_policy(config.with_values(policy="random", ratio=ratio))
         return MODEL.seconds(Work(*count_work(LONG, rows_alone, LAYERS)[:-1], loaded=0.0))
 
     ratio, loading = overlapped_ratio(MODEL, LONG, config, token_s), OVERLAP_TARGET * token_s * LONG.n_loaded

@@ -15,7 +15,7 @@ from torch import Tensor
 from blendserve.blend import prefill as module
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Span, TokenIds
 from blendserve.registry import CORRECTIONS, FULL_REUSE, POLICIES
 from blendserve.store import MemoryStore
@@ -147,7 +147,7 @@ def check(case: Case) -> None:
     decoder, prompt = tiny_decoder(case.kind), case.prompt
     done, cache = run(case)
     if case.blend.method == "reuse":
-        case = replace(case, blend=changed(case.blend, **FULL_REUSE))
+        case = replace(case, blend=case.blend.with_values(**FULL_REUSE))
     start = start_from(decoder, prompt, list(case.pieces()))
     left = torch.cat([(~start.known).nonzero()[:, 0], done.result.recomputed]).sort().values
     rows = [*cache.rows, left]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
-from blendserve.config import BlendConfig, RemoteConfig, StoreConfig, changed
+from blendserve.config import BlendConfig, RemoteConfig, StoreConfig
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, NotFound, StoreUnavailable
@@ -89,7 +89,7 @@ def test_a_connection_that_is_cut_is_resumed(
 ) -> None:
     """Each lets less than one chunk pass, or less than all interleaved ones: only the rest is asked for again."""
     n_bytes = [entry.bodies[interleaved] for entry in CollectionCatalog(made[0]).directory(made[1]).values()]
-    level, blend = LEVELS[interleaved], changed(peers.BLEND, method="auto" if interleaved else "blend")
+    level, blend = LEVELS[interleaved], peers.BLEND.with_values(method="auto" if interleaved else "blend")
     with Proxy(service.port) as link:
         config = settings(f"http://127.0.0.1:{link.port}", level=level)
         with kdn_store(config, peers.Unprobed, link=Known(1e6)) as store:
@@ -138,7 +138,7 @@ def test_decoding_is_measured_before_the_first_request(service: Service) -> None
 
 
 def test_an_engine_without_an_index_measures_its_link_when_it_opens(service: Service) -> None:
-    config = changed(CONFIG, store={"location": f"{service.url}/{NAME}"})
+    config = CONFIG.with_values(store={"location": f"{service.url}/{NAME}"})
     with Engine.open(config, model=model()) as engine:
         source = engine.fetcher.source
         assert source

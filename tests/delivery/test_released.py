@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from blendserve.config import changed
 from blendserve.core import Prompt
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.incoming import IncomingChunk
@@ -69,7 +68,7 @@ def test_of_a_delivered_chunk(
 
     with delivered(service, before) as (store, _):
         of = blender(store, fetcher=KVFetcher(store, planner=skip), costs=SLOW)
-        kinds = {why.kind for why in of.run(prompt, changed(BLEND, method=method)).report.unusable}
+        kinds = {why.kind for why in of.run(prompt, BLEND.with_values(method=method)).report.unusable}
         del of
         become_free(tracked)
     assert kinds == ({kind} if kind else set())

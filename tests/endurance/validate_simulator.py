@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.support.valkey import Server
 from benchmarks.support.worker import WorkerProcess
 from blendserve import console
-from blendserve.config import Config, Section, StoreConfig, changed
+from blendserve.config import Config, Settings, StoreConfig
 from blendserve.engine.engine import Engine
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
@@ -43,7 +43,7 @@ RUNS: tuple[tuple[str, Routing], ...] = (  # the shared store at the start
 )
 
 
-class ValidationConfig(Section):
+class ValidationConfig(Settings):
     """What two cores can check in some minutes."""
 
     prefix = "validation."
@@ -110,7 +110,7 @@ def validate(config: ValidationConfig) -> Figures:
             node.call(["begin", "full", *sizes])
         base = simulated(config, constants, nodes[0].about)
         factors = slowdown(nodes, config, constants["hot"])
-        base = changed(base, compute=changed(base.compute, slowdown=factors).model_dump())
+        base = base.with_values(compute=base.compute.with_values(slowdown=factors).model_dump())
         for store, routing in RUNS:
             console.note(f"{config.requests} requests, {store}, {routing}")
             loaded = over(base, store)
@@ -118,7 +118,7 @@ def validate(config: ValidationConfig) -> Figures:
             loop = Cluster(loaded, config.nodes, "round_robin").run(requests, config.requests)
             # At a rate that keeps the nodes at the wanted utilization: a share of a closed loop's throughput.
             rate = config.utilization * summary(loaded, loop, config.nodes)["throughput"] / config.nodes
-            chosen = changed(loaded, requests=changed(loaded.requests, rate=rate).model_dump())
+            chosen = loaded.with_values(requests=loaded.requests.with_values(rate=rate).model_dump())
             blocks = list(workload.requests(chosen, config.nodes))
             for node in nodes:
                 node.call(["begin", store, *sizes])
@@ -148,7 +148,7 @@ def simulated(config: ValidationConfig, constants: Constants, shape: dict[str, i
 
 def over(base: SimulateConfig, store: str) -> SimulateConfig:
     """Over a full or an empty shared store."""
-    return changed(base, tiers=changed(base.tiers, precomputed=store != "empty").model_dump())
+    return base.with_values(tiers=base.tiers.with_values(precomputed=store != "empty").model_dump())
 
 
 def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -> list[float]:

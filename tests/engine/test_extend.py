@@ -12,7 +12,7 @@ from torch import Tensor
 from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout
 from blendserve.blend.policies import Policy
-from blendserve.config import Config, changed
+from blendserve.config import Config
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
@@ -85,7 +85,7 @@ def test_an_engine_runs_on_all_four_and_settings_and_evaluation_know_them(tmp_pa
         assert record.coding.codec == "own"
         prompt = engine.prompts.build(QUESTIONS[0], PASSAGES)
         doubled = engine.blender.run(prompt, engine.config.blend).result
-        plain = engine.blender.run(prompt, changed(engine.config.blend, correction="none")).result
+        plain = engine.blender.run(prompt, engine.config.blend.with_values(correction="none")).result
         assert torch.equal(doubled.recomputed, plain.recomputed)
         assert not torch.equal(doubled.logits, plain.logits)
     report, explanation = answer.report, answer.explanation

@@ -21,7 +21,6 @@ import torch
 
 from blendserve.blend import priors
 from blendserve.cli import main
-from blendserve.config import changed
 from blendserve.core import Document
 from blendserve.engine.codec_fit import chunks_of, fit
 from blendserve.engine.engine import Engine
@@ -181,7 +180,7 @@ def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"methods": ("none",), "name": "mine"}
     dataset = write_dataset(tmp_path, 1)
     folder = run(tmp_path, dataset, **plan).folder
-    other = tiny_engine(config=changed(CONFIG, decode={"max_new_tokens": 7}))
+    other = tiny_engine(config=CONFIG.with_values(decode={"max_new_tokens": 7}))
     for engine, window, setting in ((None, 16, "window"), (other, None, "decode.max_new_tokens")):
         with pytest.raises(ConfigError) as error:
             run(tmp_path, dataset, engine, window=window, **plan)
@@ -204,7 +203,7 @@ def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("decode", [{"temperature": 0.5}, {"stop": ["x"]}])
 def test_sampling_and_stop_strings_are_refused(tmp_path: Path, decode: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        run(tmp_path, write_dataset(tmp_path, 1), tiny_engine(config=changed(CONFIG, decode=decode)))
+        run(tmp_path, write_dataset(tmp_path, 1), tiny_engine(config=CONFIG.with_values(decode=decode)))
     assert error.value.setting == f"decode.{next(iter(decode))}"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig
 from blendserve.core import ChunkKV, run
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher, TieredStore
@@ -123,7 +123,7 @@ def test_an_answer_is_that_of_the_chunks_that_the_report_names_and_every_other_o
             for key, record in used_records(done, local, source).items():
                 stored.put(key, record)
             expected = tiny_blender(stored, costs=COSTS).run(
-                PROMPT, changed(blend, method=done.report.method)
+                PROMPT, blend.with_values(method=done.report.method)
             )
             assert torch.equal(done.result.logits, expected.result.logits)
             run(by.writer.write_back(done.missing))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from blendserve.config import changed
 from blendserve.cost import CostConfig, report
 from blendserve.evaluate.job import Outcome
 from blendserve.simulate.config import ROUTINGS, SimulateConfig
@@ -53,7 +52,7 @@ def simulation() -> Any:
         tiers={"memory_bytes": 2e9, "disk_bytes": 4e9, "remote_bytes": 2e10, "precomputed": False},
         compute={"per_answer_token": 0.01, "slowdown": (1.0, 1.4, 1.9)},
     )
-    loops = (config, changed(config, requests=changed(config.requests, rate=0.0).model_dump()))
+    loops = (config, config.with_values(requests=config.requests.with_values(rate=0.0).model_dump()))
     cells = [cell for loop in loops for cell in simulate(loop)["cells"]]
     assert len(cells) == 2 * len(ROUTINGS)
     return plain([{n: value for n, value in cell.items() if n != "cpu_seconds"} for cell in cells])
@@ -63,7 +62,7 @@ def costs() -> Any:
     """The examples with the example prices."""
     prices = CostConfig.load(EXAMPLES / "prices.yaml").model_dump(include={"tiers"})
     examples = {name: CostConfig.load(EXAMPLES / f"{name}.yaml") for name in ("smollm_cpu", "h100_8b")}
-    found = {name: report(changed(config, **prices)) for name, config in examples.items()}
+    found = {name: report(config.with_values(**prices)) for name, config in examples.items()}
     return plain({n: {part: f[part] for part in ("verdicts", "missing", "keep")} for n, f in found.items()})
 
 

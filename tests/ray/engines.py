@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from blendserve.config import ValkeyConfig, changed
+from blendserve.config import ValkeyConfig
 from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.fetch import TieredStore
@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 CAP = 1 << 28
 CHUNKS: list[TokenIds] = [tuple(range(i, i + 40)) for i in range(24)]
 SECOND_NODE = "BLENDSERVE_TEST_SECOND_NODE"  # in the environment of processes there
-OF_REPLICAS = changed(CONFIG, decode={"max_new_tokens": 40})
+OF_REPLICAS = CONFIG.with_values(decode={"max_new_tokens": 40})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.config import Config
-from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
+from blendserve.engine.request import Completed, Event, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
 from blendserve.ray.cluster import cpus_each, worker_config
@@ -114,7 +114,7 @@ def events(text: str, cuts: Sequence[int] = (3,)) -> list[Event]:
     """A whole answer, in pieces."""
     answer: Any = SimpleNamespace(text=text)
     at = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [STARTED, *(TextDelta(text[a:b]) for a, b in pairwise(at)), Finished(answer)]
+    return [STARTED, *(TextDelta(text[a:b]) for a, b in pairwise(at)), Completed(answer)]
 
 
 CUTS = st.lists(st.integers(0, 40), max_size=6)
@@ -126,7 +126,7 @@ def test_an_answer_that_several_replicas_began_is_sent_once(
     text: str, deaths: list[tuple[list[int], int, str]], cuts: list[int]
 ) -> None:
     ended = [(events(text, cut)[:-1][:n], getattr(ERRORS, kind)(SECRET)) for cut, n, kind in deaths]
-    assert received(*ended, (events(text, cuts), None)) == (text, [PrefillDone, Finished])
+    assert received(*ended, (events(text, cuts), None)) == (text, [PrefillDone, Completed])
 
 
 @pytest.mark.parametrize(

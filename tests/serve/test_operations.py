@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.config import changed
 from blendserve.core import NearChunk, Unusable
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.middleware import JsonFormatter
@@ -59,7 +58,7 @@ def test_each_request_is_a_line_without_text_and_key_unless_text_is_asked_for(
     assert (bad["status"], bad["level"]) == (400, "info")
     for secret in (QUESTIONS[0], client.key, SECRET, OWN[0]["text"]):
         assert secret not in caplog.text
-    with patch.object(server.backend, "http", changed(server.serve, log_text=True)):
+    with patch.object(server.backend, "http", server.serve.with_values(log_text=True)):
         client.post("/v1/rag/query", ASK)
     assert lines(3)[2]["text"] == QUESTIONS[0]
     assert OWN[0]["text"] not in caplog.text

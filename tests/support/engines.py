@@ -17,15 +17,14 @@ from blendserve.config import (
     PromptConfig,
     ServeConfig,
     StoreConfig,
-    changed,
 )
 from blendserve.core import Answer, Passage
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import (
+    Completed,
     Event,
     Failed,
-    Finished,
     Observer,
     Request,
     TextDelta,
@@ -71,7 +70,7 @@ def toy_model() -> LoadedModel:
 def toy_engine(kv_store: KVStore | None = None, config: Config = CONFIG, **sections: Any) -> Engine:
     """An engine without an index; `sections` change the configuration: `blend={"ratio": 0.5}`."""
     merged = {name: {**getattr(config, name).model_dump(), **part} for name, part in sections.items()}
-    return Engine(changed(config, **merged), toy_model(), kv_store or MemoryStore(2**30))
+    return Engine(config.with_values(**merged), toy_model(), kv_store or MemoryStore(2**30))
 
 
 def seen(answer: Answer) -> dict[str, Any]:
@@ -121,7 +120,7 @@ class Listener:
             event = self.next()
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Finished):
+            if isinstance(event, Completed):
                 pieces = "".join(e.text for e in self.seen if isinstance(e, TextDelta))
                 assert pieces == event.answer.text
                 return event.answer

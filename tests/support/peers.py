@@ -23,7 +23,7 @@ import torch
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.config import BlendConfig, DeliverConfig, KdnConfig, changed
+from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.fetch import TieredStore
@@ -226,5 +226,5 @@ def check(done: Prefilled, prompt: Prompt, blend: BlendConfig = BLEND, level: st
     """Every chunk came, and the logits are those of a local store at that level, to the bit."""
     check_report(done.report, prompt)
     assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(prompt.chunks)}, ())
-    blend = changed(blend, method=done.report.method)
+    blend = blend.with_values(method=done.report.method)
     assert torch.equal(done.result.logits, truth(level).run(prompt, blend).result.logits)

@@ -22,7 +22,7 @@ from blendserve.config import BlendConfig, DecodeConfig, Method
 from blendserve.core import Answer, Chunk, Prompt, Steps, run
 from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import AnswerStream, Sequence, prefill
-from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone, PreparedRequest
+from blendserve.engine.request import Completed, Event, Failed, Observer, PrefillDone, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import PromptTooLong, RateLimited, ShuttingDown, StoreFull
 from blendserve.fetch.fetcher import KVFetcher
@@ -340,7 +340,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sent.state != "ended"
         if isinstance(event, PrefillDone):
             sent.state = "runs"
-        elif isinstance(event, Finished):
+        elif isinstance(event, Completed):
             sent.state = "ended"
             assert seen(event.answer) == seen(alone(sent.question))
         elif isinstance(event, Failed):  # a prefill fails alone, a decoding step for all of its requests

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from blendserve.config import KdnConfig, PlaceConfig
+from blendserve.config import KdnConfig, StoreBackendConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.client import CUT, Client, InvalidReply, KdnPeer, NotFoundReply, read_chunks
@@ -66,7 +66,7 @@ class KdnSource:
 
     @classmethod
     def from_config(
-        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> KdnSource:
         """A service that cannot be reached is logged, and no error: chunks count as missing until it answers."""
         from blendserve.fetch.kdn.moq import MoqSource  # which is one of these
