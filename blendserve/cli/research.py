@@ -226,6 +226,7 @@ def doctor(settings: Config) -> Output:
     decoder, checks = model.decoder, check(model)
     costs = calibrated(decoder, model.fingerprint, fresh=True)
     native, decoding = native_decoder(decoder)
+    how = "by a CUDA graph" if decoder.device.type == "cuda" else f"layer by layer ({decoding})"
     found = {
         **checks.to_dict(),
         "exact": EXACT if checks.passed else OWN_FORWARD,
@@ -236,7 +237,7 @@ def doctor(settings: Config) -> Output:
         "kernels": {
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
             "attention": list(decoder.attention_backends),
-            "decoding": decoding if native else f"layer by layer ({decoding})",
+            "decoding": decoding if native else how,
             "measured": [asdict(row) for row in autotune.results()],
         },
         "threads": asdict(SETTLED),
@@ -284,4 +285,5 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
     console.out.print("\n".join(lines), markup=False)
     tuned = [(r.operation, r.shapes, *r.cells()) for r in autotune.results()]
     columns = ("operation", "shapes", "kernel", "ms", "")
-    console.table("kernels in use", columns, tuned or [("nothing was measured", "", "", "", "")])
+    if tuned:  # on a CPU
+        console.table("kernels in use", columns, tuned)
