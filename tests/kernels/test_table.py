@@ -80,9 +80,10 @@ def ready(request: pytest.FixtureRequest) -> None:
 
 
 def each_case(way: Way, check: Callable[[Options], None]) -> None:
-    """Random shapes, fewer where a call is interpreted, emulated or compiled for its shape, and the large ones."""
+    """Random shapes, fewer where a call takes long, and the large ones."""
     n = settings.default.max_examples if settings.default else 25
-    few = max(4, n // (4 if way.is_slow or way.is_triton else 1))
+    is_compiled = way.is_triton and way.device == "cuda"  # seconds for each shape
+    few = max(4, n // (6 if is_compiled else 4 if way.is_slow else 1))
     settings(max_examples=min(n, few))(given(TABLE[way.operation].shapes(way))(check))()
     for options in TABLE[way.operation].large if way.is_native and not way.is_slow else ():
         check(options)
