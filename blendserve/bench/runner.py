@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from pydantic import Field
 
 from blendserve.bench.harness import Group, Result, SampleLog, Table, Update, measure
 from blendserve.config import ModelConfig, Positive, RuntimeConfig
+from blendserve.errors import ConfigError
 from blendserve.provenance import machine, versions
 
 if TYPE_CHECKING:
@@ -110,8 +113,20 @@ class Bench:
 
 
 def load_bench(name: str) -> Bench:
-    """A bench of this package by its name, any other by its module, such as benchmarks.network."""
-    bench: Bench = import_module(name if "." in name else f"blendserve.bench.{name}").BENCH
+    """A bench of this package by its name, any other by its module, such as benchmarks.network, in this folder, too.
+
+    Raises ConfigError where there is no such module.
+    """
+    module = name if "." in name else f"blendserve.bench.{name}"
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m` has it
+    try:
+        bench: Bench = import_module(module).BENCH
+    except ModuleNotFoundError as error:
+        if not module.startswith(error.name or module):
+            raise  # a package that the bench needs
+        hint = "run in the folder that holds it" if "." in name else f"choose from {', '.join(BENCHES)}"
+        raise ConfigError(f"there is no bench {name!r}: {hint}") from None
     return bench
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
@@ -120,7 +121,8 @@ def test_the_bench_of_the_documentation_runs(
     assert len(code.splitlines()) <= 40
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "question.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
     tables: list[Any] = []
     monkeypatch.setattr(console, "table", lambda title, columns, rows: tables.append((columns, rows)))
     app = bench_app("A stranger's.", {"question": "Questions of several lengths."}, "mine.")

@@ -89,6 +89,7 @@ def test_a_suite_of_the_repository_runs_dry_on_a_cpu(file: Path, only: str, tmp_
     [
         {"runs": {"one": {"benches": "ttft"}}},
         {"runs": {"one": {"bench": "store", "chunks": 0}}},
+        *({"runs": {"one": {"bench": name}}} for name in ("nothing", "no.such.module")),
         {"runs": {}, "claims": [faster(">= 1")]},
         {"runs": {"one": {"command": "x"}}, "claims": [faster("about 1")]},
         {"runs": {"one": {"command": "x", "chunks": 1}}},
