@@ -222,7 +222,7 @@ def _publish(model: LoadedModel, config: DeliveryConfig, workload: Workload, sto
     blender = _blender(model, workload, store)
     blender.writer.precompute(workload.chunks)
     tables = CodecTables(model, workload.prompts, config.fit_tokens)
-    codecs = {level: tables.codec(level) for level in config.levels[1:]}
+    codecs = {level: tables.codec(level, store) for level in config.levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
     publish_chunks(store, COLLECTION, (model.name, model.fingerprint), config.levels, codecs, tokens)
 
