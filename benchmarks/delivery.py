@@ -203,7 +203,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
-            _publish(model, config, workload, store)
+            publish(model, config, workload, store)
         settings = {"store": {"location": str(folder / "kv")}, "deliver": {"memory_mb": 4096}}
         (folder / "kdn.yaml").write_text(yaml.safe_dump(settings))
         serve = [DELIVERED, "serve", "--port", "0", "-c", str(folder / "kdn.yaml")]
@@ -217,7 +217,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
             yield Group({"link": name}, fixture.cases(trace))
 
 
-def _publish(model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
+def publish(model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
     blender = _blender(model, workload, store)
     blender.writer.precompute(workload.chunks)

@@ -75,15 +75,9 @@ def gpu_part(suite: Suite, results: Path) -> list[str]:
         if result is None or result["bench"] != "ttft":
             continue
         model, contexts = result["config"]["model"].partition(":")[2], result["config"]["contexts"]
-        lines += [
-            "",
-            f"**On a GPU**, {model} with random weights, `{run}`: TTFT in ms, and speedup over transformers (range).",
-            "",
-        ]
-        lines += [
-            f"| method |{''.join(f' {n:,} tokens |' for n in contexts)}",
-            "|---" * (1 + len(contexts)) + "|",
-        ]
+        title = f"**On a GPU**, {model} with random weights, `{run}`: TTFT in ms, and speedup over transformers (range)."
+        head = f"| method |{''.join(f' {n:,} tokens |' for n in contexts)}"
+        lines += ["", title, "", head, "|---" * (1 + len(contexts)) + "|"]
         for method, name in ON_GPU.items():
             cells = [_ttft(result, {"source": "warm", "method": method, "context": n}) for n in contexts]
             lines.append(f"| {name} | {' | '.join(cells)} |")

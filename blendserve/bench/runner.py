@@ -113,12 +113,12 @@ class Bench:
 
 
 def load_bench(name: str) -> Bench:
-    """A bench of this package by its name, any other by its module, such as benchmarks.network, in this folder, too.
+    """A bench of this package by its name, or any other by its module, which may lie in the current folder.
 
     Raises ConfigError where there is no such module.
     """
     module = name if "." in name else f"blendserve.bench.{name}"
-    if os.getcwd() not in sys.path:
+    if "." in name and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` has it
     try:
         bench: Bench = import_module(module).BENCH

@@ -32,11 +32,8 @@ class Rotary:
             turned = torch.stack((one * cos - other * sin, other * cos + one * sin), dim=-1).flatten(-2)
         else:
             turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
-        return (
-            torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
-            if width < x.shape[-1]
-            else turned.to(x.dtype)
-        )
+        turned = turned.to(x.dtype)
+        return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 HALVES = Rotary(neighbours=False, step=1, wide=False)  # Llama and most others

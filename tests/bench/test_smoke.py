@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import auto, noisy_neighbor
+from benchmarks import auto, delivery, noisy_neighbor
 from benchmarks.__main__ import BENCHES as CLAIMS
 from benchmarks.support.hostile import GAVE_UP, NO_ANSWER
 from benchmarks.support.valkey import binary
@@ -32,6 +32,9 @@ from blendserve.cli.bench import bench_app
 from blendserve.config import ServeConfig
 from blendserve.cost import CostConfig, with_bench
 from blendserve.errors import InputError
+from blendserve.kdn.catalog import CollectionCatalog
+from blendserve.models.loader import load_model
+from blendserve.store import MemoryStore
 from tests.support.engines import PASSAGES
 from tests.support.http import Server
 
@@ -219,6 +222,15 @@ def test_delivery_brings_bytes_and_a_hostile_client_is_refused(run: Run) -> None
     for kind, statuses in run(HOSTILE)["groups"][0]["facts"]["statuses"].items():
         refused = {"larger": "413", "document": "202"}.get(kind, "400")
         assert statuses.keys() <= {refused, "429", GAVE_UP, NO_ANSWER}
+
+
+def test_the_delivery_bench_publishes_the_tables_of_its_levels(tiny: str) -> None:
+    sizes = {"chunks": 2, "chunk_tokens": 40, "suffix_tokens": 25, "fit_tokens": 256}
+    config = delivery.DeliveryConfig(model=tiny, dtype="float32", codecs=("raw", "predict@1"), **sizes)
+    model, store = load_model(config.model_settings), MemoryStore(1 << 30)
+    delivery.publish(model, config, config.workload(model), store)
+    collection = CollectionCatalog(store).collection(delivery.COLLECTION)
+    assert [tables.codec for tables in collection.tables] == ["predict"]
 
 
 def test_auto_misses_where_it_and_its_choice_are_slower() -> None:
