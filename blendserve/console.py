@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,9 @@ def progress(
     try:
         yield update
     finally:
-        bar.stop()
+        with suppress(IndexError):  # Ctrl-C while it started: rich takes back a hook that it had not set yet
+            bar.stop()
+        err.show_cursor(True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

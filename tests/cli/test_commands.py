@@ -20,6 +20,7 @@ import typer
 import yaml
 
 import blendserve
+from blendserve import console
 from blendserve.cli.app import COMMANDS, app, run
 from blendserve.cli.options import Options, make_app, with_options
 from blendserve.cli.reference import MARKER, pages
@@ -138,6 +139,23 @@ def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(
     report = cli("precompute", index, "--store", store, "--json").json()
     assert report["computed"] + report["skipped"] == report["chunks"] == 24
     assert STORED <= report["skipped"] < 24  # the chunks of the stopped batch are stored before the exit
+
+
+def test_ctrl_c_while_a_bar_starts_leaves_the_terminal_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt itself comes out, the cursor is shown again, and the next bar starts."""
+    asked: list[bool] = []
+
+    def show_cursor(show: bool = True) -> None:
+        asked.append(show)
+        if asked == [False]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(console.err, "show_cursor", show_cursor)
+    with pytest.raises(KeyboardInterrupt), console.progress("Waiting", "tokens") as update:
+        update(1, 2)
+    assert asked[-1] is True
+    with console.progress("Waiting", "tokens") as update:
+        update(2, 2)
 
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
