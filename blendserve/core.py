@@ -99,11 +99,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids. Filled by engine/prompt.py."""
+    """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids. Filled by engine/prompt.py.
+
+    A plain prompt is a client's own text. It has no chunks; stored ones are searched for in it.
+    """
 
     prefix: TokenIds
     chunks: tuple[Chunk, ...]
     suffix: TokenIds
+    is_plain: bool = False
 
     @property
     def ids(self) -> TokenIds:

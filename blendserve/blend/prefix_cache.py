@@ -43,18 +43,28 @@ class PrefixCache:
         own = yield from self._own.prepare()
         if ids == self._own.context:
             return PrefixKV(own, len(ids))
-        n, kv = _n_common(ids, self._own.context), own
-        with self._lock:
-            cached = list(self._cached.items())
-        for (owner, other), other_kv in cached:
-            if owner == namespace and (m := _n_common(ids, other)) > n:
-                n, kv = m, other_kv
+        n, cached = self._longest(namespace, ids)
+        kv = cached or own
         kv = ChunkKV(kv.keys[:, :, :n], kv.values[:, :, :n])
         if n < len(ids):
             new = (yield from ChunkComputer(self._own.model, ids[:n], kv).steps([ids[n:]]))[0]
             kv = ChunkKV(torch.cat([kv.keys, new.keys], 2), torch.cat([kv.values, new.values], 2))
         self._add((namespace, ids), kv)
         return PrefixKV(kv, n)
+
+    def n_cached(self, namespace: str, ids: TokenIds) -> int:
+        """How many tokens at the beginning of a prompt are cached."""
+        return self._longest(namespace, ids)[0]
+
+    def _longest(self, namespace: str, ids: TokenIds) -> tuple[int, ChunkKV | None]:
+        """Tokens in common with the cached prefix that has most, and its KV; None = the engine's own."""
+        n, kv = _n_common(ids, self._own.context), None
+        with self._lock:
+            cached = list(self._cached.items())
+        for (owner, other), other_kv in cached:
+            if owner == namespace and (m := _n_common(ids, other)) > n:
+                n, kv = m, other_kv
+        return n, kv
 
     @property
     def n_bytes(self) -> int:

@@ -78,9 +78,9 @@ class BatchEngine:
 
     def _cost(self, request: PreparedRequest, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""
-        prompt, own = request.prompt, self.engine.prompts.prefix
-        n_prefix = len(own) if prompt.prefix == own and request.blend.method != "full" else 0
-        n_stored = 0
+        prompt, n_prefix, n_stored = request.prompt, 0, 0
+        if request.blend.method != "full":
+            n_prefix = blender.prefixes.n_cached(blender.key.namespace, prompt.prefix)
         if request.blend.method in ("auto", "blend", "reuse"):
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]

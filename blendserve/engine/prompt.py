@@ -24,6 +24,7 @@ from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
+from blendserve.engine.chat import Chat, chat_ids
 from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
@@ -31,6 +32,7 @@ PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
 MESSAGE = "<<<blendserve-message-{}>>>"
 LONG = 6  # characters a token: most texts have fewer
 CUT = 16  # tokens that a text, or its beginning, may have more alone than in a prompt, at most
+PLAIN_SUFFIX = 16  # last tokens of a plain prompt, which are always computed
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")
 
 
@@ -97,6 +99,20 @@ class PromptBuilder:
         said = {MESSAGE.format(i): message.text for i, message in enumerate(history)}
         prefix = self._ids(head, said) if history else self.prefix
         return PromptFrame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
+
+    def plain(self, text: Chat | str) -> Prompt:
+        """A client's own prompt: a chat by the model's template, or a text as it is, control tokens included.
+
+        Raises InputError for a chat that the template refuses, and for a text without tokens.
+        """
+        if isinstance(text, str):
+            ids = tuple(self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"])
+        else:
+            ids = chat_ids(self._tokenizer, text, self._tokens)
+        if not ids:
+            raise InputError("the prompt is empty: send some text", setting="prompt")
+        start = max(0, len(ids) - PLAIN_SUFFIX)
+        return Prompt(ids[:start], (), ids[start:], is_plain=True)
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as it stands in a prompt; without text, no tokens."""

@@ -107,7 +107,12 @@ class TenantCollections:
     def search(
         self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int
     ) -> list[Passage]:
-        """The nearest passages of these collections, or of all that the tenant may use. On the executor's thread."""
+        """The nearest passages of these collections, or of all that the tenant may use. On the executor's thread.
+
+        Raises NotFound; InputError on a server without collections.
+        """
+        if not self.indexes:
+            raise InputError("this server has no collections to retrieve from: send `passages`")
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
         return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
 
