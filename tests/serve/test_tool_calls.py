@@ -1,0 +1,170 @@
+"""Tool calls are found in every form, wherever the text is cut; anything else stays text, character for character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blendserve.serve.tool_calls import ToolCallParser, split_calls
+
+NAMES = ["get_weather", "f", "weather", "na\u00efve tool"]
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def hermes(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def listed(key: str, calls: Calls) -> str:
+    return dumps([{"name": name, key: arguments} for name, arguments in calls])
+
+
+def joined(between: str, key: str, calls: Calls) -> str:
+    return between.join(dumps({"name": name, key: arguments}) for name, arguments in calls)
+
+
+FORMS: dict[str, Callable[[Calls], str]] = {
+    "Hermes": lambda calls: "\n".join(hermes(*call) for call in calls),
+    "Hermes without its last end": lambda calls: FORMS["Hermes"](calls).removesuffix("</tool_call>"),
+    "Mistral": lambda calls: f"[TOOL_CALLS] {listed('arguments', calls)}",
+    "Mistral without its marker": lambda calls: listed("arguments", calls),
+    "new Mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(args)}" for name, args in calls),
+    "new Mistral without its markers": lambda calls: "".join(f"{name}{dumps(args)}" for name, args in calls),
+    "Llama": lambda calls: f"<|python_tag|>{joined('; ', 'parameters', calls)}",
+    "Llama without its marker": lambda calls: joined(";", "parameters", calls),
+    "Llama with types": lambda calls: "\n".join(
+        dumps({"type": "function", "name": name, "parameters": arguments}) for name, arguments in calls
+    ),
+}
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), VALUES, max_size=3)), min_size=1, max_size=3
+)
+PROSE = st.text(st.sampled_from("Ab,.:;}]>\n "), max_size=12)
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        [
+            *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '"name"', '"arguments"', ":"),
+            *('"f"', "f{}", '{"name": "f"}', '{"name": "f", "arguments": {"a": "}"}}', "get_", "weather{", '"weather"'),
+            *("{", "}", "[", "]", ",", ";", " ", "\n", "\t" * 9, "a", "<", '"', "\\", '"type": "function"', "\u00e9"),
+        ]
+    ),
+    max_size=14,
+).map("".join)
+CUTS = st.lists(st.integers(1, 9), max_size=60)
+
+
+def streamed(text: str, cuts: Sequence[int], names: Sequence[str] = NAMES) -> tuple[str, Calls]:
+    """The text and the calls of pieces of these lengths, and of the rest."""
+    parser, shown = ToolCallParser(names), ""
+    for length in cuts:
+        shown += parser.push(text[:length])
+        text = text[length:]
+    shown += parser.push(text)
+    rest, calls = parser.finish()
+    return shown + rest, [(call.name, call.input) for call in calls]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(calls=CALLS, prose=PROSE, cuts=CUTS)
+def test_calls_of_every_form_are_found_behind_any_text(
+    form: str, calls: Calls, prose: str, cuts: list[int]
+) -> None:
+    before = prose.rstrip()[-1:]
+    prose += "." if before.isalnum() or before == "," else ""  # else a longer name, or a longer list
+    assert streamed(prose + FORMS[form](calls) + "\n", cuts) == (prose.rstrip(), calls)
+
+
+@given(st.lists(st.tuples(PROSE, CALLS), max_size=3), PROSE, CUTS)
+def test_text_between_and_behind_calls_stays(parts: list[tuple[str, Calls]], last: str, cuts: list[int]) -> None:
+    """White space in front of a call goes with it, and at the end of an answer with calls."""
+    text = "".join(prose + FORMS["Hermes"](calls) for prose, calls in parts) + last
+    expected = "".join(prose.rstrip() for prose, _ in parts) + (last if last.strip() or not parts else "")
+    assert streamed(text, cuts) == (expected, [call for _, calls in parts for call in calls])
+
+
+@given(FRAGMENTS, CUTS)
+def test_cuts_change_nothing(text: str, cuts: list[int]) -> None:
+    whole, calls = split_calls(text, NAMES)
+    assert streamed(text, cuts) == (whole, [(call.name, call.input) for call in calls])
+    assert calls or whole == text
+
+
+@given(FRAGMENTS, CUTS)
+def test_without_a_known_name_all_is_text(text: str, cuts: list[int]) -> None:
+    for names in ([], ["g", "some_other"]):
+        assert streamed(text, cuts, names) == (text, [])
+
+
+@given(CALLS, CUTS)
+def test_an_answer_that_is_cut_within_its_call_is_text(calls: Calls, cuts: list[int]) -> None:
+    for form in ("Hermes", "Mistral without its marker", "new Mistral"):
+        text = FORMS[form](calls[:1])
+        text = text.removesuffix("\n</tool_call>")[:-1]
+        assert streamed(text, cuts) == (text, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "parameters": {}} is how a tool is called.',
+        'Write {"name": "f", "arguments": {}} or\n```json\n{"name": "f", "parameters": {"a": 1}}\n```',
+        '[{"name": "f", "arguments": {}}, {"name": "unknown", "arguments": {}}]',
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "no JSON"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>',
+        '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 100_000,
+        "forget_weather{}",
+        "re-weather{}",
+        "f {}",
+        "[TOOL_CALLS]",
+        "<|python_tag|>print(f{1})",
+        "",
+        " \n",
+    ],
+    ids=range(19),
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert split_calls(text, NAMES) == (text, [])
+
+
+def test_arguments_may_be_written_as_a_text_or_left_out_or_come_first() -> None:
+    for written, arguments in (
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', {"a": 1}),
+        ('{"name": "f"}', {}),
+        ('{"name": "f", "arguments": null}', {}),
+        ('{"arguments": {"a": "two\nlines"}, "name": "f"}', {"a": "two\nlines"}),
+    ):
+        _, calls = split_calls(f"<tool_call>{written}</tool_call>", NAMES)
+        assert [(call.name, call.input) for call in calls] == [("f", arguments)]
+        assert json.loads(calls[0].arguments) == arguments
+
+
+def test_text_is_shown_while_it_comes() -> None:
+    """No more is held back than a call's beginning is long, even where brackets and names are all over."""
+    line = 'if (a[0] < b["name"]) {\n\treturn {"name": "search engine", "x": [1, {"y": "<tool>"}]};\n}\n'
+    text, parser, shown = 20 * line, ToolCallParser(["search"]), ""
+    for n, character in enumerate(text, 1):
+        shown += parser.push(character)
+        assert len(text[:n].rstrip()) - len(shown) <= len('{"name": "search"')
+    assert shown + parser.finish()[0] == text
+    assert ToolCallParser(["search"]).push("Hello {x") == "Hello {x"
