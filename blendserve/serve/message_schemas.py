@@ -51,7 +51,9 @@ def _text_source(source: Any) -> Any:
     if isinstance(source, dict) and source.get("type") == "content":
         return {"type": "text", "data": source.get("content")}
     if isinstance(source, dict) and source.get("type") != "text":
-        raise ValueError(f"a source of type {source.get('type')!r} is not supported: send the document's text")
+        raise ValueError(
+            f"a source of type {source.get('type')!r} is not supported: send the document's text"
+        )
     return source
 
 
@@ -111,7 +113,7 @@ class ToolUse(Block):
     type: Literal["tool_use"]
     id: Label
     name: Name
-    input: JsonObject = {}
+    input: JsonObject = Field(default_factory=dict)
 
 
 TextLike = TextBlock | SearchResult | DocumentBlock
@@ -124,7 +126,7 @@ class ToolResult(Block):
         list[Annotated[TextLike, Field(discriminator="type")]],
         Field(max_length=MAX_ITEMS),
         BeforeValidator(_as_blocks),
-    ] = []
+    ] = Field(default_factory=list)
     is_error: bool | None = None
 
 
@@ -155,7 +157,10 @@ class ToolIn(Body):
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it: in OpenAI's form."""
         described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **described, "parameters": self.input_schema},
+        }
 
 
 class ToolChoice(Body):
@@ -167,7 +172,7 @@ class CountRequest(Body):
 
     model: Name
     messages: Annotated[list[MessageIn], Field(min_length=1, max_length=MAX_ITEMS)]
-    system: TextBlocks = []
+    system: TextBlocks = Field(default_factory=list)
     tools: Annotated[list[ToolIn], Field(max_length=MAX_ITEMS)] | None = None
     tool_choice: ToolChoice | None = None
 
@@ -177,7 +182,7 @@ class CountRequest(Body):
         return [] if self.tool_choice and self.tool_choice.type == "none" else self.tools or []
 
     def chat(self) -> Chat:
-        """The whole prompt. Messages in a row of one role are one message. Raises InputError for an answer's beginning."""
+        """The whole prompt; messages in a row of one role are one. Raises InputError for the beginning of an answer."""
         if self.messages[-1].role != "user":
             raise InputError(
                 "the last message has role 'assistant': an answer cannot be continued, end with a message of role 'user'",
@@ -186,7 +191,8 @@ class CountRequest(Body):
         system = _paragraphs(self.system)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         names = {b.id: b.name for message in self.messages for b in message.content if isinstance(b, ToolUse)}
-        for role, group in groupby(self.messages, lambda message: message.role):
+        spoken = (message for message in self.messages if message.content)
+        for role, group in groupby(spoken, lambda message: message.role):
             blocks = [block for message in group for block in message.content]
             messages += _assistant(blocks) if role == "assistant" else _user(blocks, names)
         return Chat(tuple(messages), tuple(tool.for_template() for tool in self.offered_tools))
@@ -200,7 +206,7 @@ class MessagesRequest(CountRequest):
     """POST /v1/messages"""
 
     max_tokens: Tokens
-    stop_sequences: Annotated[list[Stop], Field(max_length=16)] = []
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] = Field(default_factory=list)
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     stream: bool | None = False

@@ -147,7 +147,12 @@ class Blocks:
 
 
 def _tool_use(call: Call) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name, "input": call.input}
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": call.name,
+        "input": call.input,
+    }
 
 
 def _stop(answer: Answer, calls: Sequence[Call]) -> dict[str, str | None]:

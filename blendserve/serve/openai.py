@@ -136,8 +136,8 @@ class OpenAIFormat:
         self._client, self._model = client, model
         self._retrieves = query.passages is None and query.plain is None
         self._is_chat = isinstance(body, ChatRequest)
-        offers = isinstance(body, ChatRequest) and query.plain is not None
-        self._tools = [tool.function.name for tool in body.offered_tools] if offers else []
+        tools = body.offered_tools if isinstance(body, ChatRequest) and query.plain is not None else []
+        self._tools = [tool.function.name for tool in tools]
         self._notices = client.notices.ignored(body, *(() if query.plain else ("tools",)))
         self._notices |= {"removed": list(removed)} if removed else {}
         prefix = "chatcmpl" if self._is_chat else "cmpl"

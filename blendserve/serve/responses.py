@@ -38,7 +38,10 @@ ERRORS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.BlendserveError, 400, "invalid_request_error", None),
 )
 ANTHROPIC = "/v1/messages"  # beginning of the paths whose errors have Anthropic's format
-ANTHROPIC_TYPES = {"server_error": "api_error", "body_too_large": "request_too_large"}  # OpenAI's type or code -> type
+ANTHROPIC_TYPES = {
+    "server_error": "api_error",
+    "body_too_large": "request_too_large",
+}  # OpenAI's type or code -> type
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
 PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
 

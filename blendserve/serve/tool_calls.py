@@ -65,12 +65,15 @@ class ToolCallParser:
         self._first = {head[0] for head in heads}
         self._longest = max(map(len, heads)) + N_SPACES * MAX_SPACE
         self._direct = re.compile(rf"({_any_of(self._names)})(?:\[ARGS\])?\s*(?=\{{)")
-        self._seen, self._n_shown = "", 0  # the last character of the text and white space behind it; shown of it
+        self._seen, self._n_shown = (
+            "",
+            0,
+        )  # the last character of the text and white space behind it; shown of it
         self._held = ""  # may begin a call
         self._pieces = list[str]()  # behind the beginning of a call
 
     def push(self, piece: str) -> str:
-        """The text that is surely in no call, perhaps "". After the beginning of a call, everything waits for `finish`."""
+        """The text that is surely in no call, perhaps "". What follows the beginning of a call waits for `finish`."""
         if not self._names:
             return piece
         if self._pieces:

@@ -23,7 +23,13 @@ URL, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"name": "get_weather", "description": "Tells the weather.", "input_schema": SCHEMA}
 FUNCTION = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
-SCRIPT = ("Let me look", " it up.\n", '<tool_call>\n{"name": "get_weather", ', '"arguments": {"city": ', '"Paris"}}\n</tool_call>')
+SCRIPT = (
+    "Let me look",
+    " it up.\n",
+    '<tool_call>\n{"name": "get_weather", ',
+    '"arguments": {"city": ',
+    '"Paris"}}\n</tool_call>',
+)
 SAID, INPUT = "Let me look it up.", {"city": "Paris"}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": INPUT}
 
@@ -92,7 +98,10 @@ def same(message: dict[str, Any]) -> dict[str, Any]:
 
 TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "What is the weather?"},
-    {"role": "user", "content": [{"type": "text", "text": "In Paris.", "cache_control": {"type": "ephemeral"}}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "In Paris.", "cache_control": {"type": "ephemeral"}}],
+    },
     {
         "role": "assistant",
         "content": [
@@ -118,7 +127,7 @@ TURNS: list[dict[str, Any]] = [
 
 def test_turns_tools_and_results_are_openais() -> None:
     fields = {"system": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]}
-    request = CountRequest(model=MODEL, messages=TURNS, tools=[TOOL], **fields)  # type: ignore[arg-type]
+    request = CountRequest(model=MODEL, messages=TURNS, tools=[TOOL], **fields)
     calls = [
         {"id": id, "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
         for id, city in (("toolu_1", "Paris"), ("toolu_2", "Rome"))
@@ -133,7 +142,7 @@ def test_turns_tools_and_results_are_openais() -> None:
         {"role": "user", "content": "And now?\n\nGo on."},
     ]
     assert list(chat.tools) == [{"type": "function", "function": FUNCTION}]
-    none = CountRequest(model=MODEL, messages=TURNS, tools=[TOOL], tool_choice={"type": "none"})  # type: ignore[arg-type]
+    none = CountRequest(model=MODEL, messages=TURNS, tools=[TOOL], tool_choice={"type": "none"})
     assert none.chat().tools == ()
 
 
@@ -150,7 +159,12 @@ def test_search_results_and_documents_are_their_text() -> None:
             "citations": {"enabled": True},
         },
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": dogs.text}},
-        {"type": "document", "source": {"type": "content", "content": snow.text}, "title": snow.title, "context": "Old."},
+        {
+            "type": "document",
+            "source": {"type": "content", "content": snow.text},
+            "title": snow.title,
+            "context": "Old.",
+        },
         {"type": "text", "text": "Who?"},
     ]
     found = "\n\n".join(
@@ -163,7 +177,7 @@ def test_search_results_and_documents_are_their_text() -> None:
     assert [message["content"] for message in request.chat().messages] == [found]
     result = [USE | {"id": "1"}], [{"type": "tool_result", "tool_use_id": "1", "content": parts[1:3]}]
     turns = [{"role": role, "content": c} for role, c in zip(("assistant", "user"), result, strict=True)]
-    told = CountRequest(model=MODEL, messages=[*asked(), *turns]).chat().messages[-1]  # type: ignore[list-item]
+    told = CountRequest(model=MODEL, messages=[*asked(), *turns]).chat().messages[-1]
     assert told["content"] == "\n\n".join(found.split("\n\n")[1:3])
 
 
@@ -193,9 +207,13 @@ def test_an_answer_is_the_one_to_openais_chat(server: Server, client: Client) ->
     assert (told["type"], told["role"], told["model"]) == ("message", "assistant", "public")
     assert told["id"].startswith("msg_")
     assert (told["stop_reason"], told["stop_sequence"]) == ("max_tokens", None)
-    n_prompt = client.post(COUNT, {k: v for k, v in request.items() if k != "max_tokens"}).json()["input_tokens"]
+    n_prompt = client.post(COUNT, {k: v for k, v in request.items() if k != "max_tokens"}).json()[
+        "input_tokens"
+    ]
     usage = told["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == n_prompt == done["usage"]["prompt_tokens"]
+    assert (
+        usage["input_tokens"] + usage["cache_read_input_tokens"] == n_prompt == done["usage"]["prompt_tokens"]
+    )
     assert usage["output_tokens"] == 8
     assert told["x_blendserve"]["ignored"] == ["top_k"]
     assert told["x_blendserve"]["report"]["tokens_prompt"] == n_prompt
@@ -217,7 +235,9 @@ def test_a_repeated_prompt_is_read_from_the_cache(client: Client) -> None:
     assert full["usage"]["cache_read_input_tokens"] == 0
 
 
-@pytest.mark.parametrize("content", [QUESTIONS[0], [{"type": "text", "text": QUESTIONS[1]}]], ids=["text", "blocks"])
+@pytest.mark.parametrize(
+    "content", [QUESTIONS[0], [{"type": "text", "text": QUESTIONS[1]}]], ids=["text", "blocks"]
+)
 def test_a_stream_is_the_same_message(client: Client, content: Any) -> None:
     request = body(content, x_blendserve={"method": "full"})
     whole, events = client.post(URL, request).json(), stream(client, request)
@@ -228,7 +248,7 @@ def test_a_stream_is_the_same_message(client: Client, content: Any) -> None:
 
 
 def test_calls_are_tool_use_blocks(scripted: Server) -> None:
-    request = body(tools=[TOOL], max_tokens=50)
+    request = body(tools=[TOOL], max_tokens=50, x_blendserve={"method": "full"})
     message = scripted.post(URL, request).json()
     text, use = message["content"]
     assert text == {"type": "text", "text": SAID}
@@ -239,8 +259,13 @@ def test_calls_are_tool_use_blocks(scripted: Server) -> None:
     assert same(streamed) == same(message)
     turns = [*asked(), {"role": "assistant", "content": message["content"]}]
     result = [{"type": "tool_result", "tool_use_id": use["id"], "content": "Rain."}]
-    again = scripted.post(URL, {**request, "messages": [*turns, {"role": "user", "content": result}]})
-    assert again.json()["usage"]["cache_read_input_tokens"] > 0
+    again = {**request, "messages": [*turns, {"role": "user", "content": result}]}
+    n_tokens = scripted.post(COUNT, again).json()["input_tokens"]
+    assert (
+        scripted.post(URL, again).json()["usage"]["input_tokens"]
+        == n_tokens
+        > message["usage"]["input_tokens"]
+    )
 
 
 def test_why_an_answer_ends(scripted: Server) -> None:
@@ -267,7 +292,11 @@ def test_openais_client_gets_calls(scripted: Server) -> None:
     done = scripted.chat(tools=tools, max_tokens=50)
     (call,) = done.choices[0].message.tool_calls
     assert (done.choices[0].message.content, done.choices[0].finish_reason) == (SAID, "tool_calls")
-    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "get_weather", INPUT)
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "get_weather",
+        INPUT,
+    )
     create: Any = scripted.openai.chat.completions.stream
     with create(model=MODEL, messages=asked(), tools=tools, max_tokens=50) as events:
         final = events.get_final_completion().choices[0]
@@ -293,12 +322,18 @@ def test_without_offered_tools_calls_are_text(scripted: Server) -> None:
 
 
 def test_a_message_of_calls_alone_has_no_content(tmp_path_factory: pytest.TempPathFactory) -> None:
-    calls = [f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{c}"}}}}\n</tool_call>\n' for c in "ab"]
+    calls = [
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{c}"}}}}\n</tool_call>\n'
+        for c in "ab"
+    ]
     folder = tmp_path_factory.mktemp("calls")
     with serving(folder, model=scripted_model(*calls), has_index=False) as server:
         done = server.chat(tools=[{"type": "function", "function": FUNCTION}]).choices[0]
         assert done.message.content is None
-        assert [json.loads(c.function.arguments) for c in done.message.tool_calls] == [{"city": "a"}, {"city": "b"}]
+        assert [json.loads(c.function.arguments) for c in done.message.tool_calls] == [
+            {"city": "a"},
+            {"city": "b"},
+        ]
         message = assembled(stream(server, body(tools=[TOOL])))
         assert [block["input"] for block in message["content"]] == [{"city": "a"}, {"city": "b"}]
 
@@ -323,7 +358,13 @@ def test_a_message_of_calls_alone_has_no_content(tmp_path_factory: pytest.TempPa
         {"messages": asked([{"type": "tool_result", "tool_use_id": "1", "content": [USE]}])},
         {"messages": asked([{"text": "no type"}])},
         {"messages": asked([7])},
-        {"messages": [*asked(), {"role": "assistant", "content": [{**USE, "input": {"a": "\ud800"}}]}, *asked()]},
+        {
+            "messages": [
+                *asked(),
+                {"role": "assistant", "content": [{**USE, "input": {"a": "\ud800"}}]},
+                *asked(),
+            ]
+        },
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tools": [{"name": "f"}]},
         {"tools": [{"name": "f", "input_schema": {"description": "\ud800"}}]},
@@ -360,7 +401,7 @@ def test_tools_need_a_template_with_a_place_for_them(client: Client) -> None:
 
 def test_an_answers_beginning_is_refused() -> None:
     with pytest.raises(InputError) as error:
-        CountRequest(model=MODEL, messages=TURNS[:3]).chat()  # type: ignore[arg-type]
+        CountRequest(model=MODEL, messages=TURNS[:3]).chat()
     assert error.value.setting == "messages"
 
 
@@ -379,7 +420,10 @@ def test_errors_and_keys_are_anthropics(server: Server, client: Client) -> None:
     assert server.http.get("/v1/models", headers={"x-api-key": "wrong"}).json().keys() == {"error"}
     assert kind(client.post(URL, body(model="claude"))) == (404, "not_found_error")
     assert kind(client.post(COUNT, body(model="claude"))) == (404, "not_found_error")
-    assert kind(client.http.post(URL, content="{", headers=bearer(client.key))) == (400, "invalid_request_error")
+    assert kind(client.http.post(URL, content="{", headers=bearer(client.key))) == (
+        400,
+        "invalid_request_error",
+    )
     assert kind(client.post(URL, body("long " * 20_000))) == (413, "request_too_large")
     assert kind(client.get(URL)) == (405, "invalid_request_error")
     limited = server.tenant(max_per_minute=1)

@@ -47,20 +47,59 @@ FORMS: dict[str, Callable[[Calls], str]] = {
 }
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
 CALLS = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), VALUES, max_size=3)), min_size=1, max_size=3
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), VALUES, max_size=3)),
+    min_size=1,
+    max_size=3,
 )
 PROSE = st.text(st.sampled_from("Ab,.:;}]>\n "), max_size=12)
 FRAGMENTS = st.lists(
     st.sampled_from(
         [
-            *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '"name"', '"arguments"', ":"),
-            *('"f"', "f{}", '{"name": "f"}', '{"name": "f", "arguments": {"a": "}"}}', "get_", "weather{", '"weather"'),
-            *("{", "}", "[", "]", ",", ";", " ", "\n", "\t" * 9, "a", "<", '"', "\\", '"type": "function"', "\u00e9"),
+            *(
+                "<tool_call>",
+                "</tool_call>",
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "<|python_tag|>",
+                '"name"',
+                '"arguments"',
+                ":",
+            ),
+            *(
+                '"f"',
+                "f{}",
+                '{"name": "f"}',
+                '{"name": "f", "arguments": {"a": "}"}}',
+                "get_",
+                "weather{",
+                '"weather"',
+            ),
+            *(
+                "{",
+                "}",
+                "[",
+                "]",
+                ",",
+                ";",
+                " ",
+                "\n",
+                "\t" * 9,
+                "a",
+                "<",
+                '"',
+                "\\",
+                '"type": "function"',
+                "\u00e9",
+            ),
         ]
     ),
     max_size=14,
@@ -90,7 +129,9 @@ def test_calls_of_every_form_are_found_behind_any_text(
 
 
 @given(st.lists(st.tuples(PROSE, CALLS), max_size=3), PROSE, CUTS)
-def test_text_between_and_behind_calls_stays(parts: list[tuple[str, Calls]], last: str, cuts: list[int]) -> None:
+def test_text_between_and_behind_calls_stays(
+    parts: list[tuple[str, Calls]], last: str, cuts: list[int]
+) -> None:
     """White space in front of a call goes with it, and at the end of an answer with calls."""
     text = "".join(prose + FORMS["Hermes"](calls) for prose, calls in parts) + last
     expected = "".join(prose.rstrip() for prose, _ in parts) + (last if last.strip() or not parts else "")

@@ -68,7 +68,10 @@ def toy_model() -> LoadedModel:
 
 
 def toy_engine(
-    kv_store: KVStore | None = None, config: Config = CONFIG, model: LoadedModel | None = None, **sections: Any
+    kv_store: KVStore | None = None,
+    config: Config = CONFIG,
+    model: LoadedModel | None = None,
+    **sections: Any,
 ) -> Engine:
     """An engine without an index; `sections` change the configuration: `blend={"ratio": 0.5}`."""
     merged = {name: {**getattr(config, name).model_dump(), **part} for name, part in sections.items()}

@@ -170,7 +170,12 @@ class Server(Client):
     """A server on a real socket of this process; `serve.port` counts if it is not the default one."""
 
     def __init__(
-        self, folder: Path, serve: ServeConfig, model: LoadedModel | None = None, has_index: bool = True, **changes: Any
+        self,
+        folder: Path,
+        serve: ServeConfig,
+        model: LoadedModel | None = None,
+        has_index: bool = True,
+        **changes: Any,
     ) -> None:
         """model: in place of the toy model. changes: of sections of the engine's settings."""
         self.folder, self.serve = folder, serve
@@ -264,9 +269,9 @@ def events(lines: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in data if text != "[DONE]"]
 
 
-def asked(text: str = QUESTIONS[0], **fields: Any) -> list[Any]:
+def asked(content: Any = QUESTIONS[0], **fields: Any) -> list[Any]:
     """The messages of a chat."""
-    return [{"role": "user", "content": text, **fields}]
+    return [{"role": "user", "content": content, **fields}]
 
 
 def bearer(key: str) -> dict[str, str]:

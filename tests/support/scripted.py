@@ -54,4 +54,4 @@ def scripted_model(*pieces: str, context: int = 1024) -> LoadedModel:
         followers = [*range(n_before, len(tokenizer)), tokenizer.eos_token_id]
         model.lm_head.weight[followers] = basis
     decoder, ends = DecoderModel.of(model), end_tokens(model, tokenizer)
-    return LoadedModel("scripted", decoder, tokenizer, fingerprint(model), ends)
+    return LoadedModel("tiny", decoder, tokenizer, fingerprint(model), ends)
