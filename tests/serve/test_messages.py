@@ -1,97 +1,18 @@
-"""POST /v1/messages: Anthropic's requests become the model's own chat, answers and errors have Anthropic's form.
-
-And calls of tools, over this route and OpenAI's, by a model that always writes the same answer.
-"""
+"""POST /v1/messages: Anthropic's requests become the model's own chat, answers and errors have Anthropic's form."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from blendserve.errors import InputError
 from blendserve.serve.message_schemas import CountRequest
 from tests.support.engines import PASSAGES, QUESTIONS, toy_model
-from tests.support.http import KEY, MODEL, OWN, Client, Server, asked, bearer, serving
-from tests.support.scripted import scripted_model
-
-URL, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-TOOL = {"name": "get_weather", "description": "Tells the weather.", "input_schema": SCHEMA}
-FUNCTION = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
-SCRIPT = (
-    "Let me look",
-    " it up.\n",
-    '<tool_call>\n{"name": "get_weather", ',
-    '"arguments": {"city": ',
-    '"Paris"}}\n</tool_call>',
-)
-SAID, INPUT = "Let me look it up.", {"city": "Paris"}
-USE = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": INPUT}
-
-
-def body(content: Any = QUESTIONS[0], **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 8, "messages": asked(content), **fields}
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("scripted"), model=scripted_model(*SCRIPT), has_index=False) as made:
-        yield made
-
-
-def stream(server: Client, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, each named by its type."""
-    response = server.post(URL, {**request, "stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for block in response.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client puts together from a stream."""
-    first, *others = events
-    assert (first["type"], others[-1]) == ("message_start", {"type": "message_stop"})
-    message: dict[str, Any] = first["message"]
-    written, is_open = "", False
-    for event in others[:-1]:
-        if event["type"] == "content_block_start":
-            assert (event["index"], is_open) == (len(message["content"]), False)
-            message["content"].append(event["content_block"])
-            written, is_open = "", True
-        elif event["type"] == "content_block_delta":
-            assert (event["index"], is_open) == (len(message["content"]) - 1, True)
-            delta, block = event["delta"], message["content"][-1]
-            if delta["type"] == "text_delta":
-                assert delta["text"]
-                block["text"] += delta["text"]
-            else:
-                written += delta["partial_json"]
-                block["input"] = json.loads(written)
-        elif event["type"] == "content_block_stop":
-            assert (event["index"], is_open) == (len(message["content"]) - 1, True)
-            is_open = False
-        else:
-            assert (event["type"], is_open) == ("message_delta", False)
-            message |= event["delta"]
-            message["usage"] |= event["usage"]
-            message["x_blendserve"] |= event["x_blendserve"]
-    return message
-
-
-def same(message: dict[str, Any]) -> dict[str, Any]:
-    """All but ids and timings."""
-    content = [{k: v for k, v in block.items() if k != "id"} for block in message["content"]]
-    return {k: v for k, v in message.items() if k not in ("id", "x_blendserve")} | {"content": content}
-
+from tests.support.http import KEY, MODEL, OWN, Client, Server, asked, bearer
+from tests.support.messages import COUNT, FUNCTION, TOOL, URL, USE, assembled, body, same, stream
 
 # The prompt
 
@@ -245,97 +166,6 @@ def test_a_stream_is_the_same_message(client: Client, content: Any) -> None:
     assert same(message) == same(whole)
     assert message["x_blendserve"]["report"] == whole["x_blendserve"]["report"]
     assert events[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-
-
-def test_calls_are_tool_use_blocks(scripted: Server) -> None:
-    request = body(tools=[TOOL], max_tokens=50, x_blendserve={"method": "full"})
-    message = scripted.post(URL, request).json()
-    text, use = message["content"]
-    assert text == {"type": "text", "text": SAID}
-    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", INPUT)
-    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
-    assert message["usage"]["output_tokens"] == len(SCRIPT)
-    streamed = assembled(stream(scripted, request))
-    assert same(streamed) == same(message)
-    turns = [*asked(), {"role": "assistant", "content": message["content"]}]
-    result = [{"type": "tool_result", "tool_use_id": use["id"], "content": "Rain."}]
-    again = {**request, "messages": [*turns, {"role": "user", "content": result}]}
-    n_tokens = scripted.post(COUNT, again).json()["input_tokens"]
-    assert (
-        scripted.post(URL, again).json()["usage"]["input_tokens"]
-        == n_tokens
-        > message["usage"]["input_tokens"]
-    )
-
-
-def test_why_an_answer_ends(scripted: Server) -> None:
-    written = "".join(SCRIPT)
-    for fields, text, reason, sequence in (
-        ({"max_tokens": 50}, written, "end_turn", None),
-        ({"max_tokens": 100_000}, written, "end_turn", None),  # more than the context has
-        ({"max_tokens": 50, "tools": [TOOL], "tool_choice": {"type": "none"}}, written, "end_turn", None),
-        ({"max_tokens": 1, "tools": [TOOL]}, SCRIPT[0], "max_tokens", None),
-        ({"max_tokens": 3, "tools": [TOOL]}, "".join(SCRIPT[:3]), "max_tokens", None),
-        ({"max_tokens": 50, "stop_sequences": ["Paris", " it"]}, SCRIPT[0], "stop_sequence", " it"),
-        ({"max_tokens": 50, "stop_sequences": ["Let"]}, "", "stop_sequence", "Let"),
-    ):
-        for message in (
-            scripted.post(URL, body(**fields)).json(),
-            assembled(stream(scripted, body(**fields))),
-        ):
-            assert "".join(block["text"] for block in message["content"]) == text
-            assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
-
-
-def test_openais_client_gets_calls(scripted: Server) -> None:
-    tools = [{"type": "function", "function": FUNCTION}]
-    done = scripted.chat(tools=tools, max_tokens=50)
-    (call,) = done.choices[0].message.tool_calls
-    assert (done.choices[0].message.content, done.choices[0].finish_reason) == (SAID, "tool_calls")
-    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
-        "function",
-        "get_weather",
-        INPUT,
-    )
-    create: Any = scripted.openai.chat.completions.stream
-    with create(model=MODEL, messages=asked(), tools=tools, max_tokens=50) as events:
-        final = events.get_final_completion().choices[0]
-    assert (final.message.content, final.finish_reason) == (SAID, "tool_calls")
-    (streamed,) = final.message.tool_calls
-    assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("get_weather", INPUT)
-    assert streamed.id.startswith("call_")
-    assert streamed.id != call.id
-    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
-    again = scripted.chat([*asked(), done.choices[0].message.to_dict(), result], tools=tools, max_tokens=1)
-    assert again.choices[0].finish_reason == "length"
-
-
-def test_without_offered_tools_calls_are_text(scripted: Server) -> None:
-    tools = [{"type": "function", "function": FUNCTION}]
-    other = [{"type": "function", "function": {**FUNCTION, "name": "other"}}]
-    for fields in ({}, {"tools": tools, "tool_choice": "none"}, {"tools": other}):
-        choice = scripted.chat(max_tokens=50, **fields).choices[0]
-        assert (choice.message.content, choice.finish_reason) == ("".join(SCRIPT), "stop")
-        assert choice.message.tool_calls is None
-    with pytest.raises(openai.BadRequestError):
-        scripted.chat(tools=tools, tool_choice="required")
-
-
-def test_a_message_of_calls_alone_has_no_content(tmp_path_factory: pytest.TempPathFactory) -> None:
-    calls = [
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{c}"}}}}\n</tool_call>\n'
-        for c in "ab"
-    ]
-    folder = tmp_path_factory.mktemp("calls")
-    with serving(folder, model=scripted_model(*calls), has_index=False) as server:
-        done = server.chat(tools=[{"type": "function", "function": FUNCTION}]).choices[0]
-        assert done.message.content is None
-        assert [json.loads(c.function.arguments) for c in done.message.tool_calls] == [
-            {"city": "a"},
-            {"city": "b"},
-        ]
-        message = assembled(stream(server, body(tools=[TOOL])))
-        assert [block["input"] for block in message["content"]] == [{"city": "a"}, {"city": "b"}]
 
 
 # Errors and keys

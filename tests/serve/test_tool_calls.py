@@ -6,11 +6,27 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.serve.tool_calls import ToolCallParser, split_calls
+from tests.support.http import MODEL, Server, asked, serving
+from tests.support.messages import (
+    COUNT,
+    FUNCTION,
+    INPUT,
+    SAID,
+    SCRIPT,
+    TOOL,
+    URL,
+    assembled,
+    body,
+    same,
+    stream,
+)
+from tests.support.scripted import scripted_model
 
 NAMES = ["get_weather", "f", "weather", "na\u00efve tool"]
 Calls = list[tuple[str, dict[str, Any]]]
@@ -209,3 +225,97 @@ def test_text_is_shown_while_it_comes() -> None:
         assert len(text[:n].rstrip()) - len(shown) <= len('{"name": "search"')
     assert shown + parser.finish()[0] == text
     assert ToolCallParser(["search"]).push("Hello {x") == "Hello {x"
+
+
+# Over HTTP, by a model that always writes the same answer
+
+
+def test_calls_are_tool_use_blocks(scripted: Server) -> None:
+    request = body(tools=[TOOL], max_tokens=50, x_blendserve={"method": "full"})
+    message = scripted.post(URL, request).json()
+    text, use = message["content"]
+    assert text == {"type": "text", "text": SAID}
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", INPUT)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert message["usage"]["output_tokens"] == len(SCRIPT)
+    streamed = assembled(stream(scripted, request))
+    assert same(streamed) == same(message)
+    turns = [*asked(), {"role": "assistant", "content": message["content"]}]
+    result = [{"type": "tool_result", "tool_use_id": use["id"], "content": "Rain."}]
+    again = {**request, "messages": [*turns, {"role": "user", "content": result}]}
+    n_tokens = scripted.post(COUNT, again).json()["input_tokens"]
+    assert (
+        scripted.post(URL, again).json()["usage"]["input_tokens"]
+        == n_tokens
+        > message["usage"]["input_tokens"]
+    )
+
+
+def test_why_an_answer_ends(scripted: Server) -> None:
+    written = "".join(SCRIPT)
+    for fields, text, reason, sequence in (
+        ({"max_tokens": 50}, written, "end_turn", None),
+        ({"max_tokens": 100_000}, written, "end_turn", None),  # more than the context has
+        ({"max_tokens": 50, "tools": [TOOL], "tool_choice": {"type": "none"}}, written, "end_turn", None),
+        ({"max_tokens": 1, "tools": [TOOL]}, SCRIPT[0], "max_tokens", None),
+        ({"max_tokens": 3, "tools": [TOOL]}, "".join(SCRIPT[:3]), "max_tokens", None),
+        ({"max_tokens": 50, "stop_sequences": ["Paris", " it"]}, SCRIPT[0], "stop_sequence", " it"),
+        ({"max_tokens": 50, "stop_sequences": ["Let"]}, "", "stop_sequence", "Let"),
+    ):
+        for message in (
+            scripted.post(URL, body(**fields)).json(),
+            assembled(stream(scripted, body(**fields))),
+        ):
+            assert "".join(block["text"] for block in message["content"]) == text
+            assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+
+
+def test_openais_client_gets_calls(scripted: Server) -> None:
+    tools = [{"type": "function", "function": FUNCTION}]
+    done = scripted.chat(tools=tools, max_tokens=50)
+    (call,) = done.choices[0].message.tool_calls
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == (SAID, "tool_calls")
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "get_weather",
+        INPUT,
+    )
+    create: Any = scripted.openai.chat.completions.stream
+    with create(model=MODEL, messages=asked(), tools=tools, max_tokens=50) as events:
+        final = events.get_final_completion().choices[0]
+    assert (final.message.content, final.finish_reason) == (SAID, "tool_calls")
+    (streamed,) = final.message.tool_calls
+    assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("get_weather", INPUT)
+    assert streamed.id.startswith("call_")
+    assert streamed.id != call.id
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    again = scripted.chat([*asked(), done.choices[0].message.to_dict(), result], tools=tools, max_tokens=1)
+    assert again.choices[0].finish_reason == "length"
+
+
+def test_without_offered_tools_calls_are_text(scripted: Server) -> None:
+    tools = [{"type": "function", "function": FUNCTION}]
+    other = [{"type": "function", "function": {**FUNCTION, "name": "other"}}]
+    for fields in ({}, {"tools": tools, "tool_choice": "none"}, {"tools": other}):
+        choice = scripted.chat(max_tokens=50, **fields).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("".join(SCRIPT), "stop")
+        assert choice.message.tool_calls is None
+    with pytest.raises(openai.BadRequestError):
+        scripted.chat(tools=tools, tool_choice="required")
+
+
+def test_a_message_of_calls_alone_has_no_content(tmp_path_factory: pytest.TempPathFactory) -> None:
+    calls = [
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{c}"}}}}\n</tool_call>\n'
+        for c in "ab"
+    ]
+    folder = tmp_path_factory.mktemp("calls")
+    with serving(folder, model=scripted_model(*calls), has_index=False) as server:
+        done = server.chat(tools=[{"type": "function", "function": FUNCTION}]).choices[0]
+        assert done.message.content is None
+        assert [json.loads(c.function.arguments) for c in done.message.tool_calls] == [
+            {"city": "a"},
+            {"city": "b"},
+        ]
+        message = assembled(stream(server, body(tools=[TOOL])))
+        assert [block["input"] for block in message["content"]] == [{"city": "a"}, {"city": "b"}]
