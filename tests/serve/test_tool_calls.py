@@ -48,6 +48,7 @@ def joined(between: str, key: str, calls: Calls) -> str:
     return between.join(dumps({"name": name, key: arguments}) for name, arguments in calls)
 
 
+SPACE, QUOTED = "\n" + 7 * " ", ['"type"', ":", '"function"', ",", '"name"', ":"]
 FORMS: dict[str, Callable[[Calls], str]] = {
     "Hermes": lambda calls: "\n".join(hermes(*call) for call in calls),
     "Hermes without its last end": lambda calls: FORMS["Hermes"](calls).removesuffix("</tool_call>"),
@@ -59,6 +60,10 @@ FORMS: dict[str, Callable[[Calls], str]] = {
     "Llama without its marker": lambda calls: joined(";", "parameters", calls),
     "Llama with types": lambda calls: "\n".join(
         dumps({"type": "function", "name": name, "parameters": arguments}) for name, arguments in calls
+    ),
+    "Llama with white space": lambda calls: "".join(
+        f'{SPACE.join(["{", *QUOTED, dumps(name)])}, "parameters":\n\t{dumps(args)} }}'
+        for name, args in calls
     ),
 }
 
@@ -181,6 +186,7 @@ def test_an_answer_that_is_cut_within_its_call_is_text(calls: Calls, cuts: list[
         '{"name": "f", "parameters": {}} is how a tool is called.',
         'Write {"name": "f", "arguments": {}} or\n```json\n{"name": "f", "parameters": {"a": 1}}\n```',
         '[{"name": "f", "arguments": {}}, {"name": "unknown", "arguments": {}}]',
+        '[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}',
         '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
@@ -198,7 +204,7 @@ def test_an_answer_that_is_cut_within_its_call_is_text(calls: Calls, cuts: list[
         "",
         " \n",
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert split_calls(text, NAMES) == (text, [])
@@ -259,7 +265,7 @@ def test_why_an_answer_ends(scripted: Server) -> None:
         ({"max_tokens": 50, "tools": [TOOL], "tool_choice": {"type": "none"}}, written, "end_turn", None),
         ({"max_tokens": 1, "tools": [TOOL]}, SCRIPT[0], "max_tokens", None),
         ({"max_tokens": 3, "tools": [TOOL]}, "".join(SCRIPT[:3]), "max_tokens", None),
-        ({"max_tokens": 50, "stop_sequences": ["Paris", " it"]}, SCRIPT[0], "stop_sequence", " it"),
+        ({"max_tokens": 50, "stop_sequences": ["up", " it"]}, SCRIPT[0], "stop_sequence", " it"),
         ({"max_tokens": 50, "stop_sequences": ["Let"]}, "", "stop_sequence", "Let"),
     ):
         for message in (
@@ -298,6 +304,9 @@ def test_without_offered_tools_calls_are_text(scripted: Server) -> None:
     other = [{"type": "function", "function": {**FUNCTION, "name": "other"}}]
     for fields in ({}, {"tools": tools, "tool_choice": "none"}, {"tools": other}):
         choice = scripted.chat(max_tokens=50, **fields).choices[0]
+        chunks = [chunk.choices[0] for chunk in scripted.chat(max_tokens=50, stream=True, **fields)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content
+        assert chunks[-1].finish_reason == choice.finish_reason
         assert (choice.message.content, choice.finish_reason) == ("".join(SCRIPT), "stop")
         assert choice.message.tool_calls is None
     with pytest.raises(openai.BadRequestError):
@@ -305,17 +314,18 @@ def test_without_offered_tools_calls_are_text(scripted: Server) -> None:
 
 
 def test_a_message_of_calls_alone_has_no_content(tmp_path_factory: pytest.TempPathFactory) -> None:
-    calls = [
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{c}"}}}}\n</tool_call>\n'
-        for c in "ab"
-    ]
-    folder = tmp_path_factory.mktemp("calls")
-    with serving(folder, model=scripted_model(*calls), has_index=False) as server:
-        done = server.chat(tools=[{"type": "function", "function": FUNCTION}]).choices[0]
-        assert done.message.content is None
-        assert [json.loads(c.function.arguments) for c in done.message.tool_calls] == [
-            {"city": "a"},
-            {"city": "b"},
-        ]
-        message = assembled(stream(server, body(tools=[TOOL])))
-        assert [block["input"] for block in message["content"]] == [{"city": "a"}, {"city": "b"}]
+    """Calls are numbered, and an answer that is cut behind one of them says so."""
+    inputs, tools = [{"city": "a"}, {"city": "b"}], [{"type": "function", "function": FUNCTION}]
+    model = scripted_model(*(hermes("get_weather", each) + "\n" for each in inputs))
+    with serving(tmp_path_factory.mktemp("calls"), model=model, has_index=False) as server:
+        create: Any = server.openai.chat.completions.stream
+        with create(model=MODEL, messages=asked(), tools=tools) as events:
+            streamed = events.get_final_completion().choices[0].message
+        for message in (streamed, server.chat(tools=tools).choices[0].message):
+            assert not message.content
+            assert [json.loads(call.function.arguments) for call in message.tool_calls] == inputs
+        assert message.content is None
+        cut = server.chat(tools=tools, max_tokens=1).choices[0]
+        assert (len(cut.message.tool_calls), cut.finish_reason) == (1, "length")
+        told = assembled(stream(server, body(tools=[TOOL])))
+        assert [block["input"] for block in told["content"]] == inputs

@@ -49,6 +49,7 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in others[:-1]:
         if event["type"] == "content_block_start":
             assert (event["index"], is_open) == (len(message["content"]), False)
+            assert not event["content_block"].get("input")  # comes as deltas
             message["content"].append(event["content_block"])
             written, is_open = "", True
         elif event["type"] == "content_block_delta":
