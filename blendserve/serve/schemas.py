@@ -26,6 +26,7 @@ from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
+from blendserve.serve.middleware import check_json_complexity
 
 MAX_ITEMS = 1000
 MAX_TOKENS = 10**6
@@ -40,8 +41,8 @@ def _reject_lone_surrogates(text: str) -> str:
     return text
 
 
-def _json_text(value: dict[str, Any]) -> dict[str, Any]:
-    """The same for all texts of an object. Raises ValueError."""
+def _json_text(value: Any) -> Any:
+    """The same for all texts of a JSON value. Raises ValueError."""
     _reject_lone_surrogates(json.dumps(value, ensure_ascii=False))
     return value
 
@@ -174,10 +175,11 @@ class FunctionCall(Body):
 
     @property
     def parsed(self) -> Any:
-        """The arguments as templates take them: an object; what is no JSON stays a text."""
+        """The arguments as templates take them: an object; what is no JSON, or too deep to be walked, stays a text."""
         try:
-            return json.loads(self.arguments or "{}")
-        except ValueError:
+            check_json_complexity(self.arguments.encode())
+            return _json_text(json.loads(self.arguments or "{}"))
+        except (ValueError, InputError):
             return self.arguments
 
 
@@ -190,7 +192,7 @@ class ToolCall(Body):
 class Function(Body):
     name: Name
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 

@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from blendserve.errors import InputError
+from blendserve.serve.middleware import check_json_complexity
+
 OPEN, CLOSE = "<tool_call>", re.compile(r"\s*(?:</tool_call>|\Z)")
 MARKERS = "[TOOL_CALLS]", "<|python_tag|>"
 MAX_SPACE = 8  # characters of white space between two tokens of the beginning of a call,
@@ -149,8 +152,8 @@ class ToolCallParser:
         try:
             arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
             written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            written.encode()
-        except (ValueError, RecursionError):  # also of lone surrogates
+            check_json_complexity(written.encode())
+        except (ValueError, RecursionError, InputError):  # also of lone surrogates
             return None
         return Call(name, written) if isinstance(arguments, dict) else None
 

@@ -196,6 +196,7 @@ def test_an_answer_that_is_cut_within_its_call_is_text(calls: Calls, cuts: list[
         r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>',
         '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 100_000,
+        '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 500 + "1" + "}" * 501 + "</tool_call>",
         "forget_weather{}",
         "re-weather{}",
         "f {}",
@@ -204,7 +205,7 @@ def test_an_answer_that_is_cut_within_its_call_is_text(calls: Calls, cuts: list[
         "",
         " \n",
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert split_calls(text, NAMES) == (text, [])
@@ -311,6 +312,29 @@ def test_without_offered_tools_calls_are_text(scripted: Server) -> None:
         assert choice.message.tool_calls is None
     with pytest.raises(openai.BadRequestError):
         scripted.chat(tools=tools, tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["no JSON", r'{"a": "\ud800"}', "[" * 500 + "]" * 500, "[" * 50_000, ""]
+)
+def test_arguments_that_are_no_object_are_read_as_text(scripted: Server, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "Rain."},
+    ]
+    sent = {"model": MODEL, "messages": [*asked(), *said], "max_tokens": 1}
+    response = scripted.post("/v1/chat/completions", sent)
+    assert response.status_code == (400 if len(arguments) > 10_000 else 200)  # the context has 1,024 tokens
+
+
+def test_a_schema_with_half_a_character_is_refused(scripted: Server) -> None:
+    tool = {"type": "function", "function": {**FUNCTION, "parameters": {"description": "\ud800"}}}
+    content = json.dumps({"model": MODEL, "messages": asked(), "tools": [tool]})
+    response = scripted.http.post(
+        "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 400
 
 
 def test_a_message_of_calls_alone_has_no_content(tmp_path_factory: pytest.TempPathFactory) -> None:
