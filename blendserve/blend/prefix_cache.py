@@ -73,7 +73,11 @@ class PrefixCache:
 
     def _add(self, key: tuple[str, TokenIds], kv: ChunkKV) -> None:
         with self._lock:
-            if key not in self._cached and kv.n_bytes <= self.cap_bytes:
+            if key not in self._cached and 0 < kv.n_bytes <= self.cap_bytes:
+                namespace, ids = key
+                for owner, other in list(self._cached):  # earlier turns, which it begins with
+                    if owner == namespace and ids[: len(other)] == other:
+                        del self._cached[owner, other]
                 # A copy: a view would hold a longer prefix in memory.
                 self._cached[key] = ChunkKV(kv.keys.clone(), kv.values.clone())
             if key in self._cached:

@@ -106,7 +106,9 @@ class PromptBuilder:
         Raises InputError for a chat that the template refuses, and for a text without tokens.
         """
         if isinstance(text, str):
-            ids = tuple(self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"])
+            ids = tuple(
+                self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"]
+            )
         else:
             ids = chat_ids(self._tokenizer, text, self._tokens)
         if not ids:

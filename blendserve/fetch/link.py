@@ -3,8 +3,8 @@
     seconds = round trip + bytes / rate + decoding
 
 The rate leaves out the round trip, in which nothing can come, and the time between transfers. A probe transfers a part of
-a chunk, in a thread of its own: some when an engine opens, until one takes long enough to be measured, and while a link is
-too slow or gives nothing, one after a request. Each probe is twice as large as the last one, as a distant link takes a
+a chunk, in a thread of its own: some when an engine opens, until one takes long enough to be measured, and one after a
+request while a link is too slow or gives nothing. Each probe is twice as large as the last one, as a distant link takes a
 while to reach its rate. The next one waits for 50 times the duration of the last one, or a minute if that gave nothing.
 """
 

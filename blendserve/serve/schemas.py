@@ -133,6 +133,7 @@ class OpenAIRequest(Question):
     def options(self) -> BlendOptions:
         return self.x_blendserve or BlendOptions()
 
+
 class TextPart(Body):
     type: Literal["text"]
     text: Text
@@ -220,7 +221,10 @@ class Message(Body):
         message: dict[str, Any] = {"role": role, "content": self.content_text}
         if self.tool_calls:
             message["tool_calls"] = [
-                {**call.model_dump(), "function": {"name": call.function.name, "arguments": call.function.parsed}}
+                {
+                    **call.model_dump(),
+                    "function": {"name": call.function.name, "arguments": call.function.parsed},
+                }
                 for call in self.tool_calls
             ]
         names = {"tool_call_id": self.tool_call_id, "name": self.name}
