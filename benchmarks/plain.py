@@ -118,7 +118,9 @@ def groups(config: PlainConfig, log: SampleLog) -> Iterator[Group]:
                 OWN: lambda texts: {"documents": [{"text": text} for text in texts]},
                 FULL: lambda texts: {"x_blendserve": {"method": "full"}},
             }
-            cases = [Case({"sent": name}, partial(client.ask, counter(), own)) for name, own in extras.items()]
+            cases = [
+                Case({"sent": name}, partial(client.ask, counter(), own)) for name, own in extras.items()
+            ]
             questions = range(config.repeats)
             facts = partial(_check_spans, http, client, drawn.prompts, model.tokenizer, questions)
             yield Group({"client": "LangChain"}, cases, facts, repeats=config.repeats)

@@ -271,6 +271,7 @@ class Answer:
     timings: Timings
     token_ids: TokenIds = field(default=())
     finish_reason: str = "stop"  # stop (end of turn or stop string) | length
+    stop_sequence: str | None = None  # the stop string that ended the text
     explanation: Explanation | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:

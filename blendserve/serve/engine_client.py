@@ -21,6 +21,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
@@ -122,6 +123,7 @@ class EngineClient(Backend):
 
     http: ServeConfig
     collections: TenantCollections
+    prompts: PromptBuilder
 
     def __init__(
         self,
@@ -156,6 +158,7 @@ class LocalEngineClient(EngineClient):
         """The engine is its opener's to close."""
         metrics, model = Metrics(), engine.model
         self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
+        self.prompts = engine.prompts
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         self.scheduler = self.batch.scheduler
         metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)

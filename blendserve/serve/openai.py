@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,7 @@ from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle
 from blendserve.serve.responses import Context, ContextDep, StreamEvent
 from blendserve.serve.schemas import ChatRequest, CompletionRequest, OpenAIRequest
+from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
 
 VARIANTS = (":chat", ":exact")  # of the model's names: plain prompts; those, and no approximate reuse
 
@@ -92,6 +94,10 @@ class ServedModel:
         is_plain = bool(variant) or not client.collections.indexes
         return cls(client.model_names[0] + variant, is_plain, variant == ":exact")
 
+    def constrain(self, query: QueryRequest) -> QueryRequest:
+        """The request with the method that the model's name asks for."""
+        return replace(query, blend={**query.blend, "method": "prefix"}) if self.is_exact else query
+
 
 def _has_passages(context: Context, query: QueryRequest) -> bool:
     """Whether a request names passages, or collections to retrieve them from."""
@@ -108,9 +114,7 @@ async def _respond(
     removed: Sequence[str] = (),
 ) -> Response:
     """removed: lines of the prompt that are left out."""
-    client = context.client
-    if served.is_exact:
-        query = replace(query, blend={**query.blend, "method": "prefix"})
+    client, query = context.client, served.constrain(query)
     if query.plain is None:
         query = query.split(client.config.prompt.separator)
     form = OpenAIFormat(client, body, served.name, query, removed)
@@ -132,6 +136,8 @@ class OpenAIFormat:
         self._client, self._model = client, model
         self._retrieves = query.passages is None and query.plain is None
         self._is_chat = isinstance(body, ChatRequest)
+        tools = body.offered_tools if isinstance(body, ChatRequest) and query.plain is not None else []
+        self._tools = [tool.function.name for tool in tools]
         self._notices = client.notices.ignored(body, *(() if query.plain else ("tools",)))
         self._notices |= {"removed": list(removed)} if removed else {}
         prefix = "chatcmpl" if self._is_chat else "cmpl"
@@ -139,21 +145,29 @@ class OpenAIFormat:
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"message": message} if self._is_chat else {"text": answer.text}
+        text, calls = split_calls(answer.text, self._tools)
+        message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message |= _called(calls)
+        choice = {"message": message} if self._is_chat else {"text": text}
         extras = {**self._context(handle), **_figures(answer)}
-        whole = self._object("chat.completion", choice, answer.finish_reason)
+        whole = self._object("chat.completion", choice, _finish_reason(answer, calls))
         return {**whole, "usage": _usage(handle, answer), "x_blendserve": extras}
 
     async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
         first = self._chunk({"role": "assistant", "content": ""})
         yield {**first, "x_blendserve": self._context(handle)}
+        parser = ToolCallParser(self._tools)
         async for event in handle.events():
             if isinstance(event, TextDelta):
-                yield self._chunk({"content": event.text})
+                if text := parser.push(event.text):
+                    yield self._chunk({"content": text})
             elif isinstance(event, Completed):
-                answer = event.answer
-                last = self._chunk({}, answer.finish_reason)
+                answer, (rest, calls) = event.answer, parser.finish()
+                if rest:
+                    yield self._chunk({"content": rest})
+                if calls:
+                    yield self._chunk(_called(calls, numbered=True))
+                last = self._chunk({}, _finish_reason(answer, calls))
                 yield {**last, "x_blendserve": _figures(answer)}
                 if self._include_usage:
                     yield {**last, "choices": [], "usage": _usage(handle, answer)}
@@ -176,6 +190,25 @@ class OpenAIFormat:
         choices = [{"index": 0, **choice, "finish_reason": finish_reason, "logprobs": None}]
         names = {"id": self._id, "object": kind, "created": self._created}
         return {**names, "model": self._model, "choices": choices}
+
+
+def _called(calls: Sequence[Call], numbered: bool = False) -> dict[str, Any]:
+    """The field of a message, or of a stream's delta, for the tools that the model called; {} for none."""
+    entries = [
+        {
+            **({"index": i} if numbered else {}),
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for i, call in enumerate(calls)
+    ]
+    return {"tool_calls": entries} if entries else {}
+
+
+def _finish_reason(answer: Answer, calls: Sequence[Call]) -> str:
+    """`length` also for an answer that was cut behind a call."""
+    return "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
 def _figures(answer: Answer) -> dict[str, Any]:

@@ -40,7 +40,14 @@ def _reject_lone_surrogates(text: str) -> str:
     return text
 
 
+def _json_text(value: dict[str, Any]) -> dict[str, Any]:
+    """The same for all texts of an object. Raises ValueError."""
+    _reject_lone_surrogates(json.dumps(value, ensure_ascii=False))
+    return value
+
+
 Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json_text)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
 Label = Annotated[Text, Field(max_length=512)]
