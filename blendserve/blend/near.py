@@ -8,28 +8,21 @@ Only tokens with equal ids are reused, in runs of at least MIN_RUN, from anywher
 in the same prefill, so a changed number, name or "not" is never read from the old text. A donor's tokens may have
 attended to other text before the run, so the first CONTEXT_MARGIN tokens of a run are fresh as well, unless the run
 starts its donor. Policies and corrections treat reused tokens like those of any chunk.
-
-A donor has the same model, context, dtype and namespace: it is one only if its tokens give its own key.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import NamedTuple
 
 from blendserve.blend.chunk_kv import ChunkKeys
-from blendserve.blend.layout import Layout, Segment, usable_view
-from blendserve.core import Span, TokenIds
-from blendserve.errors import StoreError
+from blendserve.blend.donors import DonorIndex, Donors
+from blendserve.blend.layout import Layout, Segment, usable_view, with_runs
+from blendserve.core import Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
-from blendserve.fetch.tiered import stores_of
 from blendserve.store import ChunkKey, KVStore
 from blendserve.store.shingles import NearIndex, fingerprints
 
@@ -37,100 +30,21 @@ MIN_RUN = 16  # reused tokens of a run
 CONTEXT_MARGIN = 8  # tokens of a run before those
 MAX_DONORS = 4  # of one chunk
 PAIRS_PER_TOKEN = 256  # equal pairs of a chunk's and a donor's tokens to compare, for each token of the chunk
-IDS_PER_READ = 256  # chunks that a refresh reads the tokens of at a time: some 300 KB of headers
-FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
-REFRESH_S = 300.0  # until chunks that other processes store are found
-
-Donors = dict[ChunkKey, TokenIds]
-
-log = logging.getLogger(__name__)
 
 
-class Run(NamedTuple):
-    """Tokens that a chunk has in common with a stored one."""
-
-    span: Span  # in the chunk
-    donor: ChunkKey
-    offset: int  # where they start in the donor
-
-
-class NearDuplicates:
-    """Finds stored chunks of one namespace that share text with a chunk. Thread-safe.
-
-    A thread of its own builds the index from the store when it is first asked for. The index is a hint: a request reads
-    what its own snapshot has.
-    """
+class NearDuplicates(DonorIndex):
+    """Finds stored chunks of one namespace that share text with a chunk. Thread-safe."""
 
     def __init__(self, store: KVStore, key: ChunkKeys) -> None:
-        self._store, self._key = store, key
         self.index = NearIndex()
-        self._not_donors: set[ChunkKey] = set()  # stored chunks of other contexts
-        self._next_refresh = 0.0  # 0: the index is not used yet
-        self._lock = threading.Lock()
+        super().__init__(store, key, self.index, fingerprints)
 
     def donors(self, chunks: Mapping[int, TokenIds]) -> dict[int, Donors]:
         """For each of these chunks, stored chunks that share text with it, the best first, with their tokens."""
-        self._refresh_if_due()
+        self.refresh_if_due()
         near = {i: self.index.find(fingerprints(ids), MAX_DONORS) for i, ids in chunks.items()}
-        asked = list(dict.fromkeys(key for keys in near.values() for key in keys))
-        donors, is_complete = self._read(asked)
-        if is_complete:  # else some may be in a store that did not answer
-            self.index.discard(key for key in asked if key not in donors)
+        donors = self.read(list(dict.fromkeys(key for keys in near.values() for key in keys)))
         return {i: {key: donors[key] for key in keys if key in donors} for i, keys in near.items()}
-
-    def add(self, ids: TokenIds) -> None:
-        """This process has stored a chunk."""
-        if self._next_refresh:
-            self.index.add([(self._key(ids), fingerprints(ids))])
-
-    def refresh(self) -> None:
-        """Make the index that of the store as it is now. Chunks that cannot be listed or read stay as they are."""
-        self._next_refresh = time.monotonic() + REFRESH_S
-        before = self.index.keys  # chunks that are added from here on may not be listed, and stay
-        stored = set[ChunkKey]()
-        if self._ask_stores(lambda store: stored.update(store.keys(self._key.namespace))):
-            self.index.discard(before - stored)
-            self._not_donors &= stored
-        new = sorted(stored - self.index.keys - self._not_donors)
-        for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
-            donors, is_complete = self._read(some)
-            self.index.add((key, fingerprints(ids)) for key, ids in donors.items())
-            self._not_donors |= set(some if is_complete else ()) - donors.keys()
-
-    def _read(self, keys: Sequence[ChunkKey]) -> tuple[Donors, bool]:
-        """Stored chunks of this context with their tokens, and whether every store answered."""
-        found: Donors = {}
-
-        def read(store: KVStore) -> None:
-            left = [key for key in keys if key not in found]
-            infos = store.describe(left) if left else {}
-            found.update({key: ids for key, info in infos.items() if self._key(ids := info.token_ids) == key})
-
-        return found, self._ask_stores(read)
-
-    def _ask_stores(self, read: Callable[[KVStore], None]) -> bool:
-        """Read from the local and the remote store -> whether both answered."""
-        is_complete = True
-        for store in stores_of(self._store):
-            try:
-                read(store)
-            except StoreError as error:
-                log.debug("some chunks are not searched for near-duplicates, as %s", error)
-                is_complete = False
-        return is_complete
-
-    def _refresh_if_due(self) -> None:
-        """In the background; the first caller waits a moment for the index."""
-        now = time.monotonic()
-        with self._lock:
-            is_first, is_due = not self._next_refresh, now >= self._next_refresh
-            if is_due:
-                self._next_refresh = now + REFRESH_S
-        if is_due:
-            thread = threading.Thread(target=self.refresh, name="blendserve-near", daemon=True)
-            thread.start()
-            if is_first:
-                thread.join(FIRST_WAIT_S)
 
 
 def reuse_near(
@@ -159,7 +73,7 @@ def reuse_near(
     segments = list[Segment]()
     for segment in layout.segments:
         found = runs.get(segment.chunk, []) if segment.chunk is not None else []
-        segments += _with_runs(layout, segment, found, fetch)
+        segments += with_runs(layout, segment, found, fetch)
     why = {i: "; ".join(found.values()) for i, found in errors.items()}
     return replace(layout, segments=tuple(segments), donor_errors=why)
 
@@ -169,7 +83,7 @@ def find_runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[Run]:
     left, runs = [Span(0, len(ids))], list[Run]()
     for key, donor in donors.items():
         found, left = matching_runs(ids, donor, left)
-        runs += [Run(span, key, offset) for span, offset in found]
+        runs += [Run(span, key, offset, len(donor) - offset - len(span)) for span, offset in found]
     return sorted(runs, key=lambda run: run.span.start)
 
 
@@ -206,20 +120,6 @@ def _margin(ids: TokenIds, donor: TokenIds, a: int, b: int) -> int:
     while n < min(a, b, CONTEXT_MARGIN) and ids[a - n - 1] == donor[b - n - 1]:
         n += 1
     return 0 if n == b else CONTEXT_MARGIN - n
-
-
-def _with_runs(layout: Layout, missing: Segment, runs: Sequence[Run], fetch: Fetch) -> Iterator[Segment]:
-    """A missing chunk as runs of stored chunks, and the fresh tokens between them."""
-    start, done = missing.span.start, missing.span.start
-    for span, donor, offset in runs:
-        at = Span(start + span.start, start + span.stop)
-        if done < at.start:
-            yield replace(missing, span=Span(done, at.start))
-        state = layout.state_at(at.start, offset)
-        yield replace(missing, span=at, state=state, view=fetch.views[donor], offset=offset, donor=donor)
-        done = at.stop
-    if done < missing.span.stop:
-        yield replace(missing, span=Span(done, missing.span.stop))
 
 
 def _reason(fetch: Fetch, donor: ChunkKey) -> str:

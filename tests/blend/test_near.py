@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend import near as near_module
+from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, find_runs, matching_runs
@@ -39,7 +39,7 @@ NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even on a busy machine a first request waits for the index."""
-    monkeypatch.setattr(near_module, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(donors_module, "FIRST_WAIT_S", 60.0)
 
 
 def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Prefilled:
