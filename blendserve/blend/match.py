@@ -125,7 +125,7 @@ def donor_requests(prompt: Prompt, token_saves_s: float | None) -> list[ChunkReq
 
 
 def reuse_runs(layout: Layout, fetch: Fetch, n_layers: int, token_saves_s: float | None) -> Layout:
-    """The layout of a plain prompt with the KV of its runs; a run whose chunk cannot be read is fresh, with the reason."""
+    """The layout of a plain prompt with the KV of its runs. A run is fresh if its chunk cannot be read."""
     prompt, segments = layout.prompt, list[Segment]()
     fetch.extend(donor_requests(prompt, token_saves_s))
     for run in prompt.runs:
