@@ -120,12 +120,16 @@ class SpanIndex:
 
     def anchors(self, ids: Sequence[int] | Tokens) -> Marks:
         """The hashes of a chunk's anchors; none for fewer than `width` tokens."""
-        tokens = np.asarray(ids, np.int64)
-        return self._hasher.windows(tokens, self.width)[self._offsets(len(tokens))]
+        starts = self._starts(len(ids))
+        if not starts:
+            return np.empty(0, np.uint64)
+        tokens = np.asarray(ids[starts[0] : starts[-1] + self.width], np.int64)
+        return self._hasher.windows(tokens, self.width)[:: self.stride or 1]
 
     def places(self, ids: Tokens, hash: int) -> list[int]:
         """Where in a chunk the anchors with this hash are."""
-        return [int(at) for at in self._offsets(len(ids))[self.anchors(ids) == np.uint64(hash)]]
+        starts, anchors = self._starts(len(ids)), self.anchors(ids).tolist()
+        return [at for at, anchor in zip(starts, anchors, strict=True) if anchor == hash]
 
     def add(self, chunks: Iterable[tuple[ChunkKey, Marks]]) -> None:
         """Add chunks with their anchors; known ones are skipped, and all when the numbers are used up."""
@@ -167,12 +171,12 @@ class SpanIndex:
         found = zip(places[at].tolist(), slots.tolist(), hashes[places[at]].tolist(), strict=True)
         return [Hit(place, key, hash) for place, slot, hash in found if (key := keys[slot])]
 
-    def _offsets(self, n_tokens: int) -> Tokens:
-        """Where the anchors of a chunk of so many tokens are."""
+    def _starts(self, n_tokens: int) -> range:
+        """Where the anchors of a chunk of so many tokens start."""
         last = n_tokens - self.width
         if last < 0:
-            return np.empty(0, np.int64)
-        return np.arange(0, last + 1, self.stride) if self.stride else np.array([last // 2])
+            return range(0)
+        return range(0, last + 1, self.stride) if self.stride else range(last // 2, last // 2 + 1)
 
     def _renumber(self) -> None:
         """Close the gaps in the numbers, and drop the anchors of deleted chunks. The order stays."""
