@@ -31,6 +31,7 @@ from blendserve.store.codecs.base import SLOW, UNREACHABLE, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.timing import Clock
 
+NOT_BUILT = "the index of stored chunks is still being built: send the prompt again in some seconds"
 NOT_REPLACED = ("absent", SLOW, UNREACHABLE)  # kinds of a miss whose record, if any, may be good
 
 
@@ -153,6 +154,8 @@ class Blender:
                     plan = self.planner.plan(self._look_up(prompt, blend, requests, prefix, fetch), blend)
                     if prompt.runs and plan.reason:
                         prefix, plan = yield from self._without_runs(prefix, plan)
+                    elif prompt.is_plain and blend.method != "prefix" and not self.finder.is_built:
+                        plan = replace(plan, reason=plan.reason or NOT_BUILT)
                     waited_s = fetch.waited_s
                     done = yield from self._run_plan(plan, cache, clock)
                 except StoreError as error:

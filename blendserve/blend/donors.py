@@ -51,6 +51,7 @@ class DonorIndex:
         self._store, self._key, self._index, self._marks = store, key, index, marks
         self._not_donors: set[ChunkKey] = set()  # stored chunks of other contexts
         self._next_refresh = 0.0  # 0: the index is not used yet
+        self.is_built = False  # whether the index has had all chunks of the store
         self._lock = threading.Lock()
 
     def add(self, ids: TokenIds) -> None:
@@ -78,6 +79,7 @@ class DonorIndex:
             donors, is_complete = self._read(some)
             self._index.add((key, self._marks(ids)) for key, ids in donors.items())
             self._not_donors |= set(some if is_complete else ()) - donors.keys()
+        self.is_built = True
 
     def refresh_if_due(self) -> None:
         """In the background; the first caller waits a moment for the index."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,34 +14,26 @@ from hypothesis import strategies as st
 from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.blend.match import EDGE, MIN_SPAN, ChunkFinder
+from blendserve.blend.match import EDGE, MIN_SPAN
 from blendserve.config import BlendConfig, Method
 from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Request
-from blendserve.fetch import TieredStore
-from blendserve.fetch.tiered import REST_S
-from blendserve.store import LMDBStore, MemoryStore
-from blendserve.store.codecs.int8 import Int8
+from blendserve.store import MemoryStore
 from tests.support.blending import (
     PREFIX,
     TracedCache,
     assert_near,
     check_report,
-    missing,
     model_logits,
     some_ids,
     tiny_blender,
 )
 from tests.support.engines import PASSAGES, toy_batch, toy_engine
-from tests.support.links import slow_source
 from tests.support.models import tiny_decoder
-from tests.support.plain import CHUNKS, END, TEXT, A, B, C, Copy, D, other, plain
+from tests.support.plain import BLEND, CHUNKS, END, TEXT, A, B, C, Copy, D, ask, donors_of, other, plain
 from tests.support.stores import ROOMY, FaultyStore
 from tests.support.twin import Piece, naive_prefill, start_from
-from tests.support.waiting import ManualClock
-
-BLEND = BlendConfig(method="blend", policy="none", correction="none")
 
 
 @pytest.fixture(autouse=True)
@@ -51,19 +42,8 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(donors_module, "FIRST_WAIT_S", 60.0)
 
 
-def ask(by: Blender, prompt: Prompt, blend: BlendConfig = BLEND) -> Prefilled:
-    done = by.run(prompt, blend)
-    check_report(done.report, prompt)
-    assert sum(len(part.span) for part in done.explanation.parts) == len(prompt)
-    return done
-
-
 def places(done: Prefilled) -> list[tuple[int, int]]:
     return [(span.start, span.stop) for span in done.report.spans]
-
-
-def donors_of(done: Prefilled) -> list[str]:
-    return [span.donor for span in done.report.spans]
 
 
 @cache
@@ -241,19 +221,6 @@ def test_a_chunk_that_is_deleted_between_match_and_load_is_computed_and_then_for
     assert by.match(prompt, BLEND) == matched
 
 
-def test_a_store_that_fails_is_a_prompt_without_chunks() -> None:
-    store = FaultyStore(MemoryStore(ROOMY))
-    by, prompt = tiny_blender(store, A), plain(TEXT, A, END)
-    matched = by.match(prompt, BLEND)
-    store.down = True
-    for each in (prompt, matched):
-        done = by.run(each, BLEND)
-        assert done.report.spans == ()
-        assert_near(done.result.logits, model_logits(by.model, prompt))
-    store.down = False
-    assert donors_of(ask(by, prompt))
-
-
 # What the prefix cache has
 
 
@@ -291,61 +258,6 @@ def test_auto_computes_and_caches_a_prompt_that_is_not_worth_blending() -> None:
     assert ask(by, prompt, auto).n_cached == len(prompt) - PLAIN_SUFFIX
     cheap = tiny_blender(None, A, costs=CostModel(1e-6, 1.0, 0.0, 1e-6))
     assert ask(cheap, prompt, auto).report.method == "blend"
-
-
-# Stores
-
-
-def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) -> None:
-    prompt = plain(TEXT, A, TEXT, C, B, END)
-    with LMDBStore(tmp_path, ROOMY) as store:
-        by = tiny_blender(store, A, codec=Int8())
-        ask(by, prompt)  # the index is updated from now on
-        by.writer.precompute([B])
-        run(by.writer.write_back(missing(C)))
-        assert by.finder.index.keys == {by.key(ids) for ids in (A, B, C)}
-        kept = ask(by, prompt).report.spans
-        assert len(kept) == 3
-    with LMDBStore(tmp_path, ROOMY) as store:
-        made = tiny_blender(store)
-        assert ask(made, prompt).report.spans == kept
-        assert made.finder.index.keys == by.finder.index.keys
-
-
-def test_chunks_come_from_both_stores_and_survive_the_loss_of_one() -> None:
-    clock, near, far = ManualClock(), MemoryStore(ROOMY), MemoryStore(ROOMY)
-    remote, prompt = FaultyStore(far, clock), plain(TEXT, A, B, END)
-    tiny_blender(far, B)
-    tiny_blender(near, A)
-    with TieredStore(near, remote, clock=clock) as store:
-        by = tiny_blender(store)
-        by.finder.refresh()
-        here, there = by.key(A), by.key(B)
-        done = ask(by, prompt)
-        assert donors_of(done) == [here.hex(), there.hex()]
-        assert set(done.report.tiers) == {"local", "remote"}
-        by.fetcher.flush()
-        near.delete([there])  # the copy that the request left
-        remote.down = True
-        assert donors_of(ask(by, prompt)) == [here.hex()]
-        by.finder.refresh()
-        assert by.finder.index.keys == {here, there}
-        remote.down = False
-        clock.advance(REST_S)
-        assert there.hex() in donors_of(ask(by, prompt))
-
-
-@pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])
-def test_auto_leaves_chunks_whose_fetching_takes_longer_than_computing(
-    seconds: float, method: Method, n: int
-) -> None:
-    store = MemoryStore(ROOMY)
-    tiny_blender(store, D)
-    source = slow_source(store, seconds)
-    by = tiny_blender(TieredStore(MemoryStore(0), source), costs=CostModel(1e-6, 1.0, 0.0, 1e-6))
-    by.finder = ChunkFinder(store, by.key)
-    by.finder.refresh()
-    assert len(donors_of(ask(by, plain(TEXT, D, END), BLEND.with_values(method=method)))) == n
 
 
 # Engines

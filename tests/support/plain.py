@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blendserve.blend.blender import Blender, Prefilled
+from blendserve.config import BlendConfig
 from blendserve.core import Prompt, TokenIds
-from tests.support.blending import some_ids
+from tests.support.blending import check_report, some_ids
 
 CHUNKS = [some_ids(n, 1) for n in (64, 70, 81, 100)]
 A, B, C, D = CHUNKS
 TEXT, END = some_ids(20, 2), some_ids(30, 3)
+BLEND = BlendConfig(method="blend", policy="none", correction="none")
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,14 @@ def other(ids: TokenIds) -> TokenIds:
 def plain(*parts: TokenIds | Copy) -> Prompt:
     """A client's own prompt."""
     return Prompt.plain(tuple(i for part in parts for i in (part.text if isinstance(part, Copy) else part)))
+
+
+def ask(by: Blender, prompt: Prompt, blend: BlendConfig = BLEND) -> Prefilled:
+    done = by.run(prompt, blend)
+    check_report(done.report, prompt)
+    assert sum(len(part.span) for part in done.explanation.parts) == len(prompt)
+    return done
+
+
+def donors_of(done: Prefilled) -> list[str]:
+    return [span.donor for span in done.report.spans]
