@@ -109,21 +109,21 @@ def groups(config: PlainConfig, log: SampleLog) -> Iterator[Group]:
     drawn = make_workload(model, 2 * config.passages, config.chunk_tokens, None, config.seed)
     stored = Workload(drawn.prompts, drawn.passages[: config.passages], QUESTION)
     command = serve_command("--no-index", *ROOM, "--model", config.model, *_runtime(config))
-    with scratch(config.folder) as folder, ServerProcess(command, folder / "log") as server:
-        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-            _warm(http, stored)
-            client = LangChainClient(config, server.url, stored)
-            extras: dict[str, Callable[[list[str]], dict[str, Any]]] = {
-                PLAIN: lambda texts: {},
-                OWN: lambda texts: {"documents": [{"text": text} for text in texts]},
-                FULL: lambda texts: {"x_blendserve": {"method": "full"}},
-            }
-            cases = [
-                Case({"sent": name}, partial(client.ask, counter(), own)) for name, own in extras.items()
-            ]
-            questions = range(config.repeats)
-            facts = partial(_check_spans, http, client, drawn.prompts, model.tokenizer, questions)
-            yield Group({"client": "LangChain"}, cases, facts, repeats=config.repeats)
+    with (
+        scratch(config.folder) as folder,
+        ServerProcess(command, folder / "log") as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
+    ):
+        _warm(http, stored)
+        client = LangChainClient(config, server.url, stored)
+        extras: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+            PLAIN: lambda texts: {},
+            OWN: lambda texts: {"documents": [{"text": text} for text in texts]},
+            FULL: lambda texts: {"x_blendserve": {"method": "full"}},
+        }
+        cases = [Case({"sent": name}, partial(client.ask, counter(), own)) for name, own in extras.items()]
+        facts = partial(_check_spans, http, client, drawn.prompts, model.tokenizer, range(config.repeats))
+        yield Group({"client": "LangChain"}, cases, facts)
     yield _search(config, drawn)
 
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.config import PromptConfig, ServeConfig
+from blendserve.core import PLAIN_SUFFIX
 from blendserve.engine.chat import Chat
-from blendserve.engine.prompt import PLAIN_SUFFIX, PromptBuilder
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.models.tokenizer import Tokenizer, agree
 from tests.support.tokenizers import bundled_tokenizer

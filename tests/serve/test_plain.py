@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from blendserve.core import PLAIN_SUFFIX
 from blendserve.engine.chat import Chat
-from blendserve.engine.prompt import PLAIN_SUFFIX
 from blendserve.engine.request import Request
 from tests.support.engines import QUESTIONS, toy_model
 from tests.support.http import MODEL, OWN, SEPARATOR, Client, Server, asked
@@ -109,7 +109,7 @@ TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": 
         ([{"role": "user"}], {}, "messages.0"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], {}, "messages.0"),
         ([{"role": "function", "content": "a"}], {}, "messages.0.role"),
-        (asked([{"type": "image_url", "image_url": {"url": "data:,"}}]), {}, "messages.0.content"),  # type: ignore[arg-type]
+        (asked([{"type": "image_url", "image_url": {"url": "data:,"}}]), {}, "messages.0.content"),
         (asked(), {"n": 2}, "n"),
         (asked(), {"logprobs": True}, "logprobs"),
         (asked(), {"tools": [{"type": "function"}]}, "tools.0.function"),
