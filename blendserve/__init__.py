@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 tell_libraries()  # before anything imports torch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Answer",
     "AnswerStream",

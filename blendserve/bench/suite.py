@@ -141,7 +141,8 @@ class Suite(Settings):
             text = Template(Path(file).read_text("utf-8")).safe_substitute(variables or {})
             suite = cls(**yaml.safe_load(text), variables=variables or {})
         except (OSError, TypeError, ConfigError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the suite {file}: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"cannot read the suite {file}: {why}") from None
         if unknown := {claim.run for claim in suite.claims} - set(suite.runs):
             raise ConfigError(f"{file} has claims on unknown runs: {', '.join(sorted(unknown))}")
         return suite

@@ -76,7 +76,9 @@ def serve(
     from blendserve.serve import server  # not at the top: it imports torch and FastAPI
 
     log.info(
-        "Indexes: %s\n%s", ", ".join(indexes) or "none", settings.to_yaml(changes=True) or "Settings: the defaults"
+        "Indexes: %s\n%s",
+        ", ".join(indexes) or "none",
+        settings.to_yaml(changes=True) or "Settings: the defaults",
     )
     if replicas is not None:
         from blendserve.ray.ingress import serve_cluster

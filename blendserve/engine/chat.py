@@ -24,7 +24,9 @@ Tokenize = Callable[[str, bool], TokenIds]
 class Chat:
     """Messages and tools of a client, as chat templates take them."""
 
-    messages: tuple[Mapping[str, Any], ...]  # role, content and, for tools, tool_calls or tool_call_id and name
+    messages: tuple[
+        Mapping[str, Any], ...
+    ]  # role, content and, for tools, tool_calls or tool_call_id and name
     tools: tuple[Mapping[str, Any], ...] = ()  # as in OpenAI's API
 
     @property
@@ -47,7 +49,7 @@ class Chat:
 
 
 def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> TokenIds:
-    """The whole prompt. Raises InputError for what the model's template refuses, and for tools that it has no place for."""
+    """The whole prompt. Raises InputError for what the template refuses, and for tools that it has no place for."""
     if chat.tools and "tools" not in (tokenizer.chat_template or ""):
         raise InputError(
             "the model's chat template has no place for tools: leave `tools` out, or send tool_choice 'none'"

@@ -32,7 +32,6 @@ PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
 MESSAGE = "<<<blendserve-message-{}>>>"
 LONG = 6  # characters a token: most texts have fewer
 CUT = 16  # tokens that a text, or its beginning, may have more alone than in a prompt, at most
-PLAIN_SUFFIX = 16  # last tokens of a plain prompt, which are always computed
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")
 
 
@@ -106,13 +105,14 @@ class PromptBuilder:
         Raises InputError for a chat that the template refuses, and for a text without tokens.
         """
         if isinstance(text, str):
-            ids = tuple(self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"])
+            ids = tuple(
+                self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"]
+            )
         else:
             ids = chat_ids(self._tokenizer, text, self._tokens)
         if not ids:
             raise InputError("the prompt is empty: send some text", setting="prompt")
-        start = max(0, len(ids) - PLAIN_SUFFIX)
-        return Prompt(ids[:start], (), ids[start:], is_plain=True)
+        return Prompt.plain(ids)
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as it stands in a prompt; without text, no tokens."""

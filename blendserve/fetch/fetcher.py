@@ -21,7 +21,7 @@ from typing import TypeAlias
 from weakref import WeakSet
 
 from blendserve.core import ChunkKV
-from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
+from blendserve.errors import BlendserveError, ChunkLost, CorruptRecord, StoreError, StoreVersion
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.plan import Planner, plan
@@ -107,7 +107,8 @@ class KVFetcher:
     def warm_up(self, keys: Sequence[ChunkKey] = ()) -> None:
         """Probe the link before the first prompt, with one of these chunks; with any chunk if there are none."""
         if self.source:
-            self.source.link.probe_now(partial(self.source.probe, keys))
+            with suppress(BlendserveError):  # the source logs its own failures
+                self.source.link.probe_now(partial(self.source.probe, keys))
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
         """Drop what is known of chunks that were stored or deleted; open fetches make no new copies of them."""

@@ -3,9 +3,9 @@
     seconds = round trip + bytes / rate + decoding
 
 The rate leaves out the round trip, in which nothing can come, and the time between transfers. A probe transfers a part of
-a chunk, in a thread of its own: one when an engine opens, and while a link is too slow or gives nothing, one after a
-request. Each probe is twice as large as the last one, as a distant link takes a while to reach its rate. The next one
-waits for 50 times the duration of the last one, or a minute if that gave nothing.
+a chunk, in a thread of its own: some when an engine opens, until one takes long enough to be measured, and one after a
+request while a link is too slow or gives nothing. Each probe is twice as large as the last one, as a distant link takes a
+while to reach its rate. The next one waits for 50 times the duration of the last one, or a minute if that gave nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ PROBE_S = 10.0  # minimum time between probes
 PROBE_PAUSE = 50.0  # times the duration of a probe
 DEAD_LINK_S = 60.0  # after a probe that gave nothing
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 1 << 19, 1 << 24
+SURE_S = 0.05  # of transfer, and the round trip: a shorter probe shows how a transfer starts, not the rate
 WINDOW_S = 0.15  # of transfer that the rate is measured over
 STALL_FIRST = 4.0  # times the patience, before the first byte and beside a prefill
 MEAN_WEIGHT = 0.5  # of the last sample in a running mean
@@ -133,12 +134,21 @@ class LinkEstimator:
 
     # Probes
 
-    def probe_now(self, probe: Callable[[int], LinkSample | None]) -> bool:
-        """Transfer a part of a chunk, now -> whether the other machine answered. probe: of this number of bytes."""
-        try:
-            sample = probe(self._probe_bytes)
-        except BlendserveError:  # the source logs its own failures
-            return False
+    def probe_now(self, probe: Callable[[int], LinkSample | None]) -> None:
+        """Transfer larger and larger parts of a chunk, at least two; the last one counts.
+
+        probe: of this number of bytes, fewer if the chunk has no more. Raises its BlendserveErrors.
+        """
+        n_bytes = MIN_PROBE_BYTES
+        while sample := self._sample(probe, n_bytes):
+            transfer_s = sample.seconds - sample.round_trip_s
+            is_sure = n_bytes > MIN_PROBE_BYTES and transfer_s >= max(SURE_S, sample.round_trip_s)
+            if is_sure or sample.n_bytes < n_bytes or n_bytes >= MAX_PROBE_BYTES:
+                return
+            n_bytes *= 2
+
+    def _sample(self, probe: Callable[[int], LinkSample | None], n_bytes: int) -> LinkSample | None:
+        sample = probe(n_bytes)
         if sample:
             with self._lock:
                 self.round_trip_s = sample.round_trip_s
@@ -147,7 +157,7 @@ class LinkEstimator:
                 self._from_s = self._busy_s
                 self._busy_s += max(1e-9, sample.seconds - sample.round_trip_s)
                 self._pieces.append((self._busy_s, sample.n_bytes))
-        return True
+        return sample
 
     def probe_later(self, probe: Callable[[int], LinkSample | None]) -> None:
         """Probe in a thread of its own, if one is due."""
@@ -164,8 +174,11 @@ class LinkEstimator:
             self._probing.join()
 
     def _probe(self, probe: Callable[[int], LinkSample | None]) -> None:
-        start = self.clock.monotonic()
-        answered = self.probe_now(probe)
+        start, answered = self.clock.monotonic(), True
+        try:
+            self._sample(probe, self._probe_bytes)
+        except BlendserveError:  # the source logs its own failures
+            answered = False
         elapsed_s = self.clock.monotonic() - start
         with self._lock:
             self._next_probe = start + max(PROBE_S, PROBE_PAUSE * elapsed_s if answered else DEAD_LINK_S)

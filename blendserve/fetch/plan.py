@@ -8,6 +8,8 @@ Of a level and a number k of fetched chunks:
 
     seconds = max(round trip + bytes of the first k / rate + decoding them, computing the others + decoding)
 
+Bytes of chunks in transit come first. With some, all that is left may be computed, and is held against what it saves
+without them.
 The plan is the fastest way, at the finest of the levels that are nearly as fast. With a wanted time to first token, it is
 the finest level that arrives in time. If no way beats what the stored KV saves, nothing is fetched. If all
 arrive soon, they come layer by layer, as the prefill needs them, and no chunk is computed. CacheGen (SIGCOMM 2024,
@@ -80,8 +82,8 @@ def plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None)
     in_time = max(SAME * best, link.wanted_s - link.spent_s)
     level = next(level for level, (seconds, _) in ways.items() if seconds <= in_time)
     seconds, n_computed = ways[level]
-    saved = [c.saved_s for c in todo if c.saved_s is not None]
-    if current is None and len(saved) == n and seconds >= MIN_SPEEDUP * sum(saved):
+    saved, more_s = [c.saved_s for c in todo if c.saved_s is not None], seconds - link.n_pending / link.rate
+    if current is None and len(saved) == n and more_s >= MIN_SPEEDUP * sum(saved):
         return Plan(level, 0, n_skipped=n, seconds=seconds)
     one_s = max((c.saved_s or 0.0 for c in todo if c.compute_s is not None), default=0.0)
     is_quick = sum(c.sizes[level] for c in todo) / link.rate < INTERLEAVE * one_s
@@ -94,13 +96,13 @@ def _ways(todo: Sequence[Candidate], link: LinkState, level: str) -> Iterator[tu
     """(seconds, chunks that are computed) of each split at this level."""
     assert link.rate
     n_bytes, n_tokens = sum(c.sizes[level] for c in todo), sum(c.n_tokens for c in todo)
-    compute_s = 0.0
-    for n_computed in range(len(todo)):
+    n_todo, compute_s = len(todo), 0.0
+    for n_computed in range(n_todo + (link.n_pending > 0)):
         decode_s = link.decode_s(level) * n_tokens
         link_s = link.round_trip_s + (link.n_pending + n_bytes) / link.rate + decode_s
         yield (max(link_s, (compute_s + decode_s) / SOONER) if n_computed else link_s), n_computed
-        last = todo[len(todo) - 1 - n_computed]
-        if last.compute_s is None or not link.may_compute:
+        last = todo[-1 - n_computed] if n_computed < n_todo else None
+        if not last or last.compute_s is None or not link.may_compute:
             return
         compute_s += last.compute_s
         n_bytes, n_tokens = n_bytes - last.sizes[level], n_tokens - last.n_tokens

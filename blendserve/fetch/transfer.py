@@ -302,8 +302,10 @@ class Transfer:
                 elif found.n_skipped:
                     self._skip(todo[: found.n_skipped], found)
                     continue
-                elif self._source.batch_bytes and is_busy and found.n_fetched < len(todo):
-                    return []  # the CPU may compute them before the batch in transit is here
+                elif not found.n_fetched or (
+                    self._source.batch_bytes and is_busy and found.n_fetched < len(todo)
+                ):
+                    return []  # the CPU may compute them before what is in transit is here
                 else:
                     batch = self._batch(todo[: found.n_fetched], found)
                 for chunk in batch:

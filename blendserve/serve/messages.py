@@ -35,7 +35,7 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
     """
     client = context.client
     served = ServedModel.of(client, body.model)
-    chat, removed = body.chat().without_lines(client.http.strip)
+    chat, removed = body.chat().without_lines(client.http.volatile_lines)
     notices = client.notices.ignored(body) | ({"removed": removed} if removed else {})
     form = MessagesFormat(served.name, [tool.name for tool in body.offered_tools], notices)
     max_tokens = body.max_tokens
@@ -49,7 +49,7 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
 async def count_tokens(body: CountRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, int]:
     """The number of tokens of a prompt, cached or not."""
     ServedModel.of(client, body.model)
-    chat, _ = body.chat().without_lines(client.http.strip)
+    chat, _ = body.chat().without_lines(client.http.volatile_lines)
     return {"input_tokens": len(await _prompt(client, tenant, chat))}
 
 

@@ -40,7 +40,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
     last = body.messages[-1]
     served, query = ServedModel.of(context.client, body.model), body.query(last.content_text, body.options)
     if served.is_plain and not _has_passages(context, query):
-        plain, removed = body.chat().without_lines(context.client.http.strip)
+        plain, removed = body.chat().without_lines(context.client.http.volatile_lines)
         return await _respond(context, body, served, replace(query, plain=plain), removed)
     if last.role != "user":
         raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")

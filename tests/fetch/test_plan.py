@@ -12,9 +12,12 @@ from benchmarks.delivery import cachegen_plan, fixed_plan
 from blendserve.errors import StoreUnavailable
 from blendserve.fetch.link import (
     DEAD_LINK_S,
+    MAX_PROBE_BYTES,
+    MIN_PROBE_BYTES,
     PROBE_PAUSE,
     PROBE_S,
     STALL_FIRST,
+    SURE_S,
     LinkEstimator,
     LinkSample,
     StallDetector,
@@ -71,15 +74,16 @@ def test_a_plan_is_the_finest_of_the_fastest_or_of_those_in_time(
         assert (found.n_fetched, found.n_skipped, found.is_interleaved) == (n, 0, False)
         assert found.level == (current or min(LEVELS, key=lambda level: sum(c.sizes[level] for c in todo)))
         return
-    every = {(level, k): seconds(todo, link, level, k) for level, k in product(LEVELS, range(1, n + 1))}
-    best = {level: min(every[level, k] for k in range(1, n + 1)) for level in LEVELS}
+    fetched = range(0 if pending else 1, n + 1)  # with some in transit, all others may be computed
+    every = {(level, k): seconds(todo, link, level, k) for level, k in product(LEVELS, fetched)}
+    best = {level: min(every[level, k] for k in fetched) for level in LEVELS}
     if current and best[current] * WORTH <= min(best.values()):
         assert (found.level, found.n_skipped) == (current, 0)
         return
     in_time = max(SAME * min(best.values()), wanted - spent)
     assert found.level == next(level for level in LEVELS if best[level] <= in_time)
     saved = sum(c.saved_s or 0.0 for c in todo)
-    if current is None and best[found.level] >= MIN_SPEEDUP * saved:
+    if current is None and best[found.level] - pending / rate >= MIN_SPEEDUP * saved:
         assert (found.n_skipped, found.n_fetched) == (n, 0)
         return
     assert found.n_skipped == 0
@@ -142,7 +146,7 @@ def test_the_rate_is_bytes_over_seconds_of_transfer(pieces: list[tuple[int, floa
 def test_a_round_trip_is_no_part_of_the_rate_and_decoding_is_a_running_mean() -> None:
     clock = ManualClock()
     link = LinkEstimator(clock)
-    assert link.probe_now(lambda n_bytes: LinkSample(0.5, 1.5, 1000))
+    link.probe_now(lambda n_bytes: LinkSample(0.5, 1.5, 1000))
     assert link.round_trip_s == 0.5
     assert link.rate == pytest.approx(1000)
     moved(link, clock, 3000, 1.5)
@@ -154,6 +158,33 @@ def test_a_round_trip_is_no_part_of_the_rate_and_decoding_is_a_running_mean() ->
     for seconds_, mean in ((1.0, 0.1), (3.0, 0.2)):
         link.record_decoding("raw", seconds_, 10)
         assert link.decode_s("raw") == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("round_trip_s", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("rate", [1e6, 1e8, 1e11])
+@pytest.mark.parametrize("chunk_bytes", [10**5, 10**9])
+def test_the_first_probes_grow_until_one_shows_the_rate(
+    round_trip_s: float, rate: float, chunk_bytes: int
+) -> None:
+    """A first transfer is slower: the connection has to get going. A small chunk shows what it can."""
+    link, asked = LinkEstimator(ManualClock()), list[int]()
+
+    def probe(n_bytes: int) -> LinkSample:
+        asked.append(n_bytes)
+        n = min(n_bytes, chunk_bytes)
+        slow = 0.1 if len(asked) == 1 else 0.0
+        return LinkSample(round_trip_s, round_trip_s + slow + n / rate, n)
+
+    link.probe_now(probe)
+    assert asked == [MIN_PROBE_BYTES << n for n in range(len(asked))]
+    assert asked[-1] <= MAX_PROBE_BYTES
+    if chunk_bytes < MIN_PROBE_BYTES:
+        assert len(asked) == 1
+        return
+    assert link.rate == pytest.approx(rate, rel=1e-3)
+    sure_s = max(SURE_S, round_trip_s)
+    assert asked[-1] / rate >= sure_s or asked[-1] == MAX_PROBE_BYTES
+    assert all(n / rate < sure_s for n in asked[1:-1])
 
 
 @pytest.mark.parametrize(
