@@ -156,6 +156,32 @@ def test_a_repeated_prompt_is_read_from_the_cache(client: Client) -> None:
     assert full["usage"]["cache_read_input_tokens"] == 0
 
 
+@pytest.mark.parametrize("kind", ["search_result", "document"])
+def test_stored_passages_are_found_in_blocks(
+    client: Client, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in any order, whatever source or context stands in front of their titles."""
+    monkeypatch.setattr("blendserve.blend.donors.FIRST_WAIT_S", 60.0)
+    texts = [" ".join(p.text for p in PASSAGES[i : i + 4]) for i in range(3)]
+    passages = [{"title": PASSAGES[i].title, "text": text} for i, text in enumerate(texts)]
+    client.warm(passages)
+    blocks = []
+    for i, passage in enumerate(reversed(passages)):
+        text, names = {"type": "text", "text": passage["text"]}, {"type": kind, "title": passage["title"]}
+        result = {**names, "source": f"https://example.org/{i}", "content": [text]}
+        source = {"type": "text", "media_type": "text/plain", "data": passage["text"]}
+        document = {**names, "source": source, "context": f"Of page {i}."}
+        blocks.append(result if kind == "search_result" else document)
+    request = body([*blocks, {"type": "text", "text": QUESTIONS[0]}], x_blendserve={"method": "blend"})
+    told = client.post(URL, request).json()
+    report = told["x_blendserve"]["report"]
+    assert len({span["donor"] for span in report["spans"]}) == len(passages)
+    assert all(span["missing_head"] == 0 for span in report["spans"])
+    reused = sum(span["stop"] - span["start"] for span in report["spans"])
+    assert reused > 0.7 * report["tokens_prompt"]
+    assert told["usage"]["cache_read_input_tokens"] > 0.7 * reused
+
+
 @pytest.mark.parametrize(
     "content", [QUESTIONS[0], [{"type": "text", "text": QUESTIONS[1]}]], ids=["text", "blocks"]
 )
