@@ -64,9 +64,10 @@ def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey
     hits, left, found = index.find(ids), WORK * len(ids), set[Run]()
     keys = _candidates(hits, len(ids) // MIN_SPAN + MOST)
     donors = {key: np.asarray(tokens, np.int64) for key, tokens in read(keys).items()} if keys else {}
-    for hit in hits:
-        donor = donors.get(hit.key, np.empty(0, np.int64))
-        for anchor in index.places(donor, hit.hash):
+    places = {key: index.places(donor) for key, donor in donors.items()}
+    for hit in (hit for hit in hits if hit.key in donors):
+        donor = donors[hit.key]
+        for anchor in places[hit.key].get(hit.hash, ()):
             start = hit.place - anchor  # where the chunk would start
             first, last = max(0, -start), min(len(donor), len(ids) - start)
             if last - first > left:

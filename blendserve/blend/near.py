@@ -12,10 +12,12 @@ starts its donor. Policies and corrections treat reused tokens like those of any
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice, pairwise, takewhile
 
 import numpy as np
 
@@ -76,12 +78,9 @@ def equal_runs(ids: Tokens, hits: Sequence[Hit], donors: Donors, index: SpanInde
     Text that repeats itself over and over has many shifts; they are given up when WORK is done.
     """
     tokens, left = {key: np.asarray(donor, np.int64) for key, donor in donors.items()}, WORK * len(ids)
-    shifts = {
-        (hit.key, hit.place - at): None
-        for hit in hits
-        if hit.key in tokens
-        for at in index.places(tokens[hit.key], hit.hash)
-    }
+    places = {key: index.places(donor) for key, donor in tokens.items()}
+    found = [(hit, at) for hit in hits if hit.key in places for at in places[hit.key].get(hit.hash, ())]
+    shifts = dict.fromkeys((hit.key, hit.place - at) for hit, at in found)
     runs = list[Run]()
     for key, start in shifts:
         donor = tokens[key]
@@ -100,24 +99,36 @@ def equal_runs(ids: Tokens, hits: Sequence[Hit], donors: Donors, index: SpanInde
 
 def choose_runs(runs: Sequence[Run], lost: Collection[ChunkKey] = ()) -> list[Run]:
     """Of equal runs those that are reused, ascending: the longest first; others get what it leaves, without a margin."""
-    chosen = list[Run]()
-    while pieces := [piece for run in runs if run.donor not in lost for piece in _pieces(run, chosen)]:
-        chosen.append(max(pieces, key=lambda piece: len(piece.span)))
+    chosen, taken = list[Run](), list[Span]()
+    todo = [(-len(run.span), n) for n, run in enumerate(runs) if run.donor not in lost]
+    heapify(todo)
+    while todo:
+        size, n = heappop(todo)
+        best = max(_pieces(runs[n], taken), key=lambda piece: len(piece.span), default=None)
+        if best is None:
+            continue
+        if len(best.span) == -size:  # else others have taken a part of it: its turn is later
+            chosen.append(best)
+            insort(taken, best.span, key=_start)
+        heappush(todo, (-len(best.span), n))
     return sorted(chosen, key=lambda run: run.span.start)
 
 
-def _pieces(run: Run, chosen: Iterable[Run]) -> Iterator[Run]:
-    """What may be reused of a run beside these others."""
+def _pieces(run: Run, taken: Sequence[Span]) -> Iterator[Run]:
+    """What may be reused of a run beside these spans, which are ascending."""
     span, at = run.span, run.span.start
-    others = sorted((other.span.start, other.span.stop) for other in chosen)
-    for start, stop in (*others, (span.stop, span.stop)):
-        margin = max(0, CONTEXT_MARGIN - (at - span.start)) if run.offset else 0
-        first, last = at + margin, min(start, span.stop)
-        if last - first >= MIN_RUN:
-            yield Run(
-                Span(first, last), run.donor, run.offset + first - span.start, run.n_after + span.stop - last
-            )
-        at = max(at, stop)
+    first = max(0, bisect_right(taken, at, key=_start) - 1)
+    others = takewhile(lambda other: other.start < span.stop, islice(taken, first, None))
+    for other in chain(others, [Span(span.stop, span.stop)]):
+        start = at + (max(0, CONTEXT_MARGIN - (at - span.start)) if run.offset else 0)
+        if other.start - start >= MIN_RUN:
+            n_before, n_after = start - span.start, span.stop - other.start
+            yield Run(Span(start, other.start), run.donor, run.offset + n_before, run.n_after + n_after)
+        at = max(at, other.stop)
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def reuse_near(

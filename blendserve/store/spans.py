@@ -126,10 +126,12 @@ class SpanIndex:
         tokens = np.asarray(ids[starts[0] : starts[-1] + self.width], np.int64)
         return self._hasher.windows(tokens, self.width)[:: self.stride or 1]
 
-    def places(self, ids: Tokens, hash: int) -> list[int]:
-        """Where in a chunk the anchors with this hash are."""
-        starts, anchors = self._starts(len(ids)), self.anchors(ids).tolist()
-        return [at for at, anchor in zip(starts, anchors, strict=True) if anchor == hash]
+    def places(self, ids: Sequence[int] | Tokens) -> dict[int, list[int]]:
+        """Where in a chunk its anchors start, by hash."""
+        places: dict[int, list[int]] = {}
+        for at, anchor in zip(self._starts(len(ids)), self.anchors(ids).tolist(), strict=True):
+            places.setdefault(anchor, []).append(at)
+        return places
 
     def add(self, chunks: Iterable[tuple[ChunkKey, Marks]]) -> None:
         """Add chunks with their anchors; known ones are skipped, and all when the numbers are used up."""

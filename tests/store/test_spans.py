@@ -77,7 +77,7 @@ def test_a_hit_names_the_places_of_its_anchor_in_the_chunk(stride: int) -> None:
     chunk = (*some_ids(50, 1), *some_ids(50, 1), *some_ids(13, 2))  # with the same windows twice
     index, tokens = index_of([chunk], stride), array(chunk)
     for hit in index.find(array(some_ids(9, 3), chunk)):
-        places = index.places(tokens, hit.hash)
+        places = index.places(tokens)[hit.hash]
         assert places
         for at in places:
             assert tokens[at : at + WINDOW].tolist() == list(chunk[hit.place - 9 : hit.place - 9 + WINDOW])
