@@ -180,7 +180,7 @@ class ReusedSpan:
     stop: int
     donor: str  # the chunk's key in hex
     missing_head: int  # tokens of the chunk in front of these
-    missing_tail: int  # and behind them
+    missing_tail: int  # and behind them; some may be among the prompt's last ones, which are computed
 
 
 @dataclass(frozen=True, slots=True)

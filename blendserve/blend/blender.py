@@ -106,7 +106,7 @@ class Blender:
         if not prompt.is_plain or prompt.runs or blend.method in ("full", "prefix"):
             return prompt
         n_cached = self.prefixes.n_cached(self.key.namespace, prompt.prefix)
-        return Prompt.plain(prompt.ids, self.finder.find(prompt.prefix, n_cached))
+        return Prompt.plain(prompt.ids, self.finder.find(prompt.ids, n_cached, len(prompt.prefix)))
 
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Hold:
         """Prefetch the chunks of a queued prompt; copies are kept until the hold is closed."""

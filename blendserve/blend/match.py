@@ -49,11 +49,15 @@ class ChunkFinder(DonorIndex):
         self.index = SpanIndex()
         super().__init__(store, key, self.index, self.index.anchors)
 
-    def find(self, ids: TokenIds, start: int = 0) -> tuple[Run, ...]:
-        """The chunks in these tokens, from a position on; none while the index is being built."""
+    def find(self, ids: TokenIds, start: int, stop: int) -> tuple[Run, ...]:
+        """The chunks in a prompt from a position on, up to another; none while the index is being built.
+
+        One that goes on behind `stop` is cut there: the prompt has its end, too.
+        """
         self.refresh_if_due()
         found = find_chunks(np.asarray(ids[start:], np.int64), self.index, self.read)
-        return tuple(_moved(run, start) for run in found.runs)
+        runs = (_cut(_moved(run, start), stop) for run in found.runs)
+        return tuple(run for run in runs if len(run.span) >= MIN_SPAN)
 
 
 def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey]], Donors]) -> Cover:
@@ -135,6 +139,11 @@ def reuse_runs(layout: Layout, fetch: Fetch, n_layers: int, token_saves_s: float
     for segment in layout.segments:
         segments += [segment] if segment.chunk is None else with_runs(layout, segment, runs, fetch)
     return replace(layout, segments=tuple(segments))
+
+
+def _cut(run: Run, stop: int) -> Run:
+    n_cut = max(0, run.span.stop - stop)
+    return run._replace(span=Span(run.span.start, run.span.stop - n_cut), n_after=run.n_after + n_cut)
 
 
 def _moved(run: Run, by: int) -> Run:
