@@ -20,6 +20,7 @@ BENCHES = {  # name, also that of the module -> help
     "near_duplicates": "Ask about passages that were edited after they were cached.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
     "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
+    "plain": "Find stored text in the prompts of unchanged clients.",
     "auto": "Compare method auto with the best fixed method.",
 }
 

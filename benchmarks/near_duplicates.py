@@ -18,11 +18,10 @@ from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_pr
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_model
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.blend.near import MAX_DONORS, find_runs
+from blendserve.blend.near import choose_runs
 from blendserve.config import BlendConfig
 from blendserve.evaluate.edits import before
 from blendserve.store import LMDBStore
-from blendserve.store.shingles import fingerprints
 from blendserve.timing import Clock
 
 FULL, EXACT = "full prefill", "exact hits"
@@ -63,13 +62,13 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
 
         def search() -> Metrics:
             clock = Clock()
-            for i, donors in blender.near.donors(dict(enumerate(unrelated))).items():
-                find_runs(unrelated[i], donors)
+            for runs in blender.near.find(dict(enumerate(unrelated))).values():
+                choose_runs(runs)
             return {"search_s": clock.elapsed()}
 
         cases = [Case({"passages": name}, partial(prompt, *given)) for name, given in prompts.items()]
-        donors = [blender.near.index.find(fingerprints(ids), MAX_DONORS) for ids in unrelated]
-        facts = {"false_donors": sum(map(bool, donors))}
+        found = blender.near.find(dict(enumerate(unrelated)))
+        facts = {"false_donors": sum(map(bool, found.values()))}
         cases.append(Case({"search": "nothing found"}, search))
         yield Group({"edited": config.edited}, cases, lambda: facts)
 

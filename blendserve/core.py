@@ -14,11 +14,12 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 TokenIds = tuple[int, ...]
+PLAIN_SUFFIX = 16  # last tokens of a plain prompt, which are always computed
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -97,13 +98,42 @@ class Span:
         return self.stop - self.start
 
 
+class Run(NamedTuple):
+    """Tokens that a prompt has in common with a stored chunk, its donor. Filled by blend/match.py and blend/near.py."""
+
+    span: Span  # in the prompt, or in a chunk of it
+    donor: bytes  # its key
+    offset: int  # where they start in the donor
+    n_after: int  # tokens of the donor behind them
+
+    @property
+    def n_donor(self) -> int:
+        """Tokens of the donor."""
+        return self.offset + len(self.span) + self.n_after
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids. Filled by engine/prompt.py."""
+    """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids. Filled by engine/prompt.py.
+
+    A plain prompt is a client's own text. It has one chunk if stored ones were found in it (`runs`): the text from the
+    first one to the last. That chunk is no passage, and is never stored.
+    """
 
     prefix: TokenIds
     chunks: tuple[Chunk, ...]
     suffix: TokenIds
+    is_plain: bool = False
+    runs: tuple[Run, ...] = ()  # of a plain prompt: ascending, in prompt positions, none overlapping
+
+    @classmethod
+    def plain(cls, ids: TokenIds, runs: tuple[Run, ...] = ()) -> Prompt:
+        """A plain prompt in which these runs were found, all in front of its last PLAIN_SUFFIX tokens."""
+        if not runs:
+            n_prefix = max(0, len(ids) - PLAIN_SUFFIX)
+            return cls(ids[:n_prefix], (), ids[n_prefix:], is_plain=True)
+        start, stop = runs[0].span.start, runs[-1].span.stop
+        return cls(ids[:start], (Chunk(ids[start:stop]),), ids[stop:], True, runs)
 
     @property
     def ids(self) -> TokenIds:
@@ -143,6 +173,17 @@ class NearChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ReusedSpan:
+    """Tokens of a plain prompt that started from a stored chunk's KV. Filled by blend/report.py."""
+
+    start: int  # in the prompt
+    stop: int
+    donor: str  # the chunk's key in hex
+    missing_head: int  # tokens of the chunk in front of these
+    missing_tail: int  # and behind them; some may be among the prompt's last ones, which are computed
+
+
+@dataclass(frozen=True, slots=True)
 class BlendReport:
     """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
 
@@ -155,7 +196,7 @@ class BlendReport:
     correction: str
     ratio: float  # asked for
     reason: str  # why nothing was blended; "" when something was
-    chunks: int
+    chunks: int  # of a plain prompt, the stored ones that were found in it
     chunks_hit: int
     chunks_missing: int
     chunks_corrupt: int
@@ -173,6 +214,7 @@ class BlendReport:
     tiers: Mapping[str, int] = field(default_factory=dict)
     near: tuple[NearChunk, ...] = ()  # what others have of missing and corrupt chunks; () unless looked for
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
+    spans: tuple[ReusedSpan, ...] = ()  # of a plain prompt
 
     @property
     def blended(self) -> bool:
@@ -187,7 +229,9 @@ class BlendReport:
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"blended": self.blended, "share_recomputed": self.share_recomputed}
-        listed = {name: [asdict(chunk) for chunk in getattr(self, name)] for name in ("unusable", "near")}
+        listed = {
+            name: [asdict(chunk) for chunk in getattr(self, name)] for name in ("unusable", "near", "spans")
+        }
         return {**derived, **asdict(self), **listed}
 
 
@@ -209,9 +253,12 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/report.py."""
+    """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/report.py.
 
-    kind: str  # prefix | passage | suffix
+    Of a plain prompt, each stored chunk that was found in it is a passage, and what stands between them is text.
+    """
+
+    kind: str  # prefix | passage | text | suffix
     passage: int | None  # its number, of a passage
     span: Span
     tier: str  # where its KV was read from; "" where none was used
@@ -267,6 +314,7 @@ class Answer:
     timings: Timings
     token_ids: TokenIds = field(default=())
     finish_reason: str = "stop"  # stop (end of turn or stop string) | length
+    stop_sequence: str | None = None  # the stop string that ended the text
     explanation: Explanation | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys
 from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks, usable_view
+from blendserve.blend.match import ChunkFinder, donor_requests, reuse_runs
 from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.planner import Planner, PrefillPlan, plan_full_prefill
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
@@ -30,6 +31,7 @@ from blendserve.store.codecs.base import SLOW, UNREACHABLE, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.timing import Clock
 
+NOT_BUILT = "the index of stored chunks is still being built: send the prompt again in some seconds"
 NOT_REPLACED = ("absent", SLOW, UNREACHABLE)  # kinds of a miss whose record, if any, may be good
 
 
@@ -53,7 +55,8 @@ class Prefilled:
 class Blender:
     """Prefills prompts of one model and one prefix over one namespace of a store. Thread-safe.
 
-    key: names chunks. writer: stores chunks. fetcher: reads them. prefixes, priors, near, planner: see their classes.
+    key: names chunks. writer: stores chunks. fetcher: reads them. prefixes, priors, near, finder, planner: see their
+    classes.
     """
 
     def __init__(
@@ -85,8 +88,8 @@ class Blender:
 
     def _bind(self, fetcher: KVFetcher, key: ChunkKeys, chunks: ChunkComputer, codec: Codec) -> None:
         self.fetcher, self.store, self.key = fetcher, fetcher.store, key
-        self.near = NearDuplicates(self.store, key)
-        self.writer = ChunkWriter(fetcher, chunks, key, codec, self.near)
+        self.near, self.finder = NearDuplicates(self.store, key), ChunkFinder(self.store, key)
+        self.writer = ChunkWriter(fetcher, chunks, key, codec, (self.near, self.finder))
 
     def over(self, store: KVStore, namespace: str) -> Blender:
         """The same model, prefixes, priors and costs over another store or namespace."""
@@ -95,10 +98,23 @@ class Blender:
         other._bind(fetcher, replace(self.key, namespace=namespace), self.writer.chunks, self.writer.codec)
         return other
 
+    def match(self, prompt: Prompt, blend: BlendConfig) -> Prompt:
+        """A plain prompt with the stored chunks that are found in it, if the method can use them.
+
+        What the prefix cache has is left to it. Other prompts, and matched ones, are returned as they are.
+        """
+        if not prompt.is_plain or prompt.runs or blend.method in ("full", "prefix"):
+            return prompt
+        n_cached = self.prefixes.n_cached(self.key.namespace, prompt.prefix)
+        return Prompt.plain(prompt.ids, self.finder.find(prompt.ids, n_cached, len(prompt.prefix)))
+
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Hold:
         """Prefetch the chunks of a queued prompt; copies are kept until the hold is closed."""
-        requests = self._requests(prompt, blend, is_costed=self.planner.is_calibrated)
-        return self.fetcher.prefetch(list(dict.fromkeys(requests.values())))
+        is_costed = self.planner.is_calibrated
+        requests = [*self._requests(prompt, blend, is_costed).values()]
+        if prompt.runs:
+            requests = donor_requests(prompt, self._token_saves_s(prompt, blend, [0], is_costed))
+        return self.fetcher.prefetch(list(dict.fromkeys(requests)))
 
     def run(self, *args: Any, **options: Any) -> Prefilled:
         """`prefill` to its end."""
@@ -114,6 +130,8 @@ class Blender:
     ) -> Steps[Prefilled]:
         """Prefill a prompt by `blend.method`. What the store lacks or cannot give is computed.
 
+        A plain prompt is matched with stored chunks first, unless that is done, or `prefix_kv` is given.
+
         cache: with room for the prompt; a new one without more if None. prefix_kv: the KV of the prompt's prefix; the
         prefix cache's if None. Raises ConfigError for settings that do not fit the model.
         """
@@ -121,6 +139,7 @@ class Blender:
             blend = blend.with_values(**FULL_REUSE)
         if blend.method == "full":
             return (yield from self._run_plan(plan_full_prefill(prompt, blend), cache, clock))
+        prompt = prompt if prefix_kv else self.match(prompt, blend)
         prefix = PrefixKV(prefix_kv, len(prompt.prefix)) if prefix_kv else None
         prefix = prefix or (yield from self.prefixes.get(self.key.namespace, prompt.prefix))
         requests = self._requests(prompt, blend)
@@ -133,6 +152,10 @@ class Blender:
             while True:
                 try:
                     plan = self.planner.plan(self._look_up(prompt, blend, requests, prefix, fetch), blend)
+                    if prompt.runs and plan.reason:
+                        prefix, plan = yield from self._without_runs(prefix, plan)
+                    elif prompt.is_plain and blend.method != "prefix" and not self.finder.is_built:
+                        plan = replace(plan, reason=plan.reason or NOT_BUILT)
                     waited_s = fetch.waited_s
                     done = yield from self._run_plan(plan, cache, clock)
                 except StoreError as error:
@@ -141,7 +164,8 @@ class Blender:
                 read_s = max(0.0, done.result.read_s - (fetch.waited_s - waited_s))
                 self.planner.load_rate.record(read_s, plan.layout.n_loaded)
                 fetch.record_reading(read_s, plan.layout.n_loaded)
-                n_computed = 0 if plan.blend.method == "full" else len(prompt.prefix) - prefix.reused
+                n_prefix = len(plan.layout.prompt.prefix)
+                n_computed = 0 if plan.blend.method == "full" else n_prefix - prefix.reused
                 missing = tuple(missing_chunks(plan.layout, requests, fetch))
                 return replace(done, n_cached=done.n_cached - n_computed, missing=missing)
 
@@ -163,18 +187,35 @@ class Blender:
         prefix: PrefixKV,
         fetch: Fetch,
     ) -> Layout:
-        """The layout by what was fetched, and by near-duplicates."""
+        """The layout by what was fetched, by the chunks of a plain prompt, and by near-duplicates."""
         n_layers, first_is_exact = self.model.n_layers, self._first_is_exact(prompt)
         keys = {i: request.key for i, request in requests.items()}
         found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
         sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
         layout = lay_out(prompt, TensorView(prefix.kv), found, sources, first_is_exact=first_is_exact)
+        if prompt.runs:
+            return reuse_runs(layout, fetch, n_layers, self._token_saves_s(prompt, blend, [0]))
         if not blend.near or blend.method == "prefix" or fetch.trouble:
             return layout
-        token_s = None
-        if self._weighs_costs(blend):
-            token_s = self.planner.token_saves_s(prompt, blend, requests, first_is_exact)
-        return reuse_near(layout, fetch, self.near, n_layers, token_s)
+        return reuse_near(layout, fetch, self.near, n_layers, self._token_saves_s(prompt, blend, requests))
+
+    def _token_saves_s(
+        self, prompt: Prompt, blend: BlendConfig, chunks: Collection[int], is_costed: bool = True
+    ) -> float | None:
+        """Seconds that a token of these chunks saves, where a link may take longer than that; else None."""
+        if not is_costed or not self._weighs_costs(blend):
+            return None
+        return self.planner.token_saves_s(prompt, blend, chunks, self._first_is_exact(prompt))
+
+    def _without_runs(self, prefix: PrefixKV, plan: PrefillPlan) -> Steps[tuple[PrefixKV, PrefillPlan]]:
+        """A plain prompt that is not worth blending: computed whole, so that the prefix cache has it for the next turn.
+
+        prefix: of the prompt with runs.
+        """
+        prompt = Prompt.plain(plan.layout.prompt.ids)
+        prefix = yield from self.prefixes.get(self.key.namespace, prompt.prefix, prefix)
+        layout = lay_out(prompt, TensorView(prefix.kv))
+        return prefix, PrefillPlan(layout, plan.blend.with_values(method="prefix"), plan.reason)
 
     def _run_plan(self, plan: PrefillPlan, cache: KVCache | None, clock: Clock | None) -> Steps[Prefilled]:
         uses_prior = CORRECTIONS.load(plan.blend.correction).uses_prior

@@ -8,12 +8,13 @@ reused  the KV was computed elsewhere and is rotated to its place; a policy sele
 fresh   there is no KV, or the method does not use it: computed in this request
 
 The cost model, the prefill, the report and the explanation read these segments and nothing else. A missing chunk may
-consist of several segments: runs of stored near-duplicates (near.py), and fresh tokens between them.
+consist of several segments: runs of stored near-duplicates (near.py), and fresh tokens between them. So does the text of
+a plain prompt, with runs of the stored chunks that were found in it (match.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from blendserve.config import Method
-from blendserve.core import Prompt, Span
+from blendserve.core import Prompt, Run, Span
 from blendserve.errors import CorruptRecord
 from blendserve.fetch.fetcher import Fetch
 from blendserve.store.base import LOCAL, Miss
@@ -53,13 +54,15 @@ class Segment:
     view: ChunkView | None = None  # where KV is read from, whether the method uses it or not
     offset: int = 0  # where the segment starts in the view
     source: str = ""  # local | remote | computed
-    donor: ChunkKey | None = None  # the near-duplicate that the view belongs to
-    miss: Miss | None = None  # why the chunk's own KV is not here
+    donor: ChunkKey | None = None  # the stored chunk that the view belongs to, of a run
+    miss: Miss | None = (
+        None  # why the chunk's own KV, or that of a chunk found in a plain prompt, is not here
+    )
 
     @property
     def is_stored(self) -> bool:
-        """Whether the chunk's own KV is here."""
-        return self.view is not None and self.donor is None
+        """Whether the chunk's own KV, or that of a chunk found in a plain prompt, is here."""
+        return self.view is not None and self.miss is None
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,25 @@ def suppose(prompt: Prompt, chunks: Collection[int], first_is_exact: bool) -> La
     return lay_out(prompt, ASSUMED, dict.fromkeys(chunks, ASSUMED), first_is_exact=first_is_exact)
 
 
+def with_runs(layout: Layout, segment: Segment, runs: Sequence[Run], fetch: Fetch) -> Iterator[Segment]:
+    """A fresh segment as runs of stored chunks, and the fresh tokens between them.
+
+    runs: by position in the segment, ascending. A run whose donor was not fetched is fresh, with the reason.
+    """
+    done = segment.span.start
+    for run in runs:
+        at = Span(segment.span.start + run.span.start, segment.span.start + run.span.stop)
+        if done < at.start:
+            yield replace(segment, span=Span(done, at.start))
+        view, miss = fetch.views.get(run.donor), segment.miss or fetch.misses.get(run.donor)
+        state = layout.state_at(at.start, run.offset) if view else State.FRESH
+        found = replace(segment, span=at, state=state, view=view, offset=run.offset, donor=run.donor)
+        yield replace(found, source=fetch.source.get(run.donor, ""), miss=miss)
+        done = at.stop
+    if done < segment.span.stop:
+        yield replace(segment, span=Span(done, segment.span.stop))
+
+
 def usable_view(fetch: Fetch, key: ChunkKey, n_layers: int) -> ChunkView | None:
     """The view of a fetched chunk; one of another model is dropped as damaged."""
     view = fetch.views.get(key)
@@ -190,8 +212,11 @@ def usable_view(fetch: Fetch, key: ChunkKey, n_layers: int) -> ChunkView | None:
 
 
 def usable_chunks(prompt: Prompt, method: Method, first_is_exact: bool) -> list[int]:
-    """The chunks that a method can use: for prefix caching, only the one that is exact. Empty chunks are left out."""
-    filled = [i for i, chunk in enumerate(prompt.chunks) if len(chunk)]
+    """The chunks that a method can use: for prefix caching, only the one that is exact. Empty chunks are left out.
+
+    A plain prompt's text is no chunk that is stored as such.
+    """
+    filled = [i for i, chunk in enumerate(prompt.chunks) if len(chunk) and not prompt.is_plain]
     if method == "prefix":
         return filled[:1] if first_is_exact else []
     return filled if method != "full" else []

@@ -8,129 +8,127 @@ Only tokens with equal ids are reused, in runs of at least MIN_RUN, from anywher
 in the same prefill, so a changed number, name or "not" is never read from the old text. A donor's tokens may have
 attended to other text before the run, so the first CONTEXT_MARGIN tokens of a run are fresh as well, unless the run
 starts its donor. Policies and corrections treat reused tokens like those of any chunk.
-
-A donor has the same model, context, dtype and namespace: it is one only if its tokens give its own key.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
+from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
-from typing import NamedTuple
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice, pairwise, takewhile
+
+import numpy as np
 
 from blendserve.blend.chunk_kv import ChunkKeys
-from blendserve.blend.layout import Layout, Segment, usable_view
-from blendserve.core import Span, TokenIds
-from blendserve.errors import StoreError
+from blendserve.blend.donors import DonorIndex, Donors
+from blendserve.blend.layout import Layout, Segment, usable_view, with_runs
+from blendserve.blend.match import WORK
+from blendserve.core import Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
-from blendserve.fetch.tiered import stores_of
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.shingles import NearIndex, fingerprints
+from blendserve.store.spans import Hit, SpanIndex, Tokens
 
+STRIDE = 16  # tokens from anchor to anchor, and of each
+SURE = 2 * STRIDE - 1  # tokens of a run that has an anchor for certain
 MIN_RUN = 16  # reused tokens of a run
 CONTEXT_MARGIN = 8  # tokens of a run before those
 MAX_DONORS = 4  # of one chunk
-PAIRS_PER_TOKEN = 256  # equal pairs of a chunk's and a donor's tokens to compare, for each token of the chunk
-IDS_PER_READ = 256  # chunks that a refresh reads the tokens of at a time: some 300 KB of headers
-FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
-REFRESH_S = 300.0  # until chunks that other processes store are found
-
-Donors = dict[ChunkKey, TokenIds]
-
-log = logging.getLogger(__name__)
 
 
-class Run(NamedTuple):
-    """Tokens that a chunk has in common with a stored one."""
-
-    span: Span  # in the chunk
-    donor: ChunkKey
-    offset: int  # where they start in the donor
-
-
-class NearDuplicates:
-    """Finds stored chunks of one namespace that share text with a chunk. Thread-safe.
-
-    A thread of its own builds the index from the store when it is first asked for. The index is a hint: a request reads
-    what its own snapshot has.
-    """
+class NearDuplicates(DonorIndex):
+    """Finds stored chunks of one namespace that share text with a chunk. Thread-safe."""
 
     def __init__(self, store: KVStore, key: ChunkKeys) -> None:
-        self._store, self._key = store, key
-        self.index = NearIndex()
-        self._not_donors: set[ChunkKey] = set()  # stored chunks of other contexts
-        self._next_refresh = 0.0  # 0: the index is not used yet
-        self._lock = threading.Lock()
+        self.index = SpanIndex(STRIDE, STRIDE)
+        super().__init__(store, key, self.index, self.index.anchors)
 
-    def donors(self, chunks: Mapping[int, TokenIds]) -> dict[int, Donors]:
-        """For each of these chunks, stored chunks that share text with it, the best first, with their tokens."""
-        self._refresh_if_due()
-        near = {i: self.index.find(fingerprints(ids), MAX_DONORS) for i, ids in chunks.items()}
-        asked = list(dict.fromkeys(key for keys in near.values() for key in keys))
-        donors, is_complete = self._read(asked)
-        if is_complete:  # else some may be in a store that did not answer
-            self.index.discard(key for key in asked if key not in donors)
-        return {i: {key: donors[key] for key in keys if key in donors} for i, keys in near.items()}
+    def find(self, chunks: Mapping[int, TokenIds]) -> dict[int, list[Run]]:
+        """The runs that each of these chunks has in common with at most MAX_DONORS stored ones."""
+        self.refresh_if_due()
+        tokens = {i: np.asarray(ids, np.int64) for i, ids in chunks.items()}
+        hits = {i: self.index.find(ids) for i, ids in tokens.items()}
+        keys = {i: best_donors(found) for i, found in hits.items()}
+        asked = list(dict.fromkeys(key for found in keys.values() for key in found))
+        donors = self.read(asked) if asked else {}
+        return {
+            i: equal_runs(ids, hits[i], {key: donors[key] for key in keys[i] if key in donors}, self.index)
+            for i, ids in tokens.items()
+        }
 
-    def add(self, ids: TokenIds) -> None:
-        """This process has stored a chunk."""
-        if self._next_refresh:
-            self.index.add([(self._key(ids), fingerprints(ids))])
 
-    def refresh(self) -> None:
-        """Make the index that of the store as it is now. Chunks that cannot be listed or read stay as they are."""
-        self._next_refresh = time.monotonic() + REFRESH_S
-        before = self.index.keys  # chunks that are added from here on may not be listed, and stay
-        stored = set[ChunkKey]()
-        if self._ask_stores(lambda store: stored.update(store.keys(self._key.namespace))):
-            self.index.discard(before - stored)
-            self._not_donors &= stored
-        new = sorted(stored - self.index.keys - self._not_donors)
-        for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
-            donors, is_complete = self._read(some)
-            self.index.add((key, fingerprints(ids)) for key, ids in donors.items())
-            self._not_donors |= set(some if is_complete else ()) - donors.keys()
+def best_donors(hits: Iterable[Hit], most: int = MAX_DONORS) -> list[ChunkKey]:
+    """First the chunk with most anchors in a text, then the one with most of the rest, and so on."""
+    at: dict[int, list[ChunkKey]] = {}
+    for hit in hits:
+        at.setdefault(hit.place, []).append(hit.key)
+    left, found = [*at.values()], list[ChunkKey]()
+    while left and len(found) < most:
+        counts = Counter(key for keys in left for key in keys)
+        found.append(max(counts, key=counts.__getitem__))
+        left = [keys for keys in left if found[-1] not in keys]
+    return found
 
-    def _read(self, keys: Sequence[ChunkKey]) -> tuple[Donors, bool]:
-        """Stored chunks of this context with their tokens, and whether every store answered."""
-        found: Donors = {}
 
-        def read(store: KVStore) -> None:
-            left = [key for key in keys if key not in found]
-            infos = store.describe(left) if left else {}
-            found.update({key: ids for key, info in infos.items() if self._key(ids := info.token_ids) == key})
+def equal_runs(ids: Tokens, hits: Sequence[Hit], donors: Donors, index: SpanIndex) -> list[Run]:
+    """Every run of at least MIN_RUN tokens of a donor in a text, at the shifts that hits show.
 
-        return found, self._ask_stores(read)
+    Text that repeats itself over and over has many shifts; they are given up when WORK is done.
+    """
+    tokens, left = {key: np.asarray(donor, np.int64) for key, donor in donors.items()}, WORK * len(ids)
+    places = {key: index.places(donor) for key, donor in tokens.items()}
+    found = [(hit, at) for hit in hits if hit.key in places for at in places[hit.key].get(hit.hash, ())]
+    shifts = dict.fromkeys((hit.key, hit.place - at) for hit, at in found)
+    runs = list[Run]()
+    for key, start in shifts:
+        donor = tokens[key]
+        first, last = max(0, -start), min(len(donor), len(ids) - start)
+        left -= last - first
+        if left < 0:
+            break
+        differs = np.flatnonzero(ids[start + first : start + last] != donor[first:last]) + first
+        edges = [first - 1, *differs.tolist(), last]
+        for before, after in pairwise(edges):
+            if after - before > MIN_RUN:
+                span = Span(start + before + 1, start + after)
+                runs.append(Run(span, key, before + 1, len(donor) - after))
+    return runs
 
-    def _ask_stores(self, read: Callable[[KVStore], None]) -> bool:
-        """Read from the local and the remote store -> whether both answered."""
-        is_complete = True
-        for store in stores_of(self._store):
-            try:
-                read(store)
-            except StoreError as error:
-                log.debug("some chunks are not searched for near-duplicates, as %s", error)
-                is_complete = False
-        return is_complete
 
-    def _refresh_if_due(self) -> None:
-        """In the background; the first caller waits a moment for the index."""
-        now = time.monotonic()
-        with self._lock:
-            is_first, is_due = not self._next_refresh, now >= self._next_refresh
-            if is_due:
-                self._next_refresh = now + REFRESH_S
-        if is_due:
-            thread = threading.Thread(target=self.refresh, name="blendserve-near", daemon=True)
-            thread.start()
-            if is_first:
-                thread.join(FIRST_WAIT_S)
+def choose_runs(runs: Sequence[Run], lost: Collection[ChunkKey] = ()) -> list[Run]:
+    """Of equal runs those that are reused, ascending: the longest first; others get what it leaves, without a margin."""
+    chosen, taken = list[Run](), list[Span]()
+    todo = [(-len(run.span), n) for n, run in enumerate(runs) if run.donor not in lost]
+    heapify(todo)
+    while todo:
+        size, n = heappop(todo)
+        best = max(_pieces(runs[n], taken), key=lambda piece: len(piece.span), default=None)
+        if best is None:
+            continue
+        if len(best.span) == -size:  # else others have taken a part of it: its turn is later
+            chosen.append(best)
+            insort(taken, best.span, key=_start)
+        heappush(todo, (-len(best.span), n))
+    return sorted(chosen, key=lambda run: run.span.start)
+
+
+def _pieces(run: Run, taken: Sequence[Span]) -> Iterator[Run]:
+    """What may be reused of a run beside these spans, which are ascending."""
+    span, at = run.span, run.span.start
+    first = max(0, bisect_right(taken, at, key=_start) - 1)
+    others = takewhile(lambda other: other.start < span.stop, islice(taken, first, None))
+    for other in chain(others, [Span(span.stop, span.stop)]):
+        start = at + (max(0, CONTEXT_MARGIN - (at - span.start)) if run.offset else 0)
+        if other.start - start >= MIN_RUN:
+            n_before, n_after = start - span.start, span.stop - other.start
+            yield Run(Span(start, other.start), run.donor, run.offset + n_before, run.n_after + n_after)
+        at = max(at, other.stop)
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def reuse_near(
@@ -145,81 +143,23 @@ def reuse_near(
     missing = {s.chunk: chunks[s.chunk].ids for s in layout.segments if s.chunk is not None and s.miss}
     if not missing:
         return layout
-    donors, errors = near.donors(missing), {i: dict[ChunkKey, str]() for i in missing}
+    equal, errors, lost = near.find(missing), {i: dict[ChunkKey, str]() for i in missing}, set[ChunkKey]()
     while True:
-        runs = {i: find_runs(ids, donors[i]) for i, ids in missing.items()}
-        used = {run.donor: len(donors[i][run.donor]) for i, found in runs.items() for run in found}
+        runs = {i: choose_runs(found, lost) for i, found in equal.items()}
+        used = {run.donor: run.n_donor for found in runs.values() for run in found}
         fetch.extend([ChunkRequest(key, n, token_saves_s and n * token_saves_s) for key, n in used.items()])
-        lost = {key for key in used if usable_view(fetch, key, n_layers) is None}
-        if not lost:
+        new = {key for key in used if usable_view(fetch, key, n_layers) is None}
+        if not new:
             break
+        lost |= new
         for i, found in runs.items():
-            errors[i] |= {run.donor: _reason(fetch, run.donor) for run in found if run.donor in lost}
-            donors[i] = {key: ids for key, ids in donors[i].items() if key not in lost}
+            errors[i] |= {run.donor: _reason(fetch, run.donor) for run in found if run.donor in new}
     segments = list[Segment]()
     for segment in layout.segments:
         found = runs.get(segment.chunk, []) if segment.chunk is not None else []
-        segments += _with_runs(layout, segment, found, fetch)
+        segments += with_runs(layout, segment, found, fetch)
     why = {i: "; ".join(found.values()) for i, found in errors.items()}
     return replace(layout, segments=tuple(segments), donor_errors=why)
-
-
-def find_runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[Run]:
-    """Runs of these donors in a chunk, ascending; a later donor gets what earlier ones leave."""
-    left, runs = [Span(0, len(ids))], list[Run]()
-    for key, donor in donors.items():
-        found, left = matching_runs(ids, donor, left)
-        runs += [Run(span, key, offset) for span, offset in found]
-    return sorted(runs, key=lambda run: run.span.start)
-
-
-def matching_runs(
-    ids: TokenIds, donor: TokenIds, left: Sequence[Span]
-) -> tuple[list[tuple[Span, int]], list[Span]]:
-    """Runs of a donor in these stretches of a chunk, with their offsets in the donor; and the stretches that are left.
-
-    The longest runs come first. Text that repeats itself over and over is given up after PAIRS_PER_TOKEN; other text does
-    not come near that.
-    """
-    matcher = SequenceMatcher(None, ids, donor, autojunk=False)
-    n_equal, work = Counter(donor), PAIRS_PER_TOKEN * len(ids)
-    todo, found, rest = list(left), list[tuple[Span, int]](), list[Span]()
-    while todo:
-        gap = todo.pop()
-        work -= sum(n_equal[i] for i in ids[gap.start : gap.stop])
-        if len(gap) < MIN_RUN or work < 0:
-            rest.append(gap)
-            continue
-        a, b, n = matcher.find_longest_match(gap.start, gap.stop)
-        margin = _margin(ids, donor, a, b)
-        if n < MIN_RUN + margin:
-            rest.append(gap)
-            continue
-        found.append((Span(a + margin, a + n), b + margin))
-        todo += [Span(gap.start, a + margin), Span(a + n, gap.stop)]
-    return found, rest
-
-
-def _margin(ids: TokenIds, donor: TokenIds, a: int, b: int) -> int:
-    """Fresh tokens at the start of a run, which begins at token a of the chunk and b of the donor."""
-    n = 0  # equal tokens before both
-    while n < min(a, b, CONTEXT_MARGIN) and ids[a - n - 1] == donor[b - n - 1]:
-        n += 1
-    return 0 if n == b else CONTEXT_MARGIN - n
-
-
-def _with_runs(layout: Layout, missing: Segment, runs: Sequence[Run], fetch: Fetch) -> Iterator[Segment]:
-    """A missing chunk as runs of stored chunks, and the fresh tokens between them."""
-    start, done = missing.span.start, missing.span.start
-    for span, donor, offset in runs:
-        at = Span(start + span.start, start + span.stop)
-        if done < at.start:
-            yield replace(missing, span=Span(done, at.start))
-        state = layout.state_at(at.start, offset)
-        yield replace(missing, span=at, state=state, view=fetch.views[donor], offset=offset, donor=donor)
-        done = at.stop
-    if done < missing.span.stop:
-        yield replace(missing, span=Span(done, missing.span.stop))
 
 
 def _reason(fetch: Fetch, donor: ChunkKey) -> str:

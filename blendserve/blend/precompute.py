@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, in_stacks
-from blendserve.blend.near import NearDuplicates
+from blendserve.blend.donors import DonorIndex
 from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.write_queue import write_behind
@@ -88,11 +88,16 @@ class ChunkWriter:
     """Computes and stores the chunks of one namespace. Thread-safe. Methods raise StoreError; stored chunks stay."""
 
     def __init__(
-        self, fetcher: KVFetcher, chunks: ChunkComputer, key: ChunkKeys, codec: Codec, near: NearDuplicates
+        self,
+        fetcher: KVFetcher,
+        chunks: ChunkComputer,
+        key: ChunkKeys,
+        codec: Codec,
+        indexes: Sequence[DonorIndex],
     ) -> None:
-        """codec: of stored chunks. near: told of each chunk that is stored."""
+        """codec: of stored chunks. indexes: told of each chunk that is stored."""
         self.chunks, self.codec = chunks, codec
-        self._fetcher, self._store, self._key, self._near = fetcher, fetcher.store, key, near
+        self._fetcher, self._store, self._key, self._indexes = fetcher, fetcher.store, key, indexes
         self._token_s = FIRST_TOKEN_S
 
     def missing(self, chunks: Iterable[TokenIds]) -> list[TokenIds]:
@@ -207,7 +212,8 @@ class ChunkWriter:
     def _added(self, ids: TokenIds) -> None:
         """A chunk was stored."""
         self._fetcher.forget([self._key(ids)])
-        self._near.add(ids)
+        for index in self._indexes:
+            index.add(ids)
 
     def _measured(self, start: float, n_tokens: int) -> None:
         """Computing these tokens began at `start`."""

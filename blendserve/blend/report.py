@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from blendserve.blend.layout import Layout, Segment, State
 from blendserve.blend.planner import PrefillPlan
 from blendserve.blend.prefill import PassResult
-from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, Span, Unusable
+from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, ReusedSpan, Span, Unusable
 from blendserve.fetch.fetcher import COMPUTED
 
 STATE = {name: n for n, name in enumerate(Explanation.STATES)}
@@ -23,9 +22,9 @@ NEAR = "near"  # the source of a chunk that is read from near-duplicates
 def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> BlendReport:
     """has_prior: whether the correction had a prior."""
     layout, blend = plan.layout, plan.blend
-    first = [(i, segments[0]) for i, segments in layout.chunks()]
-    hits = [segment for _, segment in first if segment.is_stored]
-    misses = [(i, segment.miss) for i, segment in first if segment.miss]
+    look_ups = _look_ups(layout)
+    hits = [segment for _, segment in look_ups if segment.is_stored]
+    misses = [(i, segment.miss) for i, segment in look_ups if segment.miss]
     corrupt = sum(miss.kind == "corrupt" for _, miss in misses)
     n_recomputed = len(result.recomputed)
     is_blended = layout.n_reusable > n_recomputed
@@ -35,7 +34,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         correction=blend.correction,
         ratio=blend.min_ratio,
         reason="" if is_blended else plan.reason or _why_nothing_was_blended(plan),
-        chunks=len(layout.prompt.chunks),
+        chunks=len(look_ups if layout.prompt.is_plain else layout.prompt.chunks),
         chunks_hit=len(hits),
         chunks_missing=len(misses) - corrupt,
         chunks_corrupt=corrupt,
@@ -52,7 +51,26 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         tiers=dict(Counter(segment.source for segment in hits)),
         near=tuple(_near_chunks(layout)),
         prior=has_prior and result.corrected,
+        spans=tuple(_reused_spans(layout)),
     )
+
+
+def _look_ups(layout: Layout) -> list[tuple[int, Segment]]:
+    """The number of each chunk that has tokens, and the segment that says what was found of it.
+
+    Of a plain prompt: of each chunk that was found in its text.
+    """
+    if layout.prompt.is_plain:
+        return list(enumerate(s for s in layout.segments if s.donor))
+    return [(i, segments[0]) for i, segments in layout.chunks()]
+
+
+def _reused_spans(layout: Layout) -> Iterator[ReusedSpan]:
+    """Of a plain prompt."""
+    for _, s in _look_ups(layout) if layout.prompt.is_plain else ():
+        if s.donor and s.view and s.state is not State.FRESH:
+            n_after = s.view.n_tokens - s.offset - len(s.span)
+            yield ReusedSpan(s.span.start, s.span.stop, s.donor.hex(), s.offset, n_after)
 
 
 def explain(plan: PrefillPlan, result: PassResult, report: BlendReport) -> Explanation:
@@ -67,27 +85,32 @@ def _states(layout: Layout, result: PassResult) -> Tensor:
     names = {State.EXACT: "exact", State.REUSED: reused, State.FRESH: "computed"}
     states = torch.empty(layout.n_tokens, dtype=torch.uint8)
     for s in layout.segments:
-        name = "near_duplicate" if s.state is State.REUSED and s.donor else names[s.state]
+        is_near = s.state is State.REUSED and s.donor and s.miss
+        name = "near_duplicate" if is_near else names[s.state]
         states[s.span.start : s.span.stop] = STATE[name]
     states[result.recomputed] = STATE["recomputed"]
     return states
 
 
 def _parts(plan: PrefillPlan, near: Mapping[int | None, NearChunk]) -> Iterator[Part]:
-    """The prefix, the passages and the suffix, those without tokens left out."""
-    for kind, group in groupby(plan.layout.segments, key=partial(_kind, plan.layout)):
+    """The prefix, the passages and the suffix, those without tokens left out; in a plain prompt also the text between."""
+    layout = plan.layout
+    runs = {s.span.start: i for i, s in _look_ups(layout)} if layout.prompt.is_plain else None
+    for kind, group in groupby(layout.segments, key=lambda s: _kind(layout, s, runs)):
         segments = list(group)
-        i, span = segments[0].chunk, Span(segments[0].span.start, segments[-1].span.stop)
+        i, span = kind[1], Span(segments[0].span.start, segments[-1].span.stop)
         source, code, reason = _why(plan, kind[0], segments[0], near.get(i))
-        donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor) if code is Reason.NEAR else ()
+        is_used = code is Reason.NEAR or segments[0].is_stored
+        donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor) if is_used else ()
         reason = reason[:1].upper() + reason[1:] + ("" if reason.endswith(".") else ".")
         yield Part(kind[0], i, span, source, code, reason, donors)
 
 
-def _kind(layout: Layout, segment: Segment) -> tuple[str, int | None]:
-    """Of the part that a segment belongs to, with its number."""
+def _kind(layout: Layout, segment: Segment, runs: Mapping[int, int] | None) -> tuple[str, int | None]:
+    """Of the part that a segment belongs to, with its number. runs: numbers of a plain prompt's chunks by position."""
     if segment.chunk is not None:
-        return "passage", segment.chunk
+        i = segment.chunk if runs is None else runs.get(segment.span.start)
+        return "text" if i is None else "passage", i
     is_suffix = layout.n_suffix > 0 and segment.span.stop == layout.n_tokens
     return "suffix" if is_suffix else "prefix", None
 
@@ -97,6 +120,8 @@ def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tu
     if kind == "suffix":
         said = "it is the question and the end of the prompt, which are computed for every request"
         return "", Reason.SUFFIX, said
+    if kind == "text":
+        return "", Reason.NOT_STORED, "no stored chunk was found in it"
     if near and near.donors:
         return NEAR, Reason.NEAR, near.reason
     if s.state is not State.FRESH:
@@ -152,4 +177,6 @@ def _why_nothing_was_blended(plan: PrefillPlan) -> str:
     misses = (s.miss for s in layout.segments if s.chunk is not None and s.miss and s.miss.kind != "absent")
     if unusable := next(misses, None):
         return f"no stored chunk could be used: {unusable.detail}"
+    if plan.layout.prompt.is_plain:
+        return "no stored chunk was found in the prompt: precompute the passages that it is made of"
     return "no chunk was found in the store: precompute the corpus, or let write-back fill it"

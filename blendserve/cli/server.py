@@ -37,6 +37,12 @@ def serve(
         "--index",
         "-i",
     ),
+    no_index: bool = option(
+        False,
+        "Serve without an index: prompts are read as they are, as by any other OpenAI server. Their KV is reused as far "
+        "as it is stored, with `store.location` across restarts.",
+        "--no-index",
+    ),
     replicas: str | None = option(
         None,
         "Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. "
@@ -61,14 +67,18 @@ def serve(
     if print_config:
         console.out.print(settings.to_yaml(), markup=False, end="")
         return
-    indexes = index or ["indexes/demo"]
+    indexes = [] if no_index else index or ["indexes/demo"]
+    if no_index and (index or replicas):
+        raise InputError(f"--no-index cannot be combined with {'--index' if index else '--replicas'}")
     if ray and not replicas:
         raise InputError("--ray is the cluster for --replicas: give --replicas, too")
     settings = settings.with_environment_key()
     from blendserve.serve import server  # not at the top: it imports torch and FastAPI
 
     log.info(
-        "Indexes: %s\n%s", ", ".join(indexes), settings.to_yaml(changes=True) or "Settings: the defaults"
+        "Indexes: %s\n%s",
+        ", ".join(indexes) or "none",
+        settings.to_yaml(changes=True) or "Settings: the defaults",
     )
     if replicas is not None:
         from blendserve.ray.ingress import serve_cluster

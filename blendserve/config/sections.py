@@ -196,6 +196,9 @@ class ServeConfig(HttpConfig):
     share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load
     conversations_mb: NotNegative = 256.0
     """Memory for the KV of earlier conversation turns, in MB."""
+    volatile_lines: ClassVar = ("x-anthropic-billing-header:",)
+    """Beginnings of lines that are left out at the start of a plain chat's system message: they differ from request to
+    request, and would end the common beginning of all prompts. vLLM leaves them out, too."""
     ping_s: ClassVar[float] = 15.0  # without an event, after which a stream sends a comment line
     log_text: bool = False
     """Write questions to the log."""

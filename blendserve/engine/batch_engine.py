@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from blendserve.blend.blender import Blender, Prefilled
@@ -58,8 +59,9 @@ class BatchEngine:
     def sequence(
         self, request: PreparedRequest, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
     ) -> Sequence:
-        """A prepared request, ready for `scheduler.submit`."""
+        """A prepared request, ready for `scheduler.submit`. Its plain prompt is matched with stored chunks."""
         blender = self.blender(namespace)
+        request = replace(request, prompt=blender.match(request.prompt, request.blend))
         return Sequence(
             request,
             self.engine.model,
@@ -78,10 +80,11 @@ class BatchEngine:
 
     def _cost(self, request: PreparedRequest, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""
-        prompt, own = request.prompt, self.engine.prompts.prefix
-        n_prefix = len(own) if prompt.prefix == own and request.blend.method != "full" else 0
-        n_stored = 0
-        if request.blend.method in ("auto", "blend", "reuse"):
+        prompt, n_prefix = request.prompt, 0
+        n_stored = sum(len(run.span) for run in prompt.runs)
+        if request.blend.method != "full":
+            n_prefix = blender.prefixes.n_cached(blender.key.namespace, prompt.prefix)
+        if request.blend.method in ("auto", "blend", "reuse") and not prompt.is_plain:
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
                 stored = self.fetcher.locate(dict.fromkeys(keys))

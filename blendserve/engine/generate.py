@@ -135,7 +135,8 @@ class Sequence:
         self._text += piece
         report, explanation = self.prefilled.report, self.prefilled.explanation
         tokens, passages = tuple(self._tokens), self.request.passages
-        self.answer = Answer(self._text, passages, report, self._timings(), tokens, reason, explanation)
+        ended = reason, self._detokenizer.stop_sequence
+        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended, explanation)
         return piece
 
     def _timings(self) -> Timings:
@@ -264,7 +265,11 @@ class Detokenizer:
         self._start = 0  # ids before this one are decoded and done with
         self._done = 0  # characters of decode(ids[start:]) that were taken
         self._pending = ""  # may begin a stop string
-        self.stopped = False
+        self.stop_sequence: str | None = None  # that came
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_sequence is not None
 
     def push(self, token: int) -> str:
         """The text that this token completes, perhaps ""."""
@@ -287,10 +292,10 @@ class Detokenizer:
         return text
 
     def _release(self, final: bool) -> str:
-        found = [(at + len(s), at) for s in self._stop if (at := self._pending.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         if found:  # the one that ends first stops the text, however the text fell into tokens
-            self.stopped = True
-            out, self._pending = self._pending[: min(found)[1]], ""
+            _, end, self.stop_sequence = min(found)
+            out, self._pending = self._pending[:end], ""
             return out
         keep = 0 if final else max((_stop_prefix_len(self._pending, s) for s in self._stop), default=0)
         end = len(self._pending) - keep

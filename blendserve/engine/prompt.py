@@ -24,6 +24,7 @@ from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
+from blendserve.engine.chat import Chat, chat_ids
 from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
@@ -97,6 +98,21 @@ class PromptBuilder:
         said = {MESSAGE.format(i): message.text for i, message in enumerate(history)}
         prefix = self._ids(head, said) if history else self.prefix
         return PromptFrame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
+
+    def plain(self, text: Chat | str) -> Prompt:
+        """A client's own prompt: a chat by the model's template, or a text as it is, control tokens included.
+
+        Raises InputError for a chat that the template refuses, and for a text without tokens.
+        """
+        if isinstance(text, str):
+            ids = tuple(
+                self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"]
+            )
+        else:
+            ids = chat_ids(self._tokenizer, text, self._tokens)
+        if not ids:
+            raise InputError("the prompt is empty: send some text", setting="prompt")
+        return Prompt.plain(ids)
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as it stands in a prompt; without text, no tokens."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
+from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.registry import nearest
@@ -37,6 +38,7 @@ class Request:
     history: tuple[ChatMessage, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
+    plain: Chat | str | None = None  # the whole prompt, in place of question, passages and history
 
     def split(self: AnyRequest, separator: str) -> AnyRequest:
         """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
@@ -90,8 +92,10 @@ def prepare_request(
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
     """
     blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
-    request = request.split(config.prompt.separator)
     make_policy(blend).validate(n_layers)
+    if request.plain is not None:
+        return PreparedRequest(_plain_prompt(request.plain, room, prompts, decode), (), blend, decode, clock)
+    request = request.split(config.prompt.separator)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
     own = [text for passage in request.passages or () for text in (passage.title, passage.text)]
@@ -111,6 +115,16 @@ def prepare_request(
         n_tokens += len(chunks[-1])
         require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
     return PreparedRequest(frame.with_chunks(chunks), passages, blend, decode, clock)
+
+
+def _plain_prompt(plain: Chat | str, room: int, prompts: PromptBuilder, decode: DecodeConfig) -> Prompt:
+    """Raises InputError, PromptTooLong."""
+    texts = [plain] if isinstance(plain, str) else plain.texts
+    if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
+        require_room(least, room, decode, at_least=True)
+    prompt = prompts.plain(plain)
+    require_room(len(prompt), room, decode)
+    return prompt
 
 
 def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:

@@ -70,14 +70,18 @@ class Tokenizer:
         return dict(self.backend_tokenizer.get_added_tokens_decoder())
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], tokenize: bool = False, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
     ) -> str:
         """The chat as text. Raises jinja2.TemplateError where the template refuses it."""
         assert not tokenize, "text and control tokens are tokenised apart"
         return str(
             _compiled(self.chat_template or "").render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
@@ -90,6 +94,9 @@ CHATS = (
     *(("system", "user"), ("user",)),
     *(("system", "user", "assistant", "user"), ("user", "assistant", "user")),
 )
+
+PARAMETERS = {"type": "object", "properties": {"q": {"type": "string", "description": "Na\u00efve?"}}}
+TOOLS = [{"type": "function", "function": {"name": "find", "description": "", "parameters": PARAMETERS}}]
 
 
 def agree(ours: Tokenizer, theirs: Any) -> bool:
@@ -109,14 +116,14 @@ def _behaviour(tokenizer: Any, texts: Sequence[str]) -> list[Any]:
         tokenizer.decode(each, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         for each, skip in product(ids, (False, True))
     ]
-    chats = [_chat(tokenizer, roles) for roles in CHATS] if tokenizer.chat_template else []
+    chats = [_chat(tokenizer, *chat) for chat in product(CHATS, (None, TOOLS)) if tokenizer.chat_template]
     return [len(tokenizer), tokenizer.get_vocab(), ids, decoded, chats]
 
 
-def _chat(tokenizer: Any, roles: Sequence[str]) -> Any:
+def _chat(tokenizer: Any, roles: Sequence[str], tools: Any) -> Any:
     messages = [{"role": role, "content": f" {role} {n}\n"} for n, role in enumerate(roles)]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
     except TemplateError:
         return None
 

@@ -48,7 +48,7 @@ class RayEngineClient(EngineClient):
         replicas: Replicas,
     ) -> None:
         """The replicas are their opener's to close."""
-        self._facts, self._prompts, self._replicas = replicas.facts(), prompts, replicas
+        self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
         super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
         self.collections = TenantCollections(library, retrieval)
@@ -59,9 +59,9 @@ class RayEngineClient(EngineClient):
             raise ShuttingDown("the server is shutting down: ask again in a moment")
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.max_tokens
-        arguments = query.seeded(), self.config, *limits, self._prompts, search, clock
+        arguments = query.seeded(), self.config, *limits, self.prompts, search, clock
         prepared = await self.collections.executor.run(tenant.name, prepare_request, *arguments)
-        of_model = self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context
+        of_model = self._facts.fingerprint, self._facts.dtype, self.prompts.kv_context
         key = ChunkKeys(*of_model, tenant.namespace)
         keys = frozenset(key(chunk.ids) for chunk in prepared.prompt.chunks if len(chunk))
         request = RoutedRequest(prepared, keys, tenant.name, tenant.namespace)

@@ -19,11 +19,11 @@ from starlette.staticfiles import StaticFiles
 
 import blendserve
 from blendserve.errors import BlendserveError, NotFound, PermissionDenied
-from blendserve.serve import documents, openai, rag
+from blendserve.serve import documents, messages, openai, rag
 from blendserve.serve.auth import Backend, BackendDep, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware
-from blendserve.serve.responses import ClientDisconnected, error_body, error_response
+from blendserve.serve.responses import ClientDisconnected, error_body, error_json, error_response
 
 PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {
@@ -90,7 +90,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
-    app = create_app(client, (openai.router, rag.router, *local))
+    app = create_app(client, (openai.router, messages.router, rag.router, *local))
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
@@ -135,11 +135,11 @@ def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
-async def _validation_error(_: Request, error: Exception) -> Response:
+async def _validation_error(request: Request, error: Exception) -> Response:
     """The first validation error of a request, without the invalid value."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
@@ -150,11 +150,12 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     else:
         why = problem["msg"].removeprefix("Value error, ")
         message = f"{field or problem['loc'][0]}: {why[0].lower()}{why[1:]}"
-    return JSONResponse(error_body(message, "invalid_request_error", field or None, problem["type"]), 400)
+    body = error_body(message, "invalid_request_error", field or None, problem["type"])
+    return error_json(body, 400, request.url.path)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     """An error of the framework: an unknown route or a wrong method."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
+    return error_json(error_body(str(error.detail), kind), error.status_code, request.url.path, error.headers)

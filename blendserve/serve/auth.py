@@ -48,8 +48,10 @@ class Backend:
             address = connection.client.host if connection.client else ""
             return Tenant(address, self.namespace, admin=True)
         scheme, key = get_authorization_scheme_param(connection.headers.get("Authorization"))
-        if scheme.lower() != "bearer" or not key:
-            raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
+        if scheme.lower() != "bearer":
+            key = connection.headers.get("x-api-key", "")  # as clients of Anthropic's API send it
+        if not key:
+            raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...` or `x-api-key: ...`")
         return self.keys.tenant(key)
 
 

@@ -21,6 +21,7 @@ from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
@@ -107,7 +108,12 @@ class TenantCollections:
     def search(
         self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int
     ) -> list[Passage]:
-        """The nearest passages of these collections, or of all that the tenant may use. On the executor's thread."""
+        """The nearest passages of these collections, or of all that the tenant may use. On the executor's thread.
+
+        Raises NotFound; InputError on a server without collections.
+        """
+        if not self.indexes:
+            raise InputError("this server has no collections to retrieve from: send `passages`")
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
         return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
 
@@ -117,6 +123,7 @@ class EngineClient(Backend):
 
     http: ServeConfig
     collections: TenantCollections
+    prompts: PromptBuilder
 
     def __init__(
         self,
@@ -151,6 +158,7 @@ class LocalEngineClient(EngineClient):
         """The engine is its opener's to close."""
         metrics, model = Metrics(), engine.model
         self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
+        self.prompts = engine.prompts
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         self.scheduler = self.batch.scheduler
         metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)

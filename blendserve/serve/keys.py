@@ -122,7 +122,9 @@ class ApiKeys:
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
-            raise NotAuthenticated("no valid API key: send one as `Authorization: Bearer ...`")
+            raise NotAuthenticated(
+                "no valid API key: send one as `Authorization: Bearer ...` or `x-api-key: ...`"
+            )
         return found
 
     def namespaces(self) -> set[str]:

@@ -49,7 +49,7 @@ class RequestBodyMiddleware:
         try:
             body = await self._body(scope, receive, headers.get("content-length", "0"))
         except (BlendserveError, ClientDisconnected) as error:
-            return await error_response(error)(scope, receive, send)
+            return await error_response(error, scope["path"])(scope, receive, send)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -140,7 +140,7 @@ class AccessLogMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # a bug: expected errors have handlers
-            response = error_response(error)
+            response = error_response(error, scope["path"])
             if not status:
                 await response(scope, receive, send_with_id)
         finally:

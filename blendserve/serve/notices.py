@@ -31,9 +31,12 @@ class Notices:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def ignored(self, body: BaseModel) -> dict[str, Any]:
-        """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES."""
-        names = list(unknown_fields(body))
+    def ignored(self, body: BaseModel, *unused: str) -> dict[str, Any]:
+        """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES.
+
+        unused: known fields that this request has no use for; named if they are set.
+        """
+        names = [*(name for name in unused if getattr(body, name, None)), *unknown_fields(body)]
         for name in names[:MAX_NAMES]:
             pattern = re.sub(r"\.\d+\.", ".*.", name)
             self._warn(pattern, f"request field {pattern!r} is not supported and was ignored")

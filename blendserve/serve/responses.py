@@ -1,11 +1,11 @@
-"""Responses: complete or streamed, errors in OpenAI's format, and requests whose client disconnected."""
+"""Responses: complete or streamed, errors in OpenAI's or Anthropic's format, requests whose client disconnected."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
@@ -37,6 +37,11 @@ ERRORS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.VectorIndexError, 503, "server_error", "index_unavailable"),
     (errors.BlendserveError, 400, "invalid_request_error", None),
 )
+ANTHROPIC = "/v1/messages"  # beginning of the paths whose errors have Anthropic's format
+ANTHROPIC_TYPES = {
+    "server_error": "api_error",
+    "body_too_large": "request_too_large",
+}  # OpenAI's type or code -> type
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
 PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
 
@@ -99,8 +104,22 @@ def error_details(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body("internal server error: see the server's log", "server_error")
 
 
-def error_response(error: Exception) -> Response:
-    """The response to a request that failed before its first token."""
+def anthropic_error(body: Mapping[str, Any]) -> dict[str, Any]:
+    """An error in Anthropic's format. body: in OpenAI's."""
+    error = body["error"]
+    kind = ANTHROPIC_TYPES.get(error["code"]) or ANTHROPIC_TYPES.get(error["type"], error["type"])
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+def error_json(
+    body: dict[str, Any], status: int, path: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The response to a request of this path. body: in OpenAI's format."""
+    return JSONResponse(anthropic_error(body) if path.startswith(ANTHROPIC) else body, status, headers)
+
+
+def error_response(error: Exception, path: str) -> Response:
+    """The response to a request of this path that failed before its first token."""
     if isinstance(error, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     status, body = error_details(error)
@@ -109,13 +128,14 @@ def error_response(error: Exception) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:
         headers["Connection"] = "close"  # else the server would wait for the rest of the body
-    return JSONResponse(body, status, headers)
+    return error_json(body, status, path, headers)
 
 
 class EventStream(StreamingResponse):
     """Server-sent events, and a comment every `ping_s` seconds without one, so that no proxy ends a silent stream.
 
-    `on_close` is called in any case, even if the client disconnects before the first event.
+    The `type` of an event, which Anthropic's have, is its name. `on_close` is called in any case, even if the client
+    disconnects before the first event.
     """
 
     def __init__(
@@ -142,8 +162,9 @@ async def _sse_lines(events: AsyncIterator[StreamEvent], ping_s: float) -> Async
                 yield PING
             if (event := upcoming.result()) is None:
                 return
+            name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
             data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
-            yield f"data: {data}\n\n"
+            yield f"{name}data: {data}\n\n"
     except Exception as error:
         yield f"data: {json.dumps(error_details(error)[1])}\n\n"
     finally:

@@ -7,15 +7,26 @@ and the response names them (notices.py).
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from blendserve.config import CorrectionName, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
+from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
+from blendserve.serve.middleware import check_json_complexity
 
 MAX_ITEMS = 1000
 MAX_TOKENS = 10**6
@@ -30,7 +41,14 @@ def _reject_lone_surrogates(text: str) -> str:
     return text
 
 
+def _json_text(value: Any) -> Any:
+    """The same for all texts of a JSON value. Raises ValueError."""
+    _reject_lone_surrogates(json.dumps(value, ensure_ascii=False))
+    return value
+
+
 Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json_text)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
 Label = Annotated[Text, Field(max_length=512)]
@@ -87,9 +105,7 @@ class Question(Body):
     def token_limit(self) -> int | None:
         return self.max_tokens
 
-    def query(
-        self, question: str, options: BlendOptions, history: tuple[ChatMessage, ...] = ()
-    ) -> QueryRequest:
+    def query(self, question: str, options: BlendOptions) -> QueryRequest:
         """The request to the engine. Raises InputError if `documents` and `passages` are both given."""
         if self.documents is not None and options.passages is not None:
             raise InputError("documents and passages mean the same: send one of these fields")
@@ -100,7 +116,6 @@ class Question(Body):
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
-            history=history,
             blend={name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")},
             decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
@@ -122,21 +137,25 @@ class OpenAIRequest(Question):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     x_blendserve: BlendOptions | None = None
 
+    @property
+    def options(self) -> BlendOptions:
+        return self.x_blendserve or BlendOptions()
+
 
 class TextPart(Body):
     type: Literal["text"]
     text: Text
 
 
-def _no_tool_role(role: Any) -> Any:
-    if role in ("tool", "function"):
-        raise ValueError(f"role {role!r} is not supported: send tool results in a message of role 'user'")
+def _no_function_role(role: Any) -> Any:
+    if role == "function":
+        raise ValueError("role 'function' is not supported: send tool results in a message of role 'tool'")
     return role
 
 
-def _no_tool_calls(calls: Any) -> None:
-    if calls:
-        raise ValueError("tool calls are not supported: send their results in a message of role 'user'")
+def _no_function_call(call: Any) -> None:
+    if call:
+        raise ValueError("function_call is not supported: send `tool_calls`")
 
 
 def _only_text(content: Any) -> Any:
@@ -146,19 +165,79 @@ def _only_text(content: Any) -> Any:
     return content
 
 
-NoToolCalls = Annotated[None, BeforeValidator(_no_tool_calls)]
+NoFunctionCall = Annotated[None, BeforeValidator(_no_function_call)]
 TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
+class FunctionCall(Body):
+    name: Name
+    arguments: Text = ""
+
+    @property
+    def parsed(self) -> Any:
+        """The arguments as templates take them: an object; what is no JSON, or too deep to be walked, stays a text."""
+        try:
+            check_json_complexity(self.arguments.encode())
+            return _json_text(json.loads(self.arguments or "{}"))
+        except (ValueError, InputError):
+            return self.arguments
+
+
+class ToolCall(Body):
+    id: Label = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Function(Body):
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
 class Message(Body):
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool_role)]
-    tool_calls: NoToolCalls = None
-    function_call: NoToolCalls = None
-    content: Annotated[Text | TextParts, BeforeValidator(_only_text)]
+    """content: only an assistant that calls tools may leave it out."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_no_function_role)
+    ]
+    content: Annotated[Text | TextParts | None, BeforeValidator(_only_text)] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS)] | None = None
+    tool_call_id: Label | None = None
+    name: Label | None = None
+    function_call: NoFunctionCall = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing: send a text")
+        return self
 
     @property
     def content_text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = [] if self.content is None else self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content_text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    **call.model_dump(),
+                    "function": {"name": call.function.name, "arguments": call.function.parsed},
+                }
+                for call in self.tool_calls
+            ]
+        names = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return message | {field: value for field, value in names.items() if value}
 
 
 class TextFormat(Body):
@@ -169,6 +248,7 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_ITEMS)] | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
@@ -181,6 +261,28 @@ class ChatRequest(OpenAIRequest):
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def chat(self) -> Chat:
+        """The whole prompt, to be rendered by the model's own chat template."""
+        tools = (tool.model_dump(exclude_unset=True) for tool in self.offered_tools)
+        return Chat(tuple(message.for_template() for message in self.messages), tuple(tools))
+
+    def history(self) -> tuple[ChatMessage, ...]:
+        """The messages before the last, for a question about passages. Raises InputError for tools' messages."""
+        for i, message in enumerate(self.messages):
+            if message.role == "tool" or message.tool_calls:
+                raise InputError(
+                    f"messages.{i}: role 'tool' and tool calls are for plain chats: use the model '<name>:chat', "
+                    "or send their results in a message of role 'user'",
+                    setting="messages",
+                )
+        earlier = (m.for_template() for m in self.messages[:-1])
+        return tuple(ChatMessage(m["role"], m["content"]) for m in earlier)
 
 
 class CompletionRequest(OpenAIRequest):

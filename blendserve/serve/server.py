@@ -36,11 +36,14 @@ KEEP_ALIVE_S = 75
 
 
 def serve(settings: Config, indexes: Sequence[str]) -> None:
-    """Open the indexes, serve until told to stop. Raises ConfigError, IndexMissing, ModelError, StoreError."""
+    """Open the indexes, if any, and serve until told to stop.
+
+    Raises ConfigError, IndexMissing, ModelError, StoreError.
+    """
     config, folders = local_indexes(settings, indexes)
-    with Engine.open(folders[0], config) as engine:
-        assert engine.index is not None
-        run(engine, Collections.open(engine.index, folders), settings.serve)
+    with Engine.open(folders[0], config) if folders else Engine.open(config) as engine:
+        library = Collections.open(engine.index, folders) if engine.index is not None else Collections({})
+        run(engine, library, settings.serve)
 
 
 def local_indexes(settings: Config, indexes: Sequence[str]) -> tuple[Config, list[str]]:
@@ -49,6 +52,8 @@ def local_indexes(settings: Config, indexes: Sequence[str]) -> tuple[Config, lis
     Raises ConfigError for an address or a key file that cannot be used.
     """
     check_http(settings.serve)
+    if not indexes:
+        return settings.without_keys(), []
     first, config = resolve(indexes[0], settings.without_keys())
     return config, [first, *(resolve(index, config)[0] for index in indexes[1:])]
 

@@ -12,18 +12,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend import near as near_module
+from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, NearDuplicates, find_runs, matching_runs
+from blendserve.blend.near import (
+    CONTEXT_MARGIN,
+    MIN_RUN,
+    STRIDE,
+    SURE,
+    NearDuplicates,
+    best_donors,
+    choose_runs,
+    equal_runs,
+)
 from blendserve.config import BlendConfig, Method
-from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
+from blendserve.core import Chunk, Prompt, Reason, Run, Span, TokenIds, run
 from blendserve.fetch import TieredStore
 from blendserve.fetch.tiered import REST_S
 from blendserve.store import LMDBStore, MemoryStore
-from blendserve.store import shingles as near_index
 from blendserve.store.codecs.int8 import Int8
-from blendserve.store.shingles import SURE, NearIndex, fingerprints
+from blendserve.store.spans import SpanIndex
 from tests.support.blending import PREFIX, check_report, missing, some_ids, tiny_blender
 from tests.support.links import slow_source
 from tests.support.stores import ROOMY, FaultyStore
@@ -39,7 +47,7 @@ NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even on a busy machine a first request waits for the index."""
-    monkeypatch.setattr(near_module, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(donors_module, "FIRST_WAIT_S", 60.0)
 
 
 def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Prefilled:
@@ -54,9 +62,16 @@ def donors_of(done: Prefilled) -> list[str]:
     return [donor for chunk in done.report.near for donor in chunk.donors]
 
 
-def spans(ids: TokenIds, *donors: TokenIds) -> list[Span]:
+def runs(ids: TokenIds, *donors: TokenIds) -> list[Run]:
     """Of `ids`, what is reused of these donors."""
-    return [run.span for run in find_runs(ids, {bytes([n]): donor for n, donor in enumerate(donors)})]
+    index, text = SpanIndex(STRIDE, STRIDE), np.asarray(ids)
+    index.add((bytes([n]), index.anchors(donor)) for n, donor in enumerate(donors))
+    hits, tokens = index.find(text), {bytes([n]): donor for n, donor in enumerate(donors)}
+    return choose_runs(equal_runs(text, hits, {key: tokens[key] for key in best_donors(hits)}, index))
+
+
+def spans(ids: TokenIds, *donors: TokenIds) -> list[Span]:
+    return [run.span for run in runs(ids, *donors)]
 
 
 def changed(ids: TokenIds, at: Sequence[int]) -> TokenIds:
@@ -76,7 +91,7 @@ def test_tokens_around_an_edit_are_reused_but_for_a_margin_from_several_donors()
 def test_only_equal_tokens_behind_equal_tokens_are_reused(edits: list[int], moved: int) -> None:
     new = changed((*some_ids(moved, 5), *OLD), [moved + n for n in edits])
     differ = {n for n, (a, b) in enumerate(zip(new[moved:], OLD, strict=True), moved) if a != b}
-    for span, at in matching_runs(new, OLD, [Span(0, len(new))])[0]:
+    for span, _, at, _ in runs(new, OLD):
         start = 0 if at < CONTEXT_MARGIN and new[span.start - at : span.start] == OLD[:at] else CONTEXT_MARGIN
         run = slice(span.start - start, span.stop)
         assert new[run] == OLD[at - start : at + len(span)]
@@ -85,36 +100,20 @@ def test_only_equal_tokens_behind_equal_tokens_are_reused(edits: list[int], move
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 1000))
-def test_chunks_with_a_run_in_common_share_a_fingerprint(before: int, after: int, seed: int) -> None:
+def test_a_run_of_so_many_tokens_is_found_for_certain(before: int, after: int, seed: int) -> None:
     run = some_ids(SURE, seed)
     a = (*some_ids(before, 7), *run, *some_ids(after, 8))
     b = (*some_ids(after, 11), *run, *some_ids(before, 12))
-    assert set(fingerprints(a).tolist()) & set(fingerprints(b).tolist())
-
-
-def test_an_index_that_grew_and_shrank_finds_what_a_new_one_finds_in_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(near_index, "SPARE", 3)
-    texts = {bytes([n]): fingerprints((*some_ids(40, n % 5), *some_ids(40, n))) for n in range(60)}
-    grown, new = NearIndex(), NearIndex()
-    for n, item in enumerate(texts.items()):
-        grown.add([item])
-        grown.discard([bytes([n - 4])] if n >= 4 else [])
-    new.add(list(texts.items())[-4:])
-    assert grown.keys == new.keys
-    assert grown.n_bytes < 5 * new.n_bytes
-    for marks in (*texts.values(), fingerprints(some_ids(100, 1000))):
-        assert grown.find(marks, 4) == new.find(marks, 4)
-    assert grown.find(fingerprints(some_ids(100, 1000)), 4) == []
+    first = CONTEXT_MARGIN if after else 0
+    assert any(span.start <= before + first and span.stop >= before + SURE for span in spans(a, b))
 
 
 def test_of_chunks_that_begin_alike_the_latest_is_found() -> None:
     """It has all that any of them has."""
-    index, header = NearIndex(), some_ids(100, 50)
-    keys, marks = [bytes([n // 256, n % 256]) for n in range(10_000)], fingerprints(header)
-    index.add((key, np.unique((*marks, np.uint64(n)))) for n, key in enumerate(keys))
-    assert index.find(fingerprints((*header, *some_ids(40, 200))), 4) == keys[-1:]
+    header, keys = some_ids(100, 50), [bytes([n // 256, n % 256]) for n in range(10_000)]
+    index = SpanIndex(STRIDE, STRIDE)
+    index.add((key, index.anchors((*header, *some_ids(20, n)))) for n, key in enumerate(keys))
+    assert best_donors(index.find(np.asarray((*header, *some_ids(40, 20_000))))) == keys[-1:]
 
 
 def test_donors_are_of_the_same_reader_prefix_and_namespace() -> None:
@@ -168,9 +167,9 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
     assert near.donors == (by.key(chunks[7]).hex(),)  # the newest revision is the donor of the next one
 
 
-def test_text_that_repeats_itself_is_given_up_and_empty_chunks_have_no_donor() -> None:
+def test_text_that_repeats_itself_is_reused_once_and_empty_chunks_have_no_donor() -> None:
     long, short = (7,) * 2000, (7,) * 200
-    assert matching_runs(long, long[:-1], [Span(0, 2000)]) == ([], [Span(0, 2000)])
+    assert spans(long, long[:-1]) == [Span(0, 1999)]
     assert spans(short, short[:-1]) == [Span(0, 199)]
     done = ask(tiny_blender(None, FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
     assert [chunk.chunk for chunk in done.report.near] == [2, 3]

@@ -45,6 +45,7 @@ OWN = [
 ]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": asked(), "documents": OWN, "max_tokens": 3, "foo": 1}
 COMPLETION: dict[str, Any] = {**CHAT, "prompt": "What?"}
+MESSAGES: dict[str, Any] = {"model": MODEL, "messages": asked(), "max_tokens": 3, "foo": 1}
 QUERY: dict[str, Any] = {"question": QUESTIONS[0], "documents": OWN, "max_tokens": 3, "foo": 1}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 NEW = {"id": "new", "title": "New", "text": "A heron stood in the pond."}
@@ -57,6 +58,10 @@ REQUESTS: dict[str, Asked] = {
     "chat stream": ("POST", "/v1/chat/completions", {**CHAT, **STREAM}),
     "completion": ("POST", "/v1/completions", COMPLETION),
     "completion stream": ("POST", "/v1/completions", {**COMPLETION, **STREAM}),
+    "messages": ("POST", "/v1/messages", MESSAGES),
+    "messages stream": ("POST", "/v1/messages", {**MESSAGES, "stream": True}),
+    "messages, wrong": ("POST", "/v1/messages", {**MESSAGES, "system": 1}),
+    "count tokens": ("POST", "/v1/messages/count_tokens", MESSAGES),
     "query": ("POST", "/v1/rag/query", {**QUERY, "explain": True}),
     "query stream": ("POST", "/v1/rag/query", {**QUERY, "stream": True, "explain": True}),
     "retrieval": ("POST", "/v1/rag/query", {"question": QUESTIONS[0], "top_k": 2, "max_tokens": 1}),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.http import CHUNK_TOKENS, KEY, ORIGIN, SEPARATOR, Client, Server, serving
+from tests.support.messages import SCRIPT
+from tests.support.scripted import scripted_model
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         store = root.get("/v1/cache/stats").json()["store"]
         documents = [root.get(f"/v1/documents?collection={name}").json()["total"] for name in "ab"]
     assert (store["chunks"], store["pins"], documents) == (0, 0, [3, 3])
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server without collections, whose model always writes the same call of a tool."""
+    with serving(tmp_path_factory.mktemp("scripted"), model=scripted_model(*SCRIPT), has_index=False) as made:
+        yield made
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_a_bug_is_one_500_with_the_id_of_its_traceback(
 def ignored(notices: Notices, **fields: Any) -> Any:
     """Fields of a chat request that are ignored."""
     body = {"model": MODEL, "messages": asked(), "documents": OWN[:1], **fields}
-    return notices.ignored(ChatRequest.model_validate(body))
+    return notices.ignored(ChatRequest.model_validate(body), "tools")  # as for a question about passages
 
 
 def test_unknown_fields_are_named_by_path_but_labels_and_neutral_values_are_not() -> None:

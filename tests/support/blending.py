@@ -18,7 +18,7 @@ from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
+from blendserve.core import PLAIN_SUFFIX, BlendReport, Chunk, Prompt, TokenIds, run
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore
@@ -131,11 +131,24 @@ def check_report(report: BlendReport, prompt: Prompt) -> None:
     assert report.blended == (report.reason == "")
     counts = (report.chunks_hit, report.chunks_missing, report.chunks_corrupt)
     assert min(counts) >= 0
-    assert sum(counts) <= report.chunks == len(prompt.chunks)
+    assert sum(counts) <= report.chunks
+    if prompt.is_plain:
+        check_spans(report, prompt)
+    else:
+        assert (report.chunks, report.spans) == (len(prompt.chunks), ())
     assert sum(report.tiers.values()) == report.chunks_hit
     for near in report.near:
         assert near.tokens_stored + near.tokens_fresh == len(prompt.chunks[near.chunk])
     assert 0 <= report.share_recomputed <= 1
+
+
+def check_spans(report: BlendReport, prompt: Prompt) -> None:
+    """Of a plain prompt: ascending, none overlapping, and the last 16 tokens are in none."""
+    ends = [0, *(end for span in report.spans for end in (span.start, span.stop)), len(prompt) - PLAIN_SUFFIX]
+    assert not report.spans or ends == sorted(ends)
+    assert len(report.spans) in (0, report.chunks_hit)
+    n_tokens = sum(span.stop - span.start for span in report.spans)
+    assert n_tokens == report.tokens_first + report.tokens_reused + report.tokens_recomputed
 
 
 def assert_near(a: Tensor, b: Tensor, bound: float = 1e-4) -> None:

@@ -67,10 +67,15 @@ def toy_model() -> LoadedModel:
     return load_toy_model(CONTEXT)
 
 
-def toy_engine(kv_store: KVStore | None = None, config: Config = CONFIG, **sections: Any) -> Engine:
+def toy_engine(
+    kv_store: KVStore | None = None,
+    config: Config = CONFIG,
+    model: LoadedModel | None = None,
+    **sections: Any,
+) -> Engine:
     """An engine without an index; `sections` change the configuration: `blend={"ratio": 0.5}`."""
     merged = {name: {**getattr(config, name).model_dump(), **part} for name, part in sections.items()}
-    return Engine(config.with_values(**merged), toy_model(), kv_store or MemoryStore(2**30))
+    return Engine(config.with_values(**merged), model or toy_model(), kv_store or MemoryStore(2**30))
 
 
 def seen(answer: Answer) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from blendserve.core import Document, Passage, Steps
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.models.loader import LoadedModel
 from blendserve.retrieve import TokenCounter, VectorIndex
 from blendserve.retrieve.encoder import Window
 from blendserve.serve.app import create_engine_app
@@ -168,11 +169,19 @@ def _once(call: Callable[[], object]) -> Steps[None]:
 class Server(Client):
     """A server on a real socket of this process; `serve.port` counts if it is not the default one."""
 
-    def __init__(self, folder: Path, serve: ServeConfig, **changes: Any) -> None:
-        """changes: of sections of the engine's settings."""
+    def __init__(
+        self,
+        folder: Path,
+        serve: ServeConfig,
+        model: LoadedModel | None = None,
+        has_index: bool = True,
+        **changes: Any,
+    ) -> None:
+        """model: in place of the toy model. changes: of sections of the engine's settings."""
         self.folder, self.serve = folder, serve
-        self.engine = toy_engine(**changes)
-        self.backend = LocalEngineClient(self.engine, library(folder, self.engine), serve)
+        self.engine = toy_engine(model=model, **changes)
+        collections = library(folder, self.engine) if has_index else Collections({})
+        self.backend = LocalEngineClient(self.engine, collections, serve)
         port = 0 if serve.port == ServeConfig().port else serve.port
         self.listener = Listener(create_engine_app(self.backend), port)
         super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))
@@ -260,9 +269,9 @@ def events(lines: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in data if text != "[DONE]"]
 
 
-def asked(text: str = QUESTIONS[0], **fields: Any) -> list[Any]:
+def asked(content: Any = QUESTIONS[0], **fields: Any) -> list[Any]:
     """The messages of a chat."""
-    return [{"role": "user", "content": text, **fields}]
+    return [{"role": "user", "content": content, **fields}]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -322,8 +331,12 @@ class ToyServer(ExitStack):
 
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[Server]:
-    """A server with settings of its own, for a test of these settings; `engine=` changes the engine's."""
+    """A server with settings of its own, for a test of these settings; `engine=` changes the engine's.
+
+    Without an index (`has_index=False`) it has no collections; `model` takes the place of the toy model.
+    """
     changes = settings.pop("engine", {})
+    changes |= {name: settings.pop(name) for name in ("model", "has_index") if name in settings}
     server = Server(folder, ServeConfig(**settings), **changes)
     try:
         yield server

@@ -1,0 +1,105 @@
+"""Chats of OpenAI's API -> token ids, as the model's own chat template gives them.
+
+PromptBuilder puts passages into words of the settings. Here nothing is added: the ids are those of transformers'
+`apply_chat_template(messages, tools, add_generation_prompt=True)`, so stored text is found where any other server would
+have it. One difference: control tokens inside a text are read as text, so no message can end its turn.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blendserve.core import TokenIds
+from blendserve.errors import InputError
+
+Tokenize = Callable[[str, bool], TokenIds]
+"""(text, is_literal) -> ids; is_literal: control tokens are read as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages and tools of a client, as chat templates take them."""
+
+    messages: tuple[
+        Mapping[str, Any], ...
+    ]  # role, content and, for tools, tool_calls or tool_call_id and name
+    tools: tuple[Mapping[str, Any], ...] = ()  # as in OpenAI's API
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts that every template repeats; some leave out parts of what the assistant said."""
+        return [m["content"] for m in self.messages if m["role"] != "assistant"]
+
+    def without_lines(self, beginnings: Sequence[str]) -> tuple[Chat, list[str]]:
+        """The chat without the lines at the start of its system message that begin so -> it, and these lines."""
+        if not self.messages or self.messages[0]["role"] != "system" or not beginnings:
+            return self, []
+        system, *others = self.messages
+        lines = system["content"].splitlines(keepends=True)
+        n = next((i for i, line in enumerate(lines) if not line.startswith(tuple(beginnings))), len(lines))
+        if not n:
+            return self, []
+        left = "".join(lines[n:]).lstrip("\n")
+        first = [{**system, "content": left}] if left else []
+        return replace(self, messages=(*first, *others)), [line.rstrip("\n") for line in lines[:n]]
+
+
+def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> TokenIds:
+    """The whole prompt. Raises InputError for what the template refuses, and for tools that it has no place for."""
+    if chat.tools and "tools" not in (tokenizer.chat_template or ""):
+        raise InputError(
+            "the model's chat template has no place for tools: leave `tools` out, or send tool_choice 'none'"
+        )
+    controls, marks = control_tokens(tokenizer), dict[str, str]()
+    nonce = secrets.token_hex(8)
+
+    def mark(found: re.Match[str]) -> str:
+        marks[f"<{nonce}-{len(marks)}>"] = found[0]
+        return next(reversed(marks))
+
+    messages, tools = _map_texts((chat.messages, chat.tools), lambda text: controls.sub(mark, text))
+    parts = re.split(f"(<{nonce}-[0-9]+>)", _render(tokenizer, messages, tools))
+    ids = [tokenize(marks[part], True) if part in marks else tokenize(part, False) for part in parts if part]
+    return tuple(i for part in ids for i in part)
+
+
+def control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches the tokenizer's special tokens, the longest first."""
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    """By the model's own template, or as lines `Role: text` where it has none."""
+    if not tokenizer.chat_template:
+        lines = "".join(f"{m['role'].title()}: {m['content']}\n" for m in messages)
+        return f"{tokenizer.bos_token or ''}{lines}Assistant:"
+    from jinja2 import TemplateError  # not at the top: only chat templates need it
+
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=[dict(t) for t in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise InputError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same structure with every text changed, names of fields excepted."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _map_texts(each, change) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_map_texts(each, change) for each in value]
+    return value

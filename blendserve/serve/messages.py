@@ -1,0 +1,176 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the routes of Anthropic's Messages API.
+
+Messages, tools, search results and documents are read by the model's own chat template, as a plain chat of openai.py is.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from blendserve.core import Answer, Prompt
+from blendserve.engine.chat import Chat
+from blendserve.engine.request import Completed, PrefillDone, TextDelta
+from blendserve.serve.auth import LimitedTenantDep
+from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
+from blendserve.serve.keys import Tenant
+from blendserve.serve.message_schemas import CountRequest, MessagesRequest
+from blendserve.serve.openai import ServedModel
+from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details
+from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
+
+router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
+
+
+@router.post("")
+async def create(body: MessagesRequest, context: ContextDep) -> Response:
+    """Answer the messages. The prompt is what the model's chat template makes of them, whatever the model's variant.
+
+    `<name>:exact` reuses no KV but that of a prompt's exact beginning. A stream's events are those of Anthropic's API.
+    A `max_tokens` above what the context has left means as many as fit.
+    """
+    client = context.client
+    served = ServedModel.of(client, body.model)
+    chat, removed = body.chat().without_lines(client.http.volatile_lines)
+    notices = client.notices.ignored(body) | ({"removed": removed} if removed else {})
+    form = MessagesFormat(served.name, [tool.name for tool in body.offered_tools], notices)
+    max_tokens = body.max_tokens
+    if 2 * max_tokens > client.max_tokens:  # clients send the limit of a far larger model
+        n_prompt = len(await _prompt(client, context.tenant, chat))
+        max_tokens = min(max_tokens, max(1, client.max_tokens - n_prompt))
+    return await context.respond(served.constrain(body.query(chat, max_tokens)), form, body.stream)
+
+
+@router.post("/count_tokens")
+async def count_tokens(body: CountRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, int]:
+    """The number of tokens of a prompt, cached or not."""
+    ServedModel.of(client, body.model)
+    chat, _ = body.chat().without_lines(client.http.volatile_lines)
+    return {"input_tokens": len(await _prompt(client, tenant, chat))}
+
+
+async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat) -> Prompt:
+    """The prompt alone. Raises InputError."""
+    return await client.collections.executor.run(tenant.name, client.prompts.plain, chat)
+
+
+class MessagesFormat:
+    """A response in Anthropic's format, whose `x_blendserve` has the report, timings and notices."""
+
+    def __init__(self, model: str, tools: Sequence[str], notices: dict[str, Any]) -> None:
+        """model: its name in the response. tools: names of those that it may call."""
+        self._model, self._tools, self._notices = model, tools, notices
+        self._id = f"msg_{secrets.token_hex(12)}"
+
+    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+        text, calls = split_calls(answer.text, self._tools)
+        content = [{"type": "text", "text": text}] if text else []
+        usage = {**_input_usage(handle), "output_tokens": len(answer.token_ids)}
+        return {
+            **self._message([*content, *map(_tool_use, calls)], usage, _stop(answer, calls)),
+            "x_blendserve": {**self._notices, **_figures(answer)},
+        }
+
+    async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+        """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
+        parser, blocks = ToolCallParser(self._tools), Blocks()
+        try:
+            async for event in handle.events():
+                if isinstance(event, PrefillDone):
+                    usage = {**_input_usage(handle), "output_tokens": 0}
+                    message = {**self._message([], usage), "x_blendserve": self._notices}
+                    yield {"type": "message_start", "message": message}
+                elif isinstance(event, TextDelta):
+                    for each in blocks.text(parser.push(event.text)):
+                        yield each
+                elif isinstance(event, Completed):
+                    rest, calls = parser.finish()
+                    for each in (*blocks.text(rest), *blocks.end(calls)):
+                        yield each
+                    yield self._message_delta(handle, event.answer, calls)
+                    yield {"type": "message_stop"}
+        except Exception as error:
+            yield anthropic_error(error_details(error)[1])
+
+    def _message(
+        self, content: list[dict[str, Any]], usage: dict[str, int], stop: dict[str, str | None] | None = None
+    ) -> dict[str, Any]:
+        names = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        stop = stop or {"stop_reason": None, "stop_sequence": None}
+        return {**names, "content": content, **stop, "usage": usage}
+
+    def _message_delta(self, handle: RequestHandle, answer: Answer, calls: Sequence[Call]) -> dict[str, Any]:
+        return {
+            "type": "message_delta",
+            "delta": _stop(answer, calls),
+            "usage": {**_input_usage(handle), "output_tokens": len(answer.token_ids)},
+            "x_blendserve": _figures(answer),
+        }
+
+
+class Blocks:
+    """The content blocks of a streamed message: at most one text, then the calls."""
+
+    def __init__(self) -> None:
+        self._n, self._is_open = 0, False
+
+    def text(self, text: str) -> Iterator[dict[str, Any]]:
+        """The events of some more text."""
+        if text and not self._is_open:
+            yield self._start({"type": "text", "text": ""})
+        if text:
+            yield self._delta({"type": "text_delta", "text": text})
+
+    def end(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """The end of the text, and the events of the calls."""
+        if self._is_open:
+            yield self._stop()
+        for call in calls:
+            yield self._start({**_tool_use(call), "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield self._stop()
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._is_open = True
+        return {"type": "content_block_start", "index": self._n, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._n, "delta": delta}
+
+    def _stop(self) -> dict[str, Any]:
+        self._is_open, self._n = False, self._n + 1
+        return {"type": "content_block_stop", "index": self._n - 1}
+
+
+def _tool_use(call: Call) -> dict[str, Any]:
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": call.name,
+        "input": call.input,
+    }
+
+
+def _stop(answer: Answer, calls: Sequence[Call]) -> dict[str, str | None]:
+    """Why the answer ended, and the stop sequence, if that ended it."""
+    if answer.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    reason = "end_turn" if answer.stop_sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stop_sequence}
+
+
+def _input_usage(handle: RequestHandle) -> dict[str, int]:
+    """Tokens of the prompt: those that were computed for this request, and those whose KV was there."""
+    cached = handle.cached_tokens
+    counts = {"input_tokens": len(handle.prompt_ids) - cached, "cache_creation_input_tokens": 0}
+    return {**counts, "cache_read_input_tokens": cached}
+
+
+def _figures(answer: Answer) -> dict[str, Any]:
+    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}
