@@ -60,7 +60,7 @@ class DonorIndex:
             self._index.add([(self._key(ids), self._marks(ids))])
 
     def read(self, keys: Sequence[ChunkKey]) -> Donors:
-        """The tokens of those that are stored; others are forgotten."""
+        """The tokens of the stored ones; the index forgets the others."""
         donors, is_complete = self._read(keys)
         if is_complete:  # else some may be in a store that did not answer
             self._index.discard(key for key in keys if key not in donors)

@@ -86,7 +86,7 @@ def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey
 
 
 def _candidates(hits: Sequence[Hit], most: int) -> list[ChunkKey]:
-    """The chunks to read, at most so many: of each place its first hit, then of each its second one, and so on."""
+    """The chunks to read, `most` at most: of each place its first hit, then of each its second one, and so on."""
     ranks, ranked = Counter[int](), list[tuple[int, ChunkKey]]()
     for hit in hits:
         ranked.append((ranks[hit.place], hit.key))
@@ -104,7 +104,7 @@ def _run_around(equal: np.ndarray, anchor: int, width: int) -> Span:
 
 
 def best_cover(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Those that do not overlap and cover most tokens; of equals, the fewest: weighted interval scheduling."""
+    """The runs without overlap that cover most tokens; of equals, the fewest: weighted interval scheduling."""
     ordered = sorted(runs, key=lambda run: (run.span.stop, run.span.start, run.donor))
     stops = [run.span.stop for run in ordered]
     best = [(0, 0)]  # (tokens, -runs) of the first n runs' best cover

@@ -98,7 +98,7 @@ def equal_runs(ids: Tokens, hits: Sequence[Hit], donors: Donors, index: SpanInde
 
 
 def choose_runs(runs: Sequence[Run], lost: Collection[ChunkKey] = ()) -> list[Run]:
-    """Of equal runs those that are reused, ascending: the longest first; others get what it leaves, without a margin."""
+    """The reused ones of equal runs, ascending: the longest first; others get what it leaves, without a margin."""
     chosen, taken = list[Run](), list[Span]()
     todo = [(-len(run.span), n) for n, run in enumerate(runs) if run.donor not in lost]
     heapify(todo)

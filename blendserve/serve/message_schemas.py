@@ -34,7 +34,7 @@ ROLES = {"tool_use": "assistant", "tool_result": "user"}  # type of a block -> t
 
 
 def _as_blocks(content: Any) -> Any:
-    """A text as a text block; blocks without those that are dropped. Raises ValueError for types without a text."""
+    """A text as a text block; blocks without the dropped ones. Raises ValueError for types without a text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -64,7 +64,7 @@ def _custom(kind: Any) -> Any:
 
 
 class Block(Body):
-    cache_control: Any = None  # the server caches by itself
+    cache_control: Any = None  # the server caches every prompt
 
 
 class TextBlock(Block):

@@ -62,7 +62,7 @@ class MessagesFormat:
     """A response in Anthropic's format, whose `x_blendserve` has the report, timings and notices."""
 
     def __init__(self, model: str, tools: Sequence[str], notices: dict[str, Any]) -> None:
-        """model: its name in the response. tools: names of those that it may call."""
+        """model: its name in the response. tools: names of the tools that it may call."""
         self._model, self._tools, self._notices = model, tools, notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
@@ -166,7 +166,7 @@ def _stop(answer: Answer, calls: Sequence[Call]) -> dict[str, str | None]:
 
 
 def _input_usage(handle: RequestHandle) -> dict[str, int]:
-    """Tokens of the prompt: those that were computed for this request, and those whose KV was there."""
+    """Tokens of the prompt: computed for this request, and read from the cache."""
     cached = handle.cached_tokens
     counts = {"input_tokens": len(handle.prompt_ids) - cached, "cache_creation_input_tokens": 0}
     return {**counts, "cache_read_input_tokens": cached}

@@ -22,8 +22,8 @@ from blendserve.serve.middleware import check_json_complexity
 
 OPEN, CLOSE = "<tool_call>", re.compile(r"\s*(?:</tool_call>|\Z)")
 MARKERS = "[TOOL_CALLS]", "<|python_tag|>"
-MAX_SPACE = 8  # characters of white space between two tokens of the beginning of a call,
-N_SPACES = 8  # of which it has so many
+MAX_SPACE = 8  # characters of white space between two tokens of the beginning of a call
+N_SPACES = 8  # places of white space in such a beginning, at most
 _SPACE = re.compile(r"\s*")
 _SEPARATORS = re.compile(rf"(?:[\s;,]|{'|'.join(map(re.escape, MARKERS))})*")
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks within strings

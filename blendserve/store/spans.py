@@ -43,7 +43,7 @@ class Hasher:
 
         hash(ids) = sum of number[ids[j]] * base ** j    mod 2 ** 64
 
-    The numbers come from the operating system, anew in every process, so nobody can prepare windows of equal hash.
+    The numbers come from the operating system, anew in every process, so windows of equal hash cannot be prepared.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class SpanIndex:
         return [Hit(place, key, hash) for place, slot, hash in found if (key := keys[slot])]
 
     def _starts(self, n_tokens: int) -> range:
-        """Where the anchors of a chunk of so many tokens start."""
+        """Where the anchors of a chunk of `n_tokens` tokens start."""
         last = n_tokens - self.width
         if last < 0:
             return range(0)
