@@ -31,7 +31,10 @@ from blendserve.store.codecs.base import SLOW, UNREACHABLE, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.timing import Clock
 
-NOT_BUILT = "the index of stored chunks is still being built: send the prompt again in some seconds"
+NOT_BUILT = (
+    "the index of stored chunks is not complete, as it is being built or a store does not answer: "
+    "send the prompt again in some seconds"
+)
 NOT_REPLACED = ("absent", SLOW, UNREACHABLE)  # kinds of a miss whose record, if any, may be good
 
 

@@ -24,6 +24,7 @@ from blendserve.store.spans import Marks
 IDS_PER_READ = 256  # chunks that a refresh reads the tokens of at a time: some 300 KB of headers
 FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
 REFRESH_S = 300.0  # until chunks that other processes store are found
+RETRY_S = 10.0  # until a store that did not answer is asked again
 
 Donors = dict[ChunkKey, TokenIds]
 
@@ -51,7 +52,7 @@ class DonorIndex:
         self._store, self._key, self._index, self._marks = store, key, index, marks
         self._not_donors: set[ChunkKey] = set()  # stored chunks of other contexts
         self._next_refresh = 0.0  # 0: the index is not used yet
-        self.is_built = False  # whether the index has had all chunks of the store
+        self.is_built = False  # whether the index has had all chunks of the stores
         self._lock = threading.Lock()
 
     def add(self, ids: TokenIds) -> None:
@@ -71,7 +72,8 @@ class DonorIndex:
         self._next_refresh = time.monotonic() + REFRESH_S
         before = self._index.keys  # chunks that are added from here on may not be listed, and stay
         stored = set[ChunkKey]()
-        if self._ask_stores(lambda store: stored.update(store.keys(self._key.namespace))):
+        is_built = self._ask_stores(lambda store: stored.update(store.keys(self._key.namespace)))
+        if is_built:
             self._index.discard(before - stored)
             self._not_donors &= stored
         new = sorted(stored - self._index.keys - self._not_donors)
@@ -79,7 +81,10 @@ class DonorIndex:
             donors, is_complete = self._read(some)
             self._index.add((key, self._marks(ids)) for key, ids in donors.items())
             self._not_donors |= set(some if is_complete else ()) - donors.keys()
-        self.is_built = True
+            is_built &= is_complete
+        self.is_built |= is_built
+        if not is_built:
+            self._next_refresh = time.monotonic() + RETRY_S
 
     def refresh_if_due(self) -> None:
         """In the background; the first caller waits a moment for the index."""

@@ -20,7 +20,7 @@ from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandl
 from blendserve.serve.keys import Tenant
 from blendserve.serve.message_schemas import CountRequest, MessagesRequest
 from blendserve.serve.openai import ServedModel
-from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details
+from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details, figures
 from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
 
 router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
@@ -72,7 +72,7 @@ class MessagesFormat:
         usage = {**_input_usage(handle), "output_tokens": len(answer.token_ids)}
         return {
             **self._message([*content, *map(_tool_use, calls)], usage, _stop(answer, calls)),
-            "x_blendserve": {**self._notices, **_figures(answer)},
+            "x_blendserve": {**self._notices, **figures(answer)},
         }
 
     async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
@@ -108,7 +108,7 @@ class MessagesFormat:
             "type": "message_delta",
             "delta": _stop(answer, calls),
             "usage": {**_input_usage(handle), "output_tokens": len(answer.token_ids)},
-            "x_blendserve": _figures(answer),
+            "x_blendserve": figures(answer),
         }
 
 
@@ -170,7 +170,3 @@ def _input_usage(handle: RequestHandle) -> dict[str, int]:
     cached = handle.cached_tokens
     counts = {"input_tokens": len(handle.prompt_ids) - cached, "cache_creation_input_tokens": 0}
     return {**counts, "cache_read_input_tokens": cached}
-
-
-def _figures(answer: Answer) -> dict[str, Any]:
-    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}

@@ -17,7 +17,7 @@ from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle
-from blendserve.serve.responses import Context, ContextDep, StreamEvent
+from blendserve.serve.responses import Context, ContextDep, StreamEvent, figures
 from blendserve.serve.schemas import ChatRequest, CompletionRequest, OpenAIRequest
 from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
 
@@ -149,7 +149,7 @@ class OpenAIFormat:
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= _called(calls)
         choice = {"message": message} if self._is_chat else {"text": text}
-        extras = {**self._context(handle), **_figures(answer)}
+        extras = {**self._context(handle), **figures(answer)}
         whole = self._object("chat.completion", choice, _finish_reason(answer, calls))
         return {**whole, "usage": _usage(handle, answer), "x_blendserve": extras}
 
@@ -168,7 +168,7 @@ class OpenAIFormat:
                 if calls:
                     yield self._chunk(_called(calls, numbered=True))
                 last = self._chunk({}, _finish_reason(answer, calls))
-                yield {**last, "x_blendserve": _figures(answer)}
+                yield {**last, "x_blendserve": figures(answer)}
                 if self._include_usage:
                     yield {**last, "choices": [], "usage": _usage(handle, answer)}
         yield "[DONE]"
@@ -209,10 +209,6 @@ def _called(calls: Sequence[Call], numbered: bool = False) -> dict[str, Any]:
 def _finish_reason(answer: Answer, calls: Sequence[Call]) -> str:
     """`length` also for an answer that was cut behind a call."""
     return "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
-
-
-def _figures(answer: Answer) -> dict[str, Any]:
-    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}
 
 
 def _usage(handle: RequestHandle, answer: Answer) -> dict[str, Any]:

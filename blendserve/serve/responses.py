@@ -90,6 +90,11 @@ class Context:
 ContextDep = Annotated[Context, Depends()]
 
 
+def figures(answer: Answer) -> dict[str, Any]:
+    """What `x_blendserve` says of an answer."""
+    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}
+
+
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -72,6 +72,19 @@ def test_a_prompt_does_not_wait_for_the_index_and_says_so(monkeypatch: pytest.Mo
     assert ask(by, prompt).report.reason not in ("", early.report.reason)
 
 
+def test_a_store_that_did_not_answer_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(donors_module, "RETRY_S", 0.0)
+    store, prompt = FaultyStore(MemoryStore(ROOMY)), plain(TEXT, A, END)
+    tiny_blender(store, A)
+    by, store.down = tiny_blender(store), True
+    down = ask(by, prompt)
+    assert (down.report.spans, by.finder.is_built) == ((), False)
+    store.down = False
+    eventually(lambda: ask(by, prompt).report.spans)
+    by.writer.delete([A])
+    assert ask(by, prompt).report.reason not in ("", down.report.reason)
+
+
 def test_chunks_of_a_queued_prompt_are_prefetched() -> None:
     store = MemoryStore(ROOMY)
     tiny_blender(store, B)
