@@ -105,6 +105,7 @@ class Run(NamedTuple):
     donor: bytes  # its key
     offset: int  # where they start in the donor
     n_after: int  # tokens of the donor behind them
+    is_learnt: bool = False  # whether the donor was learnt from earlier prompts (engine/learn.py)
 
     @property
     def n_donor(self) -> int:
@@ -125,15 +126,18 @@ class Prompt:
     suffix: TokenIds
     is_plain: bool = False
     runs: tuple[Run, ...] = ()  # of a plain prompt: ascending, in prompt positions, none overlapping
+    texts: tuple[
+        Span, ...
+    ] = ()  # of a plain prompt: what its client wrote, ascending; no template, no answers
 
     @classmethod
-    def plain(cls, ids: TokenIds, runs: tuple[Run, ...] = ()) -> Prompt:
+    def plain(cls, ids: TokenIds, runs: tuple[Run, ...] = (), texts: tuple[Span, ...] = ()) -> Prompt:
         """A plain prompt in which these runs were found, all in front of its last PLAIN_SUFFIX tokens."""
         if not runs:
             n_prefix = max(0, len(ids) - PLAIN_SUFFIX)
-            return cls(ids[:n_prefix], (), ids[n_prefix:], is_plain=True)
+            return cls(ids[:n_prefix], (), ids[n_prefix:], True, (), texts)
         start, stop = runs[0].span.start, runs[-1].span.stop
-        return cls(ids[:start], (Chunk(ids[start:stop]),), ids[stop:], True, runs)
+        return cls(ids[:start], (Chunk(ids[start:stop]),), ids[stop:], True, runs, texts)
 
     @property
     def ids(self) -> TokenIds:
@@ -181,14 +185,16 @@ class ReusedSpan:
     donor: str  # the chunk's key in hex
     missing_head: int  # tokens of the chunk in front of these
     missing_tail: int  # and behind them; some may be among the prompt's last ones, which are computed
+    learnt: bool  # whether the chunk was learnt from earlier prompts
 
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
     """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
 
-    The tokens of a prompt fall into five kinds that add up to it: exact (prefix and first chunk, from the store), reused,
-    recomputed (chosen by the policy), computed (nothing stored: missing, corrupt or not looked for) and suffix.
+    The tokens of a prompt fall into six kinds that add up to it: exact (prefix and first chunk, from the store), kept (a
+    conversation's, as a blended prompt before had them), reused, recomputed (chosen by the policy), computed (nothing
+    stored: missing, corrupt or not looked for) and suffix.
     """
 
     method: str
@@ -213,6 +219,7 @@ class BlendReport:
     # Of the chunks hit, how many came from where; "computed": here, while others were transferred.
     tiers: Mapping[str, int] = field(default_factory=dict)
     near: tuple[NearChunk, ...] = ()  # what others have of missing and corrupt chunks; () unless looked for
+    tokens_kept: int = 0
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
     spans: tuple[ReusedSpan, ...] = ()  # of a plain prompt
 
@@ -240,6 +247,7 @@ class Reason(str, Enum):
 
     SUFFIX = "suffix"  # computed for every request
     STORED = "stored"  # used where it was computed
+    KEPT = "kept"  # of a conversation, as a blended prompt before had it
     MOVED = "moved"  # stored, and used in another place
     COMPUTED = "computed"  # alone, in this request, while other chunks came from another machine
     NEAR = "near"  # stored chunks have text of it, which is used
@@ -258,7 +266,7 @@ class Part:
     Of a plain prompt, each stored chunk that was found in it is a passage, and what stands between them is text.
     """
 
-    kind: str  # prefix | passage | text | suffix
+    kind: str  # prefix | kept | passage | text | suffix
     passage: int | None  # its number, of a passage
     span: Span
     tier: str  # where its KV was read from; "" where none was used
@@ -277,7 +285,7 @@ class Explanation:
         torch.Tensor | None
     )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
 
-    STATES: ClassVar = ("exact", "reused", "corrected", "near_duplicate", "recomputed", "computed")
+    STATES: ClassVar = ("exact", "reused", "corrected", "near_duplicate", "recomputed", "computed", "kept")
 
     @property
     def runs(self) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys
 from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks, usable_view
-from blendserve.blend.match import ChunkFinder, donor_requests, reuse_runs
+from blendserve.blend.match import ChunkFinder, best_cover, donor_requests, reuse_runs
 from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.planner import Planner, PrefillPlan, plan_full_prefill
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
@@ -46,20 +46,23 @@ class Prefilled:
     report: BlendReport
     explanation: Explanation
     n_cached: int = 0  # tokens of the prompt whose KV was not computed for it
+    n_blended: int = 0  # those of them whose KV is approximate
+    n_known: int = 0  # tokens at its beginning that the prefix cache had
     missing: tuple[MissingChunk, ...] = ()  # for `ChunkWriter.write_back`
 
     @classmethod
     def of(cls, plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> Prefilled:
         """With its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
-        return cls(result, report, explain(plan, result, report), report.tokens_exact + report.tokens_reused)
+        n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
+        return cls(result, report, explain(plan, result, report), n_cached, report.tokens_reused)
 
 
 class Blender:
     """Prefills prompts of one model and one prefix over one namespace of a store. Thread-safe.
 
-    key: names chunks. writer: stores chunks. fetcher: reads them. prefixes, priors, near, finder, planner: see their
-    classes.
+    key: names chunks. writer: stores chunks. fetcher: reads them. learnt: stores those of its clients' plain prompts, if
+    any are learnt. prefixes, priors, near, finder, planner: see their classes.
     """
 
     def __init__(
@@ -93,6 +96,9 @@ class Blender:
         self.fetcher, self.store, self.key = fetcher, fetcher.store, key
         self.near, self.finder = NearDuplicates(self.store, key), ChunkFinder(self.store, key)
         self.writer = ChunkWriter(fetcher, chunks, key, codec, (self.near, self.finder))
+        self._learnt_finder: ChunkFinder | None = None
+        self.learnt: ChunkWriter | None = None
+        self._owner = key.namespace  # of cached prefixes
 
     def over(self, store: KVStore, namespace: str) -> Blender:
         """The same model, prefixes, priors and costs over another store or namespace."""
@@ -101,6 +107,19 @@ class Blender:
         other._bind(fetcher, replace(self.key, namespace=namespace), self.writer.chunks, self.writer.codec)
         return other
 
+    def for_scope(self, scope: str, learns: bool) -> Blender:
+        """The same for one client's plain prompts: with its own prefixes, and what was learnt from it, if it `learns`."""
+        other, key = copy(self), self.key.learnt_by(scope)
+        other._owner = f"{self.key.namespace}\0{scope}"
+        if learns:
+            other._learnt_finder = finder = ChunkFinder(self.store, key)
+            other.learnt = ChunkWriter(self.fetcher, self.writer.chunks, key, self.writer.codec, (finder,))
+        return other
+
+    @property
+    def _finders(self) -> list[ChunkFinder]:
+        return [self.finder, *([self._learnt_finder] if self._learnt_finder else [])]
+
     def match(self, prompt: Prompt, blend: BlendConfig) -> Prompt:
         """A plain prompt with the stored chunks that are found in it, if the method can use them.
 
@@ -108,8 +127,18 @@ class Blender:
         """
         if not prompt.is_plain or prompt.runs or blend.method in ("full", "prefix"):
             return prompt
-        n_cached = self.prefixes.n_cached(self.key.namespace, prompt.prefix)
-        return Prompt.plain(prompt.ids, self.finder.find(prompt.ids, n_cached, len(prompt.prefix)))
+        n_cached, stop = self.n_cached(prompt, blend), len(prompt.prefix)
+        runs = [run for finder in self._finders for run in finder.find(prompt.ids, n_cached, stop)]
+        return Prompt.plain(prompt.ids, best_cover(runs), prompt.texts)
+
+    def n_cached(self, prompt: Prompt, blend: BlendConfig) -> int:
+        """How many tokens of the prompt's prefix the prefix cache has, for this method."""
+        return self.prefixes.n_cached(self._owner, prompt.prefix, self._is_exact(prompt, blend))
+
+    def keep(self, prompt: Prompt, report: BlendReport, answer: TokenIds, cache: KVCache) -> None:
+        """Keep the KV of a plain prompt that was blended, and of its answer, for the next turn."""
+        if prompt.is_plain and (report.blended or report.tokens_kept):
+            self.prefixes.keep(self._owner, (*prompt.ids, *answer), cache)
 
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Hold:
         """Prefetch the chunks of a queued prompt; copies are kept until the hold is closed."""
@@ -143,8 +172,9 @@ class Blender:
         if blend.method == "full":
             return (yield from self._run_plan(plan_full_prefill(prompt, blend), cache, clock))
         prompt = prompt if prefix_kv else self.match(prompt, blend)
-        prefix = PrefixKV(prefix_kv, len(prompt.prefix)) if prefix_kv else None
-        prefix = prefix or (yield from self.prefixes.get(self.key.namespace, prompt.prefix))
+        n, exact = len(prompt.prefix), self._is_exact(prompt, blend)
+        prefix = PrefixKV(prefix_kv, n, n) if prefix_kv else None
+        prefix = prefix or (yield from self.prefixes.get(self._owner, prompt.prefix, exact=exact))
         requests = self._requests(prompt, blend)
         ids = {request.key: prompt.chunks[i].ids for i, request in requests.items()}
 
@@ -157,7 +187,7 @@ class Blender:
                     plan = self.planner.plan(self._look_up(prompt, blend, requests, prefix, fetch), blend)
                     if prompt.runs and plan.reason:
                         prefix, plan = yield from self._without_runs(prefix, plan)
-                    elif prompt.is_plain and blend.method != "prefix" and not self.finder.is_built:
+                    elif prompt.is_plain and not (exact or all(f.is_built for f in self._finders)):
                         plan = replace(plan, reason=plan.reason or NOT_BUILT)
                     waited_s = fetch.waited_s
                     done = yield from self._run_plan(plan, cache, clock)
@@ -169,8 +199,14 @@ class Blender:
                 fetch.record_reading(read_s, plan.layout.n_loaded)
                 n_prefix = len(plan.layout.prompt.prefix)
                 n_computed = 0 if plan.blend.method == "full" else n_prefix - prefix.reused
-                missing = tuple(missing_chunks(plan.layout, requests, fetch))
-                return replace(done, n_cached=done.n_cached - n_computed, missing=missing)
+                n_kept = min(done.report.tokens_kept, max(0, prefix.reused - prefix.n_exact))
+                return replace(
+                    done,
+                    n_cached=done.n_cached - n_computed,
+                    n_blended=done.n_blended + n_kept,
+                    n_known=prefix.reused,
+                    missing=tuple(missing_chunks(plan.layout, requests, fetch)),
+                )
 
     def _requests(
         self, prompt: Prompt, blend: BlendConfig, is_costed: bool = True
@@ -195,7 +231,8 @@ class Blender:
         keys = {i: request.key for i, request in requests.items()}
         found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
         sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
-        layout = lay_out(prompt, TensorView(prefix.kv), found, sources, first_is_exact=first_is_exact)
+        view, n_kept = TensorView(prefix.kv), prefix.n_kept
+        layout = lay_out(prompt, view, found, sources, first_is_exact=first_is_exact, n_kept=n_kept)
         if prompt.runs:
             return reuse_runs(layout, fetch, n_layers, self._token_saves_s(prompt, blend, [0]))
         if not blend.near or blend.method == "prefix" or fetch.trouble:
@@ -216,8 +253,8 @@ class Blender:
         prefix: of the prompt with runs.
         """
         prompt = Prompt.plain(plan.layout.prompt.ids)
-        prefix = yield from self.prefixes.get(self.key.namespace, prompt.prefix, prefix)
-        layout = lay_out(prompt, TensorView(prefix.kv))
+        prefix = yield from self.prefixes.get(self._owner, prompt.prefix, prefix, exact=False)
+        layout = lay_out(prompt, TensorView(prefix.kv), n_kept=prefix.n_kept)
         return prefix, PrefillPlan(layout, plan.blend.with_values(method="prefix"), plan.reason)
 
     def _run_plan(self, plan: PrefillPlan, cache: KVCache | None, clock: Clock | None) -> Steps[Prefilled]:
@@ -230,6 +267,10 @@ class Blender:
     def _first_is_exact(self, prompt: Prompt) -> bool:
         """Whether the KV of a chunk right after the prefix is exact."""
         return self.key.context == prompt.prefix
+
+    def _is_exact(self, prompt: Prompt, blend: BlendConfig) -> bool:
+        """Whether the prompt's prefix must be exact: not of a plain prompt that may be blended."""
+        return not prompt.is_plain or blend.method in ("full", "prefix")
 
     def _weighs_costs(self, blend: BlendConfig) -> bool:
         return blend.method == "auto" and self.fetcher.has_remote

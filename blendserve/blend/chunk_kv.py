@@ -8,7 +8,7 @@ stacked, to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -21,6 +21,7 @@ from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.model import DecoderModel, Projected
 from blendserve.store import ChunkKey, chunk_key
+from blendserve.store.key import TAG_BYTES, namespace_tag
 
 STACK_TOKENS = 1024  # rows of a stack on a CPU: enough to fill the matmuls, few enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
@@ -35,9 +36,21 @@ class ChunkKeys:
     dtype: str
     context: TokenIds  # which every chunk's KV is computed after
     namespace: str = ""
+    scope: str | None = (
+        None  # whose prompts the chunks were learnt from; None: of chunks that were precomputed
+    )
 
     def __call__(self, ids: TokenIds) -> ChunkKey:
-        return chunk_key(self.fingerprint, self.context, ids, self.dtype, self.namespace)
+        fields = self.fingerprint, self.context, ids, self.dtype
+        if self.scope is None:
+            return chunk_key(*fields, self.namespace)
+        # in the namespace, and unrelated to the keys of other scopes
+        key = chunk_key(*fields, f"{self.namespace}\0{self.scope}")
+        return namespace_tag(self.namespace) + key[TAG_BYTES:]
+
+    def learnt_by(self, scope: str) -> ChunkKeys:
+        """Of what the plain prompts of a scope teach. One namespace has that of all scopes."""
+        return replace(self, namespace=f"{self.namespace}\0learnt", scope=scope)
 
 
 class ChunkComputer:

@@ -40,6 +40,7 @@ class State(Enum):
     """What the tokens of a segment start from."""
 
     EXACT = "exact"
+    KEPT = "kept"  # of a prefix: as a blended prompt before had it
     REUSED = "reused"
     FRESH = "fresh"
 
@@ -144,7 +145,10 @@ class Layout:
         """The same with the segments that a method does not use left fresh: prefix caching moves nothing."""
 
         def is_used(segment: Segment) -> bool:
-            return method == "prefix" and segment.state is State.EXACT and segment.donor is None
+            is_prefix = segment.state is State.KEPT or (
+                segment.state is State.EXACT and segment.donor is None
+            )
+            return method == "prefix" and is_prefix
 
         if method not in ("full", "prefix"):
             return self
@@ -159,12 +163,21 @@ def lay_out(
     sources: Mapping[int, str] = MappingProxyType({}),
     *,
     first_is_exact: bool = True,
+    n_kept: int = 0,
 ) -> Layout:
-    """The layout of a prompt by the KV of its prefix, and what was found of chunks, by number, in these sources."""
-    layout, start = Layout(prompt, (), first_is_exact), len(prompt) - len(prompt.suffix)
-    segments = [Segment(Span(0, len(prompt.prefix)), State.FRESH)]
+    """The layout of a prompt by the KV of its prefix, and what was found of chunks, by number, in these sources.
+
+    n_kept: last tokens of the prefix that are kept from a blended prompt.
+    """
+    layout, start, n = (
+        Layout(prompt, (), first_is_exact),
+        len(prompt) - len(prompt.suffix),
+        len(prompt.prefix),
+    )
+    segments = [Segment(Span(0, n), State.FRESH)]
     if prefix:
-        segments = [replace(segments[0], state=State.EXACT, view=prefix, source=LOCAL)]
+        exact = Segment(Span(0, n - n_kept), State.EXACT, view=prefix, source=LOCAL)
+        segments = [exact, replace(exact, span=Span(n - n_kept, n), state=State.KEPT, offset=n - n_kept)]
     for i, span in enumerate(prompt.spans):
         found = chunks.get(i)
         if found is None or isinstance(found, Miss):

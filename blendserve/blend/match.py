@@ -56,7 +56,8 @@ class ChunkFinder(DonorIndex):
         """
         self.refresh_if_due()
         found = find_chunks(np.asarray(ids[start:], np.int64), self.index, self.read)
-        runs = (_cut(_moved(run, start), stop) for run in found.runs)
+        is_learnt = self._key.scope is not None
+        runs = (_cut(_moved(run, start), stop)._replace(is_learnt=is_learnt) for run in found.runs)
         return tuple(run for run in runs if len(run.span) >= MIN_SPAN)
 
 

@@ -96,19 +96,22 @@ class ChunkWriter:
         indexes: Sequence[DonorIndex],
     ) -> None:
         """codec: of stored chunks. indexes: told of each chunk that is stored."""
-        self.chunks, self.codec = chunks, codec
-        self._fetcher, self._store, self._key, self._indexes = fetcher, fetcher.store, key, indexes
+        self.chunks, self.codec, self.key = chunks, codec, key
+        self._fetcher, self._store, self._indexes = fetcher, fetcher.store, indexes
         self._token_s = FIRST_TOKEN_S
 
     def missing(self, chunks: Iterable[TokenIds]) -> list[TokenIds]:
         """The distinct chunks that are not stored, in order."""
-        keys = {self._key(ids): ids for ids in chunks if ids}
+        keys = {self.key(ids): ids for ids in chunks if ids}
         stored = self._fetcher.locate(keys, remote=True)
         return [ids for key, ids in keys.items() if key not in stored]
 
     def delete(self, chunks: Iterable[TokenIds]) -> int:
         """Delete chunks and their copies -> number deleted."""
-        keys = {self._key(ids) for ids in chunks}
+        return self.delete_keys({self.key(ids) for ids in chunks})
+
+    def delete_keys(self, keys: Collection[ChunkKey]) -> int:
+        """The same by key."""
         self._fetcher.forget(keys)
         try:
             return self._store.delete(keys)
@@ -121,7 +124,7 @@ class ChunkWriter:
         Skips chunks that the store does not admit, that another process is computing, or that are stored by now.
         """
         admitted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
-        damaged = {self._key(ids) for ids, chunk in admitted.items() if chunk.is_damaged}
+        damaged = {self.key(ids) for ids, chunk in admitted.items() if chunk.is_damaged}
         with self._lease(admitted, damaged) as leased:
             n_stored = sum(self._put(kv) for ids in leased if (kv := admitted[ids].kv))
             todo, start = [ids for ids in leased if not admitted[ids].kv], time.perf_counter()
@@ -140,7 +143,7 @@ class ChunkWriter:
         """
         todo = self.missing(chunks)
         run = PrecomputeRun(progress, sum(map(len, todo)))
-        self._store.pin(map(self._key, set(chunks) - set(todo)))  # a request may have stored some, unpinned
+        self._store.pin(map(self.key, set(chunks) - set(todo)))  # a request may have stored some, unpinned
         leased = left = self._compute(todo, run, anyway=on_leased == "compute")
         deadline = time.monotonic() + max(MIN_WAIT_S, self._token_s * sum(map(len, leased)))
         while left and on_leased == "wait":
@@ -149,13 +152,13 @@ class ChunkWriter:
             run.advance(sum(map(len, left)) - sum(map(len, missing)))
             left = self._compute(missing, run, anyway=time.monotonic() >= deadline)
         if leased and not left:
-            self._store.pin(map(self._key, leased))
+            self._store.pin(map(self.key, leased))
         return run.report(len({ids for ids in chunks if ids}), len(left))
 
     def precompute_one(self, ids: TokenIds, on_leased: Literal["skip", "compute"]) -> Steps[bool]:
         """Compute, store and pin one chunk unless it is stored -> whether it is left to another process."""
         if not self.missing([ids]):
-            self._store.pin([self._key(ids)])
+            self._store.pin([self.key(ids)])
             return False
         with self._lease([ids]) as leased:
             if leased or on_leased == "compute":
@@ -175,7 +178,7 @@ class ChunkWriter:
                     computing.extend(stack if anyway else leased)
                     yield from stack if anyway else leased
 
-            fresh = ((self._key(kv.ids), kv) for kv in self.chunks.stream(mine()))
+            fresh = ((self.key(kv.ids), kv) for kv in self.chunks.stream(mine()))
             with closing(write_behind(self._store, self.codec, fresh, most)) as stored:
                 for n_bytes in stored:
                     ids = computing.popleft()
@@ -185,16 +188,24 @@ class ChunkWriter:
         self._measured(start, run.tokens - before)
         return self.missing(left)
 
+    def expected_bytes(self, n_tokens: int) -> int:
+        """Of a chunk of so many tokens, as stored."""
+        return self.codec.expected_bytes(n_tokens * self.chunks.model.kv_bytes_per_token)
+
+    def stored_bytes(self) -> dict[ChunkKey, int]:
+        """Of each stored chunk of the namespace."""
+        infos = self._store.describe(self._store.keys(self.key.namespace))
+        return {key: info.n_bytes for key, info in infos.items()}
+
     def _admits(self, ids: TokenIds) -> bool:
-        n_bytes = len(ids) * self.chunks.model.kv_bytes_per_token
-        return self._store.admits(self._key(ids), self.codec.expected_bytes(n_bytes))
+        return self._store.admits(self.key(ids), self.expected_bytes(len(ids)))
 
     @contextmanager
     def _lease(
         self, chunks: Iterable[TokenIds], damaged: Collection[ChunkKey] = ()
     ) -> Iterator[list[TokenIds]]:
         """The chunks that are leased to this thread within the block: neither stored whole, nor leased by others."""
-        keys = {self._key(ids): ids for ids in chunks}
+        keys = {self.key(ids): ids for ids in chunks}
         expected_s = self._token_s * sum(map(len, keys.values()))
         granted = self._store.lease([*keys], max(MIN_LEASE_S, LEASE_MARGIN * expected_s)) if keys else set()
         try:
@@ -204,14 +215,14 @@ class ChunkWriter:
             self._store.release(granted)
 
     def _put(self, kv: ChunkKV, pin: bool = False) -> bool:
-        key = self._key(kv.ids)
+        key = self.key(kv.ids)
         is_stored = self._store.put(key, ChunkRecord.encode(key, kv, self.codec), pin)
         self._added(kv.ids)
         return is_stored
 
     def _added(self, ids: TokenIds) -> None:
         """A chunk was stored."""
-        self._fetcher.forget([self._key(ids)])
+        self._fetcher.forget([self.key(ids)])
         for index in self._indexes:
             index.add(ids)
 

@@ -1,29 +1,43 @@
 """KV of prompt prefixes, in memory only: the engine's own prefix, and conversations.
 
     [ system | turn 1 | turn 2 | ... | instruction | chunk 0 | chunk 1 | ... | question ]
-      prefix: exact; computed once, then reused      blended after it
+      prefix: computed once, then reused             blended after it
 
 A prefix is never stored: a conversation depends on its order, and the engine's own prefix takes milliseconds to compute.
+
+A plain prompt that was blended is kept with its answer: the next turn goes on from the KV that the answer was made of.
+Exact of it is the beginning, up to the first chunk. Methods that are exact use no more.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.core import ChunkKV, Steps, TokenIds
+from blendserve.models.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixKV:
-    """The exact KV of a prompt's prefix."""
+    """The KV of a prompt's prefix."""
 
     kv: ChunkKV
     reused: int  # tokens of it that were not computed for this prompt
+    n_exact: int  # tokens at its beginning whose KV is exact
+
+    @property
+    def n_kept(self) -> int:
+        """The others: of a blended prompt, or computed behind it."""
+        return self.kv.n_tokens - self.n_exact
+
+    def beginning(self, n: int) -> PrefixKV:
+        """Its first n tokens, all of them reused."""
+        return PrefixKV(ChunkKV(self.kv.keys[:, :, :n], self.kv.values[:, :, :n]), n, min(n, self.n_exact))
 
 
 class PrefixCache:
@@ -32,61 +46,85 @@ class PrefixCache:
     def __init__(self, own: ChunkComputer, cap_bytes: int = 0) -> None:
         """own: computes chunks after the engine's own prefix. cap_bytes: limit of all other prefixes."""
         self._own, self.cap_bytes = own, cap_bytes
-        self._cached: OrderedDict[tuple[str, TokenIds], ChunkKV] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, TokenIds], PrefixKV] = OrderedDict()  # of owner and tokens
         self._lock = threading.Lock()
 
-    def get(self, namespace: str, ids: TokenIds, known: PrefixKV | None = None) -> Steps[PrefixKV]:
+    def get(
+        self, owner: str, ids: TokenIds, known: PrefixKV | None = None, exact: bool = True
+    ) -> Steps[PrefixKV]:
         """The KV of a prefix: the longest beginning that is cached, and the rest computed after it.
 
-        Only prefixes of the same namespace, and the engine's own, are reused. known: of a beginning of these ids, by an
-        earlier call for the same prompt.
+        Only the same owner's prefixes, and the engine's own, are reused. known: of a beginning of these ids, by an
+        earlier call for the same prompt. exact: whether KV that is kept from blended prompts is left alone.
         """
         own = yield from self._own.prepare()
         if ids == self._own.context:
-            return PrefixKV(own, len(ids))
-        n, cached = self._longest(namespace, ids)
-        kv, n_reused = cached or own, n
+            return PrefixKV(own, len(ids), len(ids))
+        n, cached = self._longest(owner, ids, exact)
+        prefix = (cached or PrefixKV(own, n, n)).beginning(n)
         if known and known.kv.n_tokens >= n:
-            n, kv, n_reused = known.kv.n_tokens, known.kv, known.reused
-        kv = ChunkKV(kv.keys[:, :, :n], kv.values[:, :, :n])
+            prefix, n = known, known.kv.n_tokens
         if n < len(ids):
-            new = (yield from ChunkComputer(self._own.model, ids[:n], kv).steps([ids[n:]]))[0]
-            kv = ChunkKV(torch.cat([kv.keys, new.keys], 2), torch.cat([kv.values, new.values], 2))
-        self._add((namespace, ids), kv)
-        return PrefixKV(kv, n_reused)
+            new = (yield from ChunkComputer(self._own.model, ids[:n], prefix.kv).steps([ids[n:]]))[0]
+            n_exact = prefix.n_exact if prefix.n_kept else len(ids)
+            prefix = replace(prefix, kv=_joined(prefix.kv, new), n_exact=n_exact)
+            self._add(owner, ids, prefix)
+        return prefix
 
-    def n_cached(self, namespace: str, ids: TokenIds) -> int:
-        """How many tokens at the beginning of a prompt are cached."""
-        return self._longest(namespace, ids)[0]
+    @torch.inference_mode()
+    def keep(self, owner: str, ids: TokenIds, cache: KVCache) -> None:
+        """Keep the KV of a blended prompt and its answer: what is cached of it, and the rest as the request has it.
 
-    def _longest(self, namespace: str, ids: TokenIds) -> tuple[int, ChunkKV | None]:
-        """Tokens in common with the cached prefix that has most, and its KV; None = the engine's own."""
-        n, kv = _n_common(ids, self._own.context), None
+        ids: a beginning of the tokens that the request's cache holds.
+        """
+        model, (n, cached) = self._own.model, self._longest(owner, ids, exact=False)
+        if not n < len(ids) <= self.cap_bytes // model.kv_bytes_per_token:
+            return
+        prefix = (cached or PrefixKV(self._own.context_kv, n, n)).beginning(n)
+        ropes = model.rope(torch.arange(n, len(ids), device=model.device))
+        at = slice(n, len(ids))
+        keys = [model.rotate(k[:, at], rope.inverse) for k, rope in zip(cache.keys, ropes, strict=True)]
+        rest = ChunkKV(torch.stack(keys), cache.values[:, :, at])
+        self._add(owner, ids, replace(prefix, kv=_joined(prefix.kv, rest)))
+
+    def n_cached(self, owner: str, ids: TokenIds, exact: bool = True) -> int:
+        """How many tokens at the beginning of a prompt are cached. exact: as of `get`."""
+        return self._longest(owner, ids, exact)[0]
+
+    def _longest(self, owner: str, ids: TokenIds, exact: bool) -> tuple[int, PrefixKV | None]:
+        """Tokens in common with the cached prefix that has most, and it; None = the engine's own."""
+        n, longest = _n_common(ids, self._own.context), None
         with self._lock:
-            cached = list(self._cached.items())
-        for (owner, other), other_kv in cached:
-            if owner == namespace and (m := _n_common(ids, other)) > n:
-                n, kv = m, other_kv
-        return n, kv
+            for key, prefix in self._cached.items():
+                m = _n_common(ids, key[1]) if key[0] == owner else 0
+                if (m := min(m, prefix.n_exact) if exact else m) > n:
+                    n, longest = m, key
+            if longest:
+                self._cached.move_to_end(longest)
+            return n, self._cached[longest] if longest else None
 
     @property
     def n_bytes(self) -> int:
         """Of all prefixes but the engine's own."""
-        return sum(kv.n_bytes for kv in self._cached.values())
+        return sum(prefix.kv.n_bytes for prefix in self._cached.values())
 
-    def _add(self, key: tuple[str, TokenIds], kv: ChunkKV) -> None:
+    def _add(self, owner: str, ids: TokenIds, prefix: PrefixKV) -> None:
+        if prefix.kv.n_bytes > self.cap_bytes:
+            return
         with self._lock:
-            if key not in self._cached and 0 < kv.n_bytes <= self.cap_bytes:
-                namespace, ids = key
-                for owner, other in list(self._cached):  # earlier turns, which it begins with
-                    if owner == namespace and ids[: len(other)] == other:
-                        del self._cached[owner, other]
-                # A copy: a view would hold a longer prefix in memory.
-                self._cached[key] = ChunkKV(kv.keys.clone(), kv.values.clone())
-            if key in self._cached:
-                self._cached.move_to_end(key)
+            for key, earlier in list(self._cached.items()):  # turns that it begins with
+                if key[0] == owner and ids[: len(key[1])] == key[1] and earlier.n_exact <= prefix.n_exact:
+                    del self._cached[key]
+            self._cached[owner, ids] = prefix
+            self._cached.move_to_end((owner, ids))
             while self.n_bytes > self.cap_bytes:
                 self._cached.popitem(last=False)
+
+
+def _joined(first: ChunkKV, second: ChunkKV) -> ChunkKV:
+    """In memory of its own."""
+    keys, values = torch.cat([first.keys, second.keys], 2), torch.cat([first.values, second.values], 2)
+    return ChunkKV(keys, values)
 
 
 def _n_common(a: TokenIds, b: TokenIds) -> int:

@@ -16,6 +16,9 @@ from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, R
 from blendserve.fetch.fetcher import COMPUTED
 
 STATE = {name: n for n, name in enumerate(Explanation.STATES)}
+KEPT = (
+    "it was kept from the prompt before, as that had it: chunks in it do not stand where they were computed"
+)
 NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
 
@@ -40,6 +43,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         chunks_corrupt=corrupt,
         tokens_prompt=layout.n_tokens,
         tokens_exact=layout.count(State.EXACT),
+        tokens_kept=layout.count(State.KEPT),
         tokens_first=layout.n_found - layout.n_reusable,
         tokens_reused=layout.n_reusable - n_recomputed,
         tokens_recomputed=n_recomputed,
@@ -67,10 +71,11 @@ def _look_ups(layout: Layout) -> list[tuple[int, Segment]]:
 
 def _reused_spans(layout: Layout) -> Iterator[ReusedSpan]:
     """Of a plain prompt."""
+    learnt = {run.donor for run in layout.prompt.runs if run.is_learnt}
     for _, s in _look_ups(layout) if layout.prompt.is_plain else ():
         if s.donor and s.view and s.state is not State.FRESH:
             n_after = s.view.n_tokens - s.offset - len(s.span)
-            yield ReusedSpan(s.span.start, s.span.stop, s.donor.hex(), s.offset, n_after)
+            yield ReusedSpan(s.span.start, s.span.stop, s.donor.hex(), s.offset, n_after, s.donor in learnt)
 
 
 def explain(plan: PrefillPlan, result: PassResult, report: BlendReport) -> Explanation:
@@ -82,7 +87,12 @@ def explain(plan: PrefillPlan, result: PassResult, report: BlendReport) -> Expla
 def _states(layout: Layout, result: PassResult) -> Tensor:
     """[T] uint8"""
     reused = "corrected" if result.corrected else "reused"
-    names = {State.EXACT: "exact", State.REUSED: reused, State.FRESH: "computed"}
+    names = {
+        State.EXACT: "exact",
+        State.KEPT: "kept",
+        State.REUSED: reused,
+        State.FRESH: "computed",
+    }
     states = torch.empty(layout.n_tokens, dtype=torch.uint8)
     for s in layout.segments:
         is_near = s.state is State.REUSED and s.donor and s.miss
@@ -112,7 +122,7 @@ def _kind(layout: Layout, segment: Segment, runs: Mapping[int, int] | None) -> t
         i = segment.chunk if runs is None else runs.get(segment.span.start)
         return "text" if i is None else "passage", i
     is_suffix = layout.n_suffix > 0 and segment.span.stop == layout.n_tokens
-    return "suffix" if is_suffix else "prefix", None
+    return "suffix" if is_suffix else "kept" if segment.state is State.KEPT else "prefix", None
 
 
 def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tuple[str, Reason, str]:
@@ -141,6 +151,8 @@ def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tu
 
 
 def _used(s: Segment) -> tuple[Reason, str]:
+    if s.state is State.KEPT:
+        return Reason.KEPT, KEPT
     if s.chunk is None:
         return Reason.STORED, "it was stored, computed as it stands here"
     if s.source == COMPUTED:

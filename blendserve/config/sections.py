@@ -175,6 +175,11 @@ class HttpConfig(Settings):
     drain_s: NotNegative = 30.0
     """Time for running requests to end after SIGTERM, in seconds."""
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need API keys."""
+        return self.keys is not None or self.api_key is not None
+
 
 class ServeConfig(HttpConfig):
     """The server."""
@@ -196,6 +201,8 @@ class ServeConfig(HttpConfig):
     share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load
     conversations_mb: NotNegative = 256.0
     """Memory for the KV of earlier conversation turns, in MB."""
+    scope_headers: ClassVar = ("x-blendserve-scope", "x-openwebui-user-id")
+    """Headers that name the user of a plain prompt, for front-ends that have one key for all users."""
     volatile_lines: ClassVar = ("x-anthropic-billing-header:",)
     """Beginnings of lines that are left out at the start of a plain chat's system message: they differ from request to
     request, and would end the common beginning of all prompts. vLLM leaves them out, too."""
@@ -218,7 +225,7 @@ class DeliverConfig(HttpConfig):
 
 def check_binding(http: HttpConfig) -> None:
     """Raises ConfigError for an address that others can reach, without API keys."""
-    if http.host not in {"127.0.0.1", "::1", "localhost"} and http.keys is None and http.api_key is None:
+    if http.host not in {"127.0.0.1", "::1", "localhost"} and not http.has_keys:
         section, option = ("deliver", "") if isinstance(http, DeliverConfig) else ("serve", "--api-key, or ")
         raise ConfigError(
             f"{section}.host {http.host!r} can be reached by others, and no API keys are set: give {option}--keys "

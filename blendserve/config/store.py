@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, ByteSize, Field
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_core import PydanticCustomError
 
 from blendserve.config.base import SECRET, Settings
@@ -126,6 +126,14 @@ class KdnConfig(Settings):
         return f"the delivery service at {self.where}"
 
 
+def _write_back(value: Any) -> Any:
+    """Files of earlier releases say true or false."""
+    return ("auto" if value else "none") if isinstance(value, bool) else value
+
+
+WriteBack = Literal["auto", "learn", "missing", "none"]
+
+
 class StoreBackendConfig(Settings):
     """Where one store of chunk KV is, how it is reached, and what it may hold."""
 
@@ -211,8 +219,10 @@ class StoreConfig(StoreBackendConfig):
         description="Codec of newly stored KV, written name or name@level; stored chunks keep theirs. "
         f"One of {', '.join(CODECS.names)}.",
     )
-    write_back: bool = True
-    """Store the chunks that a request had to compute, after its answer."""
+    write_back: Annotated[WriteBack, BeforeValidator(_write_back)] = "auto"
+    """What is stored after an answer: missing, the chunks that its request had to compute; learn, also text that plain
+    prompts repeat, in at most an eighth of cap_gb; auto, learn on a server without API keys and missing on others; or
+    none."""
     namespace: str = ""
     """Namespace of the KV: part of every chunk's key, so tenants cannot read each other's KV."""
     device_bytes: ByteSize = Field(ByteSize(0), ge=0)
@@ -225,4 +235,5 @@ class StoreConfig(StoreBackendConfig):
     here. It has the settings of `store` from location to relay."""
     remote_write: Literal["back", "through"] = "back"
     """When to write to the remote store: back writes in the background, through before a chunk counts as stored."""
+    learnt_share: ClassVar[float] = 1 / 8  # of the cap, for what was learnt in a namespace
     prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests

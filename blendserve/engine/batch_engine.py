@@ -6,16 +6,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import ServeConfig
-from blendserve.core import Steps
+from blendserve.core import Prompt, Steps
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence, prefill
+from blendserve.engine.learn import Learner, LearntChunks
 from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import ShuttingDown, StoreError
@@ -24,7 +25,16 @@ from blendserve.store import ChunkKey
 
 T = TypeVar("T")
 
+MAX_SCOPES = 1000  # whose recent prompts are remembered
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The plain prompts of one client."""
+
+    blender: Blender
+    learner: Learner
 
 
 class BatchEngine:
@@ -43,6 +53,11 @@ class BatchEngine:
             model, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle
         )
         self._blenders = {engine.config.store.namespace: engine.blender}
+        self._scopes = dict[tuple[str, str], Scope]()
+        self.learnt = dict[str, LearntChunks]()  # by namespace
+        store = engine.config.store
+        learns = store.write_back == "learn" or (store.write_back == "auto" and not config.has_keys)
+        self._learn_bytes = round(engine.store.cap_bytes * store.learnt_share) if learns else 0
         self._writing: set[ChunkKey] = set()  # write-backs that are queued or under way
 
     @property
@@ -60,30 +75,65 @@ class BatchEngine:
         self, request: PreparedRequest, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
     ) -> Sequence:
         """A prepared request, ready for `scheduler.submit`. Its plain prompt is matched with stored chunks."""
-        blender = self.blender(namespace)
+        scope = self._scope(namespace, request.scope) if request.prompt.is_plain else None
+        blender = scope.blender if scope else self.blender(namespace)
         request = replace(request, prompt=blender.match(request.prompt, request.blend))
         return Sequence(
             request,
             self.engine.model,
-            lambda sequence: self._prefill(sequence, blender),
+            lambda sequence: self._prefill(sequence, blender, scope if request.learns else None),
             tenant=tenant,
             cost=self._cost(request, blender),
             emit=emit,
             hold=blender.prefetch(request.prompt, request.blend),
+            on_answer=lambda sequence: self._keep(sequence, blender),
         )
 
-    def _prefill(self, sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
+    def _scope(self, namespace: str, scope: str) -> Scope:
+        """Of a client's plain prompts. The one that was made first is forgotten for more than MAX_SCOPES."""
+        if (namespace, scope) not in self._scopes:
+            tokenizer = self.engine.model.tokenizer
+            blender = self.blender(namespace).for_scope(scope, learns=self._learn_bytes > 0)
+            learner = Learner(lambda token: tokenizer.decode([token]).endswith("\n"))
+            self._scopes[namespace, scope] = Scope(blender, learner)
+            if len(self._scopes) > MAX_SCOPES:
+                del self._scopes[next(iter(self._scopes))]
+        return self._scopes[namespace, scope]
+
+    def _prefill(self, sequence: Sequence, blender: Blender, scope: Scope | None) -> Steps[Prefilled]:
+        """scope: to learn from the prompt."""
         prefilled = yield from prefill(sequence, blender)
-        if self.engine.config.store.write_back:
-            self.write_back(blender, prefilled.missing, sequence.tenant)
+        if self.engine.config.store.write_back != "none":
+            self.write_back(blender.writer, prefilled.missing, sequence.tenant)
+        if scope and blender.learnt:
+            prompt, tenant = sequence.request.prompt, sequence.tenant
+            learning = self._learn(scope, blender.learnt, prompt, prefilled.n_known, tenant)
+            self.scheduler.submit_background(learning, tenant)
         return prefilled
+
+    def _learn(
+        self, scope: Scope, writer: ChunkWriter, prompt: Prompt, n_known: int, tenant: str
+    ) -> Steps[None]:
+        """Have the chunks stored that a prompt repeats. n_known: tokens that the prefix cache had."""
+        learnt = self.learnt.setdefault(writer.key.namespace, LearntChunks(self._learn_bytes))
+        learnt.found([run.donor for run in prompt.runs])
+        for ids in scope.learner.see(prompt, n_known):
+            yield
+            if learnt.admits(ids, writer):
+                self.write_back(writer, [MissingChunk(ids)], tenant)
+
+    def _keep(self, sequence: Sequence, blender: Blender) -> None:
+        """Keep the KV of a blended plain prompt and its answer for the next turn."""
+        answer, cache = sequence.answer, sequence.cache
+        if answer and cache:
+            blender.keep(sequence.request.prompt, answer.report, answer.token_ids[:-1], cache)
 
     def _cost(self, request: PreparedRequest, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""
         prompt, n_prefix = request.prompt, 0
         n_stored = sum(len(run.span) for run in prompt.runs)
         if request.blend.method != "full":
-            n_prefix = blender.prefixes.n_cached(blender.key.namespace, prompt.prefix)
+            n_prefix = blender.n_cached(prompt, request.blend)
         if request.blend.method in ("auto", "blend", "reuse") and not prompt.is_plain:
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
@@ -94,11 +144,11 @@ class BatchEngine:
 
     # Background tasks, one for each chunk, so that a request never waits for more than one
 
-    def write_back(self, blender: Blender, missing: GenericSequence[MissingChunk], tenant: str) -> None:
+    def write_back(self, writer: ChunkWriter, missing: GenericSequence[MissingChunk], tenant: str) -> None:
         """Store chunks that a request missed; once, if several requests did. On the model's thread."""
         for chunk in missing:
-            key = blender.key(chunk.ids)
-            steps = self._write_back(blender.writer, chunk, key)
+            key = writer.key(chunk.ids)
+            steps = self._write_back(writer, chunk, key)
             if key not in self._writing and self.scheduler.submit_background(steps, tenant):
                 self._writing.add(key)
 

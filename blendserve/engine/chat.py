@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blendserve.core import TokenIds
+from blendserve.core import Span, TokenIds
 from blendserve.errors import InputError
 
-Tokenize = Callable[[str, bool], TokenIds]
-"""(text, is_literal) -> ids; is_literal: control tokens are read as text."""
+Tokenized = tuple[TokenIds, list[tuple[int, int]]]  # ids, and where each starts and stops in the text
+Tokenize = Callable[[str, bool], Tokenized]
+"""(text, is_literal); is_literal: control tokens are read as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,11 @@ class Chat:
         return replace(self, messages=(*first, *others)), [line.rstrip("\n") for line in lines[:n]]
 
 
-def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> TokenIds:
-    """The whole prompt. Raises InputError for what the template refuses, and for tools that it has no place for."""
+def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, tuple[Span, ...]]:
+    """The whole prompt, and where in it the texts of all but the assistant are.
+
+    Raises InputError for what the template refuses, and for tools that it has no place for.
+    """
     if chat.tools and "tools" not in (tokenizer.chat_template or ""):
         raise InputError(
             "the model's chat template has no place for tools: leave `tools` out, or send tool_choice 'none'"
@@ -62,9 +67,27 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> TokenIds:
         return next(reversed(marks))
 
     messages, tools = _map_texts((chat.messages, chat.tools), lambda text: controls.sub(mark, text))
-    parts = re.split(f"(<{nonce}-[0-9]+>)", _render(tokenizer, messages, tools))
-    ids = [tokenize(marks[part], True) if part in marks else tokenize(part, False) for part in parts if part]
-    return tuple(i for part in ids for i in part)
+    rendered = _render(tokenizer, messages, tools)
+    ids, starts, stops, at = list[int](), list[int](), list[int](), 0
+    for part in filter(None, re.split(f"(<{nonce}-[0-9]+>)", rendered)):
+        new, places = tokenize(marks[part], True) if part in marks else tokenize(part, False)
+        ids += new
+        starts += [at if part in marks else at + start for start, _ in places]
+        at += len(part)
+        stops += [at if part in marks else at - len(part) + stop for _, stop in places]
+    texts = ((bisect_left(starts, a), bisect_right(stops, b)) for a, b in _texts_in(rendered, messages))
+    return tuple(ids), tuple(Span(start, stop) for start, stop in texts if start < stop)
+
+
+def _texts_in(rendered: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Where the texts of all but the assistant are; a text that the template changes is in none."""
+    at = 0
+    for message in messages:
+        text = (message["content"] or "").strip()
+        if text and (start := rendered.find(text, at)) >= 0:
+            at = start + len(text)
+            if message["role"] != "assistant":
+                yield start, at
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str]:

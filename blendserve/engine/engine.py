@@ -233,7 +233,9 @@ class Engine:
         """
         if self.gate.passed:
             sequence = Sequence(request, self.model, partial(prefill, blender=self.blender))
-            return AnswerStream(sequence, on_end=self._write_back if self.config.store.write_back else None)
+            return AnswerStream(
+                sequence, on_end=None if self.config.store.write_back == "none" else self._write_back
+            )
         if request.blend.method not in {"auto", "full"}:
             self.gate.require()
         reference, why = OwnDecoding(self.model.decoder), f"the model fails {self.gate.failure}"

@@ -48,9 +48,11 @@ class Sequence:
         cost: float = 0.0,
         emit: Callable[[Event], None] = lambda event: None,
         hold: Hold | None = None,
+        on_answer: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
         thread, with the last event Completed or Failed. hold: of KV that is kept for this request until its prefill ends.
+        on_answer: called when `answer` is set, while `cache` holds the prompt and all of the answer but its last token.
         """
         self.request, self.model, self.tenant, self.cost, self.emit = request, model, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock
@@ -64,7 +66,7 @@ class Sequence:
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
         self.gap_s = 0.0  # mean time of each of them
-        self._hold = hold
+        self._hold, self._on_answer = hold, on_answer
         self._sampler = Sampler(request.decode)
         self._detokenizer = Detokenizer(model.tokenizer, request.decode.stop)
         self._text = ""
@@ -137,6 +139,7 @@ class Sequence:
         tokens, passages = tuple(self._tokens), self.request.passages
         ended = reason, self._detokenizer.stop_sequence
         self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended, explanation)
+        self._on_answer(self)
         return piece
 
     def _timings(self) -> Timings:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
-from blendserve.core import Chunk, Passage, Prompt, TokenIds
-from blendserve.engine.chat import Chat, chat_ids
+from blendserve.core import Chunk, Passage, Prompt, Span, TokenIds
+from blendserve.engine.chat import Chat, Tokenized, chat_ids
 from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
@@ -108,11 +108,12 @@ class PromptBuilder:
             ids = tuple(
                 self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"]
             )
+            texts: tuple[Span, ...] = (Span(0, len(ids)),)
         else:
-            ids = chat_ids(self._tokenizer, text, self._tokens)
+            ids, texts = chat_ids(self._tokenizer, text, self._places)
         if not ids:
             raise InputError("the prompt is empty: send some text", setting="prompt")
-        return Prompt.plain(ids)
+        return Prompt.plain(ids, texts=texts)
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as it stands in a prompt; without text, no tokens."""
@@ -185,8 +186,15 @@ class PromptBuilder:
         return tuple(ids)
 
     def _tokens(self, text: str, literal: bool) -> TokenIds:
+        return tuple(self._encode(text, literal)["input_ids"])
+
+    def _places(self, text: str, literal: bool) -> Tokenized:
+        encoded = self._encode(text, literal, return_offsets_mapping=True)
+        return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+
+    def _encode(self, text: str, literal: bool, **options: bool) -> Any:
         tokenizer = self._literal if literal else self._tokenizer
-        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"])
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=literal, **options)
 
 
 @lru_cache(maxsize=8)

@@ -39,6 +39,8 @@ class Request:
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
     plain: Chat | str | None = None  # the whole prompt, in place of question, passages and history
+    scope: str = ""  # of a plain prompt: whose it is; scopes share no prefixes and nothing that was learnt
+    learns: bool = True  # whether chunks may be learnt from a plain prompt
 
     def split(self: AnyRequest, separator: str) -> AnyRequest:
         """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
@@ -71,6 +73,8 @@ class PreparedRequest:
     blend: BlendConfig
     decode: DecodeConfig
     clock: Clock  # since the request came
+    scope: str = ""  # of a plain prompt, as is `learns`
+    learns: bool = False
 
     @property
     def tokens(self) -> int:
@@ -94,7 +98,8 @@ def prepare_request(
     blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
     make_policy(blend).validate(n_layers)
     if request.plain is not None:
-        return PreparedRequest(_plain_prompt(request.plain, room, prompts, decode), (), blend, decode, clock)
+        prompt = _plain_prompt(request.plain, room, prompts, decode)
+        return PreparedRequest(prompt, (), blend, decode, clock, request.scope, request.learns)
     request = request.split(config.prompt.separator)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
@@ -149,6 +154,7 @@ class PrefillDone:
     """Prefill is done."""
 
     cached: int  # tokens of the prompt whose KV was there already
+    blended: int  # those of them whose KV is approximate
     report: BlendReport
     explanation: Explanation
 

@@ -351,7 +351,7 @@ class Scheduler:
         try:
             if isinstance(done, Prefilled):
                 self._observer.prefilled(done.report, sequence.request.clock.seconds["load"])
-                sequence.emit(PrefillDone(done.n_cached, done.report, done.explanation))
+                sequence.emit(PrefillDone(done.n_cached, done.n_blended, done.report, done.explanation))
             for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(TextDelta(piece))
             if sequence.answer:

@@ -46,12 +46,18 @@ class Tokenizer:
         return int(self.backend_tokenizer.get_vocab_size())
 
     def __call__(
-        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
-    ) -> dict[str, list[int]]:
-        """split_special_tokens: special tokens in the text are text."""
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        split_special_tokens: bool = False,
+        return_offsets_mapping: bool = False,
+    ) -> dict[str, Any]:
+        """split_special_tokens: special tokens in the text are text. return_offsets_mapping: also where tokens are."""
         if self.backend_tokenizer.encode_special_tokens != split_special_tokens:
             self.backend_tokenizer.encode_special_tokens = split_special_tokens
-        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        encoded = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        places = {"offset_mapping": encoded.offsets} if return_offsets_mapping else {}
+        return {"input_ids": encoded.ids, **places}
 
     def decode(
         self, ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False

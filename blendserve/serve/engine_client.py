@@ -55,7 +55,9 @@ class RequestHandle:
         self._events, self.cancel = events, cancel
         self.passages, self.prompt_ids = request.passages, request.prompt.ids
         self.question_tokens = len(request.prompt.suffix)
-        self.cached_tokens = 0  # of the prompt; set when the prefill is done
+        self.runs = request.prompt.runs  # stored chunks that were found in a plain prompt
+        # Of the prompt; set when the prefill is done. Blended: those of the cached ones whose KV is approximate.
+        self.cached_tokens = self.blended_tokens = 0
 
     async def events(self) -> AsyncIterator[Event]:
         """PrefillDone, TextDelta for each piece of text, Completed. Raises the error that the request failed with."""
@@ -63,7 +65,7 @@ class RequestHandle:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, PrefillDone):
-                self.cached_tokens = event.cached
+                self.cached_tokens, self.blended_tokens = event.cached, event.blended
             yield event
             if isinstance(event, Completed):
                 return

@@ -169,4 +169,4 @@ def _input_usage(handle: RequestHandle) -> dict[str, int]:
     """Tokens of the prompt: computed for this request, and read from the cache."""
     cached = handle.cached_tokens
     counts = {"input_tokens": len(handle.prompt_ids) - cached, "cache_creation_input_tokens": 0}
-    return {**counts, "cache_read_input_tokens": cached}
+    return {**counts, "cache_read_input_tokens": cached, "blended_input_tokens": handle.blended_tokens}

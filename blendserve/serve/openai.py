@@ -114,7 +114,7 @@ async def _respond(
     removed: Sequence[str] = (),
 ) -> Response:
     """removed: lines of the prompt that are left out."""
-    client, query = context.client, served.constrain(query)
+    client, query = context.client, served.constrain(replace(query, scope=body.scope))
     if query.plain is None:
         query = query.split(client.config.prompt.separator)
     form = OpenAIFormat(client, body, served.name, query, removed)
@@ -212,7 +212,8 @@ def _finish_reason(answer: Answer, calls: Sequence[Call]) -> str:
 
 
 def _usage(handle: RequestHandle, answer: Answer) -> dict[str, Any]:
-    """Cached: tokens of the prompt whose KV was not computed for this request."""
+    """Cached: tokens of the prompt whose KV was not computed for this request; blended: those that are approximate."""
     n_prompt, n_new = len(handle.prompt_ids), len(answer.token_ids)
     counts = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": handle.cached_tokens}}
+    details = {"cached_tokens": handle.cached_tokens, "blended_tokens": handle.blended_tokens}
+    return {**counts, "prompt_tokens_details": details}

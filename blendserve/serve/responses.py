@@ -7,15 +7,17 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Protocol, TypeVar, get_args
 
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blendserve import errors
+from blendserve.config import Method
 from blendserve.core import Answer
+from blendserve.errors import InputError
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, QueryRequest, RequestHandle
 
@@ -43,6 +45,8 @@ ANTHROPIC_TYPES = {
     "body_too_large": "request_too_large",
 }  # OpenAI's type or code -> type
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
+MATCHED = "X-Blendserve-Matched"
+MAX_SCOPE = 512  # characters
 PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
 
 log = logging.getLogger(__name__)
@@ -75,19 +79,40 @@ class Context:
 
         Events begin as soon as the query is queued: its passages are sent before its prefill ends.
         """
-        request, client = self.request, self.client
+        request, client, query = self.request, self.client, self._by_headers(query)
         with ExitStack() as stack:
             stack.enter_context(client.limits.concurrency_slot(self.tenant))
             if client.http.log_text:
                 request.state.text = query.question
             handle = await until_disconnect(request, client.submit(query, self.tenant))
             stack.callback(handle.cancel)
+            found = _found(handle)
             if stream:
-                return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s)
-            return JSONResponse(form.complete(handle, await until_disconnect(request, handle.answer())))
+                return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s, found)
+            answer = await until_disconnect(request, handle.answer())
+            return JSONResponse(form.complete(handle, answer), headers=found)
+
+    def _by_headers(self, query: QueryRequest) -> QueryRequest:
+        """The request with what its headers ask for, unless its body says something else. Raises InputError."""
+        headers = self.request.headers
+        scope = next(filter(None, map(headers.get, self.client.http.scope_headers)), "")
+        learns = "no-store" not in headers.get("cache-control", "").lower()
+        query = replace(query, scope=query.scope or scope[:MAX_SCOPE], learns=learns)
+        method = headers.get("x-blendserve-method")
+        if method is None or query.blend.get("method"):
+            return query
+        if method not in (methods := get_args(Method)):
+            raise InputError(f"header X-Blendserve-Method: {method!r} is none of {', '.join(methods)}")
+        return replace(query, blend={**query.blend, "method": method})
 
 
 ContextDep = Annotated[Context, Depends()]
+
+
+def _found(handle: RequestHandle) -> dict[str, str]:
+    """The header that says what was found in a plain prompt; none if nothing was."""
+    n_tokens = sum(len(run.span) for run in handle.runs)
+    return {MATCHED: f"spans={len(handle.runs)}; tokens={n_tokens}"} if handle.runs else {}
 
 
 def figures(answer: Answer) -> dict[str, Any]:
@@ -144,9 +169,13 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(
-        self, events: AsyncIterator[StreamEvent], on_close: Callable[[], None], ping_s: float
+        self,
+        events: AsyncIterator[StreamEvent],
+        on_close: Callable[[], None],
+        ping_s: float,
+        headers: Mapping[str, str],
     ) -> None:
-        headers = {"Cache-Control": "no-cache"}
+        headers = {**headers, "Cache-Control": "no-cache"}
         super().__init__(_sse_lines(events, ping_s), media_type="text/event-stream", headers=headers)
         self._on_close = on_close
 

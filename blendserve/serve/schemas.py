@@ -135,7 +135,15 @@ class OpenAIRequest(Question):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    cache_salt: Label | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
     x_blendserve: BlendOptions | None = None
+
+    @property
+    def scope(self) -> str:
+        """Whose request it is: what plain prompts of one client leave behind is reused for no other."""
+        return self.cache_salt or self.user or self.safety_identifier or ""
 
     @property
     def options(self) -> BlendOptions:

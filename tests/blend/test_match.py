@@ -57,7 +57,7 @@ def most_tokens(runs: set[Run], n: int) -> tuple[int, int]:
 def check_cover(found: Cover, ids: Sequence[int], chunks: Sequence[TokenIds]) -> None:
     """Runs equal their donors, do not overlap, miss few tokens, and little was compared."""
     done = 0
-    for span, donor, offset, n_after in found.runs:
+    for span, donor, offset, n_after, *_ in found.runs:
         chunk = chunks[donor[0]]
         assert tuple(ids[span.start : span.stop]) == chunk[offset : offset + len(span)]
         assert offset + len(span) + n_after == len(chunk)

@@ -91,7 +91,7 @@ def test_tokens_around_an_edit_are_reused_but_for_a_margin_from_several_donors()
 def test_only_equal_tokens_behind_equal_tokens_are_reused(edits: list[int], moved: int) -> None:
     new = changed((*some_ids(moved, 5), *OLD), [moved + n for n in edits])
     differ = {n for n, (a, b) in enumerate(zip(new[moved:], OLD, strict=True), moved) if a != b}
-    for span, _, at, _ in runs(new, OLD):
+    for span, _, at, *_ in runs(new, OLD):
         start = 0 if at < CONTEXT_MARGIN and new[span.start - at : span.start] == OLD[:at] else CONTEXT_MARGIN
         run = slice(span.start - start, span.stop)
         assert new[run] == OLD[at - start : at + len(span)]

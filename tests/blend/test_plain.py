@@ -19,6 +19,8 @@ from blendserve.config import BlendConfig, Method
 from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Request
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.runner import append
 from blendserve.store import MemoryStore
 from tests.support.blending import (
     PREFIX,
@@ -245,6 +247,58 @@ def test_what_is_in_front_of_the_first_chunk_is_cached_and_nothing_behind_it() -
     again = ask(by, prompt)
     assert again.n_cached == len(TEXT) + len(A)
     assert by.prefixes.n_cached("", prompt.ids) == len(TEXT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-yarn"])
+def test_a_turn_goes_on_from_the_kv_that_the_last_answer_was_made_of(kind: str) -> None:
+    """As decoding goes on from it; a method that is exact computes it again."""
+    decoder, answer = tiny_decoder(kind), some_ids(5, 9)
+    by, turn = tiny_blender(None, A, C, decoder=decoder, prefix=()), plain(TEXT, A, TEXT, END)
+    by.prefixes.cap_bytes = ROOMY
+    cache = KVCache(decoder, 400)
+    done = by.run(turn, BLEND, cache=cache)
+    append(decoder, cache, len(turn), list(answer))
+    by.keep(turn, done.report, answer, cache)
+    n, following = len(turn) + len(answer), plain(turn.ids, answer, TEXT, B, END)
+    new = KVCache(decoder, len(following))
+    next_turn = by.run(following, BLEND, cache=new)
+    check_report(next_turn.report, following)
+    assert (next_turn.report.tokens_exact, next_turn.n_cached) == (len(TEXT), n)
+    assert (next_turn.n_blended, next_turn.report.spans) == (n - len(TEXT), ())
+    assert_near(new.keys[:, :, :n], cache.keys[:, :, :n])
+    assert_near(new.values[:, :, :n], cache.values[:, :, :n])
+    logits = append(decoder, cache, n, list(following.ids[n:]))
+    assert_near(next_turn.result.logits, logits[-1])
+    kinds = [(part.kind, len(part.span), part.code) for part in next_turn.explanation.parts]
+    assert kinds[:2] == [
+        ("prefix", len(TEXT), Reason.STORED),
+        ("kept", len(following) - len(TEXT) - PLAIN_SUFFIX, Reason.KEPT),
+    ]
+    exact = by.run(following, BLEND.with_values(method="prefix"))
+    assert (exact.report.tokens_kept, exact.n_blended, exact.n_cached) == (0, 0, len(TEXT))
+    assert_near(exact.result.logits, model_logits(decoder, following))
+
+
+def test_chunks_are_found_behind_what_is_kept() -> None:
+    by, turn = tiny_blender(None, A, B, C, prefix=()), plain(TEXT, A, TEXT, END)
+    by.prefixes.cap_bytes = ROOMY
+    cache = KVCache(by.model, len(turn))
+    by.keep(turn, by.run(turn, BLEND, cache=cache).report, (), cache)
+    done = ask(by, plain(turn.ids, B, A, END))
+    assert donors_of(done) == [by.key(B).hex(), by.key(A).hex()]
+    assert (done.report.tokens_kept, done.n_cached) == (len(turn) - len(TEXT), len(turn) + len(A) + len(B))
+    assert done.n_blended == len(turn) - len(TEXT) + len(A) + len(B)
+
+
+@pytest.mark.parametrize(
+    ("cap", "prompt", "n"),
+    [(ROOMY, plain(TEXT, END), len(TEXT) + len(END) - PLAIN_SUFFIX), (10, plain(TEXT, A, END), 0)],
+)
+def test_only_a_blended_prompt_is_kept_and_only_below_the_cap(cap: int, prompt: Prompt, n: int) -> None:
+    by = tiny_blender(None, A, prefix=())
+    cache, by.prefixes.cap_bytes = KVCache(by.model, len(prompt)), cap
+    by.keep(prompt, by.run(prompt, BLEND, cache=cache).report, (), cache)
+    assert by.prefixes.n_cached("", prompt.ids, exact=False) == n
 
 
 def test_auto_computes_and_caches_a_prompt_that_is_not_worth_blending() -> None:

@@ -75,8 +75,8 @@ def test_a_stream_is_the_answer_in_pieces(warm: Engine) -> None:
     assert (cut.text, cut.finish_reason) == (answer.text[: answer.text.index(stop)], "stop")
 
 
-@pytest.mark.parametrize("write_back", [True, False])
-def test_what_a_request_misses_is_stored_after_its_answer(write_back: bool) -> None:
+@pytest.mark.parametrize("write_back", ["auto", "none"])
+def test_what_a_request_misses_is_stored_after_its_answer(write_back: str) -> None:
     """At the latest before the scheduler stops."""
     n, store = len(PASSAGES), {"write_back": write_back}
     with toy_engine(store=store) as alone, toy_engine(store=store) as together:
@@ -89,7 +89,7 @@ def test_what_a_request_misses_is_stored_after_its_answer(write_back: bool) -> N
         assert [answer.answer().report.chunks_missing for answer in answers] == [n] * 2
         batch.scheduler.stop(finish_s=60)
         for engine in (alone, together):
-            assert engine.store.stats().chunks == (n if write_back else 0)
+            assert engine.store.stats().chunks == (0 if write_back == "none" else n)
 
 
 def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(

@@ -123,7 +123,7 @@ def some_priors(decoder: DecoderModel, scale: float) -> Priors:
 
 def check_report(report: BlendReport, prompt: Prompt) -> None:
     """Every invariant of a report."""
-    names = ("exact", "reused", "recomputed", "computed", "suffix")
+    names = ("exact", "kept", "reused", "recomputed", "computed", "suffix")
     kinds = [getattr(report, f"tokens_{name}") for name in names]
     assert min(kinds) >= 0
     assert sum(kinds) == report.tokens_prompt == len(prompt)

@@ -1,0 +1,137 @@
+"""Chunks learnt from traffic: text that a second plain prompt repeats behind other text.
+
+    earlier prompt   | head | A | B | C | question |
+    this prompt      | head | D | B | E | another  |      B: a chunk from now on     head: the prefix cache's, exact there
+
+A segment ends where two prompts part, so it is a passage, whatever its client puts around it. Its KV is computed alone,
+as that of any chunk, in the background. What was seen once is never stored, nor is what the assistant wrote, nor KV out
+of a request. A scope's prompts are compared with each other alone, and what they teach is found in them alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from blendserve.blend.match import MIN_SPAN
+from blendserve.blend.near import equal_runs
+from blendserve.blend.precompute import ChunkWriter
+from blendserve.core import Prompt, Span, TokenIds
+from blendserve.store import ChunkKey
+from blendserve.store.spans import WINDOW, SpanIndex
+
+LEAST = 64  # tokens of a segment: fewer have too little context of their own
+MOST = 1024  # tokens of a segment; a longer one is cut at the end of a line
+STRIDE = 16  # tokens from anchor to anchor of an earlier prompt: a run of 47 has one for certain
+RECENT_TOKENS = 1 << 20  # of the earlier prompts of a scope
+TOKENS_PER_S = 1000.0  # that are learnt in a namespace
+BURST_S = 60.0  # of that rate, at once
+
+
+class LearntChunks:
+    """What the scopes of a namespace have taught: at most `cap_bytes`; the least recently found chunk goes first."""
+
+    def __init__(self, cap_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.cap_bytes, self._clock, self._spent_until = cap_bytes, clock, 0.0
+        self._bytes: OrderedDict[ChunkKey, int] | None = None  # None: the store was not asked yet
+
+    @property
+    def n_bytes(self) -> int:
+        """As stored, about."""
+        return sum((self._bytes or {}).values())
+
+    def found(self, keys: Sequence[ChunkKey]) -> None:
+        """They were in a prompt."""
+        for key in keys:
+            if self._bytes and key in self._bytes:
+                self._bytes.move_to_end(key)
+
+    def admits(self, ids: TokenIds, writer: ChunkWriter) -> bool:
+        """Count a chunk that is to be stored by this writer, and delete others for it -> False: it is not learnt."""
+        key, n_bytes = writer.key(ids), writer.expected_bytes(len(ids))
+        if self._bytes is None:
+            self._bytes = OrderedDict(writer.stored_bytes())
+        now = self._clock()
+        self._spent_until = max(self._spent_until, now)
+        if key in self._bytes or n_bytes > self.cap_bytes or self._spent_until > now + BURST_S:
+            return False
+        self._spent_until += len(ids) / TOKENS_PER_S
+        self._bytes[key] = n_bytes
+        gone = list[ChunkKey]()
+        while self.n_bytes > self.cap_bytes:
+            gone.append(self._bytes.popitem(last=False)[0])
+        writer.delete_keys(gone)
+        return True
+
+
+class Learner:
+    """The recent prompts of one scope. For one thread."""
+
+    def __init__(self, ends_line: Callable[[int], bool], recent_tokens: int = RECENT_TOKENS) -> None:
+        """ends_line: whether the text of a token ends a line."""
+        self._ends_line, self._recent_tokens = ends_line, recent_tokens
+        self._index = SpanIndex(STRIDE, WINDOW)
+        self._prompts: dict[ChunkKey, TokenIds] = {}  # by number, the latest last
+        self._n_seen = 0
+
+    def see(self, prompt: Prompt, start: int) -> list[TokenIds]:
+        """The segments of a prompt that earlier ones have behind other text, the shortest first; then it is one of those.
+
+        start: of what the prefix cache did not have. What stored chunks were found in is left out.
+        """
+        ids, found = np.asarray(prompt.ids, np.int64), list[Span]()
+        for gap in _gaps(prompt, start):
+            text = ids[gap.start : gap.stop]
+            hits = self._index.find(text)
+            donors = {key: self._prompts[key] for key in dict.fromkeys(hit.key for hit in hits)}
+            for run in equal_runs(text, hits, donors, self._index):
+                at = gap.start + run.span.start
+                is_beginning = run.offset == at and donors[run.donor][:at] == prompt.ids[:at]
+                if not is_beginning:
+                    found += self._pieces(prompt.ids, at, at + len(run.span))
+        self._remember(prompt.ids, ids)
+        return list(dict.fromkeys(prompt.ids[s.start : s.stop] for s in sorted(set(found), key=len)))
+
+    def _pieces(self, ids: TokenIds, start: int, stop: int) -> Iterator[Span]:
+        while stop - start > MOST:
+            ends = range(start + MOST, start + MOST // 2, -1)
+            end = next((end for end in ends if self._ends_line(ids[end - 1])), start + MOST)
+            yield Span(start, end)
+            start = end
+        if stop - start >= LEAST:
+            yield Span(start, stop)
+
+    def _remember(self, ids: TokenIds, tokens: np.ndarray) -> None:
+        self._n_seen += 1
+        key = self._n_seen.to_bytes(8, "big")
+        self._prompts[key] = ids
+        self._index.add([(key, self._index.anchors(tokens))])
+        left = sum(map(len, self._prompts.values()))
+        forgotten = list[ChunkKey]()
+        for old, prompt in self._prompts.items():
+            if left <= self._recent_tokens:
+                break
+            forgotten.append(old)
+            left -= len(prompt)
+        for old in forgotten:
+            del self._prompts[old]
+        self._index.discard(forgotten)
+
+
+def _gaps(prompt: Prompt, start: int) -> Iterator[Span]:
+    """The client's own texts from a position on, without what stored chunks were found in."""
+    for text in prompt.texts:
+        at = max(text.start, start)
+        for run in prompt.runs:
+            if run.span.stop > at and run.span.start < text.stop:
+                yield from _long(Span(at, min(run.span.start, text.stop)))
+                at = run.span.stop
+        yield from _long(Span(at, text.stop))
+
+
+def _long(span: Span) -> Iterator[Span]:
+    if len(span) >= max(LEAST, MIN_SPAN):
+        yield span
