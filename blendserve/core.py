@@ -298,6 +298,7 @@ class Timings:
     """Seconds of each stage of one request. Filled by engine/generate.py."""
 
     retrieve: float = 0.0
+    match: float = 0.0  # looking for stored chunks in a plain prompt
     queue: float = 0.0  # behind other requests
     load: float = 0.0  # read, check, rotate, place
     select: float = 0.0  # the policy's own passes

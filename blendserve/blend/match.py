@@ -32,6 +32,7 @@ from blendserve.store.spans import MOST, Hit, SpanIndex, Tokens
 
 EDGE = 8  # tokens of a chunk that may be missing at either end
 MIN_SPAN = 48  # tokens of a run
+OVERLAPS = 16  # runs that a run may overlap with
 WORK = 16  # tokens to compare for each token of a prompt, at most
 
 
@@ -63,6 +64,8 @@ class ChunkFinder(DonorIndex):
 
 def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey]], Donors]) -> Cover:
     """Runs of at least MIN_SPAN tokens that are whole chunks but for EDGE tokens at either end, covering most tokens.
+
+    One whose beginning another run covers starts behind that.
 
     read: the tokens of stored chunks. Chunks that are found in vain (an equal middle, other ends) count as work.
     """
@@ -104,23 +107,33 @@ def _run_around(equal: np.ndarray, anchor: int, width: int) -> Span:
     return Span(start, anchor + int(after[0]) if len(after) else len(equal))
 
 
-def best_cover(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs without overlap that cover most tokens; of equals, the fewest: weighted interval scheduling."""
+def best_cover(runs: Iterable[Run], least: int = MIN_SPAN) -> tuple[Run, ...]:
+    """The runs that cover most tokens; of equals, the fewest: weighted interval scheduling.
+
+    Where two overlap, the second one begins later, with at least `least` tokens left: segments that were learnt may begin
+    with what others end with. Of those in front of a run, the last OVERLAPS are tried.
+    """
     ordered = sorted(runs, key=lambda run: (run.span.stop, run.span.start, run.donor))
     stops = [run.span.stop for run in ordered]
-    best = [(0, 0)]  # (tokens, -runs) of the first n runs' best cover
-    fits = list[int]()  # runs that stop before the n-th one starts
-    for n, run in enumerate(ordered):
-        fits.append(bisect_right(stops, run.span.start, 0, n))
-        tokens, count = best[fits[n]]
-        best.append(max(best[n], (tokens + len(run.span), count - 1)))
-    cover, n = list[Run](), len(ordered)
-    while n:
-        if best[n] == best[n - 1]:
-            n -= 1
-        else:
-            cover.append(ordered[n - 1])
-            n = fits[n - 1]
+    best = [(0, 0, -1)]  # of the first n runs' best cover: tokens, -runs, its last run
+    ends = list[
+        tuple[int, int, int]
+    ]()  # the same of the best cover that ends with the n-th run, with the run before it
+    for n, (start, stop) in enumerate((run.span.start, run.span.stop) for run in ordered):
+        fit = bisect_right(stops, start, 0, n)
+        tokens, count, last = best[fit]
+        options = [(tokens + stop - start, count - 1, last)]
+        overlapping = (m for m in range(max(fit, n - OVERLAPS), n) if stop - stops[m] >= least)
+        options += [(ends[m][0] + stop - stops[m], ends[m][1] - 1, m) for m in overlapping]
+        ends.append(max(options))
+        best.append(max(best[n], (*ends[n][:2], n)))
+    cover, n = list[Run](), best[-1][2]
+    while n >= 0:
+        run, before = ordered[n], ends[n][2]
+        cut = max(0, stops[before] - run.span.start) if before >= 0 else 0
+        span = Span(run.span.start + cut, run.span.stop)
+        cover.append(run._replace(span=span, offset=run.offset + cut))
+        n = before
     return tuple(cover[::-1])
 
 

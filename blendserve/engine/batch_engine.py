@@ -54,7 +54,7 @@ class BatchEngine:
         )
         self._blenders = {engine.config.store.namespace: engine.blender}
         self._scopes = dict[tuple[str, str], Scope]()
-        self.learnt = dict[str, LearntChunks]()  # by namespace
+        self._learnt = dict[str, LearntChunks]()  # by namespace
         store = engine.config.store
         learns = store.write_back == "learn" or (store.write_back == "auto" and not config.has_keys)
         self._learn_bytes = round(engine.store.cap_bytes * store.learnt_share) if learns else 0
@@ -77,7 +77,9 @@ class BatchEngine:
         """A prepared request, ready for `scheduler.submit`. Its plain prompt is matched with stored chunks."""
         scope = self._scope(namespace, request.scope) if request.prompt.is_plain else None
         blender = scope.blender if scope else self.blender(namespace)
-        request = replace(request, prompt=blender.match(request.prompt, request.blend))
+        if scope:
+            with request.clock.stage("match"):
+                request = replace(request, prompt=blender.match(request.prompt, request.blend))
         return Sequence(
             request,
             self.engine.model,
@@ -115,7 +117,7 @@ class BatchEngine:
         self, scope: Scope, writer: ChunkWriter, prompt: Prompt, n_known: int, tenant: str
     ) -> Steps[None]:
         """Have the chunks stored that a prompt repeats. n_known: tokens that the prefix cache had."""
-        learnt = self.learnt.setdefault(writer.key.namespace, LearntChunks(self._learn_bytes))
+        learnt = self._learnt.setdefault(writer.key.namespace, LearntChunks(self._learn_bytes))
         learnt.found([run.donor for run in prompt.runs])
         for ids in scope.learner.see(prompt, n_known):
             yield
@@ -141,6 +143,11 @@ class BatchEngine:
                 n_stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in stored)
         ratio = 0.0 if request.blend.method == "reuse" else request.blend.min_ratio
         return len(prompt) - n_prefix - n_stored + max(ratio, LOADED_COST) * n_stored
+
+    @property
+    def learnt_bytes(self) -> int:
+        """Of stored chunks that plain prompts have taught."""
+        return sum(learnt.n_bytes for learnt in list(self._learnt.values()))
 
     # Background tasks, one for each chunk, so that a request never waits for more than one
 

@@ -29,7 +29,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
 
-STAGES = "retrieve", "queue", "load", "select", "correct", "prefill"  # of a request's clock
+STAGES = "retrieve", "match", "queue", "load", "select", "correct", "prefill"  # of a request's clock
 
 # position of the first token, tokens -> logits [n, V] after each
 Decode = Callable[[int, list[int]], Tensor]

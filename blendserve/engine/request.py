@@ -186,13 +186,13 @@ Event: TypeAlias = "PrefillDone | TextDelta | Completed | Failed"
 class Observer(Protocol):
     """Called on the model's thread, with the method that answers a request, and seconds of that request.
 
-    dequeued: its time in the queue. step: number of requests that make a token. token: time since the last token, or of
-    the first one since the request.
+    prefilled: with its seconds by stage. dequeued: its time in the queue. step: number of requests that make a token.
+    token: time since the last token, or of the first one since the request.
     """
 
     def dequeued(self, method: str, seconds: float) -> None: ...
 
-    def prefilled(self, report: BlendReport, loading: float) -> None: ...
+    def prefilled(self, report: BlendReport, seconds: Mapping[str, float]) -> None: ...
 
     def step(self, batch: int) -> None: ...
 

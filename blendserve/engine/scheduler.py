@@ -350,7 +350,7 @@ class Scheduler:
         is_first = isinstance(done, Prefilled)
         try:
             if isinstance(done, Prefilled):
-                self._observer.prefilled(done.report, sequence.request.clock.seconds["load"])
+                self._observer.prefilled(done.report, sequence.request.clock.seconds)
                 sequence.emit(PrefillDone(done.n_cached, done.n_blended, done.report, done.explanation))
             for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(TextDelta(piece))

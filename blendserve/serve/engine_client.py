@@ -163,7 +163,8 @@ class LocalEngineClient(EngineClient):
         self.prompts = engine.prompts
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         self.scheduler = self.batch.scheduler
-        metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
+        load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
+        metrics.watch(load, http.slots, engine.fetcher, learnt)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)

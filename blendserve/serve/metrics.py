@@ -16,6 +16,7 @@ from blendserve.fetch import KVFetcher
 from blendserve.store import KVStore
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
+MATCH_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 # name, help, labels
@@ -28,6 +29,7 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("near_chunks", "Chunks searched for among near-duplicates, by result", ("found",)),
     ("near_requests", "Requests that reused KV of near-duplicates", ()),
     ("near_tokens", "Tokens of chunks with a near-duplicate, by how their KV was obtained", ("kind",)),
+    ("spans", "Stretches of plain prompts found in stored chunks, by how those came there", ("kind",)),
     ("loaded_bytes", "Stored KV loaded into prompts", ()),
     ("load_seconds", "Time to load it", ()),
 )
@@ -35,6 +37,7 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("ttft_seconds", "Time from a request's arrival to its first token", ("method",), SECONDS),
     ("inter_token_seconds", "Time between two tokens of an answer", ("method",), SECONDS),
     ("queue_seconds", "Time from the prompt to the start of its prefill", ("method",), SECONDS),
+    ("match_seconds", "Time to look for stored chunks in a plain prompt", (), MATCH_SECONDS),
     ("batch_size", "Requests in a decoding step", (), BATCH_SIZES),
 )
 # kind, name, help, attribute of StoreStats
@@ -89,12 +92,19 @@ class Metrics(HttpMetrics):
             for name, help, labels, buckets in HISTOGRAMS
         }
 
-    def watch(self, load: Callable[[], tuple[int, int]], slots: int, store: KVStore | KVFetcher) -> None:
-        """Add metrics that are read on request: the scheduler's load (queued, running) and the store's statistics."""
+    def watch(
+        self,
+        load: Callable[[], tuple[int, int]],
+        slots: int,
+        store: KVStore | KVFetcher,
+        learnt: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes."""
         for name, help, value in (
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
             ("slots_in_use", "Requests in prefill or decode", lambda: load()[1]),
             ("slots", "Slots", lambda: slots),
+            ("learnt_bytes", "Stored chunks that plain prompts have taught", learnt),
         ):
             Gauge(f"blendserve_{name}", help, registry=self.registry).set_function(value)
         self.registry.register(StoreCollector(store))
@@ -102,10 +112,10 @@ class Metrics(HttpMetrics):
     def dequeued(self, method: str, seconds: float) -> None:
         self._histograms["queue_seconds"].labels(method).observe(seconds)
 
-    def prefilled(self, report: BlendReport, loading: float) -> None:
+    def prefilled(self, report: BlendReport, seconds: Mapping[str, float]) -> None:
         near = [chunk for chunk in report.near if chunk.donors]
         near_tokens = {kind: sum(getattr(c, f"tokens_{kind}") for c in near) for kind in ("stored", "fresh")}
-        kinds = ("exact", "reused", "recomputed", "suffix")
+        kinds = ("exact", "kept", "reused", "recomputed", "suffix")
         tokens = {kind: getattr(report, f"tokens_{kind}") for kind in kinds}
         hits, misses, corrupt = report.chunks_hit, report.chunks_missing, report.chunks_corrupt
         counts: dict[str, Mapping[str, int]] = {
@@ -115,13 +125,16 @@ class Metrics(HttpMetrics):
             "chunks_unusable": Counts(chunk.kind for chunk in report.unusable),
             "near_chunks": Counts("donor" if chunk.donors else "none" for chunk in report.near),
             "near_tokens": near_tokens if near else {},
+            "spans": Counts("learnt" if span.learnt else "precomputed" for span in report.spans),
         }
         for name, values in counts.items():
             for label, n in values.items():
                 self._counters[name].labels(label).inc(n)
         self._counters["near_requests"].inc(bool(near))
         self._counters["loaded_bytes"].inc(report.bytes_loaded)
-        self._counters["load_seconds"].inc(loading)
+        self._counters["load_seconds"].inc(seconds["load"])
+        if "match" in seconds:
+            self._histograms["match_seconds"].observe(seconds["match"])
 
     def step(self, batch: int) -> None:
         self._histograms["batch_size"].observe(batch)

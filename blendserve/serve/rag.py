@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from fastapi import APIRouter
@@ -13,6 +13,7 @@ from starlette.responses import Response
 import blendserve
 from blendserve.config import Method
 from blendserve.core import Answer, Explanation
+from blendserve.engine.chat import Chat
 from blendserve.engine.request import Completed, PrefillDone, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
@@ -30,10 +31,14 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 async def query(body: RagRequest, context: ContextDep) -> Response:
     """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
-    explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
+    plain: the question is a whole chat message: stored text is found in it, and nothing is retrieved. explain: also how
+    the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
     """
     client = context.client
-    asked = body.query(body.question, body).split(client.config.prompt.separator)
+    asked = body.query(body.question, body)
+    if body.plain:
+        asked = replace(asked, plain=Chat(({"role": "user", "content": body.question},)))
+    asked = asked.split("" if body.plain else client.config.prompt.separator)
     form = RagFormat(client.tokenizer, body.explain, client.notices.as_extras(body))
     return await context.respond(asked, form, body.stream)
 

@@ -307,6 +307,7 @@ class RagRequest(Question, BlendOptions):
     """POST /v1/rag/query"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
+    plain: bool = False
     explain: bool = False
 
 

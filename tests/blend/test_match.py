@@ -44,12 +44,13 @@ def naive_runs(ids: Sequence[int], chunks: Sequence[TokenIds]) -> set[Run]:
     return found
 
 
-def most_tokens(runs: set[Run], n: int) -> tuple[int, int]:
-    """(tokens, -runs) of the best cover, from each position's best."""
+def most_tokens(runs: set[Run], n: int, least: int) -> tuple[int, int]:
+    """(tokens, -runs) of the best cover by ends of runs, from each position's best."""
     best = [(0, 0)] * (n + 1)
     for at in range(1, n + 1):
         ends = [run.span for run in runs if run.span.stop == at]
-        covers = [(best[s.start][0] + len(s), best[s.start][1] - 1) for s in ends]
+        starts = {s.start for s in ends} | {cut for s in ends for cut in range(s.start, at - least + 1)}
+        covers = [(best[cut][0] + at - cut, best[cut][1] - 1) for cut in starts]
         best[at] = max([best[at - 1], *covers])
     return best[n]
 
@@ -61,7 +62,8 @@ def check_cover(found: Cover, ids: Sequence[int], chunks: Sequence[TokenIds]) ->
         chunk = chunks[donor[0]]
         assert tuple(ids[span.start : span.stop]) == chunk[offset : offset + len(span)]
         assert offset + len(span) + n_after == len(chunk)
-        assert max(offset, n_after) <= EDGE
+        assert n_after <= EDGE
+        assert offset <= EDGE or span.start == done
         assert span.start >= done
         assert len(span) >= MIN_SPAN
         done = span.stop
@@ -90,17 +92,18 @@ def test_the_cover_has_as_many_tokens_in_as_few_runs_as_a_naive_matchers(
     ids, chunks = case
     found, runs = cover(ids, chunks), naive_runs(ids, chunks)
     check_cover(found, ids, chunks)
-    assert set(found.runs) <= runs
+    wholes = {(run.donor, run.span.start - run.offset, run.n_after) for run in runs}
+    assert {(run.donor, run.span.start - run.offset, run.n_after) for run in found.runs} <= wholes
     tokens = sum(len(run.span) for run in found.runs)
-    assert (tokens, -len(found.runs)) == most_tokens(runs, len(ids))
+    assert (tokens, -len(found.runs)) == most_tokens(runs, len(ids), MIN_SPAN)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=12))
 def test_the_best_cover_is_the_best_of_all(spans: list[tuple[int, int]]) -> None:
     runs = {Run(Span(start, start + n), bytes([n]), 0, 0) for start, n in spans}
-    chosen = best_cover(runs)
+    chosen = best_cover(runs, least=3)
     assert all(a.span.stop <= b.span.start for a, b in pairwise(chosen))
-    assert (sum(len(run.span) for run in chosen), -len(chosen)) == most_tokens(runs, 60)
+    assert (sum(len(run.span) for run in chosen), -len(chosen)) == most_tokens(runs, 60, least=3)
 
 
 @pytest.mark.parametrize("at", range(0, 200, 13))

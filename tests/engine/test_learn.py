@@ -24,6 +24,7 @@ from blendserve.store import MemoryStore
 from blendserve.store.view import decode
 from tests.support.blending import some_ids, tiny_blender
 from tests.support.engines import Listener, toy_engine
+from tests.support.plain import PARAGRAPHS
 from tests.support.stores import ROOMY
 from tests.support.waiting import eventually
 
@@ -143,12 +144,6 @@ def test_a_minutes_worth_of_tokens_is_learnt_at_once_and_then_as_many_as_time_al
 # Through the engine
 
 
-PARAGRAPHS = [
-    " ".join(f"In {place} the {thing} number {i} is kept behind the {thing} of {place}." for i in range(12))
-    for place, thing in (("Ravenna", "lamp"), ("Oslo", "boat"), ("Quito", "clock"), ("Leeds", "loom"))
-]
-
-
 def chat(*texts: str, answer: str = "") -> Chat:
     said = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}] if answer else []
     system = {"role": "system", "content": "Read this.\n" + "\n\n".join(texts)}
@@ -194,7 +189,7 @@ def test_passages_of_two_orders_are_stored_and_found_in_a_third() -> None:
         third = ask(batch, chat(d, b, c, a))
         assert (len(first.report.spans), len(third.report.spans)) == (0, 2)
         assert all(span.learnt for span in third.report.spans)
-        assert sum(each.n_bytes for each in batch.learnt.values()) > 0
+        assert batch.learnt_bytes > 0
 
 
 def test_a_learnt_record_is_the_chunk_computed_alone() -> None:

@@ -95,7 +95,9 @@ def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
         if at % 5 == 0:
             done = run(kind, name, changes)
             report = sorted(done.report.to_dict().items())
-            numbers = [value for _, value in report if type(value) in (int, bool)]
+            numbers = [
+                value for name, value in report if type(value) in (int, bool) and name != "tokens_kept"
+            ]
             codes = " ".join(part.code.value for part in done.explanation.parts)
             logits = [round(x, 5) for x in done.result.logits[:94:31].tolist()]
             exact = done.result.recomputed.tolist(), numbers, round(done.report.cost, 6), codes

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.core import NearChunk, Unusable
+from blendserve.core import NearChunk, ReusedSpan, Unusable
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.middleware import JsonFormatter
 from blendserve.serve.notices import MAX_CHARS, MAX_LOGGED, MAX_NAMES, Notices
@@ -176,16 +176,18 @@ def test_reports_are_counted(server: Server) -> None:
         chunks_hit=4,
         chunks_corrupt=2,
         tokens_exact=7,
+        tokens_kept=11,
+        spans=(ReusedSpan(0, 50, "aa", 0, 0, True), ReusedSpan(60, 99, "bb", 0, 0, False)),
         bytes_loaded=100,
         tiers={"local": 3, "remote": 1},
         unusable=(Unusable(0, "codec", ""),),
         near=(NearChunk(0, ("aa",), 5, 2, ""), NearChunk(1, (), 0, 9, ""), NearChunk(2, (), 0, 9, "")),
     )
     tokens = {"exact": 7, "reused": report.tokens_reused, "recomputed": report.tokens_recomputed}
-    tokens |= {"missing": report.tokens_computed, "suffix": report.tokens_suffix}
+    tokens |= {"kept": 11, "missing": report.tokens_computed, "suffix": report.tokens_suffix}
     metrics = Metrics()
     for _ in range(2):
-        metrics.prefilled(report, 0.25)
+        metrics.prefilled(report, {"load": 0.25, "match": 0.5})
     for name, label, counts in (
         ("chunks", "found", {"hit": 4, "miss": report.chunks_missing, "corrupt": 2}),
         ("chunks_hit_by_tier", "tier", {"local": 3, "remote": 1}),
@@ -194,6 +196,7 @@ def test_reports_are_counted(server: Server) -> None:
         ("near_tokens", "kind", {"stored": 5, "fresh": 2}),
         ("prompt_tokens", "kind", tokens),
         ("near_requests", "", {"": 1}),
+        ("spans", "kind", {"learnt": 1, "precomputed": 1}),
         ("loaded_bytes", "", {"": 100}),
         ("load_seconds", "", {"": 0.25}),
     ):

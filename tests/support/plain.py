@@ -12,6 +12,10 @@ from tests.support.blending import check_report, some_ids
 CHUNKS = [some_ids(n, 1) for n in (64, 70, 81, 100)]
 A, B, C, D = CHUNKS
 TEXT, END = some_ids(20, 2), some_ids(30, 3)
+PARAGRAPHS = [
+    " ".join(f"In {place} the {thing} number {i} is kept behind the {thing} of {place}." for i in range(12))
+    for place, thing in (("Ravenna", "lamp"), ("Oslo", "boat"), ("Quito", "clock"), ("Leeds", "loom"))
+]
 BLEND = BlendConfig(method="blend", policy="none", correction="none")
 
 

@@ -22,6 +22,8 @@ export function makeAsk(root) {
   const ratio = el("input", { id: "ratio", type: "range", min: "0", max: "1", step: "0.01" });
   const shown = el("output", { for: "ratio" });
   const topK = el("input", { id: "top-k", type: "number", min: "1", max: "1000" });
+  const plain = el("input", { id: "plain", type: "checkbox" });
+  const plainHelp = "The question is the whole prompt: cached text is found in it, and nothing is retrieved.";
   const collections = el("div", { class: "field", hidden: true });
   const ask = el("button", { class: "primary", type: "submit" }, "Ask");
   const stop = el("button", { type: "button", hidden: true }, "Stop");
@@ -48,6 +50,7 @@ export function makeAsk(root) {
       el("div", { class: "field" }, el("label", { for: "method" }, "Method"), method),
       el("div", { class: "field ratio" }, el("label", { for: "ratio" }, "Recompute ratio ", shown), ratio),
       el("div", { class: "field" }, el("label", { for: "top-k" }, "Passages"), topK),
+      el("div", { class: "field" }, el("label", { title: plainHelp }, plain, " Plain prompt")),
       collections,
       el("div", { class: "actions" }, stop, compare, ask),
     ),
@@ -61,6 +64,7 @@ export function makeAsk(root) {
       question: question.value.trim(),
       top_k: Number(topK.value) || defaults.top_k,
       ...(collections.hidden ? {} : { collections: names }),
+      ...(plain.checked ? { plain: true } : {}),
       ...(isRatioSet ? { ratio: Number(ratio.value) } : {}),
       stream: true,
     };
@@ -101,7 +105,7 @@ export function makeAsk(root) {
       if (event.event === "passages") {
         passages = event.passages;
         answer.replaceChildren(el("span", { class: "waiting" }, "Prefill …"));
-        prompt.replaceChildren(heading("Passages"), plainView(passages));
+        if (passages.length) prompt.replaceChildren(heading("Passages"), plainView(passages));
       } else if (event.event === "prefill") {
         prompt.replaceChildren(heading("The prompt, token by token"), tokenView(event.explanation, passages, event.report));
       } else if (event.event === "text") {
@@ -131,7 +135,7 @@ export function makeAsk(root) {
         el("li", {}, `${several(tokens, "token")} generated, ${timings.tokens_per_second.toFixed(0)} per second${end === "length" ? ", up to max_tokens" : ""}.`),
         report.correction && report.blended ? el("li", {}, `Policy ${report.policy}, correction ${report.correction}, ratio ${report.ratio}.`) : null,
       ),
-      ...(report.chunks_missing ? [missing(report, passages)] : []),
+      ...(report.chunks_missing && passages.length ? [missing(report, passages)] : []),
     ];
   }
 
@@ -195,6 +199,7 @@ export function makeAsk(root) {
         method.value = defaults.method;
         ratio.value = typeof defaults.ratio === "number" ? defaults.ratio : 0.15;
         topK.value = defaults.top_k;
+        plain.checked = !settings.collections.length;
       }
       choices(collections, settings.collections);
       showRatio();

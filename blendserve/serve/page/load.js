@@ -8,7 +8,7 @@ const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 10_000;
 const SPAN_S = [60, 300]; // smallest and largest time span of a chart
 const WINDOW_S = 20; // of quantiles and rates
-const KINDS = ["exact", "reused", "recomputed", "missing", "suffix"];
+const KINDS = ["exact", "kept", "reused", "recomputed", "missing", "suffix"];
 
 const rate = (value) => `${value > 0 && value < 9.95 ? value.toFixed(1) : count(Math.round(value))}/s`;
 const rounded = (value) => count(Math.round(value));

@@ -5,6 +5,7 @@ import { ms } from "./format.js";
 
 const STAGES = [
   ["retrieve", "retrieve", "search for passages"],
+  ["match", "match", "look for cached text in a plain prompt"],
   ["queue", "queue", "wait for other requests"],
   ["load", "load KV", "read, check, rotate and place cached KV"],
   ["select", "select", "choose the tokens to recompute"],
@@ -18,7 +19,7 @@ const MIN_SHARE = 0.002; // of the bar: a shorter stage would be invisible
 /** Seconds by stage; their sum is the time to first token. */
 export function stagesOf(timings) {
   const compute = timings.prefill - timings.load - timings.select - timings.correct;
-  const rest = timings.ttft - timings.retrieve - timings.queue - timings.prefill;
+  const rest = timings.ttft - timings.retrieve - timings.match - timings.queue - timings.prefill;
   return { ...timings, compute: Math.max(0, compute), rest: Math.max(0, rest) };
 }
 

@@ -6,6 +6,7 @@ import { count, percent } from "./format.js";
 /** The states of tokens; style.css has their colours and lines. */
 const STATES = {
   exact: "Its cached KV equals that of full prefill.",
+  kept: "Its KV was kept from the prompt before, where it was reused or stood behind reused text.",
   reused: "Its cached KV is used, rotated to its new position.",
   corrected: "Its cached KV is used, rotated to its new position and corrected from the recomputed tokens.",
   near_duplicate: "Its KV comes from identical text in another cached chunk, rotated and corrected.",
@@ -84,7 +85,7 @@ class TokenView {
   }
 
   part(part) {
-    const passage = part.kind === "passage" ? this.passages[part.passage] : { title: part.kind };
+    const passage = (part.kind === "passage" && this.passages[part.passage]) || { title: part.kind };
     const name = part.kind === "passage" ? `${part.passage + 1}` : "";
     return el(
       "article",
