@@ -124,7 +124,7 @@ class Questions:
         drawn = random.Random(next(numbers))
         texts = drawn.sample([p.text for p in self._stored.passages], self._config.n_asked)
         more = fields(texts)
-        metrics = _first_text(partial(self._ask, texts, more))
+        metrics = _first_text(self._wire, partial(self._ask, texts, more))
         return metrics if more else {**metrics, "found": self._check_spans(texts)}
 
     def _check_spans(self, texts: list[str]) -> float:
@@ -145,12 +145,14 @@ def _words(ids: TokenIds) -> str:
     return "".join(f" {i} " for i in ids)
 
 
-def _first_text(ask: Callable[[OnText], object]) -> Metrics:
-    """From the client's call to the first text; to the end of an answer without any."""
+def _first_text(wire: Wire, ask: Callable[[OnText], object]) -> Metrics:
+    """From the client's call to the first text, or to the end of an answer without any; and tokens that were computed."""
     seen = list[float]()
     clock = Clock()
     ask(lambda text: seen.append(clock.elapsed()) if text else None)
-    return {"ttft_s": seen[0] if seen else clock.elapsed()}
+    ttft_s = seen[0] if seen else clock.elapsed()
+    n_run = sum(wire.report[f"tokens_{kind}"] for kind in ("computed", "recomputed", "suffix"))
+    return {"ttft_s": ttft_s, "tokens_run": n_run}
 
 
 def _unrelated(config: PlainConfig, stored: Workload, wire: Wire) -> Group:
@@ -160,7 +162,7 @@ def _unrelated(config: PlainConfig, stored: Workload, wire: Wire) -> Group:
     def run(seeds: Iterator[int], more: Body) -> Metrics:
         text = " ".join(random.Random(next(seeds)).sample(words, len(words)))
         sent = chat(user(f"{text}\n\n{QUESTION}"))
-        metrics = _first_text(partial(wire.stream, sent._replace(body={**sent.body, **more})))
+        metrics = _first_text(wire, partial(wire.stream, sent._replace(body={**sent.body, **more})))
         return {**metrics, "spans": len(wire.report["spans"])}
 
     prefix = {"x_blendserve": {"method": "prefix"}}
@@ -237,6 +239,7 @@ TABLES = (
         ratio("/ full prefill", "ttft_s", sent=FULL),
         ratio("/ own API", "ttft_s", sent=OWN),
         ratio("/ exact prefix", "ttft_s", sent=PREFIX),
+        count("tokens run", "tokens_run"),
         count("passages found", "found", digits=3),
     ),
     table(
