@@ -1,27 +1,31 @@
 """`python -m benchmarks plain`: unchanged clients against `blendserve serve --no-index`, by what they paste into prompts.
 
-LangChain's own chain (`create_stuff_documents_chain` with `ChatOpenAI`) asks about passages in a new order each time, and
-reads the stream to its first text. The KV of all passages is stored; the server finds them in the prompt. The same
-requests are answered by full prefill, and by our own API, whose prompts name their passages.
+Each client (support/clients.py) asks about passages in a new order each time, and reads the stream to its first text. The
+KV of all passages is stored; the server finds them in the prompt. The same requests are answered by full prefill, and by
+our own API, whose prompts name their passages. A client whose package is missing is skipped, and the result names it.
 
-Every span that the server reuses is compared with the text of the passages: one that is in none of them is a false match.
-Then the search alone, in prompts of other text: among the passages, and among a million chunks.
+Every span that the server reuses is compared with the passages' tokens: one that is in none of them is a false match.
+Then prompts without stored text: the search costs them time. At last the search alone, among the passages and among a
+million others, in prompts that are made to be slow, too.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count as counter
-from typing import Any
+from typing import Literal
 
 import httpx
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from benchmarks.support.clients import CLIENTS, QUESTION, Ask, Body, OnText, Wire, chat, user
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
@@ -29,107 +33,148 @@ from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.match import find_chunks
 from blendserve.config import Positive
-from blendserve.engine.chat import Chat
-from blendserve.engine.prompt import PromptBuilder
+from blendserve.core import Passage, TokenIds
 from blendserve.errors import InputError
-from blendserve.store.spans import SpanIndex
+from blendserve.store.spans import MOST, SpanIndex, Tokens
 from blendserve.timing import Clock
 
-SYSTEM = "Use the following pieces of context to answer the question at the end.\n\n{context}"
-QUESTION = "What is said about this, and where?"
 ROOM = ("--slots", "2", "--slot-tokens", "8192")
-TIMEOUT_S = 600.0
-PLAIN, OWN, FULL = "plain prompt", "own API", "full prefill"
-MILLION = 1_000_000
+PLAIN, OWN, FULL, PREFIX = "plain prompt", "own API", "full prefill", "exact prefix"
+OTHER = "text that is not stored"
+
+log = logging.getLogger(__name__)
 
 
 class PlainConfig(BenchConfig):
     """Plain prompts of unchanged clients."""
 
-    passages: Positive = Field(200, description="Number of stored passages.")
+    clients: tuple[str, ...] = Field(tuple(CLIENTS), description=f"Clients: {', '.join(CLIENTS)}.")
+    passages: Positive = Field(60, description="Number of stored passages.")
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
     asked: Positive = Field(6, description="Number of passages in a prompt.")
-    repeats: Positive = Field(10, description="Number of questions.")
+    repeats: Positive = Field(5, description="Number of questions of a client.")
+    unrelated: Positive = Field(5, description="Number of prompts without stored text.")
+    hostile_tokens: Positive = Field(
+        131_072, description="Length of prompts that slow the search, in tokens."
+    )
+    other_chunks: Positive = Field(1_000_000, description="Number of other chunks to search among.")
+    method: Literal["auto", "blend"] = Field("auto", description="The server's method.")
     new_tokens: Positive = Field(4, description="Length of an answer, in tokens.")
 
+    @property
+    def n_asked(self) -> int:
+        return min(self.asked, self.passages)
 
-class LangChainClient:
-    """LangChain's chain as its documentation has it. Raises InputError where the packages are missing."""
-
-    def __init__(self, config: PlainConfig, url: str, workload: Workload) -> None:
-        try:
-            from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-            from langchain_core.documents import Document
-            from langchain_core.prompts import ChatPromptTemplate
-            from langchain_openai import ChatOpenAI
-        except ImportError as error:
-            raise InputError(f"this bench runs LangChain: pip install langchain-openai ({error})") from None
-        self._config, self._url = config, f"{url}/v1"
-        self._prompt = ChatPromptTemplate.from_messages([("system", SYSTEM), ("human", "{input}")])
-        self._chain, self._model, self._document = create_stuff_documents_chain, ChatOpenAI, Document
-        self._texts = [passage.text for passage in workload.passages]
-
-    def ask(self, numbers: Iterator[int], extras: Callable[[list[str]], dict[str, Any]]) -> Metrics:
-        """The next question. extras: fields of ours, by the passages."""
-        texts = self.drawn(next(numbers))
-        extra = extras(texts)
-        model = self._model(
-            base_url=self._url,
-            api_key="none",
-            model=self._config.model,
-            max_tokens=self._config.new_tokens,
-            max_retries=0,
-            extra_body=extra or None,
-        )
-        shown = [] if "documents" in extra else texts
-        chain = self._chain(model, self._prompt)
-        clock = Clock()
-        stream = chain.stream({"input": QUESTION, "context": [self._document(text) for text in shown]})
-        next(piece for piece in stream if piece)
-        ttft_s = clock.elapsed()
-        for _ in stream:
-            pass
-        return {"ttft_s": ttft_s}
-
-    def body(self, n: int) -> dict[str, Any]:
-        """What the chain sends for question n, for an answer of one token."""
-        asked = self._prompt.format_messages(input=QUESTION, context="\n\n".join(self.drawn(n)))
-        roles = {"system": "system", "human": "user"}
-        messages = [{"role": roles[message.type], "content": message.content} for message in asked]
-        return {"model": self._config.model, "messages": messages, "max_tokens": 1}
-
-    def drawn(self, n: int) -> list[str]:
-        """The passages of question n, in its order."""
-        return random.Random(n).sample(self._texts, min(self._config.asked, len(self._texts)))
+    @field_validator("clients")
+    @classmethod
+    def _has(cls, clients: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in clients if name not in CLIENTS]:
+            raise ValueError(f"unknown client {unknown[0]!r}: choose from {', '.join(CLIENTS)}")
+        return clients
 
 
 def groups(config: PlainConfig, log: SampleLog) -> Iterator[Group]:
     model = open_model(config, log)
-    # as many again, which are not stored, for prompts of other text
-    drawn = make_workload(model, 2 * config.passages, config.chunk_tokens, None, config.seed)
-    stored = Workload(drawn.prompts, drawn.passages[: config.passages], QUESTION)
-    command = serve_command("--no-index", *ROOM, "--model", config.model, *_runtime(config))
-    with (
-        scratch(config.folder) as folder,
-        ServerProcess(command, folder / "log") as server,
-        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
-    ):
-        _warm(http, stored)
-        client = LangChainClient(config, server.url, stored)
-        extras: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    stored = make_workload(model, config.passages, config.chunk_tokens, None, config.seed)
+    command = serve_command("--no-index", *ROOM, "--model", config.model, *_settings(config))
+    with scratch(config.folder) as folder, ServerProcess(command, folder / "log") as server:
+        wire = Wire(server.url, config.model, config.new_tokens)
+        clients, missing = connected(config, wire)
+        log.note(clients_missing=missing)
+        _warm(wire.http, stored)
+        for name, ask in clients.items():
+            yield Questions(config, stored, wire, ask).group(name)
+        yield _unrelated(config, stored, wire)
+    yield _search(config, stored)
+
+
+def connected(config: PlainConfig, wire: Wire) -> tuple[dict[str, Ask], dict[str, str]]:
+    """Clients by their name in tables, and why others are missing. Raises InputError if all are."""
+    clients, missing = dict[str, Ask](), dict[str, str]()
+    for option in config.clients:
+        name, connect = CLIENTS[option]
+        try:
+            clients[name] = connect(wire)
+        except ImportError as error:
+            missing[name] = str(error)
+            log.warning("%s is skipped: %s; pip install 'blendserve[integrations]'", name, error)
+    if not clients:
+        raise InputError(f"no client is installed: {json.dumps(missing)}")
+    return clients, missing
+
+
+class Questions:
+    """The questions of one client: their times, and what the server found in them."""
+
+    def __init__(self, config: PlainConfig, stored: Workload, wire: Wire, ask: Ask) -> None:
+        self._config, self._stored, self._wire, self._ask = config, stored, wire, ask
+        self._found = Counter(spans=0, false_matches=0)
+
+    def group(self, client: str) -> Group:
+        own: dict[str, Callable[[list[str]], Body]] = {
             PLAIN: lambda texts: {},
             OWN: lambda texts: {"documents": [{"text": text} for text in texts]},
             FULL: lambda texts: {"x_blendserve": {"method": "full"}},
         }
-        cases = [Case({"sent": name}, partial(client.ask, counter(), own)) for name, own in extras.items()]
-        facts = partial(_check_spans, http, client, drawn.prompts, model.tokenizer, range(config.repeats))
-        yield Group({"client": "LangChain"}, cases, facts)
-    yield _search(config, drawn)
+        cases = [Case({"sent": sent}, partial(self._run, counter(), more)) for sent, more in own.items()]
+        return Group({"client": client}, cases, lambda: self._found)
+
+    def _run(self, numbers: Iterator[int], fields: Callable[[list[str]], Body]) -> Metrics:
+        """The next question. fields: those of ours, by the passages."""
+        drawn = random.Random(next(numbers))
+        texts = drawn.sample([p.text for p in self._stored.passages], self._config.n_asked)
+        more = fields(texts)
+        metrics = _first_text(self._wire, partial(self._ask, texts, more))
+        return metrics if more else {**metrics, "found": self._check_spans(texts)}
+
+    def _check_spans(self, texts: list[str]) -> float:
+        """Compares the spans of the last request with the passages -> the share of their tokens that was reused."""
+        prompts, spans = self._stored.prompts, self._wire.report["spans"]
+        ids = prompts.plain(self._wire.sent.chat).ids
+        passages = [_words(prompts.chunk(Passage(text)).ids) for text in texts]
+        for span in spans:
+            found = _words(ids[span["start"] : span["stop"]])
+            self._found["false_matches"] += not any(found in passage for passage in passages)
+        self._found["spans"] += len(spans)
+        n_tokens = sum(len(prompts.text_ids(text)) for text in texts)
+        return float(sum(span["stop"] - span["start"] for span in spans) / n_tokens)
 
 
-def _runtime(config: PlainConfig) -> list[str]:
-    """The settings of the model's process that a bench has options for."""
+def _words(ids: TokenIds) -> str:
+    """Token ids as words: a part of them is a part of the text."""
+    return "".join(f" {i} " for i in ids)
+
+
+def _first_text(wire: Wire, ask: Callable[[OnText], object]) -> Metrics:
+    """From the client's call to the first text, or to the end of an answer without any; and tokens outside reused KV."""
+    seen = list[float]()
+    clock = Clock()
+    ask(lambda text: seen.append(clock.elapsed()) if text else None)
+    ttft_s = seen[0] if seen else clock.elapsed()
+    not_reused = wire.report["tokens_prompt"] - wire.report["tokens_reused"]
+    return {"ttft_s": ttft_s, "tokens_not_reused": not_reused}
+
+
+def _unrelated(config: PlainConfig, stored: Workload, wire: Wire) -> Group:
+    """Prompts as long as the others, of the passages' words in a random order."""
+    words = " ".join(passage.text for passage in stored.passages[: config.n_asked]).split()
+
+    def run(seeds: Iterator[int], more: Body) -> Metrics:
+        text = " ".join(random.Random(next(seeds)).sample(words, len(words)))
+        sent = chat(user(f"{text}\n\n{QUESTION}"))
+        metrics = _first_text(wire, partial(wire.stream, sent._replace(body={**sent.body, **more})))
+        return {**metrics, "spans": len(wire.report["spans"])}
+
+    prefix = {"x_blendserve": {"method": "prefix"}}
+    own: Mapping[str, tuple[int, Body]] = {PLAIN: (0, {}), PREFIX: (1, prefix)}  # never the same prompt
+    cases = [Case({"sent": sent}, partial(run, counter(n, 2), more)) for sent, (n, more) in own.items()]
+    return Group({"client": OTHER}, cases, repeats=config.unrelated)
+
+
+def _settings(config: PlainConfig) -> list[str]:
+    """The settings of the server that the bench has options for."""
     fields = {f"model.{name}": getattr(config, name) for name in ("dtype", "device", "threads")}
+    fields["blend.method"] = config.method
     return [word for name, value in fields.items() if value for word in ("--set", f"{name}={value}")]
 
 
@@ -144,59 +189,58 @@ def _warm(http: httpx.Client, stored: Workload) -> None:
             raise InputError(f"the passages could not be stored: {json.dumps(state)}")
 
 
-def _check_spans(
-    http: httpx.Client, client: LangChainClient, prompts: PromptBuilder, tokenizer: Any, questions: range
-) -> dict[str, int]:
-    """Asks again without a stream -> spans that were reused, and those whose text no passage has."""
-    n_spans = n_false = n_tokens = n_found = 0
-    for n in questions:
-        body = client.body(n)
-        report = http.post("/v1/chat/completions", json=body).json()["x_blendserve"]["report"]
-        ids = prompts.plain(Chat(tuple(body["messages"]))).ids
-        for span in report["spans"]:
-            text = tokenizer.decode(ids[span["start"] : span["stop"]]).strip()
-            n_false += not any(text in passage for passage in client.drawn(n))
-        n_spans += len(report["spans"])
-        n_found += sum(span["stop"] - span["start"] for span in report["spans"])
-        n_tokens += sum(len(prompts.text_ids(text)) for text in client.drawn(n))
-    found = {"passage_tokens_found": n_found, "passage_tokens": n_tokens}
-    return {"spans": n_spans, "false_matches": n_false, **found}
-
-
-def _search(config: PlainConfig, drawn: Workload) -> Group:
-    """The search in prompts of `asked` passages: of text that is not stored, and of stored text."""
-    chunks, n = dict(enumerate(drawn.chunks)), config.passages
-    keys = {i.to_bytes(32, "big"): ids for i, ids in chunks.items() if i < n}
-    index = SpanIndex()
-    index.add((key, index.anchors(ids)) for key, ids in keys.items())
+def _search(config: PlainConfig, stored: Workload) -> Group:
+    """The search in prompts of a few passages and in long ones, among chunks that repeat one or three tokens, too."""
+    periodic = [_periodic(period, 64 + n) for period in (1, 3) for n in range(2 * MOST)]
+    chunks: list[TokenIds] = [*stored.chunks, *(tuple(ids.tolist()) for ids in periodic)]
+    keys = {n.to_bytes(32, "big"): ids for n, ids in enumerate(chunks)}
     rng = np.random.default_rng(config.seed)
-    marks = rng.integers(0, 1 << 64, (MILLION, 1), np.uint64)
-    million = SpanIndex()
-    million.add(((n + i).to_bytes(32, "big"), marks[i]) for i in range(MILLION))
-    million.add((key, million.anchors(ids)) for key, ids in keys.items())
+    marks = rng.integers(0, 1 << 64, (config.other_chunks, 1), np.uint64)
+    few, many = SpanIndex(), SpanIndex()
+    many.add(((len(keys) + n).to_bytes(32, "big"), anchors) for n, anchors in enumerate(marks))
+    for index in (few, many):
+        index.add((key, index.anchors(ids)) for key, ids in keys.items())
 
-    def search(index: SpanIndex, first: int, numbers: Iterator[int]) -> Metrics:
-        some = random.Random(next(numbers)).sample(range(first, first + n), min(config.asked, n))
-        ids = np.asarray([i for number in some for i in chunks[number]], np.int64)
+    def shuffled(n: int) -> Tokens:
+        order = rng.permutation(config.passages)
+        return np.resize(np.concatenate([np.asarray(chunks[i], np.int64) for i in order]), n)
+
+    prompts: Mapping[str, Callable[[int], Tokens]] = {
+        OTHER: lambda n: rng.permutation(shuffled(n)),
+        "stored text": shuffled,
+        "one token": partial(_periodic, 1),
+        "three tokens": partial(_periodic, 3),
+    }
+
+    def search(index: SpanIndex, draw: Callable[[int], Tokens], n: int) -> Metrics:
+        ids = draw(n)
         clock = Clock()
-        found = find_chunks(ids, index, lambda asked: {key: keys[key] for key in asked if key in keys})
+        found = find_chunks(ids, index, lambda found: {key: keys[key] for key in found if key in keys})
         return {"search_s": clock.elapsed(), "tokens_found": sum(len(run.span) for run in found.runs)}
 
+    lengths = (config.n_asked * config.chunk_tokens, config.hostile_tokens)
     cases = [
-        Case({"text": text, "among": len(each)}, partial(search, each, first, counter()))
-        for each in (index, million)
-        for text, first in (("other", n), ("stored", 0))
+        Case({"prompt": text, "tokens": n, "among": len(index)}, partial(search, index, draw, n))
+        for n in lengths
+        for text, draw in prompts.items()
+        for index in (few, many)
     ]
     return Group({"client": "search"}, cases, repeats=max(10, config.repeats))
 
 
+def _periodic(period: int, n: int) -> Tokens:
+    return 100 + np.arange(n) % period
+
+
 TABLES = (
     table(
-        "Time to first token of unchanged clients",
+        "Time to first token",
         ms("TTFT ms", "ttft_s"),
         ratio("/ full prefill", "ttft_s", sent=FULL),
         ratio("/ own API", "ttft_s", sent=OWN),
-        client="LangChain",
+        ratio("/ exact prefix", "ttft_s", sent=PREFIX),
+        count("not reused", "tokens_not_reused"),
+        count("passages found", "found", digits=3),
     ),
     table(
         "Search for stored chunks",
@@ -205,5 +249,9 @@ TABLES = (
         client="search",
     ),
 )
-TINY = {"passages": 8, "chunk_tokens": 80, "asked": 3, "repeats": 2}
+TINY = {
+    **{"passages": 8, "chunk_tokens": 80, "asked": 3, "repeats": 2, "unrelated": 1},
+    **{"hostile_tokens": 2048, "other_chunks": 1000, "method": "blend"},
+    "clients": ("langchain", "open-webui", "anythingllm", "anthropic", "agent"),
+}
 BENCH = Bench(PlainConfig, groups, TABLES, tiny=TINY)

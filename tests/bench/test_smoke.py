@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import auto, delivery, noisy_neighbor
+from benchmarks import auto, delivery, noisy_neighbor, plain
 from benchmarks.__main__ import BENCHES as CLAIMS
+from benchmarks.support.clients import CLIENTS as PLAIN_CLIENTS
+from benchmarks.support.clients import Wire
 from benchmarks.support.hostile import GAVE_UP, NO_ANSWER
 from benchmarks.support.valkey import binary
 from blendserve import console
@@ -31,7 +33,7 @@ from blendserve.cli.app import run as app_run
 from blendserve.cli.bench import bench_app
 from blendserve.config import ServeConfig
 from blendserve.cost import CostConfig, with_bench
-from blendserve.errors import InputError
+from blendserve.errors import ConfigError, InputError
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.models.loader import load_model
 from blendserve.store import MemoryStore
@@ -195,6 +197,28 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
     assert every < full
     assert result["groups"][0]["facts"]["false_donors"] == 0
     assert metrics(result, search="nothing found")["search_s"] > 0
+
+
+def test_what_plain_prompts_reuse_is_the_passages(run: Run) -> None:
+    result = run("benchmarks.plain")
+    clients = [group for group in result["groups"] if "spans" in group["facts"]]
+    assert len(clients) + len(result["environment"]["clients_missing"]) == len(result["config"]["clients"])
+    for group in clients:
+        assert group["facts"]["false_matches"] == 0
+        assert metrics(result, **group["group"], sent=plain.PLAIN)["found"] > 0.9
+    assert metrics(result, client=plain.OTHER, sent=plain.PLAIN)["spans"] == 0
+
+
+def test_a_client_without_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "langchain_openai", None)
+    wire = Wire("http://127.0.0.1:1", "tiny", 4)
+    names = ("langchain", "agent")
+    clients, missing = plain.connected(plain.PlainConfig(clients=names), wire)
+    assert ([*clients], [*missing]) == ([PLAIN_CLIENTS["agent"].name], [PLAIN_CLIENTS["langchain"].name])
+    with pytest.raises(InputError):
+        plain.connected(plain.PlainConfig(clients=names[:1]), wire)
+    with pytest.raises(ConfigError):
+        plain.PlainConfig(clients=("emacs",))
 
 
 def test_results_are_right_where_they_are_known(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import torch
 
@@ -29,20 +30,27 @@ TOOLS_TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+NO_THOUGHTS = (
+    "<think></think>\n"  # in front of an answer, as Qwen's template has it for a model that must not think
+)
+REPLY_TEMPLATE = f"{{%- if messages[-1].role == 'tool' %}}{NO_THOUGHTS}{{% endif %}}"
 
 
-def scripted_model(*pieces: str, context: int = 1024) -> LoadedModel:
+def scripted_model(*pieces: str, reply: str = "", context: int = 1024) -> LoadedModel:
     """Answers any prompt with these pieces, all different, one token each; then its turn ends.
+
+    reply: its answer, also one token, where the last message is the result of a tool.
 
     Each token has a direction of its own, which the row of the next token in the output matrix has, too.
     """
+    tokens = [*pieces, *((NO_THOUGHTS, reply) if reply else ())]
     tokenizer = copy.deepcopy(bundled_tokenizer())
-    tokenizer.chat_template = TOOLS_TEMPLATE
+    tokenizer.chat_template = TOOLS_TEMPLATE + (REPLY_TEMPLATE if reply else "")
     n_before = len(tokenizer)
-    assert tokenizer.add_tokens(list(pieces)) == len(pieces)
+    assert tokenizer.add_tokens(tokens) == len(tokens)
     model = toy_llama(len(tokenizer), context)
     width = model.config.hidden_size
-    basis = torch.eye(width)[: len(pieces) + 1]  # of the prompt's tokens, and of each piece
+    basis = torch.eye(width)[: len(tokens) + 1]  # of the prompt's tokens, and of each new one
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         embeddings = 0.5 * torch.nn.functional.normalize(torch.randn(len(tokenizer), width), dim=1)
@@ -51,7 +59,9 @@ def scripted_model(*pieces: str, context: int = 1024) -> LoadedModel:
         embeddings[n_before:] = basis[1:]
         model.model.embed_tokens.weight.copy_(LOUD * embeddings)
         model.lm_head.weight.zero_()
-        followers = [*range(n_before, len(tokenizer)), tokenizer.eos_token_id]
-        model.lm_head.weight[followers] = basis
+        new, end = [*range(n_before, len(tokenizer))], tokenizer.eos_token_id
+        for chain in ([0, *new[: len(pieces)], end], [*new[len(pieces) :], end]):
+            for before, after in pairwise(chain):
+                model.lm_head.weight[after] += basis[max(0, before - n_before + 1)]
     decoder, ends = DecoderModel.of(model), end_tokens(model, tokenizer)
     return LoadedModel("tiny", decoder, tokenizer, fingerprint(model), ends)
