@@ -21,6 +21,7 @@ BENCHES = {  # name, also that of the module -> help
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
     "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
     "plain": "Find stored text in the prompts of unchanged clients.",
+    "traffic": "Learn from plain prompts, and keep conversations with agents.",
     "auto": "Compare method auto with the best fixed method.",
 }
 

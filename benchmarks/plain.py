@@ -76,12 +76,13 @@ class PlainConfig(BenchConfig):
 def groups(config: PlainConfig, log: SampleLog) -> Iterator[Group]:
     model = open_model(config, log)
     stored = make_workload(model, config.passages, config.chunk_tokens, None, config.seed)
-    command = serve_command("--no-index", *ROOM, "--model", config.model, *_settings(config))
+    options = ("--model", config.model, *model_settings(config), "--set", f"blend.method={config.method}")
+    command = serve_command("--no-index", *ROOM, *options)
     with scratch(config.folder) as folder, ServerProcess(command, folder / "log") as server:
         wire = Wire(server.url, config.model, config.new_tokens)
         clients, missing = connected(config, wire)
         log.note(clients_missing=missing)
-        _warm(wire.http, stored)
+        warm(wire.http, stored)
         for name, ask in clients.items():
             yield Questions(config, stored, wire, ask).group(name)
         yield _unrelated(config, stored, wire)
@@ -171,14 +172,13 @@ def _unrelated(config: PlainConfig, stored: Workload, wire: Wire) -> Group:
     return Group({"client": OTHER}, cases, repeats=config.unrelated)
 
 
-def _settings(config: PlainConfig) -> list[str]:
-    """The settings of the server that the bench has options for."""
+def model_settings(config: BenchConfig) -> list[str]:
+    """The settings of the server's model that every bench has options for."""
     fields = {f"model.{name}": getattr(config, name) for name in ("dtype", "device", "threads")}
-    fields["blend.method"] = config.method
     return [word for name, value in fields.items() if value for word in ("--set", f"{name}={value}")]
 
 
-def _warm(http: httpx.Client, stored: Workload) -> None:
+def warm(http: httpx.Client, stored: Workload) -> None:
     """Store the KV of the passages. Raises InputError where that fails."""
     for at in range(0, len(stored.passages), 100):
         passages = [{"text": passage.text} for passage in stored.passages[at : at + 100]]

@@ -19,6 +19,7 @@ import httpx
 from blendserve.config import ServeConfig
 from blendserve.engine.chat import Chat
 from blendserve.serve.message_schemas import MessagesRequest
+from blendserve.serve.responses import MATCHED
 from blendserve.serve.schemas import ChatRequest
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -59,7 +60,7 @@ class Recorder(httpx.HTTPTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         response = super().handle_request(request)
         assert isinstance(response.stream, httpx.SyncByteStream)
-        self.request, self.received = request, bytearray()
+        self.request, self.headers, self.received = request, response.headers, bytearray()
         response.stream = _Copied(response.stream, self.received)
         return response
 
@@ -91,6 +92,11 @@ class Wire:
         """The last request."""
         request = self._recorder.request
         return Sent(request.url.path, json.loads(request.content))
+
+    @property
+    def n_matched(self) -> int:
+        """Tokens of its prompt that were found in stored chunks, whether the method used them or not."""
+        return int(self._recorder.headers.get(MATCHED, "=0").rpartition("=")[2])
 
     @property
     def report(self) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""`python -m benchmarks traffic`: what a server without an index makes of traffic: learning, many orders, agents.
+
+    learning   nothing is stored; questions about passages in a new order each. Of each prompt, the share that is found
+    orders     all passages are stored; many orders that were never seen: the time stays, and so does the store
+    agent      conversations whose turns bring the results of a search, against prefix caching alone
+
+The messages are those of LangChain's chain and of an agent with a search tool. The server learns in the pauses between
+questions.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count as counter
+from itertools import product
+
+from pydantic import Field
+
+from benchmarks.plain import FULL, PLAIN, PREFIX, ROOM, model_settings, warm
+from benchmarks.support.clients import CHAT, Body, Sent, Wire, chat, user
+from blendserve.bench.fixture import scratch
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
+from blendserve.bench.runner import Bench, BenchConfig, open_model
+from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.workload import Workload, make_workload
+from blendserve.config import Positive
+from blendserve.timing import Clock
+
+SYSTEM = "Use the following pieces of context to answer the question at the end.\n\n"
+PHASES = 5  # of questions
+
+
+class TrafficConfig(BenchConfig):
+    """What plain prompts leave behind."""
+
+    passages: Positive = Field(200, description="Number of passages.")
+    chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
+    asked: Positive = Field(6, description="Number of passages in a prompt.")
+    questions: Positive = Field(200, description="Number of questions while the server learns.")
+    pause_s: float = Field(1.0, ge=0, description="Pause behind each of those, in seconds.")
+    shuffles: Positive = Field(500, description="Number of questions about stored passages.")
+    turns: Positive = Field(6, description="Number of turns of an agent's conversation.")
+    searched: Positive = Field(2, description="Number of passages that a turn brings.")
+    repeats: Positive = Field(3, description="Number of conversations of each kind.")
+    new_tokens: Positive = Field(4, description="Length of an answer, in tokens.")
+
+
+def groups(config: TrafficConfig, log: SampleLog) -> Iterator[Group]:
+    model = open_model(config, log)
+    drawn = make_workload(model, 2 * config.passages, config.chunk_tokens, None, config.seed)
+    texts = [passage.text for passage in drawn.passages]
+    known, new = texts[: config.passages], texts[config.passages :]
+    with server(config) as wire:
+        yield from _learning(config, Questions(config, wire, known))
+    with server(config) as wire:
+        warm(wire.http, Workload(drawn.prompts, drawn.passages[: config.passages], ""))
+        yield from _agents(config, wire, {"stored": known, "new": new})
+        yield from _shuffles(config, Questions(config, wire, known))
+
+
+@contextmanager
+def server(config: TrafficConfig) -> Iterator[Wire]:
+    """A new one, with memory for all conversations of a phase."""
+    options = ("--no-index", *ROOM, "--model", config.model, *model_settings(config))
+    with scratch(config.folder) as folder:
+        own = ("--set", "serve.conversations_mb=4096", "--set", f"store.location={folder / 'kv'}")
+        with ServerProcess(serve_command(*options, *own), folder / "log") as process:
+            yield Wire(process.url, config.model, config.new_tokens)
+
+
+def _learning(config: TrafficConfig, questions: Questions) -> Iterator[Group]:
+    case = Case({"sent": PLAIN}, partial(questions.ask, {}, config.pause_s))
+    for label, n in _phases(config.questions):
+        yield Group(
+            {"traffic": "learning", "questions": label}, [case], questions.stored, repeats=n, warm_up=False
+        )
+
+
+def _shuffles(config: TrafficConfig, questions: Questions) -> Iterator[Group]:
+    plain = Case({"sent": PLAIN}, partial(questions.ask, {}))
+    full = Case({"sent": FULL}, partial(questions.ask, {"x_blendserve": {"method": "full"}}))
+    yield Group({"traffic": "orders", "questions": "before"}, [plain, full])
+    for label, n in _phases(config.shuffles):
+        yield Group(
+            {"traffic": "orders", "questions": label}, [plain], questions.stored, repeats=n, warm_up=False
+        )
+    yield Group({"traffic": "orders", "questions": "after"}, [plain, full])
+
+
+def _phases(n: int) -> Iterator[tuple[str, int]]:
+    size = -(-n // PHASES)
+    for first in range(0, n, size):
+        last = min(n, first + size)
+        yield f"{first + 1} to {last}", last - first
+
+
+def _agents(config: TrafficConfig, wire: Wire, found: Mapping[str, Sequence[str]]) -> Iterator[Group]:
+    """Turn by turn: the same conversations by kept prefixes, and by exact ones alone."""
+    talks = {
+        (what, sent): Conversations(config, wire, texts, sent)
+        for what, texts in found.items()
+        for sent in (PLAIN, PREFIX)
+    }
+    for turn, what in product(range(1, config.turns + 1), found):
+        cases = [
+            Case({"sent": sent}, partial(talks[what, sent].go_on, counter())) for sent in (PLAIN, PREFIX)
+        ]
+        yield Group({"traffic": "agent", "passages": what, "turn": turn}, cases, warm_up=False)
+
+
+class Questions:
+    """LangChain's prompt about passages in an order that is new each time."""
+
+    def __init__(self, config: TrafficConfig, wire: Wire, texts: Sequence[str]) -> None:
+        self._config, self._wire, self._texts, self._numbers = config, wire, texts, counter()
+
+    def ask(self, more: Body, pause_s: float = 0.0) -> Metrics:
+        """more: fields of the request. pause_s: behind the answer."""
+        drawn = random.Random(next(self._numbers))
+        texts = drawn.sample(self._texts, min(self._config.asked, len(self._texts)))
+        system = {"role": "system", "content": SYSTEM + "\n\n".join(texts)}
+        sent = chat(system, user(f"What is said about {texts[0][:40]!r}?"))
+        metrics, _ = timed(self._wire, sent._replace(body={**sent.body, **more}))
+        time.sleep(pause_s)
+        return metrics
+
+    def stored(self) -> dict[str, float]:
+        """The tokens in the store as a share of the corpus, and its bytes."""
+        store = self._wire.http.get("/v1/cache/stats").json()["store"]
+        corpus = self._config.passages * self._config.chunk_tokens
+        return {"stored tokens / corpus": round(store["tokens"] / corpus, 2), "stored bytes": store["bytes"]}
+
+
+class Conversations:
+    """Conversations with an agent, each in a scope of its own."""
+
+    def __init__(self, config: TrafficConfig, wire: Wire, texts: Sequence[str], sent: str) -> None:
+        self._config, self._wire, self._texts, self._sent = config, wire, texts, sent
+        self._messages: dict[int, list[Body]] = {}
+
+    def go_on(self, numbers: Iterator[int]) -> Metrics:
+        """The next turn of the next conversation: a question, and what the agent found."""
+        n = next(numbers)
+        messages = self._messages.setdefault(n, [{"role": "system", "content": "Search, then answer."}])
+        drawn = random.Random(f"{n} {len(messages)}")
+        found = "\n\n".join(drawn.sample(self._texts, min(self._config.searched, len(self._texts))))
+        messages += [user(f"Question {len(messages)}: what is said?"), {"role": "tool", "content": found}]
+        own: Body = {"cache_salt": f"{n} {id(self)}"}
+        own |= {"x_blendserve": {"method": "prefix"}} if self._sent == PREFIX else {}
+        metrics, answer = timed(self._wire, Sent(CHAT, {"messages": messages, **own}))
+        messages.append({"role": "assistant", "content": answer})
+        return metrics
+
+
+def timed(wire: Wire, sent: Sent) -> tuple[Metrics, str]:
+    """From the request to the first text, or to the end of an answer without any; what was found; the answer."""
+    pieces, clock = list[tuple[float, str]](), Clock()
+    wire.stream(sent, lambda text: pieces.append((clock.elapsed(), text)) if text else None)
+    ttft_s, report = pieces[0][0] if pieces else clock.elapsed(), wire.report
+    n, kept = report["tokens_prompt"], report["tokens_kept"]
+    return {"ttft_s": ttft_s, "found": wire.n_matched / n, "kept": kept / n}, "".join(text for _, text in pieces)
+
+
+SHARE = count("share of the prompt found", "found", digits=2)
+TABLES = (
+    table("Learning from traffic", SHARE, ms("TTFT ms", "ttft_s"), traffic="learning"),
+    table(
+        "Orders that were never seen",
+        SHARE,
+        ms("TTFT ms", "ttft_s"),
+        speedup("times sooner than full prefill", "ttft_s", sent=FULL),
+        traffic="orders",
+    ),
+    table(
+        "An agent's turns",
+        SHARE,
+        count("share kept", "kept", digits=2),
+        ms("TTFT ms", "ttft_s"),
+        ratio("/ exact prefix alone", "ttft_s", sent=PREFIX),
+        traffic="agent",
+    ),
+)
+TINY = {
+    **{"passages": 8, "chunk_tokens": 80, "asked": 3, "questions": 4, "pause_s": 0.0},
+    **{"shuffles": 4, "turns": 2, "searched": 1, "repeats": 1},
+}
+BENCH = Bench(TrafficConfig, groups, TABLES, tiny=TINY)
