@@ -162,7 +162,9 @@ def timed(wire: Wire, sent: Sent) -> tuple[Metrics, str]:
     wire.stream(sent, lambda text: pieces.append((clock.elapsed(), text)) if text else None)
     ttft_s, report = pieces[0][0] if pieces else clock.elapsed(), wire.report
     n, kept = report["tokens_prompt"], report["tokens_kept"]
-    return {"ttft_s": ttft_s, "found": wire.n_matched / n, "kept": kept / n}, "".join(text for _, text in pieces)
+    return {"ttft_s": ttft_s, "found": wire.n_matched / n, "kept": kept / n}, "".join(
+        text for _, text in pieces
+    )
 
 
 SHARE = count("share of the prompt found", "found", digits=2)

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys
+from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, placed
 from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks, usable_view
 from blendserve.blend.match import ChunkFinder, best_cover, donor_requests, reuse_runs
@@ -173,7 +173,7 @@ class Blender:
             return (yield from self._run_plan(plan_full_prefill(prompt, blend), cache, clock))
         prompt = prompt if prefix_kv else self.match(prompt, blend)
         n, exact = len(prompt.prefix), self._is_exact(prompt, blend)
-        prefix = PrefixKV(prefix_kv, n, n) if prefix_kv else None
+        prefix = PrefixKV(placed(self.model, prefix_kv), n, n) if prefix_kv else None
         prefix = prefix or (yield from self.prefixes.get(self._owner, prompt.prefix, exact=exact))
         requests = self._requests(prompt, blend)
         ids = {request.key: prompt.chunks[i].ids for i, request in requests.items()}
@@ -231,7 +231,7 @@ class Blender:
         keys = {i: request.key for i, request in requests.items()}
         found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
         sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
-        view, n_kept = TensorView(prefix.kv), prefix.n_kept
+        view, n_kept = TensorView(prefix.kv, is_placed=True), prefix.n_kept
         layout = lay_out(prompt, view, found, sources, first_is_exact=first_is_exact, n_kept=n_kept)
         if prompt.runs:
             return reuse_runs(layout, fetch, n_layers, self._token_saves_s(prompt, blend, [0]))
@@ -254,7 +254,7 @@ class Blender:
         """
         prompt = Prompt.plain(plan.layout.prompt.ids)
         prefix = yield from self.prefixes.get(self._owner, prompt.prefix, prefix, exact=False)
-        layout = lay_out(prompt, TensorView(prefix.kv), n_kept=prefix.n_kept)
+        layout = lay_out(prompt, TensorView(prefix.kv, is_placed=True), n_kept=prefix.n_kept)
         return prefix, PrefillPlan(layout, plan.blend.with_values(method="prefix"), plan.reason)
 
     def _run_plan(self, plan: PrefillPlan, cache: KVCache | None, clock: Clock | None) -> Steps[Prefilled]:

@@ -57,9 +57,11 @@ class ChunkComputer:
     """Computes the KV of chunks after one context. Thread-safe."""
 
     def __init__(self, model: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
-        """context_kv: the KV of `context`; computed when it is first needed if None."""
-        self.model, self.context, self._given_kv = model, context, context_kv
+        """context_kv: the KV of `context`, its keys after RoPE; computed when it is first needed if None."""
+        self.model, self.context = model, context
         self._prepared: tuple[ChunkKV, Tensor] | None = None  # the context's KV, and its keys after RoPE
+        if context_kv:
+            self._prepared = context_kv, context_kv.keys
 
     @property
     def stack_tokens(self) -> int:
@@ -77,15 +79,17 @@ class ChunkComputer:
     def prepare(self) -> Steps[ChunkKV]:
         """The KV of the context, computed once."""
         if self._prepared is None:
-            model, kv = self.model, self._given_kv or _empty(self.model, ())
-            if self.context and self._given_kv is None:
-                kv = (yield from ChunkComputer(model, ()).steps([self.context]))[0]
-            keys = kv.keys
+            model, kv = self.model, _empty(self.model, ())
             if self.context:
-                ropes = model.rope(torch.arange(len(self.context), device=model.device))
-                keys = torch.stack([model.rotate(k, rope) for k, rope in zip(kv.keys, ropes, strict=True)])
-            self._prepared = kv, keys
+                kv = (yield from ChunkComputer(model, ()).steps([self.context]))[0]
+            self._prepared = kv, placed(model, kv).keys
         return self._prepared[0]
+
+    def placed_context(self) -> Steps[ChunkKV]:
+        """The same with keys after RoPE."""
+        yield from self.prepare()
+        assert self._prepared
+        return ChunkKV(self._prepared[1], self._prepared[0].values)
 
     def stream(self, chunks: Iterable[TokenIds]) -> Iterator[ChunkKV]:
         """The KV of each chunk in order, computed a stack at a time; a stack is read before it is computed."""
@@ -108,6 +112,13 @@ class ChunkComputer:
             layers = _StackPass(self.model, out, context_keys, context_kv.values)
             yield from run_layers(self.model, self.model.embed(ids), layers)
         return out
+
+
+def placed(model: DecoderModel, kv: ChunkKV, start: int = 0) -> ChunkKV:
+    """The KV with its keys after RoPE, for tokens from a position on."""
+    ropes = model.rope(torch.arange(start, start + kv.n_tokens, device=model.device))
+    keys = [model.rotate(k, rope) for k, rope in zip(kv.keys, ropes, strict=True)]
+    return ChunkKV(torch.stack(keys) if kv.n_tokens else kv.keys, kv.values)
 
 
 def in_stacks(chunks: Iterable[TokenIds], max_tokens: int) -> Iterator[list[TokenIds]]:

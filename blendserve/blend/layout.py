@@ -61,6 +61,11 @@ class Segment:
     )
 
     @property
+    def is_placed(self) -> bool:
+        """Whether its keys are after RoPE, where they stand: of a prefix."""
+        return self.view is not None and self.view.is_placed
+
+    @property
     def is_stored(self) -> bool:
         """Whether the chunk's own KV, or that of a chunk found in a plain prompt, is here."""
         return self.view is not None and self.miss is None

@@ -51,9 +51,12 @@ class KVLoader:
         if not self._placed[l]:
             with self._clock.stage("load"):
                 layer = self._reader.take(l)
-                chunks = [(s.span.start, *self._tokens(layer, s)) for s in self._segments]
+                chunks = [(s.span.start, *self._tokens(layer, s)) for s in self._segments if not s.is_placed]
                 cache = self.cache.keys[l], self.cache.values[l]
                 place(chunks, *cache, self.ropes[l], self.model.rotary)
+                for s in self._segments:
+                    if s.is_placed:
+                        self.cache.write(l, slice(s.span.start, s.span.stop), *self._tokens(layer, s))
                 for (keys, _), is_counted in zip(layer, self._is_counted, strict=True):
                     self.bytes_loaded += is_counted * 2 * keys.numel() * keys.element_size()
             self._placed[l] = True

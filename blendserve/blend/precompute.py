@@ -189,7 +189,7 @@ class ChunkWriter:
         return self.missing(left)
 
     def expected_bytes(self, n_tokens: int) -> int:
-        """Of a chunk of so many tokens, as stored."""
+        """Of a chunk of that many tokens, as stored."""
         return self.codec.expected_bytes(n_tokens * self.chunks.model.kv_bytes_per_token)
 
     def stored_bytes(self) -> dict[ChunkKey, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blendserve.blend.chunk_kv import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer, placed
 from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.models.kv_cache import KVCache
 
@@ -26,7 +26,7 @@ from blendserve.models.kv_cache import KVCache
 class PrefixKV:
     """The KV of a prompt's prefix."""
 
-    kv: ChunkKV
+    kv: ChunkKV  # its keys after RoPE
     reused: int  # tokens of it that were not computed for this prompt
     n_exact: int  # tokens at its beginning whose KV is exact
 
@@ -57,7 +57,7 @@ class PrefixCache:
         Only the same owner's prefixes, and the engine's own, are reused. known: of a beginning of these ids, by an
         earlier call for the same prompt. exact: whether KV that is kept from blended prompts is left alone.
         """
-        own = yield from self._own.prepare()
+        own = yield from self._own.placed_context()
         if ids == self._own.context:
             return PrefixKV(own, len(ids), len(ids))
         n, cached = self._longest(owner, ids, exact)
@@ -65,27 +65,22 @@ class PrefixCache:
         if known and known.kv.n_tokens >= n:
             prefix, n = known, known.kv.n_tokens
         if n < len(ids):
-            new = (yield from ChunkComputer(self._own.model, ids[:n], prefix.kv).steps([ids[n:]]))[0]
+            model = self._own.model
+            new = (yield from ChunkComputer(model, ids[:n], prefix.kv).steps([ids[n:]]))[0]
             n_exact = prefix.n_exact if prefix.n_kept else len(ids)
-            prefix = replace(prefix, kv=_joined(prefix.kv, new), n_exact=n_exact)
+            prefix = replace(prefix, kv=_joined(prefix.kv, placed(model, new, n)), n_exact=n_exact)
             self._add(owner, ids, prefix)
         return prefix
 
-    @torch.inference_mode()
     def keep(self, owner: str, ids: TokenIds, cache: KVCache) -> None:
-        """Keep the KV of a blended prompt and its answer: what is cached of it, and the rest as the request has it.
+        """Keep the KV of a blended prompt and its answer, as the request has it. What was cached as exact still is.
 
         ids: a beginning of the tokens that the request's cache holds.
         """
-        model, (n, cached) = self._own.model, self._longest(owner, ids, exact=False)
-        if not n < len(ids) <= self.cap_bytes // model.kv_bytes_per_token:
-            return
-        prefix = (cached or PrefixKV(self._own.context_kv, n, n)).beginning(n)
-        ropes = model.rope(torch.arange(n, len(ids), device=model.device))
-        at = slice(n, len(ids))
-        keys = [model.rotate(k[:, at], rope.inverse) for k, rope in zip(cache.keys, ropes, strict=True)]
-        rest = ChunkKV(torch.stack(keys), cache.values[:, :, at])
-        self._add(owner, ids, replace(prefix, kv=_joined(prefix.kv, rest)))
+        n, cached = self._longest(owner, ids, exact=False)
+        if n < len(ids) <= self.cap_bytes // self._own.model.kv_bytes_per_token:
+            kv = ChunkKV(cache.keys[:, :, : len(ids)].clone(), cache.values[:, :, : len(ids)].clone())
+            self._add(owner, ids, PrefixKV(kv, n, min(n, cached.n_exact) if cached else n))
 
     def n_cached(self, owner: str, ids: TokenIds, exact: bool = True) -> int:
         """How many tokens at the beginning of a prompt are cached. exact: as of `get`."""

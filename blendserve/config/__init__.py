@@ -94,8 +94,10 @@ class Config(Settings):
         return self if key is None or self.serve.api_key is not None else self.replace("serve.api_key", key)
 
     def without_keys(self) -> Config:
-        """The settings without API keys, for other machines and for files."""
-        return self.replace("serve.api_key", None).replace("deliver.api_key", None)
+        """The settings without API keys, for other machines and for files; what depends on them is decided."""
+        made = self.replace("serve.api_key", None).replace("deliver.api_key", None)
+        is_open = self.store.write_back != "auto" or not self.serve.has_keys
+        return made if is_open else made.replace("store.write_back", "missing")
 
     def to_yaml(self, changes: bool = False) -> str:
         """All settings but API keys, as `load` reads them. changes: without default values."""

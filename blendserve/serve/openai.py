@@ -212,7 +212,7 @@ def _finish_reason(answer: Answer, calls: Sequence[Call]) -> str:
 
 
 def _usage(handle: RequestHandle, answer: Answer) -> dict[str, Any]:
-    """Cached: tokens of the prompt whose KV was not computed for this request; blended: those that are approximate."""
+    """Cached: tokens of the prompt whose KV was not computed for this request; blended: the approximate ones of them."""
     n_prompt, n_new = len(handle.prompt_ids), len(answer.token_ids)
     counts = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
     details = {"cached_tokens": handle.cached_tokens, "blended_tokens": handle.blended_tokens}

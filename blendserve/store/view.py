@@ -25,9 +25,10 @@ class ChunkView:
     version: Hashable  # equal only for views of the same bytes
     read: Callable[[int], Pair]
     in_memory: bool = False  # decoded already: `layer` costs nothing
+    is_placed: bool = False  # keys are after RoPE, at their positions
 
     def layer(self, l: int) -> Pair:
-        """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
+        """Layer l's keys before RoPE, unless they are placed, and values, [K, C, D] each, read-only by convention.
 
         Raises CorruptRecord, IndexError, and ChunkLost for a chunk in transfer that does not arrive.
         """
@@ -43,10 +44,10 @@ class ChunkView:
 class TensorView(ChunkView):
     """A view of tensors. No two have the same version."""
 
-    def __init__(self, kv: ChunkKV) -> None:
+    def __init__(self, kv: ChunkKV, is_placed: bool = False) -> None:
         n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes
         read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
-        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True)
+        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True, is_placed)
 
 
 class RecordView(ChunkView):

@@ -83,7 +83,7 @@ def test_a_prefix_has_its_own_tokens_kv() -> None:
     other = (*ids[:-5], *some_ids(30, 3))  # another way on
     found = get(kept, other)
     assert found.reused == len(ids) - 5
-    alone = ChunkComputer(base().model, ()).compute([other])[0]
+    alone = placed(base().model, ChunkComputer(base().model, ()).compute([other])[0])
     assert_near(found.kv.keys, alone.keys)
     assert_near(found.kv.values, alone.values)
 

@@ -187,7 +187,8 @@ def test_the_key_of_the_environment_and_of_no_printed_settings(monkeypatch: pyte
     made = Config().with_environment_key()
     assert made == Config().replace("serve.api_key", KEY) != Config()
     assert KEY not in repr(made) + made.to_yaml()
-    assert Config(**yaml.safe_load(made.to_yaml())) == Config() == made.without_keys()
+    assert Config(**yaml.safe_load(made.to_yaml())) == Config() == Config().without_keys()
+    assert made.without_keys() == Config().replace("store.write_back", "missing")
     monkeypatch.setenv("BLENDSERVE_API_KEY", "")
     with pytest.raises(ConfigError):
         Config().with_environment_key()
