@@ -152,7 +152,8 @@ def _first_text(wire: Wire, ask: Callable[[OnText], object]) -> Metrics:
     clock = Clock()
     ask(lambda text: seen.append(clock.elapsed()) if text else None)
     ttft_s = seen[0] if seen else clock.elapsed()
-    not_reused = wire.report["tokens_prompt"] - wire.report["tokens_reused"]
+    report = wire.report
+    not_reused = report["tokens_prompt"] - report["tokens_first"] - report["tokens_reused"]
     return {"ttft_s": ttft_s, "tokens_not_reused": not_reused}
 
 

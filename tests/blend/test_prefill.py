@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer
+from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer, placed
 from blendserve.blend.policies import top
 from blendserve.blend.prefill import blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
