@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from blendserve.blend.layout import Layout, State, lay_out
-from blendserve.blend.policies import Policy, make_policy
+from blendserve.blend.policies import Policy, make_policy, n_scoring_rows
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
@@ -52,7 +52,8 @@ def count_work(layout: Layout, policy: Policy, n_layers: int) -> Work:
     selected = policy.n_selected(layout)
     passes, rows, pairs, loaded = count_rows(layout, selected)
     if policy.is_scored(layout):
-        rows, pairs, passes = rows + layout.n_suffix, pairs + layout.n_suffix * layout.n_tokens, passes + 1
+        scoring = n_scoring_rows(layout)
+        rows, pairs, passes = rows + scoring, pairs + scoring * layout.n_tokens, passes + 1
     if policy.check_layers and selected:
         dense = min(1.0, max(policy.check_layers) / n_layers) * (layout.n_reusable - selected)
         rows, pairs = rows + dense, pairs + dense * _mean_keys(layout)

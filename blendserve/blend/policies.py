@@ -149,6 +149,16 @@ def make_policy(config: BlendConfig) -> Policy:
     return policy
 
 
+def n_scoring_rows(layout: Layout) -> int:
+    """Number of tokens at the prompt's end that the scoring pass runs: the suffix.
+
+    A plain prompt's suffix may begin with the end of its last chunk. That end is left out, as it would take most from its
+    own chunk.
+    """
+    runs = layout.prompt.runs
+    return max(1, layout.n_suffix - runs[-1].n_after) if runs else layout.n_suffix
+
+
 def top(scores: Tensor, n: int) -> Tensor:
     """Indices of the n largest scores, ascending; of equal scores the earlier one."""
     order = torch.sort(scores, descending=True, stable=True).indices

@@ -20,7 +20,7 @@ from torch import Tensor
 from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import Layout, State
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.policies import Policy, make_policy, top
+from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
 from blendserve.config import BlendConfig
 from blendserve.core import Steps
 from blendserve.kernels.ops import attend, attend_with_scores
@@ -100,7 +100,7 @@ class _BlendPass:
         self._layout, self._loader, self._policy, self._correction = layout, loader, policy, correction
         self._model, self._cache, self._scores, self._clock = loader.model, loader.cache, scores, clock
         self._is_corrected = False  # in any layer
-        self._row_layers = 0 if scores is None else layout.n_suffix * self._model.n_layers
+        self._row_layers = 0 if scores is None else n_scoring_rows(layout) * self._model.n_layers
         self.rows = Rows.on(self._model.device, active)  # the rows that go on
         self._plans = self._plan(self.rows)
 
@@ -175,18 +175,18 @@ def suffix_scores(ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor
     ids [T]: of the prompt -> a score for each reusable position [T] on the host, NaN for all others.
     """
     layers = _SuffixPass(layout, loader)
-    yield from run_layers(loader.model, loader.model.embed(ids[layers.suffix]), layers)
+    yield from run_layers(loader.model, loader.model.embed(ids[layers.rows]), layers)
     return layers.scores.cpu().masked_fill(~layout.reusable, torch.nan)
 
 
 class _SuffixPass:
-    """Suffix rows over the stored KV. Tokens without KV (missing chunks) are hidden."""
+    """Suffix rows over the stored KV. Tokens without KV (missing chunks, the end of a chunk) are hidden."""
 
     def __init__(self, layout: Layout, loader: KVLoader) -> None:
         self._loader, self._cache, model = loader, loader.cache, loader.model
         self._specs, self._n = model.specs, layout.n_tokens
-        n, start = layout.n_tokens, layout.n_tokens - layout.n_suffix
-        self.suffix = slice(start, n)
+        n, start = layout.n_tokens, layout.n_tokens - n_scoring_rows(layout)
+        self.rows = slice(start, n)
         at = torch.arange(start, n)
         absent = layout.fresh & (torch.arange(n) < start)
         self._absent = absent.nonzero()[:, 0].to(model.device)
@@ -197,13 +197,13 @@ class _SuffixPass:
         self.scores = torch.zeros(n, device=model.device)
 
     def rope(self, l: int) -> Rope:
-        return self._loader.ropes[l].at(self.suffix)
+        return self._loader.ropes[l].at(self.rows)
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
         self._loader.place(l)
         # Memory may hold NaN where nothing is stored, and a weight of 0 does not hide that.
         self._cache.values[l][:, self._absent] = 0
-        self._cache.write(l, self.suffix, keys, fresh.v)
+        self._cache.write(l, self.rows, keys, fresh.v)
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         spec, keys, values = self._specs[l], self._cache.keys[l], self._cache.values[l]

@@ -9,9 +9,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Settings, StoreConfig
+from blendserve.errors import ConfigError
 from blendserve.evaluate import edits
 from blendserve.evaluate.methods import DEFAULT, MethodSpec, parse_methods
 from blendserve.registry import EVALUATED
+
+Layout = Literal["own", "langchain", "question_first", "tool"]
+OWN: Layout = "own"
 
 # Short answers: the data sets expect them, and F1 against short golds is fair to nothing else.
 PROMPT = PromptConfig(
@@ -33,6 +37,9 @@ class EvaluateConfig(Settings):
     setting: Literal["closed", "open", "edited"] = "closed"
     """Passages of a question: closed uses the data set's own, open retrieves them, edited uses its own while the
     store holds earlier revisions of them, by every kind of edit."""
+    layout: Layout = OWN
+    """Layout of the prompts: own, or a client's plain prompt in which the stored passages are found. langchain pastes
+    them into the system message, question_first pastes them behind the question, tool into a tool's message."""
     window: Positive | None = None
     """Chunk length, in tokens of the joined passages; a chunk per passage if not set."""
     chunks: Positive | None = None
@@ -58,13 +65,15 @@ class EvaluateConfig(Settings):
     def specs(self) -> tuple[MethodSpec, ...]:
         """The methods; in the edited setting also each over every kind of edit. Raises ConfigError."""
         words = list(self.methods)
+        if self.layout != OWN and self.setting == "edited":
+            raise ConfigError("edited passages need --layout own: plain prompts reuse whole chunks alone")
         if self.setting == "edited":
             words = [DEFAULT] if self.methods == EvaluateConfig().methods else words
             plain = parse_methods(words, self.ratios, coded=True)
             names = [m.name for m in plain if m.kind == "blend" and not (m.edit or m.codec)]
             kinds = (edits.ANSWER,) if self.dataset == "facts" else edits.EDITS
             words += [f"{name}/{kind}" for name in names for kind in kinds]
-        return parse_methods(words, self.ratios, coded=True)
+        return parse_methods(words, self.ratios, coded=self.layout == OWN)
 
     @property
     def subset(self) -> slice:
@@ -75,9 +84,9 @@ class EvaluateConfig(Settings):
     def run_name(self) -> str:
         """The default name of the run: equal for runs over the same prompts."""
         parts = {"k": self.setting == "open" and self.top_k, "w": self.window, "c": self.chunks}
-        return "-".join(
-            [Path(self.dataset).stem, self.setting, *(f"{name}{n}" for name, n in parts.items() if n)]
-        )
+        layout = () if self.layout == OWN else (self.layout,)
+        cut = (f"{name}{n}" for name, n in parts.items() if n)
+        return "-".join([Path(self.dataset).stem, self.setting, *layout, *cut])
 
 
 def settings_from(config: Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -72,9 +72,10 @@ def answer(
     tokens = (*begin, *source)
     seconds = {stage: clock.seconds[stage] for stage in STAGES}
     seconds |= {"ttft": ttft, "decode": clock.elapsed() - ttft}
-    if done.missing and method.kind != FULL and method.edit is None:
+    n_missing = len(done.missing) or prompt.is_plain * done.report.chunks_missing
+    if n_missing and method.kind != FULL and method.edit is None:
         raise StoreError(
-            f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "
+            f"{n_missing} chunks left the store while method {method} ran on them: give this run a store that no "
             "other process uses, or a larger cap_gb"
         )
     follow = reference if reference is not None else reference_tokens(model, tokens, decode)

@@ -13,8 +13,8 @@ import torch
 from blendserve import console
 from blendserve.config import Config
 from blendserve.engine.engine import Engine
-from blendserve.errors import BlendserveError
-from blendserve.evaluate.config import DECODE, PROMPT, EvaluateConfig, settings_from
+from blendserve.errors import BlendserveError, ConfigError
+from blendserve.evaluate.config import DECODE, OWN, PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.prompts import PromptSource, open_engine, with_permutations
 from blendserve.evaluate.report import render
@@ -22,7 +22,7 @@ from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.stores import PromptStores
 from blendserve.evaluate.summary import Predictions, summarize
-from blendserve.evaluate.tasks import Task
+from blendserve.evaluate.tasks import CONTINUATION, Task
 from blendserve.provenance import environment
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ def evaluate(
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
     dataset = load(config.dataset, corpus=config.corpus, limit=config.limit, seed=config.seed)
+    if dataset.task == CONTINUATION and config.layout != OWN:
+        raise ConfigError(f"{dataset.name} is text to continue, without questions: it needs --layout own")
     settings = with_task(settings, dataset.task, config.max_new_tokens).replace("blend.method", "blend")
     if not settings.store.location:
         settings = settings.replace("store.location", str(runs / WORK / "kv"))
@@ -65,7 +67,8 @@ def evaluate(
     if run_dir.predictions:
         log.info("Resuming %s: %s predictions done", run_dir.path, len(run_dir.predictions))
     with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
-        source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
+        source = PromptSource(engine, config)
+        stores = PromptStores(engine, methods, evicts, source.is_plain)
         runner = Runner(engine, source, stores, methods)
         stores.fit_priors(lambda: source.prior_chunks(dataset), run_dir, config.half)
         with console.progress("Questions", "questions", refreshes=False) as update:
@@ -82,6 +85,7 @@ def evaluate(
     metrics = {
         "dataset": dataset.name,
         "setting": config.setting,
+        "layout": config.layout,
         "half": config.half,
         "task": dataset.task.name,
         "metric": dataset.task.metric,

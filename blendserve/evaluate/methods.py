@@ -102,7 +102,8 @@ def parse_methods(
     for method in () if coded else found:
         if method.codec or method.edit or method.kind == EXACT:
             raise ConfigError(
-                f"method {method.name!r} is for `blendserve evaluate`; `blendserve bench codec` measures codecs"
+                f"method {method.name!r} is for `blendserve evaluate --layout own`; `blendserve bench codec` measures "
+                "codecs"
             )
     return tuple({method.name: method for method in found}.values())
 

@@ -8,6 +8,9 @@ The n-th permutation of question ID has the id ID~n, and the question's passages
 seed, the question and n alone, so that more of them can be added later; no two permutations have the same order.
 
 A chunk is a passage, or with a window N tokens of all passages joined, as in CacheBlend's experiments.
+
+In a client's layout (layouts.py) each chunk's text is a passage of a plain prompt, and is stored as `POST /v1/cache/warm`
+stores it. No prefix is cached between prompts.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from blendserve import console
 from blendserve.config import Config
 from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
+from blendserve.engine.prompt import passage_text
 from blendserve.errors import CorpusError, IndexMismatch, IndexMissing
 from blendserve.evaluate import edits
-from blendserve.evaluate.config import EvaluateConfig
+from blendserve.evaluate.config import OWN, EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
+from blendserve.evaluate.layouts import client_chat
 from blendserve.timing import Clock
 
 log = logging.getLogger(__name__)
@@ -53,13 +58,40 @@ class PromptSource:
             found = tuple(self._engine.index.search(example.question, self._config.top_k))
             seconds = clock.elapsed()
             recall = len({p.title for p in found} & needed) / len(needed) if needed else None
-        return replace(example, contexts=permuted(found, example, self._config.seed)), recall, seconds
+        example = replace(example, contexts=permuted(found, example, self._config.seed))
+        return self._pasted(example) if self.is_plain else example, recall, seconds
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether prompts are laid out as a client does."""
+        return self._config.layout != OWN
 
     def build(self, example: Example) -> Prompt:
         """The prompt of a question over its passages, tokenised each time, as for a request.
 
         Of a text to continue, the question is the lead, and `chunks` keeps the last chunks, not the first.
         """
+        if not self.is_plain:
+            return self._own_layout(example)
+        texts, words = [passage.text for passage in example.contexts], self._engine.config.prompt
+        return self._engine.prompts.plain(client_chat(self._config.layout, example.question, texts, words))
+
+    def stored_chunks(self, example: Example) -> list[TokenIds]:
+        """The chunks that are stored for a question's prompt."""
+        if self.is_plain:
+            return self._engine.prompts.chunk_ids(example.contexts)
+        return [chunk.ids for chunk in self._own_layout(example).chunks]
+
+    def _pasted(self, example: Example) -> Example:
+        """The question with the texts of its chunks as passages without titles."""
+        decode, texts = self._engine.model.tokenizer.decode, [passage_text(p) for p in example.contexts]
+        if self._config.window is not None:
+            chunks = self._own_layout(example).chunks
+            texts = [decode(chunk.ids, skip_special_tokens=True).strip() for chunk in chunks]
+        passages = [Passage(text) for text in texts if text]
+        return replace(example, contexts=tuple(passages[: self._config.chunks]))
+
+    def _own_layout(self, example: Example) -> Prompt:
         prompts, config = self._engine.prompts, self._config
         if example.is_continuation:
             pieces = tuple(Chunk(prompts.text_ids(passage.text), passage) for passage in example.contexts)
@@ -92,7 +124,7 @@ class PromptSource:
             return self._engine.prompts.chunk_ids(dataset.corpus)
         other = {"both": "both", "first": "second", "second": "first"}[self._config.half]
         examples = dataset.examples[self._config.with_values(half=other).subset]
-        return [chunk.ids for e in examples for chunk in self.build(self.with_passages(e)[0]).chunks]
+        return [ids for e in examples for ids in self.stored_chunks(self.with_passages(e)[0])]
 
 
 def with_permutations(

@@ -97,7 +97,7 @@ def facts(metrics: Metrics) -> list[str]:
     """What was measured, and where."""
     where, model, recall = metrics["environment"], metrics["reader"], metrics["recall"]
     return [
-        f"{_size(metrics)} of {Path(metrics['dataset']).name}, {metrics['setting']}",
+        f"{_size(metrics)} of {Path(metrics['dataset']).name}, {metrics['setting']}, {metrics['layout']} layout",
         *([f"recall of needed titles {cell(recall, '.2f')}"] if recall else []),
         f"{model['model']} in {model['dtype']} on {model['device']}",
         f"{where['machine']}, {model['threads']} threads",

@@ -78,7 +78,8 @@ class Runner:
         if len(prompt) + reserved > limit:
             raise PromptTooLong(len(prompt), limit, reserved)
         run_dir.add_prompt(self._prompt_record(example, prompt))
-        with self._stores.holding(prompt, methods, partial(self._source.previous_chunks, example)):
+        chunks, previous = self._source.stored_chunks(example), partial(self._source.previous_chunks, example)
+        with self._stores.holding(chunks, methods, previous):
             if not self._is_warm:  # the first question does not pay for first allocations
                 for method in methods:
                     self._stores.blender(method).run(prompt, method.blend)

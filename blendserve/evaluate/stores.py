@@ -74,9 +74,14 @@ def sizes_of(records: Iterable[ChunkRecord | None]) -> Sizes:
 class PromptStores:
     """Blenders for the methods of a run, over the stores of one prompt at a time."""
 
-    def __init__(self, engine: Engine, methods: Sequence[MethodSpec], evicts: bool) -> None:
-        """evicts: chunks of finished prompts may leave the engine's store. Raises ConfigError, TablesMissing."""
-        self._engine, self._methods, self._evicts = engine, methods, evicts
+    def __init__(
+        self, engine: Engine, methods: Sequence[MethodSpec], evicts: bool, is_plain: bool = False
+    ) -> None:
+        """evicts: chunks of finished prompts may leave the engine's store. is_plain: prompts are plain ones.
+
+        Raises ConfigError, TablesMissing.
+        """
+        self._engine, self._methods, self._evicts, self._is_plain = engine, methods, evicts, is_plain
         self._raw = {context: self._over_context(context) for context in {m.kv_context for m in methods}}
         self._codecs = {word: codec_for(engine, word) for word in {m.codec for m in methods} if word}
         self._made: dict[tuple[str | None, ...], Blender] = {}  # by KV context, codec and edit
@@ -110,20 +115,24 @@ class PromptStores:
 
     @contextmanager
     def holding(
-        self, prompt: Prompt, methods: Sequence[MethodSpec], previous: Callable[[str], Sequence[TokenIds]]
+        self,
+        chunks: Sequence[TokenIds],
+        methods: Sequence[MethodSpec],
+        previous: Callable[[str], Sequence[TokenIds]],
     ) -> Iterator[None]:
-        """Compute and store the prompt's KV in every form that the methods read, and keep it in the block.
+        """Compute and store a prompt's chunks in every form that the methods read, and keep them in the block.
 
-        previous: kind of edit -> the chunks before it.
+        A plain prompt is searched for these chunks alone. previous: kind of edit -> the chunks before it.
         """
-        chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, None]()
+        keys = dict[ChunkKey, None]()
         try:
             for context in dict.fromkeys(m.kv_context for m in methods):
                 keys |= dict.fromkeys(self._raw[context].key(ids) for ids in chunks if ids)
                 self._raw[context].writer.precompute(chunks)
             for kv, method in {_kv_of(m): m for m in methods}.items():
-                if method.codec:
-                    self._made[kv] = self._copied(method, keys)
+                if method.codec or self._is_plain:
+                    self._made[kv] = made = self._copied(method, keys)
+                    made.finder.refresh()
                 elif method.edit:
                     before = previous(method.edit)
                     self._made[kv] = made = self._copied(

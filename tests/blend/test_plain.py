@@ -120,6 +120,21 @@ def test_a_prompt_of_whole_chunks_is_computed_as_one_that_names_them(policy: str
     assert found.report.bytes_loaded == named.report.bytes_loaded
 
 
+def test_the_end_of_a_chunk_does_not_choose_what_is_recomputed() -> None:
+    """Where the last chunk reaches into the last tokens, these stand in no chunk's middle: the text behind it scores."""
+    ends, blend = (D, (*D[:-11], *other(D[-11:]))), BLEND.with_values(policy="query", ratio=0.3)
+    one, two = (ask(tiny_blender(None, A, end), plain(TEXT, A, end, END[:5]), blend) for end in ends)
+    assert one.report.spans[-1].missing_tail == 11
+    assert one.result.scores is not None
+    assert two.result.scores is not None
+    assert one.report.tokens_recomputed == round(0.3 * (len(A) + len(D) - 11))
+    assert one.result.recomputed.tolist() == two.result.recomputed.tolist()
+    reusable = ~one.result.scores.isnan()
+    assert torch.equal(one.result.scores[reusable], two.result.scores[reusable])
+    with_question = ask(tiny_blender(None, A, D), plain(TEXT, A, D, some_ids(16, 60)), blend)
+    assert with_question.report.cost > one.report.cost
+
+
 def test_a_chunk_right_behind_its_own_context_is_exact() -> None:
     by, prompt = tiny_blender(None, A), plain(PREFIX, A, END)
     done = ask(by, prompt)
