@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count as counter
 from itertools import product
+from typing import Literal
 
 from pydantic import Field
 
@@ -37,12 +38,15 @@ PHASES = 5  # of questions
 class TrafficConfig(BenchConfig):
     """What plain prompts leave behind."""
 
+    parts: tuple[Literal["learning", "agent", "orders"], ...] = Field(
+        ("learning", "agent", "orders"), description="Parts to run."
+    )
     passages: Positive = Field(200, description="Number of passages.")
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
     asked: Positive = Field(6, description="Number of passages in a prompt.")
     questions: Positive = Field(200, description="Number of questions while the server learns.")
     pause_s: float = Field(1.0, ge=0, description="Pause behind each of those, in seconds.")
-    shuffles: Positive = Field(500, description="Number of questions about stored passages.")
+    orders: Positive = Field(500, description="Number of questions about stored passages.")
     turns: Positive = Field(6, description="Number of turns of an agent's conversation.")
     searched: Positive = Field(2, description="Number of passages that a turn brings.")
     repeats: Positive = Field(3, description="Number of conversations of each kind.")
@@ -54,12 +58,16 @@ def groups(config: TrafficConfig, log: SampleLog) -> Iterator[Group]:
     drawn = make_workload(model, 2 * config.passages, config.chunk_tokens, None, config.seed)
     texts = [passage.text for passage in drawn.passages]
     known, new = texts[: config.passages], texts[config.passages :]
-    with server(config) as wire:
-        yield from _learning(config, Questions(config, wire, known))
-    with server(config) as wire:
-        warm(wire.http, Workload(drawn.prompts, drawn.passages[: config.passages], ""))
-        yield from _agents(config, wire, {"stored": known, "new": new})
-        yield from _shuffles(config, Questions(config, wire, known))
+    if "learning" in config.parts:
+        with server(config) as wire:
+            yield from _learning(config, Questions(config, wire, known))
+    if {"agent", "orders"} & set(config.parts):
+        with server(config) as wire:
+            warm(wire.http, Workload(drawn.prompts, drawn.passages[: config.passages], ""))
+            if "agent" in config.parts:
+                yield from _agents(config, wire, {"stored": known, "new": new})
+            if "orders" in config.parts:
+                yield from _orders(config, Questions(config, wire, known))
 
 
 @contextmanager
@@ -80,11 +88,11 @@ def _learning(config: TrafficConfig, questions: Questions) -> Iterator[Group]:
         )
 
 
-def _shuffles(config: TrafficConfig, questions: Questions) -> Iterator[Group]:
+def _orders(config: TrafficConfig, questions: Questions) -> Iterator[Group]:
     plain = Case({"sent": PLAIN}, partial(questions.ask, {}))
     full = Case({"sent": FULL}, partial(questions.ask, {"x_blendserve": {"method": "full"}}))
     yield Group({"traffic": "orders", "questions": "before"}, [plain, full])
-    for label, n in _phases(config.shuffles):
+    for label, n in _phases(config.orders):
         yield Group(
             {"traffic": "orders", "questions": label}, [plain], questions.stored, repeats=n, warm_up=False
         )
@@ -188,6 +196,6 @@ TABLES = (
 )
 TINY = {
     **{"passages": 8, "chunk_tokens": 80, "asked": 3, "questions": 4, "pause_s": 0.0},
-    **{"shuffles": 4, "turns": 2, "searched": 1, "repeats": 1},
+    **{"orders": 4, "turns": 2, "searched": 1, "repeats": 1},
 }
 BENCH = Bench(TrafficConfig, groups, TABLES, tiny=TINY)

@@ -22,7 +22,7 @@ from itertools import chain, islice, pairwise, takewhile
 import numpy as np
 
 from blendserve.blend.chunk_kv import ChunkKeys
-from blendserve.blend.donors import DonorIndex, Donors
+from blendserve.blend.donors import DonorIndex
 from blendserve.blend.layout import Layout, Segment, usable_view, with_runs
 from blendserve.blend.match import WORK
 from blendserve.core import Run, Span, TokenIds
@@ -72,7 +72,9 @@ def best_donors(hits: Iterable[Hit], most: int = MAX_DONORS) -> list[ChunkKey]:
     return found
 
 
-def equal_runs(ids: Tokens, hits: Sequence[Hit], donors: Donors, index: SpanIndex) -> list[Run]:
+def equal_runs(
+    ids: Tokens, hits: Sequence[Hit], donors: Mapping[ChunkKey, TokenIds | Tokens], index: SpanIndex
+) -> list[Run]:
     """Every run of at least MIN_RUN tokens of a donor in a text, at the shifts that hits show.
 
     Text that repeats itself over and over has many shifts; they are given up when WORK is done.

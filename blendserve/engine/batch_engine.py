@@ -25,7 +25,7 @@ from blendserve.store import ChunkKey
 
 T = TypeVar("T")
 
-MAX_SCOPES = 1000  # whose recent prompts are remembered
+MAX_SCOPES = 100  # whose recent prompts are remembered: 4 MB each at most
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
 
 
@@ -92,15 +92,16 @@ class BatchEngine:
         )
 
     def _scope(self, namespace: str, scope: str) -> Scope:
-        """Of a client's plain prompts. The one that was made first is forgotten for more than MAX_SCOPES."""
-        if (namespace, scope) not in self._scopes:
+        """Of a client's plain prompts. Beyond MAX_SCOPES, the one that was used longest ago is forgotten."""
+        found = self._scopes.pop((namespace, scope), None)
+        if found is None:
             tokenizer = self.engine.model.tokenizer
             blender = self.blender(namespace).for_scope(scope, learns=self._learn_bytes > 0)
-            learner = Learner(lambda token: tokenizer.decode([token]).endswith("\n"))
-            self._scopes[namespace, scope] = Scope(blender, learner)
-            if len(self._scopes) > MAX_SCOPES:
+            found = Scope(blender, Learner(lambda token: tokenizer.decode([token]).endswith("\n")))
+            if len(self._scopes) >= MAX_SCOPES:
                 del self._scopes[next(iter(self._scopes))]
-        return self._scopes[namespace, scope]
+        self._scopes[namespace, scope] = found
+        return found
 
     def _prefill(self, sequence: Sequence, blender: Blender, scope: Scope | None) -> Steps[Prefilled]:
         """scope: to learn from the prompt."""

@@ -74,7 +74,7 @@ class Learner:
         """ends_line: whether the text of a token ends a line."""
         self._ends_line, self._recent_tokens = ends_line, recent_tokens
         self._index = SpanIndex(STRIDE, WINDOW)
-        self._prompts: dict[ChunkKey, TokenIds] = {}  # by number, the latest last
+        self._prompts: dict[ChunkKey, np.ndarray] = {}  # ids by number, the latest last
         self._n_seen = 0
 
     def see(self, prompt: Prompt, start: int) -> list[TokenIds]:
@@ -89,10 +89,10 @@ class Learner:
             donors = {key: self._prompts[key] for key in dict.fromkeys(hit.key for hit in hits)}
             for run in equal_runs(text, hits, donors, self._index):
                 at = gap.start + run.span.start
-                is_beginning = run.offset == at and donors[run.donor][:at] == prompt.ids[:at]
+                is_beginning = run.offset == at and np.array_equal(donors[run.donor][:at], ids[:at])
                 if not is_beginning:
                     found += self._pieces(prompt.ids, at, at + len(run.span))
-        self._remember(prompt.ids, ids)
+        self._remember(ids)
         return list(dict.fromkeys(prompt.ids[s.start : s.stop] for s in sorted(set(found), key=len)))
 
     def _pieces(self, ids: TokenIds, start: int, stop: int) -> Iterator[Span]:
@@ -104,11 +104,11 @@ class Learner:
         if stop - start >= LEAST:
             yield Span(start, stop)
 
-    def _remember(self, ids: TokenIds, tokens: np.ndarray) -> None:
+    def _remember(self, ids: np.ndarray) -> None:
         self._n_seen += 1
         key = self._n_seen.to_bytes(8, "big")
-        self._prompts[key] = ids
-        self._index.add([(key, self._index.anchors(tokens))])
+        self._prompts[key] = ids.astype(np.int32)
+        self._index.add([(key, self._index.anchors(ids))])
         left = sum(map(len, self._prompts.values()))
         forgotten = list[ChunkKey]()
         for old, prompt in self._prompts.items():

@@ -68,7 +68,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_numbers_are_the_recorded_ones(toy: Toy, kind: str) -> None:
     """Within what the kernels of other CPUs round differently."""
-    assert research.evaluation(toy(kind)) == research.golden("evaluate", 2e-3, 1e-7)[kind]
+    assert research.evaluation(toy(kind)) == research.golden("evaluate", 2e-3, 1e-6)[kind]
 
 
 def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:

@@ -82,7 +82,12 @@ def test_a_langgraph_agent_searches_and_answers(agents: Server, streaming: bool)
     search = create_retriever_tool(store.as_retriever(search_kwargs={"k": 3}), "search", "Find a text.")
     wire = Wire(agents.url, MODEL, new_tokens=50)
     chat = ChatOpenAI(
-        base_url=wire.url, api_key="none", model=MODEL, http_client=wire.http, streaming=streaming
+        base_url=wire.url,
+        api_key="none",
+        model=MODEL,
+        http_client=wire.http,
+        streaming=streaming,
+        extra_body={"cache_salt": f"{streaming}"},  # else the first run's conversation is kept for the second
     )
     model = chat.bind_tools([search])
     graph: Any = StateGraph(MessagesState)
