@@ -12,19 +12,17 @@ starts its donor. Policies and corrections treat reused tokens like those of any
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
-from itertools import chain, islice, pairwise, takewhile
+from itertools import pairwise
 
 import numpy as np
 
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.donors import DonorIndex
 from blendserve.blend.layout import Layout, Segment, usable_view, with_runs
-from blendserve.blend.match import WORK
+from blendserve.blend.match import WORK, best_cover
 from blendserve.core import Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
@@ -99,38 +97,16 @@ def equal_runs(
     return runs
 
 
-def choose_runs(runs: Sequence[Run], lost: Collection[ChunkKey] = ()) -> list[Run]:
-    """The reused ones of equal runs, ascending: the longest first; others get what it leaves, without a margin."""
-    chosen, taken = list[Run](), list[Span]()
-    todo = [(-len(run.span), n) for n, run in enumerate(runs) if run.donor not in lost]
-    heapify(todo)
-    while todo:
-        size, n = heappop(todo)
-        best = max(_pieces(runs[n], taken), key=lambda piece: len(piece.span), default=None)
-        if best is None:
-            continue
-        if len(best.span) == -size:  # else others have taken a part of it: its turn is later
-            chosen.append(best)
-            insort(taken, best.span, key=_start)
-        heappush(todo, (-len(best.span), n))
-    return sorted(chosen, key=lambda run: run.span.start)
+def choose_runs(runs: Iterable[Run], lost: Collection[ChunkKey] = ()) -> tuple[Run, ...]:
+    """The reused ones of equal runs: those that cover most, without their margins."""
+    left = (_behind_margin(run) for run in runs if run.donor not in lost)
+    return best_cover((run for run in left if len(run.span) >= MIN_RUN), MIN_RUN)
 
 
-def _pieces(run: Run, taken: Sequence[Span]) -> Iterator[Run]:
-    """What may be reused of a run beside these spans, which are ascending."""
-    span, at = run.span, run.span.start
-    first = max(0, bisect_right(taken, at, key=_start) - 1)
-    others = takewhile(lambda other: other.start < span.stop, islice(taken, first, None))
-    for other in chain(others, [Span(span.stop, span.stop)]):
-        start = at + (max(0, CONTEXT_MARGIN - (at - span.start)) if run.offset else 0)
-        if other.start - start >= MIN_RUN:
-            n_before, n_after = start - span.start, span.stop - other.start
-            yield Run(Span(start, other.start), run.donor, run.offset + n_before, run.n_after + n_after)
-        at = max(at, other.stop)
-
-
-def _start(span: Span) -> int:
-    return span.start
+def _behind_margin(run: Run) -> Run:
+    """Without the tokens that may have attended to other text right before them."""
+    n = min(CONTEXT_MARGIN, len(run.span)) if run.offset else 0
+    return run._replace(span=Span(run.span.start + n, run.span.stop), offset=run.offset + n)
 
 
 def reuse_near(
@@ -158,7 +134,7 @@ def reuse_near(
             errors[i] |= {run.donor: _reason(fetch, run.donor) for run in found if run.donor in new}
     segments = list[Segment]()
     for segment in layout.segments:
-        found = runs.get(segment.chunk, []) if segment.chunk is not None else []
+        found = runs.get(segment.chunk, ()) if segment.chunk is not None else ()
         segments += with_runs(layout, segment, found, fetch)
     why = {i: "; ".join(found.values()) for i, found in errors.items()}
     return replace(layout, segments=tuple(segments), donor_errors=why)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from blendserve.blend.cost import CostModel, calibrated, chunk_work, count_rows, count_work
-from blendserve.blend.layout import Layout, State, lay_out, suppose
+from blendserve.blend.layout import Layout, lay_out, suppose
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Prompt, TokenIds
@@ -68,7 +68,7 @@ class Planner:
         """Choose the method and the ratio where they are "auto"."""
         reason = ""
         if blend.method == "auto":
-            method: Method = "prefix" if layout.count(State.EXACT) else "full"
+            method: Method = "prefix" if layout.n_loaded else "full"
             if layout.n_found:
                 method, reason = choose_method(self._estimates(layout, blend))
             blend, layout = blend.with_values(method=method), layout.for_method(method)

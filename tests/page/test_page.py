@@ -15,6 +15,7 @@ from blendserve.core import Passage
 from tests.page.conftest import TIMEOUT_MS
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import OWN, Server, serving
+from tests.support.plain import PARAGRAPHS
 from tests.support.waiting import eventually
 
 expect.set_options(timeout=TIMEOUT_MS)
@@ -52,6 +53,19 @@ def states_of(report: dict[str, Any]) -> Counter[str]:
 
 def rows(page: Page, view: str) -> Any:
     return page.locator(f"#{view} tbody tr")
+
+
+def test_a_plain_prompt_shows_the_stored_text_that_is_in_it(page: Page, server: Server) -> None:
+    server.warm([{"text": PARAGRAPHS[0]}])
+    visit(page, server)
+    page.get_by_label("Plain prompt").check()
+    page.select_option("#method", "blend")
+    ask(page, f"Read this first. {PARAGRAPHS[0]} What is kept?")
+    assert page.locator(".part h3").all_text_contents() == ["prefix", "passage", "suffix"]
+    assert states_shown(page)["corrected"] > 100
+    page.get_by_label("Plain prompt").uncheck()
+    ask(page)
+    assert len(page.locator(".part h3").all_text_contents()) > 3
 
 
 def test_a_question_is_answered_and_explained_token_by_token(page: Page, server: Server) -> None:
