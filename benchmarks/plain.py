@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count as counter
 from typing import Literal
@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 from pydantic import Field, field_validator
 
-from benchmarks.support.clients import CLIENTS, QUESTION, Ask, Body, OnText, Wire, chat, user
+from benchmarks.support.clients import CLIENTS, QUESTION, Ask, Body, Client, OnText, Wire, chat, user
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
@@ -34,6 +34,7 @@ from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.match import find_chunks
 from blendserve.config import Positive
 from blendserve.core import Passage, TokenIds
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.store.spans import MOST, SpanIndex, Tokens
 from blendserve.timing import Clock
@@ -82,23 +83,23 @@ def groups(config: PlainConfig, log: SampleLog) -> Iterator[Group]:
         wire = Wire(server.url, config.model, config.new_tokens)
         clients, missing = connected(config, wire)
         log.note(clients_missing=missing)
-        warm(wire.http, stored)
-        for name, ask in clients.items():
-            yield Questions(config, stored, wire, ask).group(name)
+        for client, ask in clients.items():
+            texts = [client.chunk(passage.text) for passage in stored.passages]
+            warm(wire.http, texts)
+            yield Questions(config, stored.prompts, texts, wire, ask).group(client.name)
         yield _unrelated(config, stored, wire)
     yield _search(config, stored)
 
 
-def connected(config: PlainConfig, wire: Wire) -> tuple[dict[str, Ask], dict[str, str]]:
-    """Clients by their name in tables, and why others are missing. Raises InputError if all are."""
-    clients, missing = dict[str, Ask](), dict[str, str]()
-    for option in config.clients:
-        name, connect = CLIENTS[option]
+def connected(config: PlainConfig, wire: Wire) -> tuple[dict[Client, Ask], dict[str, str]]:
+    """Clients, and why others are missing. Raises InputError if all are."""
+    clients, missing = dict[Client, Ask](), dict[str, str]()
+    for client in map(CLIENTS.__getitem__, config.clients):
         try:
-            clients[name] = connect(wire)
+            clients[client] = client.connect(wire)
         except ImportError as error:
-            missing[name] = str(error)
-            log.warning("%s is skipped: %s; pip install 'blendserve[integrations]'", name, error)
+            missing[client.name] = str(error)
+            log.warning("%s is skipped: %s; pip install 'blendserve[integrations]'", client.name, error)
     if not clients:
         raise InputError(f"no client is installed: {json.dumps(missing)}")
     return clients, missing
@@ -107,8 +108,11 @@ def connected(config: PlainConfig, wire: Wire) -> tuple[dict[str, Ask], dict[str
 class Questions:
     """The questions of one client: their times, and what the server found in them."""
 
-    def __init__(self, config: PlainConfig, stored: Workload, wire: Wire, ask: Ask) -> None:
-        self._config, self._stored, self._wire, self._ask = config, stored, wire, ask
+    def __init__(
+        self, config: PlainConfig, prompts: PromptBuilder, texts: Sequence[str], wire: Wire, ask: Ask
+    ) -> None:
+        """texts: of the stored passages."""
+        self._config, self._prompts, self._texts, self._wire, self._ask = config, prompts, texts, wire, ask
         self._found = Counter(spans=0, false_matches=0)
 
     def group(self, client: str) -> Group:
@@ -123,14 +127,14 @@ class Questions:
     def _run(self, numbers: Iterator[int], fields: Callable[[list[str]], Body]) -> Metrics:
         """The next question. fields: those of ours, by the passages."""
         drawn = random.Random(next(numbers))
-        texts = drawn.sample([p.text for p in self._stored.passages], self._config.n_asked)
+        texts = drawn.sample(self._texts, self._config.n_asked)
         more = fields(texts)
         metrics = _first_text(self._wire, partial(self._ask, texts, more))
         return metrics if more else {**metrics, "found": self._check_spans(texts)}
 
     def _check_spans(self, texts: list[str]) -> float:
         """Compares the spans of the last request with the passages -> the share of their tokens that was reused."""
-        prompts, spans = self._stored.prompts, self._wire.report["spans"]
+        prompts, spans = self._prompts, self._wire.report["spans"]
         ids = prompts.plain(self._wire.sent.chat).ids
         passages = [_words(prompts.chunk(Passage(text)).ids) for text in texts]
         for span in spans:
@@ -179,10 +183,10 @@ def model_settings(config: BenchConfig) -> list[str]:
     return [word for name, value in fields.items() if value for word in ("--set", f"{name}={value}")]
 
 
-def warm(http: httpx.Client, stored: Workload) -> None:
-    """Store the KV of the passages. Raises InputError where that fails."""
-    for at in range(0, len(stored.passages), 100):
-        passages = [{"text": passage.text} for passage in stored.passages[at : at + 100]]
+def warm(http: httpx.Client, texts: Sequence[str]) -> None:
+    """Store the KV of passages. Raises InputError where that fails."""
+    for at in range(0, len(texts), 100):
+        passages = [{"text": text} for text in texts[at : at + 100]]
         job = http.post("/v1/cache/warm", json={"passages": passages}).raise_for_status().json()
         while (state := http.get(f"/v1/jobs/{job['id']}").json())["state"] == "running":
             time.sleep(0.2)

@@ -27,7 +27,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.server_process import ServerProcess, serve_command
-from blendserve.bench.workload import Workload, make_workload
+from blendserve.bench.workload import make_workload
 from blendserve.config import Positive
 from blendserve.timing import Clock
 
@@ -63,7 +63,7 @@ def groups(config: TrafficConfig, log: SampleLog) -> Iterator[Group]:
             yield from _learning(config, Questions(config, wire, known))
     if {"agent", "orders"} & set(config.parts):
         with server(config) as wire:
-            warm(wire.http, Workload(drawn.prompts, drawn.passages[: config.passages], ""))
+            warm(wire.http, known)
             if "agent" in config.parts:
                 yield from _agents(config, wire, {"stored": known, "new": new})
             if "orders" in config.parts:

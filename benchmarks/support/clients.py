@@ -117,10 +117,11 @@ class Wire:
 
 
 class Client(NamedTuple):
-    """name: in tables. connect: raises ImportError where its packages are missing."""
+    """name: in tables. connect: raises ImportError where its packages are missing. chunk: a passage as it keeps it."""
 
     name: str
     connect: Callable[[Wire], Ask]
+    chunk: Callable[[str], str] = str
 
 
 def langchain(wire: Wire) -> Ask:
@@ -250,16 +251,20 @@ def open_webui(texts: Sequence[str], n: int) -> Sent:
 
 
 def anything_llm(texts: Sequence[str], n: int) -> Sent:
-    """The minute in front of all passages; each begins with its document's name."""
+    """The minute in front of all passages."""
     minute = datetime(2026, 8, 1, 9) + timedelta(minutes=n)
     prompt = (
         "Given the following conversation, relevant context, and a follow up question, reply with an answer to the "
         f"current question the user is asking. The current date and time is {minute:%B %d, %Y at %H:%M}."
     )
-    header = f"<document_metadata>\nsourceDocument: {FILE}\n</document_metadata>\n\n"
-    parts = (f"[CONTEXT {i}]:\n{header}{text}\n[END CONTEXT {i}]\n\n" for i, text in enumerate(texts))
+    parts = (f"[CONTEXT {i}]:\n{text}\n[END CONTEXT {i}]\n\n" for i, text in enumerate(texts))
     system = {"role": "system", "content": f"{prompt}\nContext:\n{''.join(parts)}"}
     return chat(system, user(QUESTION))
+
+
+def with_metadata(text: str) -> str:
+    """As AnythingLLM's splitter writes a chunk."""
+    return f"<document_metadata>\nsourceDocument: {FILE}\n</document_metadata>\n\n{text}"
 
 
 def agent(texts: Sequence[str], n: int) -> Sent:
@@ -292,7 +297,7 @@ CLIENTS: Mapping[str, Client] = {
     "llama-index": Client("LlamaIndex", llama_index),
     "haystack": Client("Haystack", haystack),
     "open-webui": Client("Open WebUI", layout(open_webui)),
-    "anythingllm": Client("AnythingLLM", layout(anything_llm)),
+    "anythingllm": Client("AnythingLLM", layout(anything_llm), with_metadata),
     "anthropic": Client("Anthropic blocks", layout(anthropic)),
     "agent": Client("agent", layout(agent)),
 }
