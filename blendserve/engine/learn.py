@@ -54,12 +54,14 @@ class LearntChunks:
         key, n_bytes = writer.key(ids), writer.expected_bytes(len(ids))
         if self._bytes is None:
             self._bytes = OrderedDict(writer.stored_bytes())
+        is_stored = key in self._bytes and not writer.missing([ids])  # else the store has evicted it
         now = self._clock()
         self._spent_until = max(self._spent_until, now)
-        if key in self._bytes or n_bytes > self.cap_bytes or self._spent_until > now + BURST_S:
+        if is_stored or n_bytes > self.cap_bytes or self._spent_until > now + BURST_S:
             return False
         self._spent_until += len(ids) / TOKENS_PER_S
         self._bytes[key] = n_bytes
+        self._bytes.move_to_end(key)
         gone = list[ChunkKey]()
         while self.n_bytes > self.cap_bytes:
             gone.append(self._bytes.popitem(last=False)[0])

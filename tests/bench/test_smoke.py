@@ -214,7 +214,10 @@ def test_a_client_without_its_package_is_named(monkeypatch: pytest.MonkeyPatch) 
     wire = Wire("http://127.0.0.1:1", "tiny", 4)
     names = ("langchain", "agent")
     clients, missing = plain.connected(plain.PlainConfig(clients=names), wire)
-    assert ([*clients], [*missing]) == ([PLAIN_CLIENTS["agent"].name], [PLAIN_CLIENTS["langchain"].name])
+    assert ([client.name for client in clients], [*missing]) == (
+        [PLAIN_CLIENTS["agent"].name],
+        [PLAIN_CLIENTS["langchain"].name],
+    )
     with pytest.raises(InputError):
         plain.connected(plain.PlainConfig(clients=names[:1]), wire)
     with pytest.raises(ConfigError):

@@ -129,6 +129,8 @@ def test_the_least_recently_found_chunk_makes_room() -> None:
     assert [learn(ids) for ids in (c, d, some_ids(400))] == [True, True, False]
     assert set(store.keys()) == {writer.key(ids) for ids in (a, c, d)}
     assert abs(learnt.n_bytes - 3 * size) < size / 2
+    store.delete([writer.key(a)])  # as an eviction does
+    assert [learn(ids) for ids in (c, a)] == [False, True]
 
 
 def test_a_minutes_worth_of_tokens_is_learnt_at_once_and_then_as_many_as_time_allows() -> None:
