@@ -67,7 +67,7 @@ def runs(ids: TokenIds, *donors: TokenIds) -> list[Run]:
     index, text = SpanIndex(STRIDE, STRIDE), np.asarray(ids)
     index.add((bytes([n]), index.anchors(donor)) for n, donor in enumerate(donors))
     hits, tokens = index.find(text), {bytes([n]): donor for n, donor in enumerate(donors)}
-    return choose_runs(equal_runs(text, hits, {key: tokens[key] for key in best_donors(hits)}, index))
+    return list(choose_runs(equal_runs(text, hits, {key: tokens[key] for key in best_donors(hits)}, index)))
 
 
 def spans(ids: TokenIds, *donors: TokenIds) -> list[Span]:
