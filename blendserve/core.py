@@ -192,9 +192,9 @@ class ReusedSpan:
 class BlendReport:
     """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
 
-    The tokens of a prompt fall into six kinds that add up to it: exact (prefix and first chunk, from the store), kept (a
-    conversation's, as a blended prompt before had them), reused, recomputed (chosen by the policy), computed (nothing
-    stored: missing, corrupt or not looked for) and suffix.
+    The tokens of a prompt fall into six kinds that add up to it: exact (the prefix, cached or computed first, and the
+    first chunk), kept (a conversation's, as a blended prompt before had them), reused, recomputed (chosen by the policy),
+    computed (nothing stored: missing, corrupt or not looked for) and suffix.
     """
 
     method: str

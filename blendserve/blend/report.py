@@ -154,7 +154,10 @@ def _used(s: Segment) -> tuple[Reason, str]:
     if s.state is State.KEPT:
         return Reason.KEPT, KEPT
     if s.chunk is None:
-        return Reason.STORED, "it was stored, computed as it stands here"
+        return (
+            Reason.STORED,
+            "its KV is full prefill's, computed where it stands, for this prompt or an earlier one",
+        )
     if s.source == COMPUTED:
         said = "it was computed here, without the passages before it, while others were transferred"
         return Reason.COMPUTED, said
