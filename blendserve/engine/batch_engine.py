@@ -80,10 +80,12 @@ class BatchEngine:
         if scope:
             with request.clock.stage("match"):
                 request = replace(request, prompt=blender.match(request.prompt, request.blend))
+        # Methods that search for nothing would learn what is stored.
+        learns = request.learns and request.blend.method not in ("full", "prefix")
         return Sequence(
             request,
             self.engine.model,
-            lambda sequence: self._prefill(sequence, blender, scope if request.learns else None),
+            lambda sequence: self._prefill(sequence, blender, scope if learns else None),
             tenant=tenant,
             cost=self._cost(request, blender),
             emit=emit,

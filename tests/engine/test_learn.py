@@ -229,6 +229,8 @@ def test_neither_answers_nor_beginnings_nor_what_was_seen_once_is_learnt() -> No
         ({}, {"write_back": "missing"}, {}),
         ({}, {"write_back": "none"}, {}),
         ({}, {}, {"learns": False}),
+        ({}, {}, {"blend": {"method": "full"}}),
+        ({}, {}, {"blend": {"method": "prefix"}}),
     ],
 )
 def test_nothing_is_learnt_where_that_is_off(
