@@ -27,8 +27,10 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.server_process import ServerProcess, serve_command
-from blendserve.bench.workload import make_workload
-from blendserve.config import Positive
+from blendserve.config import Positive, PromptConfig
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.models.loader import LoadedModel
+from blendserve.retrieve import language_reference
 from blendserve.timing import Clock
 
 SYSTEM = "Use the following pieces of context to answer the question at the end.\n\n"
@@ -55,8 +57,7 @@ class TrafficConfig(BenchConfig):
 
 def groups(config: TrafficConfig, log: SampleLog) -> Iterator[Group]:
     model = open_model(config, log)
-    drawn = make_workload(model, 2 * config.passages, config.chunk_tokens, None, config.seed)
-    texts = [passage.text for passage in drawn.passages]
+    texts = passages(model, 2 * config.passages, config.chunk_tokens, config.seed)
     known, new = texts[: config.passages], texts[config.passages :]
     if "learning" in config.parts:
         with server(config) as wire:
@@ -68,6 +69,15 @@ def groups(config: TrafficConfig, log: SampleLog) -> Iterator[Group]:
                 yield from _agents(config, wire, {"stored": known, "new": new})
             if "orders" in config.parts:
                 yield from _orders(config, Questions(config, wire, known))
+
+
+def passages(model: LoadedModel, n: int, n_tokens: int, seed: int) -> list[str]:
+    """Passages of about `n_tokens` tokens with no text in common: words of the language reference, in a random order."""
+    words = " ".join(document.text for document in language_reference()).split()
+    prompts = PromptBuilder(model.tokenizer, PromptConfig())
+    n_words = round(n_tokens * len(words) / len(prompts.text_ids(" ".join(words))))
+    drawn = random.Random(seed)
+    return [" ".join(drawn.choices(words, k=n_words)) for _ in range(n)]
 
 
 @contextmanager
