@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # row i sees key j only if i - j < window
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    # [H] fp32: a score of each query head that takes its part of the softmax and has no value. None = there is none
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,11 @@ def attend(
     hidden = (at[None] > rows[:, None]) | ~seen[None]
     if spec.window:
         hidden |= rows[:, None] - at[None] >= spec.window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        column = spec.sinks.double()[:, None, None].expand(-1, len(rows), 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(at)]
     out = (weights @ values).transpose(0, 1)
     return out.reshape(len(rows), -1).to(decoder.dtype), weights
 

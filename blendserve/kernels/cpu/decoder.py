@@ -27,7 +27,9 @@ class DecodeWeights:
     E: hidden size, I: inner size of the MLP.
     """
 
-    layers: Sequence[Sequence[Tensor | None]]  # of each layer, in the order of `LayerWeights` in kernels.h
+    layers: Sequence[
+        Sequence[Tensor | None]
+    ]  # of each layer, in the order of `LayerWeights` in kernels.h, without sinks
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
     head: tuple[Tensor, Tensor | None]  # [V, E] and [V]
@@ -74,7 +76,7 @@ class NativeLayers:
             for part in (*weights.layers, weights.head)
         )
         rows = [
-            (*map(pointer, tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
+            (*map(pointer, (*tensors, spec.sinks)), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
             for tensors, spec, rope in zip(self._layers, weights.specs, ropes, strict=True)
         ]
         self._table = pack("LayerWeights", rows)
