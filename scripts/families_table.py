@@ -18,6 +18,7 @@ PLAN = {
     "parallel": "parallel attention and MLP",
     "attention_scale": "scaled scores",
     "softcap": "capped scores",
+    "sinks": "attention sinks",
     "logits_softcap": "capped logits",
     "typed_rope": "RoPE by layer type",
     "embedding_scale": "scaled embeddings",

@@ -40,6 +40,7 @@ class Family:
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
+    sinks: bool = False  # attention has one a head
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
     rotary: Rotary = HALVES
     wide_rope: bool = False  # cos and sin stay in fp32
@@ -116,6 +117,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("OLMo 3", **OLMO, windows="typed", typed_rope=True),
     "granite": Family("Granite 3", **GRANITE),
     "granitemoe": Family("Granite 3 MoE", **GRANITE, mlp="block_sparse_moe", experts=True),
+    "gpt_oss": Family("gpt-oss 20B, 120B", norm=LATE_RMS, windows="typed", sinks=True, experts=True),
     "smollm3": Family("SmolLM3", windows="typed", rotates=lambda config, l: bool(config.no_rope_layers[l])),
     "cohere": Family("Command R", **COHERE, norm="layer, wide", qk_norm="head"),
     "cohere2": Family("Command R7B, Command A", **COHERE, norm="layer, wide", windows="typed", rotates=slides),
@@ -177,7 +179,6 @@ REFUSALS = {
     "it scales queries by their position in layers without RoPE, which is not built in": "llama4 llama4_text",
     "its text model is not proven: use a text-only checkpoint of the family": "qwen2_vl mllama llava",
     ENCODER: "bert roberta t5 bart whisper",
-    "its attention has learned sinks, which are not built in": "gpt_oss",
     "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
     "it subtracts one attention from another, which is not built in": "diffllama",
     "it masks keys by their values": "doge",

@@ -127,8 +127,7 @@ class Parts:
     def mlp(self, name: str) -> Function:
         """x [S, E] -> [S, E]"""
         if self.family.experts:  # each family has a router of its own
-            module = self.module(name)
-            return lambda x: cast(Tensor, module(x[None])[0])
+            return partial(_experts, self.module(name))
         *inner, down = (self.linear(f"{name}.{part}") for part in self.family.mlp_layers)
         is_gated = len(inner) == 2 or self.family.mlp_layers[0] == "gate_up_proj"
         return MLP(tuple(inner), down, self._activation(name), is_gated)
@@ -142,6 +141,12 @@ class Parts:
         from transformers.activations import ACT2FN  # seconds to import
 
         return cast(Activation, ACT2FN[called])
+
+
+def _experts(module: nn.Module, x: Tensor) -> Tensor:
+    """A mixture of experts of x [S, E]; some modules return the router's scores, too."""
+    out = module(x[None])
+    return cast(Tensor, (out[0] if isinstance(out, tuple) else out)[0])
 
 
 def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -77,7 +77,9 @@ class DecoderModel:
         self.context_limit: int = context_limit(config)
         self.vocab_size: int = config.vocab_size
         self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
-        self.specs = [_attention_spec(config, family, l, self.head_dim) for l in range(self.n_layers)]
+        self.specs = [
+            _attention_spec(config, family, l, self.head_dim, tensors) for l in range(self.n_layers)
+        ]
         parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
         self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
@@ -243,8 +245,11 @@ def _turn(config: Any, family: Family, l: int) -> str | None:
     return str(config.layer_types[l]) if family.typed_rope else ""
 
 
-def _attention_spec(config: Any, family: Family, l: int, head_dim: int) -> AttentionSpec:
+def _attention_spec(
+    config: Any, family: Family, l: int, head_dim: int, tensors: Mapping[str, Tensor]
+) -> AttentionSpec:
     has_window = family.windows == "all" or (family.windows == "typed" and slides(config, l))
     scale = family.attention_scale(config) if family.attention_scale else head_dim**-0.5
     window = config.sliding_window if has_window else None
-    return AttentionSpec(scale, window, _setting(config, family.softcap))
+    sinks = tensors[f"model.layers.{l}.self_attn.sinks"].float() if family.sinks else None
+    return AttentionSpec(scale, window, _setting(config, family.softcap), sinks)

@@ -34,6 +34,7 @@ def rope(kind: str = "default", **parameters: Any) -> dict[str, Any]:
 # fmt: off
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+UNTRUNCATED = rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
 SCALED = rope("yarn", factor=2.0, original_max_position_embeddings=CONTEXT // 2, llama_4_scaling_beta=0.5)
 PARTIAL, MROPE = rope(partial_rotary_factor=0.5), rope(mrope_section=[4, 2, 2])
 TYPED_ROPE = {"rope_parameters": {
@@ -81,6 +82,7 @@ TINY: dict[str, dict[str, Any]] = {
     "olmo3": SLIDES,
     "granite": GRANITE,
     "granitemoe": {**GRANITE, **EXPERTS},
+    "gpt_oss": {**EXPERTS, **SLIDES, **UNTRUNCATED},
     "smollm3": {"no_rope_layers": [1, 1, 0, 1]},
     "smollm3-window": SLIDES_IF_USED,
     "cohere": {"logit_scale": 0.3},
@@ -151,8 +153,8 @@ KINDS = [
     *("llama-yarn", "mistral-window", "gemma2", "gemma3_text"),
     *("phi3-partial", "olmo2", "smollm3", "cohere"),
 ]
-# With experts, multipliers, layers without RoPE next to windows, and interleaved halves.
-BLEND_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4"]
+# With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
+BLEND_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 
 
 def config(kind: str, **settings: Any) -> Any:
