@@ -30,9 +30,15 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None  # [S]: factor of queries after their rotation; None = 1
 
     def at(self, rows: Tensor | slice) -> Rope:
-        return Rope(self.cos[rows], self.sin[rows])
+        scale = self.query_scale
+        return Rope(self.cos[rows], self.sin[rows], None if scale is None else scale[rows])
+
+    def scale_queries(self, q: Tensor) -> Tensor:
+        """Rotated queries [H, S, D] times their factors."""
+        return q if self.query_scale is None else q * self.query_scale[:, None]
 
     @cached_property
     def inverse(self) -> Rope:

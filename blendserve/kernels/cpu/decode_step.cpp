@@ -151,6 +151,7 @@ class Worker {
                 apply_rope({rope->cos, rope->sin, rope->width, rope->width}, r, out + r * dim, to, dim);
             else
                 std::memcpy(to, out + r * dim, sizeof(elem_t) * dim);
+            if (kind == 0 && row.query_scale != 1.0f) scale_and_add(to, row.query_scale, nullptr, to, dim);
         }
     }
 

@@ -152,6 +152,7 @@ struct RopeTable {
 // A row of a decoding step: its position, and its request's cache [layers, kv_heads, T, dim].
 struct DecodeRow {
     elem_t *keys, *values;
+    float query_scale;  // of rotated queries; 1 = none
     int64_t layer_stride, head_stride, row_stride, position;
 };
 
