@@ -14,12 +14,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 REAL = {"llama": "SmolLM2 135M", "gemma3_text": "Gemma 3 270M"}
 PLAN = {
     "experts": "mixture of experts",
+    "shared_mlp": "shared expert",
     "fused_qkv": "fused qkv",
     "parallel": "parallel attention and MLP",
     "attention_scale": "scaled scores",
     "softcap": "capped scores",
+    "sinks": "attention sinks",
+    "gate": "gated attention",
     "logits_softcap": "capped logits",
     "typed_rope": "RoPE by layer type",
+    "rope_bases": "RoPE by layer",
+    "scaled_queries": "queries scaled by position",
     "embedding_scale": "scaled embeddings",
     "residual_scale": "scaled residuals",
     "logits_scale": "scaled logits",
@@ -42,7 +47,8 @@ def plan(family: Family) -> str:
     words += ["MLP without gate"] if family.mlp_layers[0] in {"up_proj", "c_fc"} else []
     words += [QK_NORM[family.qk_norm]] if family.qk_norm in QK_NORM else []
     words += [WINDOWS[family.windows]] if family.windows in WINDOWS else []
-    words += ["some layers without RoPE"] if family.rotates is not Family("").rotates else []
+    without = family.rope_bases or family.rotates is not Family("").rotates
+    words += ["some layers without RoPE"] if without else []
     words += [text for name, text in PLAN.items() if getattr(family, name)]
     return ", ".join(dict.fromkeys(words))
 

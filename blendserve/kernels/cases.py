@@ -49,6 +49,11 @@ class Draw:
         chosen[int(torch.randint(n, (), generator=self.generator))] = True
         return chosen.nonzero()[:, 0].tolist()
 
+    def sinks(self, n_heads: int) -> Tensor:
+        """Some below all scores, and some above."""
+        drawn = 3 * torch.randn(n_heads, generator=self.generator)
+        return drawn.to(self.dtype).to(self.device, torch.float32)
+
     def rope(self, n: int, width: int, form: Rotary) -> Rope:
         """n random angles, of length 1.1 as YaRN's."""
         angles = 6.0 * torch.rand((n, width // 2), generator=self.generator)
@@ -59,7 +64,7 @@ class Draw:
 def attention(
     draw: Draw, at: Sequence[int] | None = None, total: int = 1, share: float = 1.0, dense: bool = False,
     n_kv: int = 2, group: int = 2, dim: int = 64, window: int | None = None, softcap: float | None = None,
-    size: float = 1.0, absent: float | None = None,
+    size: float = 1.0, absent: float | None = None, sinks: bool = False,
 ) -> Args:  # fmt: skip
     """Rows over a slice of a larger cache. absent: share of keys that no row may see."""
     at = list(at or (range(int(total * (1 - share)), total) if dense else draw.rows(total, share)))
@@ -78,7 +83,8 @@ def attention(
         cache = cache[:, :, : len(hidden)]
     keys, values = cache.to(draw.device, draw.dtype)
     q = draw(len(at), n_kv * group, dim, scale=size).transpose(0, 1)
-    spec, here = AttentionSpec(1 / math.sqrt(dim), window, softcap), torch.tensor(at)
+    spec = AttentionSpec(1 / math.sqrt(dim), window, softcap, draw.sinks(n_kv * group) if sinks else None)
+    here = torch.tensor(at)
     return q, keys, values, spec, plan_rows(here.to(draw.device), group, window, here, hidden)
 
 
@@ -92,12 +98,13 @@ def attention_at(draw: Draw, **options: Any) -> Args:
 
 def attention_chunks(
     draw: Draw, lengths: Sequence[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: bool = False,
 ) -> Args:  # fmt: skip
     stack = ChunkStack(list(lengths), prefix, group, draw.device)
     q, k, v = (draw(n, sum(lengths), dim) for n in (n_kv * group, n_kv, n_kv))
     prefix_kv = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
-    return q, k, v, prefix_kv, AttentionSpec(1 / math.sqrt(dim), window, softcap), stack
+    spec = AttentionSpec(1 / math.sqrt(dim), window, softcap, draw.sinks(n_kv * group) if sinks else None)
+    return q, k, v, prefix_kv, spec, stack
 
 
 def rotation(

@@ -96,4 +96,6 @@ def _kind(x: Any) -> Hashable:
         return x.penalty is None
     if type(x) in (list, tuple):  # stored chunks
         return frozenset(map(_kind, x))
-    return x if isinstance(x, (AttentionSpec, Rotary, type(None))) else None
+    if isinstance(x, AttentionSpec):
+        return x, x.sinks is not None
+    return x if isinstance(x, (Rotary, type(None))) else None

@@ -35,7 +35,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
     """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
 
     Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
-    Equals softmax(softcap(scale q k^T) + causal mask by position) v. ops.attend raises ValueError where keys are too few.
+    Equals softmax(softcap(scale q k^T) + causal mask by position) v; a sink is one more score, and its column is left
+    out of the weights. ops.attend raises ValueError where keys are too few.
 
     Rows go in blocks, each over the keys from its first row's window to its last position: no S x T mask or score matrix
     is made. The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
@@ -56,11 +57,20 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
             scores = torch.addmm(q.new_empty(()), qb, keys[head, seen].T, beta=0, alpha=spec.scale)
             if spec.softcap is not None:
                 scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-            scores.view(group, stop - start, -1).masked_fill_(hidden, float("-inf"))
-            mixed = torch.mm(torch.softmax(scores, dim=-1), values[head, seen])
+            scores = scores.view(group, stop - start, -1).masked_fill_(hidden, float("-inf"))
+            sinks = None if spec.sinks is None else spec.sinks.view(n_kv, group, 1, 1)[head]
+            mixed = torch.mm(_softmax(scores, sinks).flatten(0, 1), values[head, seen])
             out[start:stop, head] = mixed.view(group, stop - start, dim).transpose(0, 1)
         start = stop
     return out.view(n_rows, n_heads * dim)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights over keys of scores [..., T]; sinks: [..., 1] of the same number of dimensions."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
 def attend_with_scores(
@@ -79,7 +89,10 @@ def attend_with_scores(
     if spec.softcap is not None:
         weights.div_(spec.softcap).tanh_().mul_(spec.softcap)
     weights.view(n_heads, s, n)[..., n - hide.shape[1] :].masked_fill_(hide, float("-inf"))
-    torch.softmax(weights, dim=-1, out=weights)
+    if spec.sinks is None:
+        torch.softmax(weights, dim=-1, out=weights)
+    else:
+        weights = _softmax(weights.view(n_heads, s, n), spec.sinks[:, None, None]).reshape(weights.shape)
     attended = (weights @ values).view(n_heads, s, dim).transpose(0, 1).reshape(s, n_heads * dim)
     length = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)  # [K, T]
     per_kv_head = weights.view(n_kv, -1, s, n).sum(dim=1, dtype=torch.float32)  # [K, S, T]
@@ -100,7 +113,8 @@ def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: 
     hidden = position > at
     if spec.window is not None:
         hidden |= position <= at - spec.window
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).to(q.dtype)
+    sinks = None if spec.sinks is None else spec.sinks.view(n_kv, -1, 1)
+    weights = _softmax(scores.masked_fill(hidden, float("-inf")), sinks).to(q.dtype)
     return (weights @ values).reshape(1, -1)
 
 

@@ -23,8 +23,8 @@ BLOCK = 128  # rows with one mask on a CPU, where torch converts it to fp32
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
-    """There is no softcap, and on a GPU no window that hides a key."""
-    if spec.softcap is not None or not q.shape[1]:
+    """There is no softcap and no sink, and on a GPU no window that hides a key."""
+    if spec.softcap is not None or spec.sinks is not None or not q.shape[1]:
         return False
     hides_none = spec.window is None or spec.window >= plan.kv_len
     return q.device.type == "cpu" or (

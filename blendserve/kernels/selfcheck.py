@@ -135,8 +135,11 @@ CHECKS = {  # by function of kernels.h
     "attention": Check(  # outputs reach 4 and 5; they and the weights are rounded
         "attend",
         [
-            {"at": POSITIONS, "group": 3, "window": window, "softcap": softcap, "size": 2.0}
-            for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0))
+            {"at": POSITIONS, "group": 3, "window": window, "softcap": softcap, "size": 2.0, "sinks": sinks}
+            for window, softcap, sinks in (
+                *((None, None, False), (70, None, False), (None, 2.0, False), (300, 2.0, False)),
+                (70, None, True),
+            )
         ],
         ATTENTION_BOUNDS,
     ),
@@ -198,17 +201,19 @@ class Kind:
     dim: int
     windowed: bool
     softcapped: bool
+    has_sinks: bool = False
 
     @classmethod
     def of(cls, q: Tensor, keys: Tensor, spec: AttentionSpec) -> Kind:
-        group = q.shape[0] // keys.shape[0]
-        return cls(q.device, q.dtype, group, q.shape[2], spec.window is not None, spec.softcap is not None)
+        group, has = q.shape[0] // keys.shape[0], (spec.window, spec.softcap, spec.sinks)
+        return cls(q.device, q.dtype, group, q.shape[2], *(x is not None for x in has))
 
     @property
     def options(self) -> Options:
         """Of a call with such heads."""
         window, softcap = 70 if self.windowed else None, 2.0 if self.softcapped else None
-        return {"group": self.group, "dim": self.dim, "window": window, "softcap": softcap}
+        heads = {"group": self.group, "dim": self.dim, "sinks": self.has_sinks}
+        return {**heads, "window": window, "softcap": softcap}
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # row i sees key j only if i - j < window
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    # [H] fp32: a score of each query head that takes its part of the softmax and has no value. None = there is none
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,15 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None  # [S]: factor of queries after their rotation; None = 1
 
     def at(self, rows: Tensor | slice) -> Rope:
-        return Rope(self.cos[rows], self.sin[rows])
+        scale = self.query_scale
+        return Rope(self.cos[rows], self.sin[rows], None if scale is None else scale[rows])
+
+    def scale_queries(self, q: Tensor) -> Tensor:
+        """Rotated queries [H, S, D] times their factors."""
+        return q if self.query_scale is None else q * self.query_scale[:, None]
 
     @cached_property
     def inverse(self) -> Rope:

@@ -15,6 +15,7 @@ from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
 from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
+Gate = Literal["gate_proj", "g_proj"]  # in layers.py
 LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]  # in layers.py
 
 
@@ -36,16 +37,21 @@ class Family:
     mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
+    shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
+    gate: Gate | None = None  # of attention's output, by head or by dim
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
+    sinks: bool = False  # attention has one a head
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
     rotary: Rotary = HALVES
     wide_rope: bool = False  # cos and sin stay in fp32
     rotates: Callable[[Any, int], bool] = _always  # whether a layer has RoPE at all
     typed_rope: bool = False  # other angles for each layer type
-    embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)"
+    scaled_queries: bool = False  # by their position, if rope_parameters has llama_4_scaling_beta
+    rope_bases: bool = False  # config.layer_rope_theta has one for each layer; 0 = no RoPE
+    embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
     residual_scale: str | None = None
     logits_scale: str | None = None
     logits_divisor: str | None = None
@@ -73,6 +79,11 @@ POST_NORM: dict[str, Any] = {
     "before_mlp": None,
     "after_mlp": "post_feedforward_layernorm",
 }
+SANDWICH: dict[str, Any] = {
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_mlp_layernorm",
+    "after_mlp": "post_mlp_layernorm",
+}
 GEMMA: dict[str, Any] = {"norm": GEMMA_RMS, "embedding_scale": "sqrt(hidden_size)"}
 GEMMA_2: dict[str, Any] = {
     **GEMMA,
@@ -94,6 +105,8 @@ OLMO: dict[str, Any] = {**POST_NORM, "norm": LATE_RMS, "qk_norm": "width", "wide
 EXAONE: dict[str, Any] = {"windows": "typed", "qk_norm": "head", "rotates": _slides_or_has_no_window}
 ERNIE: dict[str, Any] = {"rotary": INTERLEAVED, "wide_rope": True}
 GLM: dict[str, Any] = {"rotary": INTERLEAVED, "mlp_layers": ("gate_up_proj", "down_proj")}
+GRANITE_MOE: dict[str, Any] = {**GRANITE, "mlp": "block_sparse_moe", "experts": True}
+SWASH: dict[str, Any] = {"windows": "typed", "sinks": True, "rope_bases": True}
 UNGATED: dict[str, Any] = {"mlp_layers": ("up_proj", "down_proj")}
 NORMED_EXPERTS: dict[str, Any] = {"qk_norm": "head", "experts": True}
 
@@ -115,7 +128,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family("OLMo 2", **OLMO),
     "olmo3": Family("OLMo 3", **OLMO, windows="typed", typed_rope=True),
     "granite": Family("Granite 3", **GRANITE),
-    "granitemoe": Family("Granite 3 MoE", **GRANITE, mlp="block_sparse_moe", experts=True),
+    "granitemoe": Family("Granite 3 MoE", **GRANITE_MOE),
+    "gpt_oss": Family("gpt-oss 20B, 120B", norm=LATE_RMS, windows="typed", sinks=True, experts=True),
     "smollm3": Family("SmolLM3", windows="typed", rotates=lambda config, l: bool(config.no_rope_layers[l])),
     "cohere": Family("Command R", **COHERE, norm="layer, wide", qk_norm="head"),
     "cohere2": Family("Command R7B, Command A", **COHERE, norm="layer, wide", windows="typed", rotates=slides),
@@ -128,6 +142,8 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family("GLM-4-0414", **GLM, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
     "apertus": Family("Apertus", **UNGATED,
                       before_attention="attention_layernorm", before_mlp="feedforward_layernorm", qk_norm="head"),
+    "afmoe": Family("Trinity", **SANDWICH, norm=LATE_RMS, qk_norm="head", experts=True, windows="typed",
+                    rotates=slides, gate="gate_proj", embedding_scale="mup_enabled"),
     "aria_text": Family("Aria, text checkpoints", experts=True),
     "cohere2_moe": Family("Command A MoE",
                           **COHERE, norm="rms or layer", windows="typed", experts=True, rotates=_slides_or_is_dense),
@@ -137,14 +153,20 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family("ERNIE 4.5 MoE", **ERNIE, experts=True),
     "exaone_moe": Family("K-EXAONE", **EXAONE, experts=True),
     "flex_olmo": Family("FlexOlmo", **OLMO, experts=True),
+    "flint": Family("Flint", **NORMED_EXPERTS, norm=LATE_RMS, windows="typed", sinks=True, rotates=slides),
     "glm4_moe": Family("GLM-4.5, 4.6, GLM-4.5-Air", **NORMED_EXPERTS),
+    "granite_swa": Family("Granite Swash", **GRANITE, **SWASH),
+    "granitemoe_swa": Family("Granite Swash MoE", **GRANITE_MOE, **SWASH, shared_mlp="shared_mlp"),
+    "granitemoeshared": Family("Granite MoE with a shared expert", **GRANITE_MOE, shared_mlp="shared_mlp"),
     "hy_v3": Family("Hunyuan 3", **NORMED_EXPERTS),
     "internlm3": Family("InternLM 3"),
     "iquestcoder": Family("IQuest-Coder"),
     "jais2": Family("Jais 2", norm="layer", **UNGATED),
+    "laguna": Family("Laguna with as many heads in every layer",
+                     **NORMED_EXPERTS, windows="typed", typed_rope=True, gate="g_proj"),
     "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
     "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
-    "ministral3": Family("Ministral 3, to the length at which it begins to scale queries", windows="all"),
+    "ministral3": Family("Ministral 3", windows="all", scaled_queries=True),
     "nemotron": Family("Nemotron, Minitron", norm="layer, plus one", **UNGATED),
     "olmo": Family("OLMo 1", norm="layer", wide_rope=True),
     "olmoe": Family("OLMoE", qk_norm="width", experts=True),
@@ -174,10 +196,9 @@ REFUSALS = {
     ),
     "its positions are a bias on attention scores (ALiBi), which is not built in": "bloom mpt",
     "its later layers read the KV of earlier ones, which is not built in": "gemma3n gemma3n_text gemma4 gemma4_text",
-    "it scales queries by their position in layers without RoPE, which is not built in": "llama4 llama4_text",
+    "it attends within blocks of a fixed length, which is not built in": "llama4 llama4_text",
     "its text model is not proven: use a text-only checkpoint of the family": "qwen2_vl mllama llava",
     ENCODER: "bert roberta t5 bart whisper",
-    "its attention has learned sinks, which are not built in": "gpt_oss",
     "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
     "it subtracts one attention from another, which is not built in": "diffllama",
     "it masks keys by their values": "doge",
@@ -225,6 +246,12 @@ def _refused_setting(config: Any) -> tuple[str, str]:
         )
     if others := _other_layers(config):
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
+    heads = getattr(config, "num_attention_heads_per_layer", None) or ()
+    if set(heads) - {config.num_attention_heads}:
+        return (
+            "num_attention_heads_per_layer",
+            "its layers differ in their number of heads, which is not built in",
+        )
     return next((found for found in REFUSED_SETTINGS.items() if getattr(config, found[0], None)), ("", ""))
 
 
@@ -245,11 +272,3 @@ def _refused_type(config: Any) -> str:
 
 def _other_layers(config: Any) -> set[str]:
     return set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-
-
-def context_limit(config: Any) -> int:
-    """Tokens of the longest prompt. Where a model scales later queries by their position, it ends before these."""
-    limit = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    scales_later = rope.get("llama_4_scaling_beta")
-    return min(limit, int(rope["original_max_position_embeddings"])) if scales_later else limit

@@ -67,6 +67,7 @@ def _run_layer(model: DecoderModel, l: int, hidden: Tensor, layers: LayerPass) -
     else:
         fresh = model.project(l, hidden)
         q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
+    q = rope.scale_queries(q)
     left = layers.write(l, fresh, keys)
     if left is not None:
         q, hidden = q[:, left], hidden[left]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
-from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import Activation, Rope
 from blendserve.models.families import Family
 
@@ -23,12 +22,17 @@ DEFAULT_EPS = 1e-5
 
 Function = Callable[[Tensor], Tensor]
 
+GATES: dict[str, Function] = {  # by the name of their linear layer
+    "gate_proj": torch.sigmoid,
+    "g_proj": lambda x: F.softplus(x.float()).to(x.dtype),
+}
+
 
 class RopeAngles:
     """The angles of one kind of layer."""
 
     def __init__(
-        self, config: Any, head_dim: int, rotary: Rotary, layer_type: str, dtype: torch.dtype
+        self, config: Any, layer_type: str, head_dim: int, family: Family, dtype: torch.dtype
     ) -> None:
         """layer_type: a key of config.rope_parameters; "" = all layers share one set. dtype: of cos and sin."""
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
@@ -44,16 +48,22 @@ class RopeAngles:
             own = config if isinstance(config, PreTrainedConfig) else AutoConfig.for_model(**config.to_dict())
             by_type = {"layer_type": layer_type} if layer_type else {}
             self._frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](own, **by_type)
-        self._interleaved, self._dtype = rotary.step == 2, dtype
+        self._interleaved, self._dtype = family.rotary.step == 2, dtype
+        self._query_slope = parameters.get("llama_4_scaling_beta") if family.scaled_queries else None
+        self._trained_length = parameters.get("original_max_position_embeddings")
 
     def __call__(self, positions: Tensor) -> Rope:
-        """Positions [S] -> cos and sin [S, R], R <= D the rotated dims."""
+        """Positions [S] -> cos and sin [S, R], R <= D the rotated dims, and the scale of queries [S], if there is one."""
         self._frequencies = self._frequencies.to(positions.device)
         angles = positions[:, None].float() * self._frequencies
         twice = (
             angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
         )
-        return Rope((twice.cos() * self._scale).to(self._dtype), (twice.sin() * self._scale).to(self._dtype))
+        cos, sin = ((x * self._scale).to(self._dtype) for x in (twice.cos(), twice.sin()))
+        if self._query_slope is None:
+            return Rope(cos, sin)
+        scale = 1 + self._query_slope * torch.log(1 + torch.floor(positions / self._trained_length))
+        return Rope(cos, sin, scale.to(self._dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +134,18 @@ class Parts:
         weight = weight + 1.0 if form == "layer, plus one" else weight
         return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, eps))
 
+    def gate(self, name: str) -> Function:
+        """x [S, E] -> factors of attention's output, [S, H] or [S, H * D]"""
+        made, activation = self.linear(name), GATES[name.rpartition(".")[2]]
+        return lambda x: activation(made(x))
+
     def mlp(self, name: str) -> Function:
         """x [S, E] -> [S, E]"""
         if self.family.experts:  # each family has a router of its own
-            module = self.module(name)
-            return lambda x: cast(Tensor, module(x[None])[0])
+            names = [name]
+            if self.family.shared_mlp and self.config.shared_intermediate_size:
+                names.append(f"{name.rpartition('.')[0]}.{self.family.shared_mlp}")
+            return partial(_experts, [self.module(each) for each in names])
         *inner, down = (self.linear(f"{name}.{part}") for part in self.family.mlp_layers)
         is_gated = len(inner) == 2 or self.family.mlp_layers[0] == "gate_up_proj"
         return MLP(tuple(inner), down, self._activation(name), is_gated)
@@ -142,6 +159,12 @@ class Parts:
         from transformers.activations import ACT2FN  # seconds to import
 
         return cast(Activation, ACT2FN[called])
+
+
+def _experts(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The sum of what these give for x [S, E]; some return the router's scores, too."""
+    made = [out[0] if isinstance(out, tuple) else out for out in (module(x[None]) for module in modules)]
+    return cast(Tensor, sum(made[1:], made[0])[0])
 
 
 def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,6 +10,7 @@ is in families.py. transformers' own model is the reference: gate, tests and met
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
-from blendserve.models.families import Family, check_supported, context_limit, slides
+from blendserve.models.families import Family, check_supported, slides
 from blendserve.models.layers import Function, Parts, RopeAngles, call_norm, norm_heads
 
 
@@ -41,6 +42,7 @@ class DecoderLayer:
     before_attention: Norm | None
     qkv: tuple[Function, ...]  # three linear layers, or one that gives all
     qk_norms: tuple[Norm, ...]
+    gate: Function | None  # of attention's output
     o: Function
     after_attention: Norm | None
     before_mlp: Norm | None
@@ -74,10 +76,12 @@ class DecoderModel:
         self.n_heads: int = config.num_attention_heads
         self.n_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.n_heads
-        self.context_limit: int = context_limit(config)
+        self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
-        self.specs = [_attention_spec(config, family, l, self.head_dim) for l in range(self.n_layers)]
+        self.specs = [
+            _attention_spec(config, family, l, self.head_dim, tensors) for l in range(self.n_layers)
+        ]
         parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
         self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
@@ -90,7 +94,7 @@ class DecoderModel:
         self._turns = [_turn(config, family, l) for l in range(self.n_layers)]
         dtype = torch.float32 if family.wide_rope else self.dtype
         self._angles = {
-            turn: RopeAngles(config, self.head_dim, family.rotary, turn, dtype)
+            turn: RopeAngles(*_rope_of(config, family, turn), self.head_dim, family, dtype)
             for turn in set(self._turns)
             if turn is not None
         }
@@ -173,6 +177,9 @@ class DecoderModel:
     def finish(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Second half of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
         layer, scale = self.layers[l], self.residual_scale
+        if layer.gate is not None:
+            gate = layer.gate(call_norm(layer.before_attention, hidden)[1])
+            attended = (attended.reshape(*gate.shape, -1) * gate[..., None]).flatten(1)
         added = layer.o(attended)
         if layer.after_attention is not None:
             added = call_norm(layer.after_attention, added)[1]
@@ -212,6 +219,7 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
         before_attention=norm(family.before_attention),
         qkv=tuple(parts.linear(f"{attention}.{part}") for part in qkv),
         qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk") if norms_qk else (),
+        gate=parts.gate(f"{attention}.{family.gate}") if family.gate else None,
         o=parts.linear(f"{attention}.o_proj"),
         after_attention=norm(family.after_attention),
         before_mlp=None if family.parallel else norm(family.before_mlp),
@@ -228,6 +236,8 @@ def _setting(config: Any, name: str | None) -> float | None:
 def _embedding_scale(config: Any, family: Family, dtype: torch.dtype) -> float | None:
     if family.embedding_scale == "sqrt(hidden_size)":
         return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))  # rounded, as Gemma does
+    if family.embedding_scale == "mup_enabled":
+        return float(config.hidden_size**0.5) if config.mup_enabled else None
     return _setting(config, family.embedding_scale)
 
 
@@ -237,14 +247,28 @@ def _logits_factor(config: Any, family: Family) -> float | None:
 
 
 def _turn(config: Any, family: Family, l: int) -> str | None:
-    """The RoPE angles of layer l: None = none, "" = the model's only ones, else those of this layer type."""
+    """The RoPE angles of layer l: None = none, "" = the model's only ones, else those of this layer type, or base."""
+    if family.rope_bases:
+        return str(config.layer_rope_theta[l]) if config.layer_rope_theta[l] else None
     if not family.rotates(config, l):
         return None
     return str(config.layer_types[l]) if family.typed_rope else ""
 
 
-def _attention_spec(config: Any, family: Family, l: int, head_dim: int) -> AttentionSpec:
+def _rope_of(config: Any, family: Family, turn: str) -> tuple[Any, str]:
+    """A configuration with these angles' parameters, and the layer type that has them, "" = all."""
+    if not family.rope_bases:
+        return config, turn
+    config = copy(config)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": float(turn)}
+    return config, ""
+
+
+def _attention_spec(
+    config: Any, family: Family, l: int, head_dim: int, tensors: Mapping[str, Tensor]
+) -> AttentionSpec:
     has_window = family.windows == "all" or (family.windows == "typed" and slides(config, l))
     scale = family.attention_scale(config) if family.attention_scale else head_dim**-0.5
     window = config.sliding_window if has_window else None
-    return AttentionSpec(scale, window, _setting(config, family.softcap))
+    sinks = tensors[f"model.layers.{l}.self_attn.sinks"].float() if family.sinks else None
+    return AttentionSpec(scale, window, _setting(config, family.softcap), sinks)

@@ -76,8 +76,10 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
     if model.rotary != HALVES or model.family.wide_rope:
         raise ValueError("RoPE is not by halves, or in fp32")
-    if model.family.parallel or model.family.qk_norm == "width":
-        raise ValueError("the MLP is parallel to attention, or norms are over all heads")
+    if model.family.parallel or model.family.qk_norm == "width" or model.family.gate:
+        raise ValueError(
+            "the MLP is parallel to attention, norms are over all heads, or attention has a gate"
+        )
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
     form, weight = model.norm.form, model.norm.weight
     if form is None or weight is None or len({(norm.form, norm.eps) for norm in norms}) > 1:

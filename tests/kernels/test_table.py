@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,19 +20,31 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from blendserve.kernels import selfcheck, switches
+from blendserve.kernels import sdpa, selfcheck, switches
 from blendserve.kernels.cases import NAN, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.library import loaded
-from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.cuda.available import flash_attn
 from blendserve.kernels.cuda.place import place
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import HALVES, INTERLEAVED
+from blendserve.kernels.selfcheck import Kind
 from blendserve.kernels.types import Rope
-from tests.support.kernels import DTYPES, TABLE, Options, Way, compare, guarded, same, threads, ways
+from tests.support.kernels import (
+    DTYPES,
+    TABLE,
+    Options,
+    Way,
+    compare,
+    guarded,
+    plain_torch,
+    same,
+    threads,
+    ways,
+)
 
 WAYS = list(ways())
 NATIVE = [way for way in WAYS if way.is_native]
@@ -210,15 +223,33 @@ def test_says_what_it_cannot_do(way: Way) -> None:
             assert not way.backend.supports(*way.args(dtype, small)), "gradients would be lost"
 
 
+def test_kernels_without_sinks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of call with sinks is another kind: what is bound for calls without does not serve it."""
+    for name in ("capability", "are_supported", "flash_attn"):
+        monkeypatch.setattr(flash, name, lambda *_: (9, 0))
+    q, keys, values, with_sinks, plan = WAYS[0].args(torch.float32, {"at": [5, 6], "sinks": True})
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    without = replace(with_sinks, sinks=None)
+    for spec, serve in ((with_sinks, False), (without, True)):
+        assert sdpa.supports(q, keys, values, spec, plan) == serve
+        assert flash.supports(on_gpu, keys, values, spec, plan) == serve
+    with plain_torch():
+        OPERATIONS["attend"](q, keys, values, without, plan)
+        found = OPERATIONS["attend"](q, keys, values, with_sinks, plan)
+        compare(WAYS[0], torch.float32, (q, keys, values, with_sinks, plan), [found])
+    assert Kind.of(q, keys, with_sinks).options["sinks"]
+
+
 # Triton
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 7, scattered.MOST_SPLITS])
-def test_triton_splits_keys_among_programs(splits: int) -> None:
-    """Some get none; a wider tile goes as far."""
+def test_triton_splits_keys_among_programs(splits: int, sinks: bool) -> None:
+    """Some get none; a wider tile goes as far; a sink counts once."""
     pytest.importorskip("triton")
     way = next(way for way in WAYS if way.name == "triton")
-    options = {"at": [0, 1, 3, 25, 40, 129], "window": 30, "group": 4, "dim": 32}
+    options = {"at": [0, 1, 3, 25, 40, 129], "window": 30, "group": 4, "dim": 32, "sinks": sinks}
     q, keys, values, spec, plan = args = way.args(torch.float32, options)
     for tile in (scattered.Tile(16, 16, 4, 1), scattered.Tile(32, 32, 4, 1)):
         got = scattered.run(q, keys, values, spec, plan.positions, tile, splits)

@@ -29,7 +29,17 @@ from tests.support.models import wide_model
 
 COVERED = [
     *("llama-yarn", "llama-biased", "mistral-window", "ministral-window", "qwen2-window", "qwen3-window"),
-    *("phi3-window", "granite", "smollm3", "cwm", "internlm3", "seed_oss", "llama-yarn/8"),
+    *(
+        "phi3-window",
+        "granite",
+        "granite_swa",
+        "ministral3",
+        "smollm3",
+        "cwm",
+        "internlm3",
+        "seed_oss",
+        "llama-yarn/8",
+    ),
 ]
 LOOPED = ["gemma2", "cohere2", "glm4", "olmo2", "qwen3_moe", "starcoder2", "exaone4"]
 ACTIVE = {level.dtype for level in LEVELS.values() if cpu_status(level).active}

@@ -30,8 +30,13 @@ def attention(
         logits = spec.scale * torch.einsum("kgd,knd->kgn", q[:, s].view(n_kv, -1, dim), k)
         if spec.softcap is not None:
             logits = spec.softcap * torch.tanh(logits / spec.softcap)
-        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-        weights /= weights.sum(-1, keepdim=True)
+        peak, beside = logits.amax(-1, keepdim=True), torch.zeros(())
+        if spec.sinks is not None:
+            sink = spec.sinks.double().cpu().view(n_kv, -1, 1)
+            peak = torch.maximum(peak, sink)
+            beside = torch.exp(sink - peak)
+        weights = torch.exp(logits - peak)
+        weights /= weights.sum(-1, keepdim=True) + beside
         out.append(torch.einsum("kgn,knd->kgd", weights, v).flatten())
         scores[list(visible)] += (weights * v.norm(dim=-1)[:, None]).flatten(0, 1).mean(0) ** 2
     return [torch.stack(out), scores.sqrt()]

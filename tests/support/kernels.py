@@ -84,6 +84,10 @@ class Way:
         return self.is_flash_attn or (self.device == "cuda" and self.name == "torch_s_sdpa")
 
     @property
+    def has_sinks(self) -> bool:
+        return not (self.is_flash_attn or self.name == "torch_s_sdpa")
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         if self.level is not None:
             return (dtype_of(self.level),)
@@ -217,7 +221,7 @@ def attention_shapes(way: Way, **more: Any) -> st.SearchStrategy[Options]:
             total=total, share=st.sampled_from([0.02, 0.3, 1.0]), n_kv=st.integers(1, 3), window=windows,
             group=st.sampled_from([1, 2, 3, 4, 7, 8]), dim=st.sampled_from(dims),
             softcap=st.none() if way.name == "torch_s_sdpa" else st.sampled_from([None, 0.7, 20.0]),
-            dense=way.is_contiguous or st.booleans(), **more,
+            dense=way.is_contiguous or st.booleans(), sinks=way.has_sinks and st.booleans(), **more,
         )  # fmt: skip
 
     return st.sampled_from(totals).flatmap(of)
@@ -302,6 +306,7 @@ LARGE: Sequence[Options] = (
     {"at": list(range(0, 1300, 3)), "group": 3},
     {"at": [0, 5, 300, 599], "size": 300.0},
     {"at": [0, 5, 300, 599], "size": 300.0, "softcap": 5.0},
+    {"at": list(range(0, 1300, 3)), "group": 3, "window": 200, "sinks": True},
 )
 TABLE: dict[str, Operation] = {
     "attend": Operation(
@@ -321,6 +326,7 @@ TABLE: dict[str, Operation] = {
         lambda way: options(
             lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), prefix=st.sampled_from([0, 1, 9]),
             window=st.none() | st.integers(1, 12), softcap=st.sampled_from([None, 0.7]), group=st.integers(1, 3),
+            sinks=way.has_sinks and st.booleans(),
         ),
         attention_bounds, lambda q, k, v, prefix, *rest: (q, k, v, (prefix[0].roll(1, 1), prefix[1]), *rest),
     ),

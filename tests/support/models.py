@@ -34,21 +34,29 @@ def rope(kind: str = "default", **parameters: Any) -> dict[str, Any]:
 # fmt: off
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-SCALED = rope("yarn", factor=2.0, original_max_position_embeddings=CONTEXT // 2, llama_4_scaling_beta=0.5)
+UNTRUNCATED = rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
+SCALED = rope("yarn", factor=16.0, original_max_position_embeddings=CONTEXT // 16, llama_4_scaling_beta=0.5)
 PARTIAL, MROPE = rope(partial_rotary_factor=0.5), rope(mrope_section=[4, 2, 2])
 TYPED_ROPE = {"rope_parameters": {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
 }}
+PARTIALLY_TYPED = {"rope_parameters": {
+    **TYPED_ROPE["rope_parameters"],
+    "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GROUPED = {
     **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }
+GATED = {**EXPERTS, **SLIDES, "shared_expert_intermediate_size": 40}
 GEMMA = {**SLIDES, "query_pre_attn_scalar": 8}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }
 BIASED = {"attention_bias": True, "mlp_bias": True}
+SWASH = {**GRANITE, **SLIDES, **BIASED, "layer_rope_theta": [1e4, 0, 1e4, 100.0]}
+SHARED = {"shared_intermediate_size": 40}
 
 # name -> settings beside those of BASE; what stands in front of the first "-" is the family's model_type
 TINY: dict[str, dict[str, Any]] = {
@@ -81,6 +89,16 @@ TINY: dict[str, dict[str, Any]] = {
     "olmo3": SLIDES,
     "granite": GRANITE,
     "granitemoe": {**GRANITE, **EXPERTS},
+    "afmoe": {**GATED, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
+    "afmoe-unscaled": {**GATED, "num_dense_layers": 3, "attention_bias": True},
+    "laguna": {**GATED, **PARTIALLY_TYPED, "gating": "per-element"},
+    "laguna-heads": {**GATED, **TYPED_ROPE, "gating": "per-head", "attention_bias": True},
+    "granite_swa": SWASH,
+    "granitemoe_swa": {**SWASH, **EXPERTS, **SHARED},
+    "granitemoe_swa-unshared": {**SWASH, **EXPERTS, **rope("linear", factor=2.0)},
+    "granitemoeshared": {**GRANITE, **EXPERTS, **SHARED},
+    "flint": {**EXPERTS, **SLIDES, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    "gpt_oss": {**EXPERTS, **SLIDES, **UNTRUNCATED},
     "smollm3": {"no_rope_layers": [1, 1, 0, 1]},
     "smollm3-window": SLIDES_IF_USED,
     "cohere": {"logit_scale": 0.3},
@@ -149,10 +167,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 # One of each kind of difference, for properties that take many examples.
 KINDS = [
     *("llama-yarn", "mistral-window", "gemma2", "gemma3_text"),
-    *("phi3-partial", "olmo2", "smollm3", "cohere"),
+    *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
-# With experts, multipliers, layers without RoPE next to windows, and interleaved halves.
-BLEND_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4"]
+# With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
+BLEND_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 
 
 def config(kind: str, **settings: Any) -> Any:

@@ -103,7 +103,8 @@ def naive_prefill(
         keys[:, here], values[:, here] = fresh.k, fresh.v
         twin.keys[l], twin.values[l] = decoder.rotate(keys, ropes[l]), values
         left = torch.isin(here, rows[l + 1])
-        q = decoder.rotate(fresh.q, ropes[l].at(here))[:, left]
+        here_rope = ropes[l].at(here)
+        q = here_rope.scale_queries(decoder.rotate(fresh.q, here_rope))[:, left]
         attended, _ = attend(decoder, l, q, twin.keys[l], values, here[left], all_known)
         hidden = decoder.finish(l, hidden[left], attended)
     twin.logits = decoder.logits(hidden[-1:])[0]
@@ -122,7 +123,8 @@ def question_scores(decoder: DecoderModel, prompt: Prompt, start: Start) -> Tens
         fresh = decoder.project(l, hidden)
         keys, values = start.keys[l].clone(), start.values[l].clone()
         keys[:, rows], values[:, rows] = fresh.k, fresh.v
-        q = decoder.rotate(fresh.q, ropes[l].at(rows))
+        here_rope = ropes[l].at(rows)
+        q = here_rope.scale_queries(decoder.rotate(fresh.q, here_rope))
         attended, weights = attend(decoder, l, q, decoder.rotate(keys, ropes[l]), values, rows, seen)
         sizes = values.double().square().sum(-1).sqrt().repeat_interleave(decoder.group, 0)  # [H, T]
         total += (weights * sizes[:, None]).mean(0).square().sum(0).sqrt()
@@ -142,7 +144,11 @@ def attend(
     hidden = (at[None] > rows[:, None]) | ~seen[None]
     if spec.window:
         hidden |= rows[:, None] - at[None] >= spec.window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        column = spec.sinks.double()[:, None, None].expand(-1, len(rows), 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(at)]
     out = (weights @ values).transpose(0, 1)
     return out.reshape(len(rows), -1).to(decoder.dtype), weights
 

@@ -72,6 +72,15 @@ struct State : BlockState {
         new (this) State;
         std::fill(output(), output() + TILE * c.dim, 0.0f);
     }
+    // Before the first block; a sink has been seen already, and adds nothing to the output.
+    void begin(const AttentionArgs& c, int64_t head, int64_t tile) {
+        clear(c);
+        Range rows = c.sinks ? rows_of(c, tile) : Range{0, 0};
+        for (int64_t s = rows.begin; s < rows.end; ++s) {
+            row_max[s - rows.begin] = c.sinks[head * c.group + s % c.group] * LOG2E;
+            row_sum[s - rows.begin] = 1.0f;
+        }
+    }
 };
 
 thread_local Workspace thread_scratch, call_scratch;  // of the thread itself, and of the call that it made
@@ -258,7 +267,7 @@ class SplitKv {
         int64_t head = item / tiles, tile = item % tiles;
         TileBuffers work(c, 1);
         State& all_blocks = work.state(c, 0);
-        all_blocks.clear(c);
+        all_blocks.begin(c, head, tile);
         float* mix = all_blocks.output();
         for (int64_t b = blocks.begin; b < blocks.end; ++b) {
             State& one = state(head, tile, b);
@@ -384,7 +393,7 @@ void attend_packed(const AttentionArgs& c) {
         Range theirs = blocks_of(c, mine);
         auto q_of = [&](int64_t t) { return work.q + (t - mine.begin) * TILE * words_of(c); };
         for (int64_t t = mine.begin; t < mine.end; ++t) {
-            work.state(c, t - mine.begin).clear(c);
+            work.state(c, t - mine.begin).begin(c, head, t);
             pack_queries(c, head, t, q_of(t));
         }
         for (int64_t from = theirs.begin; from < theirs.end; from += span)

@@ -71,7 +71,7 @@ def attention(
     n_kv, positions = keys.shape[0], plan.positions.contiguous()
     out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
     loaded(level).attention(
-        *map(pointer, (q, keys, values, out, positions, masked, key_scores)),
+        *map(pointer, (q, keys, values, out, positions, masked, key_scores, spec.sinks)),
         *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         n_rows, n_kv, n_heads // n_kv, dim, spec.window or 0,
         spec.scale, spec.softcap or 0.0, team.size(),

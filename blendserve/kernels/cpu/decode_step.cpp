@@ -44,8 +44,8 @@ struct Shared {
         const DecodeRow& row = c.rows[r];
         int64_t size = c.heads * c.head_dim, stride = row.head_stride;
         return {q.data() + r * size, row.keys + l * row.layer_stride, row.values + l * row.layer_stride,
-                attended.data() + r * size, &row.position, nullptr, nullptr, c.head_dim, size, stride, row.row_stride,
-                stride, row.row_stride, 1, c.kv_heads, c.heads / c.kv_heads, c.head_dim, layer.window, layer.scale,
+                attended.data() + r * size, &row.position, nullptr, nullptr, layer.sinks, c.head_dim, size, stride,
+                row.row_stride, stride, row.row_stride, 1, c.kv_heads, c.heads / c.kv_heads, c.head_dim, layer.window, layer.scale,
                 layer.softcap, 1};
     }
 };
@@ -151,6 +151,7 @@ class Worker {
                 apply_rope({rope->cos, rope->sin, rope->width, rope->width}, r, out + r * dim, to, dim);
             else
                 std::memcpy(to, out + r * dim, sizeof(elem_t) * dim);
+            if (kind == 0 && row.query_scale != 1.0f) scale_and_add(to, row.query_scale, nullptr, to, dim);
         }
     }
 

@@ -27,7 +27,9 @@ class DecodeWeights:
     E: hidden size, I: inner size of the MLP.
     """
 
-    layers: Sequence[Sequence[Tensor | None]]  # of each layer, in the order of `LayerWeights` in kernels.h
+    layers: Sequence[
+        Sequence[Tensor | None]
+    ]  # of each layer, in the order of `LayerWeights` in kernels.h, without sinks
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
     head: tuple[Tensor, Tensor | None]  # [V, E] and [V]
@@ -74,7 +76,7 @@ class NativeLayers:
             for part in (*weights.layers, weights.head)
         )
         rows = [
-            (*map(pointer, tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
+            (*map(pointer, (*tensors, spec.sinks)), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
             for tensors, spec, rope in zip(self._layers, weights.specs, ropes, strict=True)
         ]
         self._table = pack("LayerWeights", rows)
@@ -120,7 +122,12 @@ class NativeLayers:
         logits = torch.empty(n_rows, w.head[0].shape[0], dtype=hidden.dtype)
         tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
         angles = pack("RopeTable", [(*map(pointer, table), table[0].shape[-1]) for table in tables])
-        rows = pack("DecodeRow", [(pointer(k), pointer(v), *k.stride()[:3], at) for k, v, at in caches])
+        scale = ropes[0].query_scale if ropes else None
+        scales = [1.0] * n_rows if scale is None else scale.tolist()
+        about = zip(caches, scales, strict=True)
+        rows = pack(
+            "DecodeRow", [(pointer(k), pointer(v), x, *k.stride()[:3], at) for (k, v, at), x in about]
+        )
         self._kernels.decode_step(
             *map(pointer, (self._table, angles, rows, hidden, w.norm, *self._head, logits)),
             len(w.layers), n_rows, hidden.shape[1], w.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],

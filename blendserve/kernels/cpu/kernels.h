@@ -12,6 +12,7 @@ struct AttentionArgs {
     const int64_t* positions;         // [rows], ascending
     const uint8_t* masked_keys;       // [T + 64] or null: not 0 = no row sees the key
     float* key_scores;  // [T] or null: sum over rows of (mean over heads of weight * |value|) squared
+    const float* sinks;  // [group * kv_heads] or null: scores without keys
     int64_t q_head, q_row, k_head, k_row, v_head, v_row;
     int64_t rows, kv_heads, group, dim, window;  // window: 0 = none
     float scale, softcap;                        // softcap: 0 = none
@@ -114,6 +115,7 @@ struct LayerWeights {
     const elem_t *norm_before_attention, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm;
     const elem_t *o, *o_bias, *norm_after_attention;
     const elem_t *norm_before_mlp, *gate, *gate_bias, *up, *up_bias, *down, *down_bias, *norm_after_mlp;
+    const float* sinks;
     int64_t rope;    // index of its RopeTable; -1 = no RoPE
     int64_t window;  // 0 = none
     float scale;
@@ -150,6 +152,7 @@ struct RopeTable {
 // A row of a decoding step: its position, and its request's cache [layers, kv_heads, T, dim].
 struct DecodeRow {
     elem_t *keys, *values;
+    float query_scale;  // of rotated queries; 1 = none
     int64_t layer_stride, head_stride, row_stride, position;
 };
 

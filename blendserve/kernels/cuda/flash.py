@@ -21,12 +21,14 @@ from blendserve.kernels.types import AttentionSpec
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
     """For contiguous rows, as `supports_chunks`."""
-    return plan.is_contiguous and supports_chunks(q, keys, values, ())
+    return plan.is_contiguous and supports_chunks(q, keys, values, (), spec)
 
 
-def supports_chunks(q: Tensor, k: Tensor, v: Tensor, prefix_kv: Sequence[Tensor], *_: object) -> bool:
-    """Whether flash-attn is installed, runs on this GPU (Ampere or later) and supports these tensors."""
-    is_on_gpu = q.device.type == "cuda" and capability(q.device) >= (8, 0)
+def supports_chunks(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: Sequence[Tensor], spec: AttentionSpec, *_: object
+) -> bool:
+    """Whether flash-attn is installed, runs on this GPU (Ampere or later) and supports these tensors; it has no sinks."""
+    is_on_gpu = q.device.type == "cuda" and spec.sinks is None and capability(q.device) >= (8, 0)
     return is_on_gpu and are_supported(GPU_DTYPES, q, k, v, *prefix_kv) and flash_attn() is not None
 
 

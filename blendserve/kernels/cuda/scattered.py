@@ -100,12 +100,12 @@ def run(
     width = max(16, 1 << (dim - 1).bit_length())
     with torch.cuda.device(q.device if q.is_cuda else -1):  # triton launches where torch is
         rows_over_keys[grid](
-            q, keys, values, positions.contiguous(), parts, logs,
+            q, keys, values, positions.contiguous(), q if spec.sinks is None else spec.sinks, parts, logs,
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             n_rows, n_keys, splits, spec.window or 0, float(spec.scale), float(spec.softcap or 0.0),
             GROUP=group, DIM=dim, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=width,
-            WINDOW=spec.window is not None, SOFTCAP=spec.softcap is not None, SPLIT=splits > 1,
-            PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+            WINDOW=spec.window is not None, SOFTCAP=spec.softcap is not None, SINKS=spec.sinks is not None,
+            SPLIT=splits > 1, PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if splits > 1:

@@ -45,10 +45,10 @@ def attention(sm: int, few: bool) -> dict[str, Any]:
 
     tile = tile_for(torch.bfloat16, 128, 1 if few else 2000, True)
     types = dict.fromkeys(("queries", "keys", "values"), "*bf16")
-    types |= {"positions": "*i64", "out": "*fp32" if few else "*bf16", "logs": "*fp32"}
+    types |= {"positions": "*i64", "sinks": "*fp32", "out": "*fp32" if few else "*bf16", "logs": "*fp32"}
     constants = {
         "GROUP": 4, "DIM": 128, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": 128, "WINDOW": few,
-        "SOFTCAP": False, "SPLIT": few, "PRECISION": "ieee",
+        "SOFTCAP": False, "SINKS": few, "SPLIT": few, "PRECISION": "ieee",
     }  # fmt: skip
     return build(rows_over_keys, sm, types, constants, tile.warps, tile.stages)
 

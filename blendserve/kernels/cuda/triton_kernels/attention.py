@@ -71,11 +71,12 @@ def rows_over_keys(
     keys,  # [K, T, D]
     values,  # [K, T, D]
     positions,  # [S] int64, ascending
+    sinks,  # with SINKS [H] fp32
     out,  # [S, H * D]; with SPLIT [splits, S, H, D] fp32
     logs,  # with SPLIT [splits, S, H] fp32: log2 of the sum of weights
     q_head, q_row, k_head, k_row, v_head, v_row, rows, n_keys, splits, window, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (K * splits, tiles); the tiles with the most keys start first."""
     EVEN: tl.constexpr = DIM == BLOCK_D
@@ -120,6 +121,9 @@ def rows_over_keys(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if SINKS:  # as a key that has been seen, by one split
+        peak = tl.where(split == 0, tl.load(sinks + head) * LOG2E, peak)
+        total = tl.where(split == 0, 1.0, total)
     if SOFTCAP:
         scale = scale / softcap
     else:
