@@ -80,6 +80,10 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
         raise ValueError(
             "the MLP is parallel to attention, norms are over all heads, or attention has a gate"
         )
+    rope = model.rope(torch.zeros(1, dtype=torch.long, device=model.device))[0]
+    has_sinks = any(spec.sinks is not None for spec in model.specs)
+    if model.dtype != torch.float32 and (rope.query_scale is not None or has_sinks):
+        raise ValueError("attention has sinks or scaled queries: their kernels are proven in fp32 alone")
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
     form, weight = model.norm.form, model.norm.weight
     if form is None or weight is None or len({(norm.form, norm.eps) for norm in norms}) > 1:

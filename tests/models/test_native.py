@@ -41,6 +41,7 @@ COVERED = [
         "llama-yarn/8",
     ),
 ]
+FP32_ALONE = ("granite_swa", "ministral3")
 LOOPED = ["gemma2", "cohere2", "glm4", "olmo2", "qwen3_moe", "starcoder2", "exaone4"]
 ACTIVE = {level.dtype for level in LEVELS.values() if cpu_status(level).active}
 DTYPES = [getattr(torch, name) for name in ("bfloat16", "float32") if name in ACTIVE]
@@ -76,7 +77,7 @@ def agree(a: Tensor, b: Tensor) -> bool:
 @HALVES
 @torch.inference_mode()
 @pytest.mark.parametrize("n_rows", [1, 8, 9, 67, 200])
-@pytest.mark.parametrize("name", COVERED)
+@pytest.mark.parametrize("name", [name for name in COVERED if name not in FP32_ALONE])
 def test_a_pass_in_halves_gives_the_bits_of_the_loop(
     name: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,9 @@ def test_a_pass_in_halves_gives_the_bits_of_the_loop(
 @pytest.mark.parametrize("name", COVERED)
 def test_a_step_equals_the_layer_loop(name: str, dtype: torch.dtype) -> None:
     model = wide_decoder(name, dtype)
+    if dtype == torch.bfloat16 and name in FP32_ALONE:
+        assert native_decoder(model)[0] is None
+        return
     assert native_decoder(model)[0] is not None, native_decoder(model)[1]
     row = st.tuples(st.integers(0, 2), st.integers(0, 255), st.integers(0, 96))
 
