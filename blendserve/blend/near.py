@@ -98,7 +98,7 @@ def equal_runs(
 
 
 def choose_runs(runs: Iterable[Run], lost: Collection[ChunkKey] = ()) -> tuple[Run, ...]:
-    """The reused ones of equal runs: those that cover most, without their margins."""
+    """The reused ones of equal runs: the ones that cover most, without their margins."""
     left = (_behind_margin(run) for run in runs if run.donor not in lost)
     return best_cover((run for run in left if len(run.span) >= MIN_RUN), MIN_RUN)
 
