@@ -113,6 +113,18 @@ def test_a_chunk_is_found_at_any_offset_and_as_often_as_it_stands_there(at: int)
     assert [run.span.start for run in cover(ids, CHUNKS).runs] == starts
 
 
+def test_a_chunk_that_begins_with_another_ones_end_starts_behind_it() -> None:
+    first = some_ids(100, 30)
+    second = (*first[-20:], *some_ids(80, 31))
+    ids = (*some_ids(9, 9), *first, *second[20:], *some_ids(9, 8))
+    found = cover(ids, [first, second])
+    check_cover(found, ids, [first, second])
+    assert [(run.span.start, run.span.stop, run.offset) for run in found.runs] == [
+        (9, 109, 0),
+        (109, 189, 20),
+    ]
+
+
 HEADER = some_ids(90, 20)
 REPEATS: dict[str, tuple[list[TokenIds], TokenIds]] = {
     "one token": ([(7,) * 300], (7,) * 5000),
