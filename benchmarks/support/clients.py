@@ -155,7 +155,7 @@ def llama_index(wire: Wire) -> Ask:
     """LlamaIndex's default synthesizer; nodes have the metadata that its file reader shows to models."""
     from llama_index.core import get_response_synthesizer
     from llama_index.core.schema import NodeWithScore, TextNode
-    from llama_index.llms.openai_like import OpenAILike
+    from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped, unused-ignore]
 
     llm = OpenAILike(
         model=wire.model,
@@ -167,7 +167,7 @@ def llama_index(wire: Wire) -> Ask:
         max_retries=0,
         http_client=wire.http,
     )
-    synthesizer = get_response_synthesizer(llm=llm, streaming=True)
+    synthesizer: Any = get_response_synthesizer(llm=llm, streaming=True)
 
     def ask(texts: Sequence[str], more: Body, on_text: OnText) -> None:
         llm.additional_kwargs = {"extra_body": more}
