@@ -135,5 +135,5 @@ def _gaps(prompt: Prompt, start: int) -> Iterator[Span]:
 
 
 def _long(span: Span) -> Iterator[Span]:
-    if len(span) >= max(LEAST, MIN_SPAN):
+    if span.stop - span.start >= max(LEAST, MIN_SPAN):
         yield span
