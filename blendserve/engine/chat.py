@@ -17,7 +17,12 @@ from typing import Any
 from blendserve.core import Span, TokenIds
 from blendserve.errors import InputError
 
-Tokenized = tuple[TokenIds, list[tuple[int, int]]]  # ids, and where each starts and stops in the text
+MIN_TEXT = (
+    64  # characters of a text whose place is looked for: a short one may also be a word of the template
+)
+
+Tokenized = tuple[TokenIds, list[tuple[int, int]]]
+"""Ids, and where each starts and stops in the text; no places if the tokenizer does not know them."""
 Tokenize = Callable[[str, bool], Tokenized]
 """(text, is_literal); is_literal: control tokens are read as text."""
 
@@ -51,7 +56,7 @@ class Chat:
 
 
 def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, tuple[Span, ...]]:
-    """The whole prompt, and where in it the texts of all but the assistant are.
+    """The whole prompt, and where in it the texts of all but the assistant are, if the tokenizer tells.
 
     Raises InputError for what the template refuses, and for tools that it has no place for.
     """
@@ -75,16 +80,18 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
         starts += [at if part in marks else at + start for start, _ in places]
         at += len(part)
         stops += [at if part in marks else at - len(part) + stop for _, stop in places]
+    if len(starts) < len(ids):
+        return tuple(ids), ()
     texts = ((bisect_left(starts, a), bisect_right(stops, b)) for a, b in _texts_in(rendered, messages))
     return tuple(ids), tuple(Span(start, stop) for start, stop in texts if start < stop)
 
 
 def _texts_in(rendered: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    """Where the texts of all but the assistant are; a text that the template changes is in none."""
+    """Where the texts of all but the assistant are, but for short ones and ones that the template changes."""
     at = 0
     for message in messages:
         text = (message["content"] or "").strip()
-        if text and (start := rendered.find(text, at)) >= 0:
+        if len(text) >= MIN_TEXT and (start := rendered.find(text, at)) >= 0:
             at = start + len(text)
             if message["role"] != "assistant":
                 yield start, at

@@ -189,6 +189,10 @@ class PromptBuilder:
         return tuple(self._encode(text, literal)["input_ids"])
 
     def _places(self, text: str, literal: bool) -> Tokenized:
+        if not getattr(
+            self._tokenizer, "backend_tokenizer", None
+        ):  # only Rust tokenizers know where tokens are
+            return self._tokens(text, literal), []
         encoded = self._encode(text, literal, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), encoded["offset_mapping"]
 

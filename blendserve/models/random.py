@@ -126,8 +126,9 @@ class ModuloTokenizer:
         self._tokenizer, self._size = tokenizer, vocab_size
         self.eos_token_id = tokenizer.eos_token_id % vocab_size
 
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": [i % self._size for i in self._tokenizer(text, **options)["input_ids"]]}
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        encoded = self._tokenizer(text, **options)
+        return {**encoded, "input_ids": [i % self._size for i in encoded["input_ids"]]}
 
     def __deepcopy__(self, memo: Any) -> ModuloTokenizer:
         return ModuloTokenizer(copy.deepcopy(self._tokenizer, memo), self._size)

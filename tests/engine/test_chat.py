@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import PromptConfig, ServeConfig
 from blendserve.core import PLAIN_SUFFIX
-from blendserve.engine.chat import Chat
+from blendserve.engine.chat import MIN_TEXT, Chat
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.models.tokenizer import Tokenizer, agree
@@ -104,6 +104,53 @@ def test_a_chat_has_the_ids_of_transformers(
                 rendered(tokenizer, chat)
         return
     assert rendered(theirs, chat) == rendered(ours, chat) == tuple(expected)
+
+
+WORDS = st.text("abc de", min_size=70, max_size=90).filter(lambda text: len(text.strip()) >= MIN_TEXT)
+
+
+@pytest.mark.parametrize("template", ["hermes", "own"])
+@given(said=st.lists(WORDS, min_size=1, max_size=5))
+def test_the_places_of_texts_hold_what_clients_wrote_and_no_answer(template: str, said: list[str]) -> None:
+    """Every other message is the assistant's, in capitals; tokens that hold some of the template, too, are left out."""
+    roles = ("user", "assistant")
+    messages = tuple(
+        {"role": roles[i % 2], "content": text.upper() if i % 2 else text} for i, text in enumerate(said)
+    )
+    ours = tokenizers(template)[1]
+    prompt = PromptBuilder(ours, PromptConfig()).plain(Chat(messages))
+    found = [ours.decode(prompt.ids[span.start : span.stop]) for span in prompt.texts]
+    for text, own in zip(found, said[::2], strict=True):
+        assert text.strip() in own
+        assert len(text.strip()) > len(own.strip()) - 20
+
+
+class Placeless:
+    """A tokenizer that does not know where in a text its tokens are, as those without a Rust backend."""
+
+    backend_tokenizer = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> Any:
+        return self._tokenizer(text, add_special_tokens, split_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_without_places_of_tokens_a_chat_has_the_same_ids_and_nothing_to_learn() -> None:
+    ours, chat = (
+        tokenizers("own")[1],
+        Chat(({"role": "user", "content": f"{'Some words, ' * 9}<|im_end|> more."},)),
+    )
+    placed, without = (
+        PromptBuilder(tokenizer, PromptConfig()).plain(chat) for tokenizer in (ours, Placeless(ours))
+    )
+    assert without.ids == placed.ids
+    assert placed.texts
+    assert without.texts == ()
 
 
 @pytest.mark.parametrize("template", ["hermes", "trimmed", "own"])
