@@ -136,6 +136,9 @@ class Placeless:
     def __call__(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> Any:
         return self._tokenizer(text, add_special_tokens, split_special_tokens)
 
+    def __deepcopy__(self, memo: Any) -> Placeless:
+        return Placeless(copy.deepcopy(self._tokenizer, memo))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 

@@ -255,7 +255,7 @@ def test_scopes_and_namespaces_find_nothing_of_each_other(one: tuple[str, str]) 
         namespace, scope = one
         n_cached, other = cached_and_answer(batch, chat(b, a), namespace, scope=scope)
         assert (other.report.spans, other.report.tokens_kept) == ((), 0)
-        assert n_cached == engine.blender.prefixes.n_cached("nobody", engine.prompts.plain(chat(b, a)).ids)
+        assert n_cached == engine.blender.prefixes.n_cached("other", engine.prompts.plain(chat(b, a)).ids)
         n_kept, own = cached_and_answer(batch, chat(b, a))
         assert n_kept > n_cached
         assert own.report.tokens_kept > 0
