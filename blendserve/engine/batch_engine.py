@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from blendserve.models.kv_cache import CachePool
 from blendserve.store import ChunkKey
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 MAX_SCOPES = 100  # whose recent prompts are remembered: 4 MB each at most
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
@@ -130,8 +133,12 @@ class BatchEngine:
     def _keep(self, sequence: Sequence, blender: Blender) -> None:
         """Keep the KV of a blended plain prompt and its answer for the next turn."""
         answer, cache = sequence.answer, sequence.cache
-        if answer and cache:
+        assert answer
+        assert cache
+        try:
             blender.keep(sequence.request.prompt, answer.report, answer.token_ids[:-1], cache)
+        except (MemoryError, RuntimeError) as error:  # no memory: the next turn computes it again
+            log.warning("a conversation was not kept: %s", error)
 
     def _cost(self, request: PreparedRequest, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""

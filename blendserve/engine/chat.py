@@ -17,9 +17,7 @@ from typing import Any
 from blendserve.core import Span, TokenIds
 from blendserve.errors import InputError
 
-MIN_TEXT = (
-    64  # characters of a text whose place is looked for: a short one may also be a word of the template
-)
+MIN_TEXT = 64  # characters of a text that is looked for; a shorter one may be a word of the template
 
 Tokenized = tuple[TokenIds, list[tuple[int, int]]]
 """Ids, and where each starts and stops in the text; no places if the tokenizer does not know them."""

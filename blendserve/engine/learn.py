@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from blendserve.blend.match import MIN_SPAN
 from blendserve.blend.near import equal_runs
 from blendserve.blend.precompute import ChunkWriter
 from blendserve.core import Prompt, Span, TokenIds
@@ -37,11 +36,7 @@ class LearntChunks:
     def __init__(self, cap_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.cap_bytes, self._clock, self._spent_until = cap_bytes, clock, 0.0
         self._bytes: OrderedDict[ChunkKey, int] | None = None  # None: the store was not asked yet
-
-    @property
-    def n_bytes(self) -> int:
-        """As stored, about."""
-        return sum((self._bytes or {}).values())
+        self.n_bytes = 0  # of them all, as stored, about
 
     def found(self, keys: Sequence[ChunkKey]) -> None:
         """They were in a prompt."""
@@ -54,17 +49,20 @@ class LearntChunks:
         key, n_bytes = writer.key(ids), writer.expected_bytes(len(ids))
         if self._bytes is None:
             self._bytes = OrderedDict(writer.stored_bytes())
+            self.n_bytes = sum(self._bytes.values())
         is_stored = key in self._bytes and not writer.missing([ids])  # else the store has evicted it
         now = self._clock()
         self._spent_until = max(self._spent_until, now)
         if is_stored or n_bytes > self.cap_bytes or self._spent_until > now + BURST_S:
             return False
         self._spent_until += len(ids) / TOKENS_PER_S
+        self.n_bytes += n_bytes - self._bytes.pop(key, 0)
         self._bytes[key] = n_bytes
-        self._bytes.move_to_end(key)
         gone = list[ChunkKey]()
         while self.n_bytes > self.cap_bytes:
-            gone.append(self._bytes.popitem(last=False)[0])
+            oldest, size = self._bytes.popitem(last=False)
+            gone.append(oldest)
+            self.n_bytes -= size
         writer.delete_keys(gone)
         return True
 
@@ -135,5 +133,5 @@ def _gaps(prompt: Prompt, start: int) -> Iterator[Span]:
 
 
 def _long(span: Span) -> Iterator[Span]:
-    if span.stop - span.start >= max(LEAST, MIN_SPAN):
+    if span.stop - span.start >= LEAST:
         yield span

@@ -189,9 +189,7 @@ class PromptBuilder:
         return tuple(self._encode(text, literal)["input_ids"])
 
     def _places(self, text: str, literal: bool) -> Tokenized:
-        if not getattr(
-            self._tokenizer, "backend_tokenizer", None
-        ):  # only Rust tokenizers know where tokens are
+        if not getattr(self._tokenizer, "backend_tokenizer", None):  # others do not know the places
             return self._tokens(text, literal), []
         encoded = self._encode(text, literal, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), encoded["offset_mapping"]

@@ -38,7 +38,8 @@ async def query(body: RagRequest, context: ContextDep) -> Response:
     asked = body.query(body.question, body)
     if body.plain:
         asked = replace(asked, plain=Chat(({"role": "user", "content": body.question},)))
-    asked = asked.split("" if body.plain else client.config.prompt.separator)
+    else:
+        asked = asked.split(client.config.prompt.separator)
     form = RagFormat(client.tokenizer, body.explain, client.notices.as_extras(body))
     return await context.respond(asked, form, body.stream)
 

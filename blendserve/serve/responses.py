@@ -97,7 +97,11 @@ class Context:
         headers = self.request.headers
         scope = next(filter(None, map(headers.get, self.client.http.scope_headers)), "")
         learns = "no-store" not in headers.get("cache-control", "").lower()
-        query = replace(query, scope=query.scope or scope[:MAX_SCOPE], learns=learns)
+        if len(scope) > MAX_SCOPE:
+            raise InputError(
+                f"the header that names the user has {len(scope)} characters: send at most {MAX_SCOPE}"
+            )
+        query = replace(query, scope=query.scope or scope, learns=learns)
         method = headers.get("x-blendserve-method")
         if method is None or query.blend.get("method"):
             return query

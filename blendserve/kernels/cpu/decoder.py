@@ -27,9 +27,7 @@ class DecodeWeights:
     E: hidden size, I: inner size of the MLP.
     """
 
-    layers: Sequence[
-        Sequence[Tensor | None]
-    ]  # of each layer, in the order of `LayerWeights` in kernels.h, without sinks
+    layers: Sequence[Sequence[Tensor | None]]  # in the order of `LayerWeights` in kernels.h, without sinks
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
     head: tuple[Tensor, Tensor | None]  # [V, E] and [V]
