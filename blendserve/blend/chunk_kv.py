@@ -49,7 +49,7 @@ class ChunkKeys:
         return namespace_tag(self.namespace) + key[TAG_BYTES:]
 
     def learnt_by(self, scope: str) -> ChunkKeys:
-        """Of what the plain prompts of a scope teach. One namespace has that of all scopes."""
+        """Keys of chunks that are learnt in a scope. All scopes of this namespace share one namespace for theirs."""
         return replace(self, namespace=f"{self.namespace}\0learnt", scope=scope)
 
 

@@ -156,7 +156,7 @@ class BatchEngine:
 
     @property
     def learnt_bytes(self) -> int:
-        """Of stored chunks that plain prompts have taught."""
+        """Of stored chunks that were learnt from plain prompts."""
         return sum(learnt.n_bytes for learnt in list(self._learnt.values()))
 
     # Background tasks, one for each chunk, so that a request never waits for more than one

@@ -5,7 +5,7 @@
 
 A segment ends where two prompts part, so it is a passage, whatever its client puts around it. Its KV is computed alone,
 as that of any chunk, in the background. What was seen once is never stored, nor is what the assistant wrote, nor KV out
-of a request. A scope's prompts are compared with each other alone, and what they teach is found in them alone.
+of a request. A scope's prompts are compared only with each other, and its chunks are found only in its prompts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BURST_S = 60.0  # of that rate, at once
 
 
 class LearntChunks:
-    """What the scopes of a namespace have taught: at most `cap_bytes`; the least recently found chunk goes first."""
+    """The chunks learnt in a namespace: at most `cap_bytes`; the least recently found one is deleted first."""
 
     def __init__(self, cap_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.cap_bytes, self._clock, self._spent_until = cap_bytes, clock, 0.0

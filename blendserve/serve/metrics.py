@@ -29,7 +29,11 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("near_chunks", "Chunks searched for among near-duplicates, by result", ("found",)),
     ("near_requests", "Requests that reused KV of near-duplicates", ()),
     ("near_tokens", "Tokens of chunks with a near-duplicate, by how their KV was obtained", ("kind",)),
-    ("spans", "Stretches of plain prompts found in stored chunks, by how those came there", ("kind",)),
+    (
+        "spans",
+        "Stretches of plain prompts found in stored chunks, by whether those were learnt or precomputed",
+        ("kind",),
+    ),
     ("loaded_bytes", "Stored KV loaded into prompts", ()),
     ("load_seconds", "Time to load it", ()),
 )
@@ -104,7 +108,7 @@ class Metrics(HttpMetrics):
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
             ("slots_in_use", "Requests in prefill or decode", lambda: load()[1]),
             ("slots", "Slots", lambda: slots),
-            ("learnt_bytes", "Stored chunks that plain prompts have taught", learnt),
+            ("learnt_bytes", "Stored bytes of chunks learnt from plain prompts", learnt),
         ):
             Gauge(f"blendserve_{name}", help, registry=self.registry).set_function(value)
         self.registry.register(StoreCollector(store))
