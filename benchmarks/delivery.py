@@ -32,7 +32,7 @@ from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive
-from blendserve.evaluate.fidelity import kl
+from blendserve.quality.fidelity import kl
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest

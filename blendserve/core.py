@@ -189,6 +189,18 @@ class ReusedSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class QualityReport:
+    """What is promised of the answers to an index's questions, and what checks say. Filled by quality/controller.py."""
+
+    target: str
+    ratio: float | None  # that keeps it; None: answers are exact
+    basis: str  # how many prompts and checks it was chosen by
+    status: str  # kept | not yet known | raised to ... | answered exactly ... | off
+    estimate: float | None = None  # of what the target limits, by checks since the last change of the ratio
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BlendReport:
     """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
 
@@ -222,6 +234,7 @@ class BlendReport:
     tokens_kept: int = 0
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
     spans: tuple[ReusedSpan, ...] = ()  # of a plain prompt
+    quality: QualityReport | None = None  # None: no target was set
 
     @property
     def blended(self) -> bool:

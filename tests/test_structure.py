@@ -14,7 +14,19 @@ from blendserve.cli.app import COMMANDS
 ROOT = Path(__file__).parents[1]
 BASE = "core errors extras config registry timing console paths provenance threads cpu_cap routing"
 LAYERS = [  # from the ground up; of one layer, packages do not import each other both ways
-    *(BASE, "kernels", "models", "retrieve store", "fetch", "blend", "engine", "kdn", "serve", "ray"),
+    *(
+        BASE,
+        "kernels",
+        "models",
+        "retrieve store",
+        "fetch",
+        "blend",
+        "quality",
+        "engine",
+        "kdn",
+        "serve",
+        "ray",
+    ),
     *("evaluate bench", "simulate cost", "cli demo __main__"),
 ]
 LAYER = {name: n for n, names in enumerate(LAYERS) for name in names.split()}

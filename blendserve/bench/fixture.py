@@ -26,7 +26,6 @@ from blendserve.config import BlendConfig, KVContext, PromptConfig, StoreConfig
 from blendserve.core import TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, StoreError
-from blendserve.evaluate.fidelity import kl
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.fetch.fetcher import Fetch
@@ -35,6 +34,7 @@ from blendserve.fetch.transfer import Compute
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
+from blendserve.quality.fidelity import kl
 from blendserve.store import KVStore
 from blendserve.timing import Clock
 

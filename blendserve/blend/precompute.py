@@ -116,7 +116,7 @@ class ChunkWriter:
         try:
             return self._store.delete(keys)
         finally:
-            self._fetcher.forget(keys)  # also what a request has read meanwhile
+            self._fetcher.deleted(keys)  # also what a request has read meanwhile
 
     def write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
         """Compute and store chunks that a request missed -> number stored.

@@ -133,7 +133,7 @@ def _facts(engine: Engine, exit_code: int = 0, **changes: int) -> Output:
 
 
 @single_command
-@with_settings("model.name", "store.location", "store.codec")
+@with_settings("model.name", "store.location", "store.codec", "blend.quality")
 def precompute(
     index: IndexArg,
     settings: Config,
@@ -148,8 +148,8 @@ def precompute(
     """Compute and store the KV of an index's chunks.
 
     Stored chunks are skipped, so the command can be stopped and run again at any time. Afterwards a correction
-    prior is fitted on a sample of the chunks, if the store has none. The exit code is 1 if a chunk is missing at
-    the end.
+    prior is fitted on a sample of the chunks, if the store has none, and with a target of quality, ratios are
+    calibrated (`blendserve calibrate`). The exit code is 1 if a chunk is missing at the end.
 
     Several processes or machines with one store (a file or a server): run the same command in each. A chunk that
     one process computes is leased to it; the others skip it and check it again at the end:
@@ -197,6 +197,9 @@ def precompute(
                     report = precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
                 else:
                     report = engine.precompute(None, part, computed, fitted)
+            if part == (0, 1) and settings.blend.has_target:
+                with console.progress("Calibrating", "prompts") as measured:
+                    engine.calibrate(progress=measured)
         except KeyboardInterrupt:
             log.info("stopped: computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None

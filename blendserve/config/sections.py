@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from blendserve.config.base import SECRET, Settings
@@ -107,6 +107,40 @@ class BlendConfig(Settings):
     step."""
     near: bool = False
     """Reuse the KV of identical text in similar cached chunks (near-duplicates)."""
+    quality: Annotated[float, Field(ge=0.5, le=0.98)] | None = None
+    """Target: least mean agreement of answers with full prefill, as a fraction of their tokens. Calibration then
+    chooses the ratio; without one, answers are exact."""
+    max_kl: Annotated[float, Field(ge=0.01)] | None = None
+    """Target in place of quality: most answers have at most this mean KL to full prefill, in nats."""
+    exceed: Annotated[float, Field(ge=0.02, le=0.5)] = 0.1
+    """Largest fraction of answers above max_kl."""
+    confidence: ClassVar[float] = 0.9  # probability that what a calibration promises holds
+    check: Ratio = 0.01
+    """Fraction of the server's answers with a target that are verified while it is idle. They adjust the ratio; 0
+    verifies none, and the ratio stays."""
+
+    @model_validator(mode="after")
+    def _one_target(self) -> BlendConfig:
+        """Raises ValueError for two targets, and for a ratio or a method that leaves a target nothing to choose."""
+        given = [name for name in ("quality", "max_kl") if getattr(self, name) is not None]
+        if given and self.ratio != BlendConfig.model_fields["ratio"].default:
+            given.append("ratio")
+        if given and self.method == "reuse":
+            given.append("method 'reuse'")
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)} exclude each other: calibration chooses the ratio of a target"
+            )
+        return self
+
+    @property
+    def has_target(self) -> bool:
+        """Whether calibration chooses the ratio."""
+        return self.quality is not None or self.max_kl is not None
+
+    def without_target(self, **values: Any) -> BlendConfig:
+        """The same with these values and no target. Raises ConfigError."""
+        return type(self)(**{**self.model_dump(), "quality": None, "max_kl": None, **values})
 
     @property
     def min_ratio(self) -> float:
@@ -132,6 +166,11 @@ class DecodeConfig(Settings):
     drafts: bool = True
     """Draft tokens that repeat prompt or answer, and check several in one step. The answer is the same, and comes
     sooner where it quotes. For models whose step is one native call."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is chosen: logits divided by a very small temperature are no numbers."""
+        return self.temperature < 1e-6
 
 
 def _api_key(key: Any) -> SecretStr:

@@ -20,12 +20,14 @@ from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config
 from blendserve.core import Answer, Document, Passage, TokenIds, run
+from blendserve.engine.calibrate import PROMPTS, calibrate
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
+from blendserve.engine.targets import Targets
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.kv_cache import KVCache
@@ -33,6 +35,7 @@ from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append
 from blendserve.paths import index_folder
+from blendserve.quality.calibration import Calibration
 from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
 from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
@@ -72,6 +75,7 @@ class Engine:
         self.prompts = prompts = prompts or PromptBuilder(model.tokenizer, config.prompt)
         texts, namespace = (prompts.prefix, prompts.kv_context), config.store.namespace
         self.blender = Blender(model.decoder, model.fingerprint, store, *texts, namespace, fetcher=fetcher)
+        self.targets = Targets(config, self.blender)
 
     @classmethod
     def open(
@@ -174,6 +178,20 @@ class Engine:
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
             self.blender.priors.learn(chunks, learning)
 
+    def calibrate(
+        self,
+        prompts: int = PROMPTS,
+        questions: GenericSequence[str] = (),
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Measure what every ratio loses on prompts of the index, so that `blend.quality` can choose one.
+
+        questions: users' own; without any, some are made of the passages. `progress(prompts done, prompts in all)`; what
+        was measured stays if it is stopped. Raises InputError, StoreError.
+        """
+        self.gate.require()
+        return calibrate(self, prompts, questions, progress)
+
     def missing(
         self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
     ) -> int:
@@ -213,18 +231,22 @@ class Engine:
         search: Search | None = None,
         clock: Clock | None = None,
         room: int | None = None,
+        indexes: GenericSequence[VectorIndex] | None = None,
     ) -> PreparedRequest:
         """What is to be done for a request. Raises InputError, PromptTooLong, ConfigError, and what `search` raises.
 
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
-        the model's context.
+        the model's context. indexes: that are searched; by default the engine's own.
         """
         decoder = self.model.decoder
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         limits, clock = (decoder.n_layers, room or decoder.context_limit), clock or Clock(decoder.device)
         prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
         self._check_near(prepared.blend)
-        return prepared
+        if not (prepared.blend.has_target or self.config.blend.has_target):
+            return prepared
+        own = [self.index] if self.index is not None else []
+        return self.targets.apply(prepared, request, own if indexes is None else indexes)
 
     def run(self, request: PreparedRequest) -> AnswerStream:
         """Prefill, and choose the first token: by the model's own forward, never blended, if it fails the gate.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from collections.abc import Sequence as GenericSequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -159,7 +160,8 @@ def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
     request = sequence.request
     cache = sequence.cache or KVCache(blender.model, request.tokens)
     with request.clock.stage("prefill"):
-        return (yield from blender.prefill(request.prompt, request.blend, cache, request.clock))
+        done = yield from blender.prefill(request.prompt, request.blend, cache, request.clock)
+        return replace(done, report=replace(done.report, quality=request.quality))
 
 
 def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:
@@ -237,9 +239,6 @@ def generate(
             logits = runner.step(at, [token])[0]
 
 
-MIN_TEMPERATURE = 1e-6  # temperatures below it are 0: logits divided by them are no numbers
-
-
 class Sampler:
     """Logits [V] -> a token id: greedy at temperature 0, else nucleus sampling (arXiv 1904.09751) from a seed."""
 
@@ -248,7 +247,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(config.seed)
 
     def __call__(self, logits: Tensor) -> int:
-        if self._config.temperature < MIN_TEMPERATURE:
+        if self._config.is_greedy:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.float().cpu() / self._config.temperature, dim=-1)
         ranked, order = probabilities.sort(descending=True)

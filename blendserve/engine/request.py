@@ -12,10 +12,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig
-from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
+from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt, QualityReport
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
+from blendserve.quality.controller import Controller
+from blendserve.quality.target import Loss
 from blendserve.registry import nearest
 from blendserve.timing import Clock
 
@@ -75,6 +77,10 @@ class PreparedRequest:
     clock: Clock  # since the request came
     scope: str = ""  # of a plain prompt, as is `learns`
     learns: bool = False
+    quality: QualityReport | None = None  # None: no target is set
+    controller: Controller | None = (
+        None  # of the only index that the passages are from, where it has a target
+    )
 
     @property
     def tokens(self) -> int:
@@ -95,7 +101,8 @@ def prepare_request(
 
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
     """
-    blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
+    base = config.blend.without_target() if chooses_work(request.blend) else config.blend
+    blend, decode = base.with_values(**request.blend), config.decode.with_values(**request.decode)
     make_policy(blend).validate(n_layers)
     if request.plain is not None:
         prompt = _plain_prompt(request.plain, room, prompts, decode)
@@ -136,6 +143,12 @@ def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool 
     """Raises PromptTooLong if a prompt and its answer need more than `room`. at_least: the prompt may be longer."""
     if n_tokens > room - decode.max_new_tokens:
         raise PromptTooLong(n_tokens, room, decode.max_new_tokens, at_least)
+
+
+def chooses_work(options: Options) -> bool:
+    """Whether options for a request say what is recomputed, so that no target does."""
+    names = ("method", "policy", "ratio", "correction", "check_layers", "near")
+    return any(options.get(name) is not None for name in names)
 
 
 def split_options(options: Options) -> tuple[Options, Options]:
@@ -187,10 +200,13 @@ class Observer(Protocol):
     """Called on the model's thread, with the method that answers a request, and seconds of that request.
 
     prefilled: with its seconds by stage. dequeued: its time in the queue. step: number of requests that make a token.
-    token: time since the last token, or of the first one since the request.
+    token: time since the last token, or of the first one since the request. checked: an answer, with the result done,
+    lost (a chunk had left the store) or dropped (too many were pending), and its loss if a ratio served it.
     """
 
     def dequeued(self, method: str, seconds: float) -> None: ...
+
+    def checked(self, result: str, loss: Loss | None, seconds: float) -> None: ...
 
     def prefilled(self, report: BlendReport, seconds: Mapping[str, float]) -> None: ...
 

@@ -3,6 +3,7 @@
     unit of work                 when
     layer of a background task   between prefills, once no request waits or BACKGROUND_EVERY of them were prefilled;
                                  throttled while requests are in flight
+    layer of an idle task        while no request is in flight and no background task is left
     decoding step                after every prefill, within one `gap_s` after the last step, or when nothing else runs
     layer of a prefill           otherwise
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -69,6 +70,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._background = FairQueue[Steps[None]]()
         self._task: Steps[None] | None = None  # the one that has begun
+        self._idle = deque[Steps[None]]()  # the first one may have begun
         self._throttle = throttle or BackgroundThrottle()
         self._since_task = 0  # requests prefilled
         self._preparing: Counter[str] = Counter()  # by tenant: requests that are being prepared
@@ -97,7 +99,9 @@ class Scheduler:
         """Whether `step` would do anything now."""
         if self._prefills or self._running or (len(self._waiting) and self._pool.free):
             return True
-        return bool(self._task or len(self._background)) and not self._rest_s
+        if self.in_flight:
+            return bool(self._task or len(self._background)) and not self._rest_s
+        return bool(self._task or len(self._background) or self._idle)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -172,6 +176,12 @@ class Scheduler:
             self._wake.notify_all()
             return True
 
+    def submit_idle(self, steps: Steps[None]) -> None:
+        """Queue work that runs while nothing else does, and is dropped when the scheduler stops."""
+        with self._wake:
+            self._idle.append(steps)
+            self._wake.notify_all()
+
     def drain(self) -> None:
         """Refuse new requests; accepted ones are answered."""
         self._draining = True
@@ -206,6 +216,8 @@ class Scheduler:
             self._advance(prefill)
         elif self._running:
             self._decode()
+        elif not self.in_flight:
+            self._advance_idle()
 
     def _loop(self) -> None:
         while self._wait():
@@ -233,6 +245,8 @@ class Scheduler:
             log.info("a background task is cancelled, as the server stops")
             self._task.close()
             self._task = None
+        while self._idle:
+            self._idle.popleft().close()
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
         for sequence in [*self._prefills[::-1], *self._running, *waiting]:
@@ -255,17 +269,13 @@ class Scheduler:
         return self._task
 
     def _advance_task(self, task: Steps[None]) -> None:
-        try:
-            with self._throttle.charged(lambda: self.in_flight):
-                next(task)
-        except StopIteration:
-            self._task = None
-        except BlendserveError as error:
-            self._task = None
-            log.warning("a background task failed: %s", error)
-        except Exception:
-            self._task = None
-            raise
+        with self._throttle.charged(lambda: self.in_flight):
+            if _ends(task):
+                self._task = None
+
+    def _advance_idle(self) -> None:
+        if self._idle and _ends(self._idle[0]):
+            self._idle.popleft()
 
     # Prefill
 
@@ -378,3 +388,15 @@ class Scheduler:
         sequence.release()
         if error and not sequence.is_cancelled:
             sequence.emit(Failed(error))
+
+
+def _ends(task: Steps[None]) -> bool:
+    """Run a part of a task -> whether it was the last; one that raised has ended, too."""
+    try:
+        next(task)
+    except StopIteration:
+        return True
+    except BlendserveError as error:
+        log.warning("a background task failed: %s", error)
+        return True
+    return False

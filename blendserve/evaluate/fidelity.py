@@ -23,12 +23,11 @@ from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.engine.generate import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.methods import FULL, MethodSpec
-from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
-from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append_each, decode_each
+from blendserve.quality.fidelity import forced
 from blendserve.timing import Clock
 
 STAGES = ("load", "select", "correct", "prefill")
@@ -106,32 +105,6 @@ def transformers_answer(
 def reference_tokens(model: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
     """An answer's tokens, with an end token unless it has the maximum length. Never empty."""
     return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(model.end_tokens))
-
-
-def forced(
-    decoder: DecoderModel,
-    cache: KVCache,
-    at: int,
-    first: Tensor,
-    answer: Sequence[int],
-    step: Callable[[DecoderModel, Sequence[Row]], Tensor] = append_each,
-) -> Tensor:
-    """Logits [n, V] at each of the n decisions that led to `answer`, an end token included if it has one.
-
-    `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds after them is overwritten.
-    step: `append_each` with the model's own weights, or `decode_each` with the weights of decoding.
-    """
-    if len(answer) < 2:
-        return first[None]
-    rows = [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])]
-    return torch.cat([first[None], step(decoder, rows)])
-
-
-def kl(reference: Tensor, other: Tensor) -> list[float]:
-    """KL(reference || other) in nats of each row of logits [n, V]; never below zero."""
-    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (reference, other))
-    values: list[float] = (p.exp() * (p - q)).sum(dim=-1).clamp(min=0).tolist()
-    return values
 
 
 def nll(logits: Tensor, ids: Sequence[int]) -> float:

@@ -19,13 +19,14 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate import fidelity
-from blendserve.evaluate.fidelity import Draw, Generation, kl, nll
+from blendserve.evaluate.fidelity import Draw, Generation, nll
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
 from blendserve.evaluate.prompts import PromptSource
 from blendserve.evaluate.run_dir import Record, RunDir
 from blendserve.evaluate.stores import PromptStores, Sizes
 from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, rouge_l
+from blendserve.quality.fidelity import kl
 
 Update = Callable[[int, int], None]
 COUNTS = ("tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost", "share_recomputed")

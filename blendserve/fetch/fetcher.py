@@ -13,7 +13,7 @@ invalidation. Content-addressed records never change, so a whole copy of a chunk
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,6 +65,7 @@ class KVFetcher:
             self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
         self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
+        self.on_delete: list[Callable[[frozenset[ChunkKey]], None]] = []
         self._open = WeakSet[Fetch]()
         self._lock = threading.Lock()
 
@@ -119,6 +120,13 @@ class KVFetcher:
         self.copies.drop(gone)
         if self.remote:
             self.remote.incoming.forget(gone)
+
+    def deleted(self, keys: Iterable[ChunkKey]) -> None:
+        """Chunks were deleted: forget them, and tell whoever keeps their tokens."""
+        gone = frozenset(keys)
+        self.forget(gone)
+        for listener in self.on_delete:
+            listener(gone)
 
     def locate(self, keys: Iterable[ChunkKey], remote: bool = False) -> dict[ChunkKey, str]:
         """Where each chunk that is found would be read from. remote: look there, too, which may take a round trip.

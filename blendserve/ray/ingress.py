@@ -18,7 +18,7 @@ from blendserve.engine.engine import Engine, token_counter
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import prepare_request
-from blendserve.errors import ShuttingDown
+from blendserve.errors import ConfigError, InputError, ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
 from blendserve.ray.cluster import cluster, worker_config
@@ -47,7 +47,12 @@ class RayEngineClient(EngineClient):
         prompts: PromptBuilder,
         replicas: Replicas,
     ) -> None:
-        """The replicas are their opener's to close."""
+        """The replicas are their opener's to close. Raises ConfigError for a target, which replicas do not share yet."""
+        if config.blend.has_target:
+            raise ConfigError(
+                "a target of quality needs one process: leave out blend.quality and blend.max_kl on a cluster",
+                setting="blend.quality",
+            )
         self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
         super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
@@ -57,6 +62,8 @@ class RayEngineClient(EngineClient):
         """See EngineClient."""
         if not self.is_alive:
             raise ShuttingDown("the server is shutting down: ask again in a moment")
+        if query.check:
+            raise InputError("a cluster does not check answers: leave out `check`", setting="check")
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
         limits = self._facts.n_layers, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self.prompts, search, clock

@@ -23,7 +23,14 @@ from blendserve.serve import documents, messages, openai, rag
 from blendserve.serve.auth import Backend, BackendDep, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware
-from blendserve.serve.responses import MATCHED, ClientDisconnected, error_body, error_json, error_response
+from blendserve.serve.responses import (
+    MATCHED,
+    QUALITY,
+    ClientDisconnected,
+    error_body,
+    error_json,
+    error_response,
+)
 
 PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {
@@ -97,7 +104,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
             allow_origins=client.http.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", MATCHED],
+            expose_headers=["X-Request-Id", "Retry-After", MATCHED, QUALITY],
         )
     app.openapi = partial(_openapi, app, client.model_names)  # type: ignore[method-assign]
     return app

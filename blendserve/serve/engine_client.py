@@ -7,6 +7,7 @@ import contextlib
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
+from blendserve.engine.verify import Verified
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import Backend, backend_of
@@ -39,6 +41,7 @@ class QueryRequest(Request):
     """A client's request. collections: None = all that the client may use."""
 
     collections: tuple[str, ...] | None = None
+    check: bool = False  # whether its answer is compared with full prefill's at once
 
     def seeded(self) -> QueryRequest:
         """The request with a random seed unless it has one, so that repeated sampling differs."""
@@ -50,9 +53,15 @@ class RequestHandle:
     """A queued or running request; call `cancel` when its client disconnects."""
 
     def __init__(
-        self, request: PreparedRequest, events: AsyncIterator[Event], cancel: Callable[[], None]
+        self,
+        request: PreparedRequest,
+        events: AsyncIterator[Event],
+        cancel: Callable[[], None],
+        verify: Callable[[Answer], Future[Verified]] | None = None,
     ) -> None:
-        self._events, self.cancel = events, cancel
+        """verify: compares the answer with full prefill's, where it is asked for."""
+        self._events, self.cancel, self._verify = events, cancel, verify
+        self.quality = request.quality
         self.passages, self.prompt_ids = request.passages, request.prompt.ids
         self.question_tokens = len(request.prompt.suffix)
         self.runs = request.prompt.runs  # stored chunks that were found in a plain prompt
@@ -75,6 +84,12 @@ class RequestHandle:
         (*_, last) = [event async for event in self.events()]
         assert isinstance(last, Completed)
         return last.answer
+
+    async def verified(self, answer: Answer) -> Verified | None:
+        """The answer against full prefill, where that was asked for."""
+        if self._verify is None:
+            return None
+        return await asyncio.wrap_future(self._verify(answer))
 
 
 def served_names(model: str, served: str | None) -> tuple[str, ...]:
@@ -164,7 +179,7 @@ class LocalEngineClient(EngineClient):
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         self.scheduler = self.batch.scheduler
         load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
-        metrics.watch(load, http.slots, engine.fetcher, learnt)
+        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
@@ -199,13 +214,16 @@ class LocalEngineClient(EngineClient):
 
         def prepare() -> Sequence:
             """On the retrieval thread: checks, searches and tokenises."""
-            request = self.engine.prepare(query.seeded(), search, clock, self.max_tokens)
+            names = self.collections.names(tenant) if query.collections is None else query.collections
+            indexes = [self.collections.find(tenant, name)[1] for name in names]
+            request = self.engine.prepare(query.seeded(), search, clock, self.max_tokens, indexes)
             return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
             sequence = await self.collections.executor.run(tenant.name, prepare)
             self.scheduler.submit(sequence)
-        return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence))
+        verify = partial(self.batch.verify, sequence, namespace=tenant.namespace) if query.check else None
+        return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence), verify)
 
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:

@@ -66,7 +66,7 @@ class MessagesFormat:
         self._model, self._tools, self._notices = model, tools, notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
-    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         text, calls = split_calls(answer.text, self._tools)
         content = [{"type": "text", "text": text}] if text else []
         usage = {**_input_usage(handle), "output_tokens": len(answer.token_ids)}

@@ -13,10 +13,15 @@ from prometheus_client.registry import Collector
 from blendserve.core import BlendReport
 from blendserve.errors import StoreUnavailable
 from blendserve.fetch import KVFetcher
+from blendserve.quality.controller import Controller
+from blendserve.quality.target import Loss
 from blendserve.store import KVStore
+
+Controllers = list[tuple[str, Controller]]  # with the collection's name
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 MATCH_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+KLS = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 # name, help, labels
@@ -36,6 +41,8 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("loaded_bytes", "Stored KV loaded into prompts", ()),
     ("load_seconds", "Time to load it", ()),
+    ("quality_checks", "Checks of served answers, by result", ("result",)),
+    ("quality_check_seconds", "Time of these checks", ()),
 )
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("ttft_seconds", "Time from a request's arrival to its first token", ("method",), SECONDS),
@@ -43,6 +50,7 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("queue_seconds", "Time from the prompt to the start of its prefill", ("method",), SECONDS),
     ("match_seconds", "Time to look for stored chunks in a plain prompt", (), MATCH_SECONDS),
     ("batch_size", "Requests in a decoding step", (), BATCH_SIZES),
+    ("quality_kl", "Mean KL of checked answers to full prefill, in nats", (), KLS),
 )
 # kind, name, help, attribute of StoreStats
 STORE_METRICS: tuple[tuple[Callable[[str, str, float], Metric], str, str, str], ...] = (
@@ -62,6 +70,23 @@ STORE_METRICS: tuple[tuple[Callable[[str, str, float], Metric], str, str, str], 
     (CounterMetricFamily, "remote_written", "Chunks written to the remote store", "remote.written"),
     (CounterMetricFamily, "remote_dropped", "Writes dropped because the queue was full", "remote.dropped"),
     (GaugeMetricFamily, "remote_waiting_bytes", "Chunks queued for transfer", "remote.waiting_bytes"),
+)
+
+# of collections with a target: kind, name, help, value
+QUALITY_METRICS: tuple[tuple[Any, str, str, Callable[[Controller], float | None]], ...] = (
+    (GaugeMetricFamily, "limit", "Largest mean loss that the target allows", lambda c: c.target.limit),
+    (
+        GaugeMetricFamily,
+        "ratio",
+        "Recompute ratio that serves; 1: exact",
+        lambda c: 1.0 if c.ratio is None else c.ratio,
+    ),
+    (GaugeMetricFamily, "loss", "Mean loss of checked answers", lambda c: (c.interval() or [None])[0]),
+    (GaugeMetricFamily, "loss_low", "Lower end of its interval", lambda c: (c.interval() or [None] * 2)[1]),
+    (GaugeMetricFamily, "loss_high", "Upper end of its interval", lambda c: (c.interval() or [None] * 3)[2]),
+    (GaugeMetricFamily, "checked_at", "Unix time of the last check; 0: none", lambda c: c.checked_at),
+    (CounterMetricFamily, "alarms", "Times that checks showed the target missed", lambda c: c.alarms),
+    (CounterMetricFamily, "changes", "Changes of the ratio by checks", lambda c: c.changes),
 )
 
 
@@ -102,8 +127,11 @@ class Metrics(HttpMetrics):
         slots: int,
         store: KVStore | KVFetcher,
         learnt: Callable[[], int] = lambda: 0,
+        controllers: Callable[[], Controllers] = list,
     ) -> None:
-        """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes."""
+        """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes, and
+        those of targets of quality, by collection.
+        """
         for name, help, value in (
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
             ("slots_in_use", "Requests in prefill or decode", lambda: load()[1]),
@@ -112,6 +140,13 @@ class Metrics(HttpMetrics):
         ):
             Gauge(f"blendserve_{name}", help, registry=self.registry).set_function(value)
         self.registry.register(StoreCollector(store))
+        self.registry.register(QualityCollector(controllers))
+
+    def checked(self, result: str, loss: Loss | None, seconds: float) -> None:
+        self._counters["quality_checks"].labels(result).inc()
+        self._counters["quality_check_seconds"].inc(seconds)
+        if loss:
+            self._histograms["quality_kl"].observe(loss.kl)
 
     def dequeued(self, method: str, seconds: float) -> None:
         self._histograms["queue_seconds"].labels(method).observe(seconds)
@@ -147,6 +182,22 @@ class Metrics(HttpMetrics):
         name = "ttft_seconds" if first else "inter_token_seconds"
         self._histograms[name].labels(method).observe(seconds)
         self._counters["generated_tokens"].inc()
+
+
+class QualityCollector(Collector):
+    """What is known of the targets of collections. With several targets of one, of the one that was asked for last."""
+
+    def __init__(self, controllers: Callable[[], Controllers]) -> None:
+        self._controllers = controllers
+
+    def collect(self) -> Iterator[Metric]:
+        found = dict(self._controllers())
+        for kind, name, help, value in QUALITY_METRICS:
+            metric = kind(f"blendserve_quality_{name}", help, labels=["collection"])
+            for collection, controller in found.items():
+                if (number := value(controller)) is not None:
+                    metric.add_metric([collection], number)
+            yield metric
 
 
 class StoreCollector(Collector):

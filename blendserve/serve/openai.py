@@ -144,7 +144,7 @@ class OpenAIFormat:
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
-    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         text, calls = split_calls(answer.text, self._tools)
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= _called(calls)

@@ -32,10 +32,11 @@ async def query(body: RagRequest, context: ContextDep) -> Response:
     """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
     plain: the question is a whole chat message: stored text is found in it, and nothing is retrieved. explain: also how
-    the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
+    the KV of each prompt token was obtained, and why; a stream sends it after the prefill. check: also what full prefill
+    would have chosen in the place of each token of the answer; a stream ends with it.
     """
     client = context.client
-    asked = body.query(body.question, body)
+    asked = replace(body.query(body.question, body), check=body.check)
     if body.plain:
         asked = replace(asked, plain=Chat(({"role": "user", "content": body.question},)))
     else:
@@ -76,11 +77,11 @@ class RagFormat:
     def __init__(self, tokenizer: Any, explain: bool, notices: dict[str, Any]) -> None:
         self._tokenizer, self._explain, self._notices = tokenizer, explain, notices
 
-    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         body = {**answer.to_dict(), "cached_tokens": handle.cached_tokens, **self._notices}
         if self._explain and answer.explanation:
             body["explanation"] = explanation_json(self._tokenizer, handle.prompt_ids, answer.explanation)
-        return body
+        return {**body, **await self._check(handle, answer)}
 
     async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
         yield {"event": "passages", "passages": [asdict(p) for p in handle.passages], **self._notices}
@@ -94,6 +95,19 @@ class RagFormat:
                 yield {"event": "text", "text": event.text}
             elif isinstance(event, Completed):
                 yield {"event": "done", **event.answer.to_dict(), "cached_tokens": handle.cached_tokens}
+                if check := await self._check(handle, event.answer):
+                    yield {"event": "check", **check}
+
+    async def _check(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+        """Of an answer that is to be compared with full prefill's: agreement, KL, and tokens with what that chose."""
+        if not (found := await handle.verified(answer)):
+            return {}
+        texts = token_texts(self._tokenizer, found.tokens)
+        full = (
+            None if a == b else self._tokenizer.decode([b])
+            for a, b in zip(found.tokens, found.full, strict=True)
+        )
+        return {"check": {**found.loss._asdict(), "tokens": [*zip(texts, full, strict=True)]}}
 
 
 def explanation_json(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> dict[str, Any]:

@@ -45,7 +45,7 @@ ANTHROPIC_TYPES = {
     "body_too_large": "request_too_large",
 }  # OpenAI's type or code -> type
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
-MATCHED = "X-Blendserve-Matched"
+MATCHED, QUALITY = "X-Blendserve-Matched", "X-Blendserve-Quality"
 MAX_SCOPE = 512  # characters
 PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
 
@@ -59,7 +59,7 @@ class ClientDisconnected(Exception):
 class ResponseFormat(Protocol):
     """How a route presents an answer."""
 
-    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         """The body of a complete response."""
 
     def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
@@ -90,7 +90,8 @@ class Context:
             if stream:
                 return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s, found)
             answer = await until_disconnect(request, handle.answer())
-            return JSONResponse(form.complete(handle, answer), headers=found)
+            body = await until_disconnect(request, form.complete(handle, answer))
+            return JSONResponse(body, headers=found)
 
     def _by_headers(self, query: QueryRequest) -> QueryRequest:
         """The request with what its headers ask for, unless its body says something else. Raises InputError."""
@@ -114,9 +115,10 @@ ContextDep = Annotated[Context, Depends()]
 
 
 def _found(handle: RequestHandle) -> dict[str, str]:
-    """The header that says what was found in a plain prompt; none if nothing was."""
+    """The headers that say what was found in a plain prompt, and how a target of quality stands, if there is one."""
     n_tokens = sum(len(run.span) for run in handle.runs)
-    return {MATCHED: f"spans={len(handle.runs)}; tokens={n_tokens}"} if handle.runs else {}
+    matched = {MATCHED: f"spans={len(handle.runs)}; tokens={n_tokens}"} if handle.runs else {}
+    return matched | ({QUALITY: handle.quality.status} if handle.quality else {})
 
 
 def figures(answer: Answer) -> dict[str, Any]:

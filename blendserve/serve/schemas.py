@@ -309,6 +309,7 @@ class RagRequest(Question, BlendOptions):
     question: Annotated[Text, Field(pattern=r"\S")]
     plain: bool = False
     explain: bool = False
+    check: bool = False
 
 
 class DocumentIn(Body):

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.evaluate import stats
-from blendserve.evaluate.fidelity import forced, kl
 from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.summary import KL_FLOOR, Predictions, tail
 from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, normalise, rouge_l
+from blendserve.quality.fidelity import forced, kl
 
 
 @pytest.mark.parametrize("answer", [[], [3]])

@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
         self.prefilling: list[Sent] = []  # the last one runs
         self.last_turn: dict[str, int] = {}  # by tenant: the number of its last admission
-        self.turn = self.tasks = 0
+        self.turn = self.tasks = self.idle_tasks = 0
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
         self.since_decode = 0.0  # seconds of prefill while requests run
         self.batch, self.failing = list[Sent](), list[Sent]()  # of a step; not told yet that it failed
@@ -218,6 +218,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.submit_background(task(), tenant)
         self.tasks += 1
 
+    @rule(layers=st.integers(0, 3), error=st.none() | st.builds(StoreFull))
+    def when_idle(self, layers: int = 1, error: Exception | None = None) -> None:
+        def task() -> Steps[None]:
+            for _ in range(layers):
+                assert not self.scheduler.in_flight
+                assert not self.tasks
+                self.log.append("idle")
+                self.clock.advance(LAYER_S)
+                yield
+            self.idle_tasks -= 1
+            if error:
+                raise error
+
+        if not self.stopped:
+            self.scheduler.submit_idle(task())
+            self.idle_tasks += 1
+
     @rule(seconds=st.sampled_from([0.5, 100.0]))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -241,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run(self) -> None:
         """Step until nothing is left."""
         self.step_until(lambda: not self.scheduler.has_work)
-        assert self.tasks == 0
+        assert self.tasks == self.idle_tasks == 0
         assert not self.scheduler.in_flight
 
     @rule(stops=st.sampled_from([False, False, True]))

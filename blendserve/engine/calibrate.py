@@ -1,0 +1,85 @@
+"""Calibration: the loss of every ratio on prompts of an index, against full prefill (quality/calibration.py)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from blendserve.blend.blender import Prefilled
+from blendserve.core import Passage, Steps, run
+from blendserve.engine.request import Request
+from blendserve.engine.verify import Verifier
+from blendserve.errors import InputError
+from blendserve.quality.calibration import Calibration
+from blendserve.quality.target import RATIOS, Loss
+from blendserve.store.base import Progress
+
+if TYPE_CHECKING:
+    from blendserve.engine.engine import Engine
+
+PROMPTS = 128
+ANSWER_TOKENS = 32  # of an answer, at most: longer ones cost more than they tell
+SAVED_EVERY = 8  # prompts
+QUOTED_WORDS = 12  # of a passage without a title
+
+
+def calibrate(
+    engine: Engine, prompts: int = PROMPTS, questions: Sequence[str] = (), progress: Progress | None = None
+) -> Calibration:
+    """Measure prompts of the engine's index, and store their losses; those of an earlier run count.
+
+    questions: users' own; without any, one is made of each of as many passages. Raises InputError, StoreError.
+    """
+    index = engine.index
+    if index is None or not len(index):
+        raise InputError("there is nothing to calibrate: open an index that has passages", setting="index")
+    where, asked = engine.targets.calibrations(index), "given" if questions else "made"
+    found = where.load()
+    if found is None or not found.fits(len(index)) or found.asked != asked:
+        found = Calibration.empty(len(index), asked)
+    rest = islice(questions or made_questions(index.passages), found.prompts, prompts)
+    total = min(prompts, len(questions or index))
+    for question in rest:
+        found = found.with_prompt(*losses(engine, question))
+        if found.prompts % SAVED_EVERY == 0:
+            where.save(found)
+        if progress:
+            progress(found.prompts, total)
+    engine.targets.use(index, found)
+    return found
+
+
+def losses(engine: Engine, question: str) -> tuple[dict[float, Loss], dict[str, float]]:
+    """Of one question at every ratio, and seconds of each prefill. Chunks that are missing are stored first."""
+    blend = engine.config.blend.without_target(method="blend")
+    n = min(engine.config.decode.max_new_tokens, ANSWER_TOKENS)
+    decode = {"temperature": 0.0, "max_new_tokens": n, "stop": ()}
+    request = engine.prepare(Request(question, blend={"method": "blend"}, decode=decode))
+    engine.blender.writer.precompute([chunk.ids for chunk in request.prompt.chunks])
+    verifier = Verifier(engine.model, engine.blender, request.prompt, request.decode)
+    found, seconds = dict[float, Loss](), dict[str, float]()
+
+    def timed(name: str, steps: Steps[Prefilled]) -> Prefilled:
+        start = time.perf_counter()
+        done = run(steps)
+        seconds[name] = time.perf_counter() - start
+        return done
+
+    timed("full", verifier.full())
+    for ratio in RATIOS:
+        done = timed(f"{ratio:g}", verifier.prefill(blend.with_values(ratio=ratio)))
+        found[ratio] = run(verifier.verify(done)).loss
+    return found, seconds
+
+
+def made_questions(passages: Sequence[Passage]) -> Iterator[str]:
+    """A question about each passage, in random order: of its title or, without one, of words in its middle."""
+    order: Iterable[int] = random.Random(0).sample(range(len(passages)), len(passages))
+    for passage in (passages[n] for n in order):
+        words = passage.text.split()
+        start = max(0, (len(words) - QUOTED_WORDS) // 2)
+        quoted = " ".join(words[start : start + QUOTED_WORDS])
+        yield f"What is said about {passage.title}?" if passage.title else f'Which passage says "{quoted}"?'

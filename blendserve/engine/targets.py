@@ -1,0 +1,78 @@
+"""Targets of quality: the ratio of each request that has one, by the controller of the index that it asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blendserve.blend.blender import Blender
+from blendserve.config import Config
+from blendserve.core import QualityReport
+from blendserve.engine.request import PreparedRequest, Request
+from blendserve.quality.calibration import Calibration, CalibrationStore
+from blendserve.quality.controller import LEVELS, Controller
+from blendserve.quality.target import Target
+from blendserve.retrieve import VectorIndex
+
+NO_INDEX = "answered exactly: only questions over the passages of an index are calibrated"
+OFF = "off: the request says what is recomputed"
+
+
+class Targets:
+    """The controllers of one engine. Thread-safe."""
+
+    def __init__(self, config: Config, blender: Blender) -> None:
+        self._config, self._blender = config, blender
+        self._found: dict[tuple[str, Target], Controller] = {}
+        self._lock = threading.Lock()
+
+    def calibrations(self, index: VectorIndex) -> CalibrationStore:
+        """Where the index's calibration is kept. Raises StoreError."""
+        config, blender = self._config, self._blender
+        blend, key = config.blend, blender.key
+        work = blend.policy, blend.correction, blend.check_layers, blend.near, blender.priors.hash()
+        rest = key.dtype, config.store.codec, config.model.decode_weights, config.retrieve.top_k
+        prompt = key.context, config.prompt.model_dump()
+        return CalibrationStore.of(blender.store, index.path.name, key.fingerprint, work, rest, prompt)
+
+    def controller(self, index: VectorIndex, target: Target) -> Controller:
+        """Of one target over one index; its calibration is read once. Raises StoreError."""
+        name = str(index.path), target
+        with self._lock:
+            if name not in self._found:
+                calibration = self.calibrations(index).load()
+                usable = calibration if calibration and calibration.fits(len(index)) else None
+                self._found[name] = Controller(target, usable)
+            return self._found[name]
+
+    def use(self, index: VectorIndex, calibration: Calibration) -> None:
+        """Store an index's new calibration; its controllers begin anew. Raises StoreError."""
+        self.calibrations(index).save(calibration)
+        with self._lock:
+            self._found = {name: of for name, of in self._found.items() if name[0] != str(index.path)}
+
+    def all(self) -> list[tuple[str, Controller]]:
+        """Of each index and target that was asked for, with the index's name."""
+        with self._lock:
+            return [(path.rpartition("/")[2], controller) for (path, _), controller in self._found.items()]
+
+    def apply(
+        self, prepared: PreparedRequest, request: Request, indexes: Sequence[VectorIndex]
+    ) -> PreparedRequest:
+        """The request with the ratio that its target needs. indexes: that its passages are from. Raises StoreError."""
+        target = Target.of(prepared.blend)
+        if target is None:
+            return replace(prepared, quality=QualityReport(str(Target.of(self._config.blend)), None, "", OFF))
+        if prepared.blend.method in ("full", "prefix"):
+            return replace(prepared, quality=QualityReport(str(target), None, "", "kept: answers are exact"))
+        if request.passages is not None or prepared.prompt.is_plain or not indexes:
+            exact = prepared.blend.without_target(method="prefix")
+            return replace(prepared, blend=exact, quality=QualityReport(str(target), None, "", NO_INDEX))
+        controllers = [self.controller(index, target) for index in indexes]
+        chosen = max(controllers, key=lambda controller: LEVELS.index(controller.ratio))
+        ratio, report = chosen.ratio, chosen.report()
+        values = {"method": "prefix"} if ratio is None else {"ratio": ratio}
+        controller = chosen if len(controllers) == 1 else None
+        blend = prepared.blend.without_target(**values)
+        return replace(prepared, blend=blend, quality=report, controller=controller)

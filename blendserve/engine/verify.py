@@ -1,0 +1,76 @@
+"""Verifies answers against full prefill: by calibration beforehand, and of a served answer afterwards.
+
+full prefill of the prompt (once)  ->  its logits along the answer   |
+the method's prefill from the store -> its own answer, its logits    |  -> agreement and KL (quality/fidelity.py)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from blendserve.blend.blender import Blender, Prefilled
+from blendserve.config import BlendConfig, DecodeConfig
+from blendserve.core import Prompt, Steps, TokenIds
+from blendserve.engine.generate import generate
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import LoadedModel
+from blendserve.models.runner import decode_each
+from blendserve.quality.fidelity import choices, forced, loss
+from blendserve.quality.target import Loss
+
+
+class Verified(NamedTuple):
+    """An answer against full prefill."""
+
+    loss: Loss
+    tokens: TokenIds  # of the answer, with an end token if it has one
+    full: TokenIds  # what full prefill would have chosen in the place of each
+
+
+class Verifier:
+    """Verifies answers to one prompt. Each method's prefill is a blocking or a stepwise piece of work."""
+
+    def __init__(self, model: LoadedModel, blender: Blender, prompt: Prompt, decode: DecodeConfig) -> None:
+        self._model, self._blender, self._prompt, self._decode = model, blender, prompt, decode
+        self._full: Prefilled | None = None
+
+    def prefill(self, blend: BlendConfig) -> Steps[Prefilled]:
+        """Into a cache with room for the answer. Raises StoreError."""
+        cache = KVCache(self._model.decoder, len(self._prompt) + self._decode.max_new_tokens)
+        return (yield from self._blender.prefill(self._prompt, blend, cache))
+
+    def full(self) -> Steps[Prefilled]:
+        """Full prefill, run once."""
+        if self._full is None:
+            self._full = yield from self.prefill(BlendConfig(method="full"))
+        return self._full
+
+    def verify(self, done: Prefilled, answer: TokenIds | None = None) -> Steps[Verified]:
+        """An answer over this prefill's cache. answer: as `with_end` has it; None: the greedy one is made."""
+        full = yield from self.full()
+        if answer is None:
+            answer = yield from self._greedy(done)
+        decoder, n = self._model.decoder, len(self._prompt)
+        along = forced(decoder, full.result.cache, n, full.result.logits, answer)
+        yield
+        own = forced(decoder, done.result.cache, n, done.result.logits, answer, decode_each)
+        temperature = 0.0 if self._decode.is_greedy else self._decode.temperature
+        end = self._model.end_tokens
+        return Verified(loss(along, own, answer, end, temperature), answer, tuple(choices(along, end)))
+
+    def _greedy(self, done: Prefilled) -> Steps[TokenIds]:
+        tokens: list[int] = []
+        logits: Tensor = done.result.logits
+        decode = self._decode.with_values(temperature=0.0)
+        end = self._model.end_tokens
+        for token in generate(self._model.decoder, done.result.cache, len(self._prompt), logits, decode, end):
+            tokens.append(token)
+            yield
+        return with_end(self._model, tuple(tokens), decode)
+
+
+def with_end(model: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
+    """An answer's tokens, with an end token unless it has the maximum length. Never empty."""
+    return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(model.end_tokens))

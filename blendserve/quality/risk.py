@@ -1,0 +1,82 @@
+"""Statistics of losses in [0, 1]: may a mean loss be above a limit, and has it risen? All hold however often one looks.
+
+A bettor who doubts "the mean is `limit` or more" stakes a share of the capital on each loss, chosen from earlier losses
+alone. If the claim holds, the capital ever reaches 1/p with probability at most p (Ville). So 1 / largest capital is a
+p-value, and the means that cannot be refuted are an interval (Waudby-Smith & Ramdas, arXiv 2010.09686, section 4; stakes
+by their aGRAPA). Neither assumes a distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+GRID = np.linspace(0.0005, 0.9995, 1000)  # means that are tried for an interval
+MAX_STAKE = 0.9  # of what would lose the whole capital
+FACTORS = (1.5, 2.0, 3.0, 5.0)  # times the limit: rises that the detector looks for
+FALSE_ALARM = 0.002  # alarms for each check while the mean is at its limit, at most
+
+Floats = NDArray[np.float64]
+
+
+def capital(losses: ArrayLike, limits: ArrayLike) -> Floats:
+    """The capital [g] after each loss [n], betting that the mean is below each of `limits` [g] -> [n, g]."""
+    x, limit = np.asarray(losses, float)[:, None], np.atleast_1d(np.asarray(limits, float))
+    n = np.arange(1, len(x) + 1)[:, None]
+    mean = (0.5 + np.cumsum(x, axis=0)) / (n + 1)
+    variance = (0.25 + np.cumsum((x - mean) ** 2, axis=0)) / (n + 1)
+    mean, variance = (np.vstack([[[start]], of[:-1]]) for start, of in ((0.5, mean), (0.25, variance)))
+    gap = limit - mean  # by the losses before
+    stake = np.clip(gap / (variance + gap**2), 0.0, MAX_STAKE / (1.0 - limit))
+    return np.cumprod(1.0 + stake * (limit - x), axis=0)
+
+
+def p_value(losses: ArrayLike, limit: float) -> float:
+    """How surprising these losses would be if their mean were `limit` or more; 1 for none."""
+    most: float = capital(losses, limit).max() if np.size(losses) else 1.0
+    return 1.0 / max(1.0, most)
+
+
+def interval(losses: ArrayLike, error: float) -> tuple[float, float]:
+    """The means that losses leave possible: the true one lies outside, at any time, with probability at most `error`."""
+    if not np.size(losses):
+        return 0.0, 1.0
+    x, most = np.asarray(losses, float), 2.0 / error
+    below = capital(x, GRID).max(axis=0) < most  # not refuted from above
+    above = capital(1.0 - x, 1.0 - GRID).max(axis=0) < most
+    left = GRID[below & above]
+    return (float(left[0]), float(left[-1])) if len(left) else (float(x.mean()), float(x.mean()))
+
+
+def losses_needed(losses: Sequence[float], limit: float, error: float) -> int | None:
+    """About how many losses like these would prove their mean below the limit; None: none would."""
+    grown = float(np.log(capital(losses, limit)[-1, 0])) if losses else 0.0
+    return int(np.ceil(len(losses) * np.log(1.0 / error) / grown)) if grown > 0 else None
+
+
+class Bet(NamedTuple):
+    """A detector's state for one factor."""
+
+    stake: float
+    capital: float = 0.0
+
+    def after(self, x: float, limit: float) -> Bet:
+        """A new bettor joins with a capital of 1 at each loss, as the mean may have risen just now."""
+        return self._replace(capital=(self.capital + 1.0) * (1.0 + self.stake * (x - limit)))
+
+
+class Detector:
+    """Tells that a mean loss has risen above its limit at some time (an e-detector: Shin et al., arXiv 2203.03532)."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        risen = (min(0.95, limit * factor) for factor in FACTORS)
+        self._bets = [Bet((mean / limit - 1.0) / (1.0 - limit)) for mean in risen]
+
+    def add(self, loss: float) -> bool:
+        """Whether this loss sets off the alarm."""
+        self._bets = [bet.after(loss, self._limit) for bet in self._bets]
+        return sum(bet.capital for bet in self._bets) / len(self._bets) >= 1.0 / FALSE_ALARM

@@ -1,0 +1,345 @@
+"""Targets of quality: calibrated, served, checked while the server is idle, and exact where nothing is known."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from blendserve.blend.blender import Blender
+from blendserve.config import BlendConfig, ServeConfig
+from blendserve.core import Passage, run
+from blendserve.engine.batch_engine import BatchEngine
+from blendserve.engine.calibrate import losses, made_questions
+from blendserve.engine.engine import Engine
+from blendserve.engine.request import Completed, Observer, Request
+from blendserve.engine.verify import Verifier
+from blendserve.errors import InputError
+from blendserve.models.loader import LoadedModel
+from blendserve.models.reference import OwnDecoding
+from blendserve.quality.controller import Controller
+from blendserve.quality.target import RATIOS, Loss
+from blendserve.store import MemoryStore
+from tests.support.engines import PASSAGES, QUESTIONS, toy_engine
+from tests.support.http import DOCUMENTS, index
+
+BLEND = {"method": "blend", "quality": 0.6, "check": 1.0}
+GOOD, BAD = Loss(0.99, 0.01), Loss(0.2, 1.0)
+
+
+def engine(folder: Path, store: MemoryStore | None = None, **blend: Any) -> Engine:
+    """Over an index of DOCUMENTS, with a target."""
+    made = toy_engine(store or MemoryStore(2**30), blend={**BLEND, **blend}, retrieve={"top_k": 3})
+    made.index = index(folder / "docs", made.prompts, DOCUMENTS)
+    return made
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[float, Loss]], Engine]:
+    """An engine whose calibration measured these losses on every prompt."""
+
+    def make(found: dict[float, Loss], **blend: Any) -> Engine:
+        made = engine(tmp_path, **blend)
+        times = dict.fromkeys(["full", *(f"{ratio:g}" for ratio in RATIOS)], 1.0)
+        monkeypatch.setattr("blendserve.engine.calibrate.losses", lambda *_: (found, times))
+        made.calibrate(100, [f"Question {n}?" for n in range(100)])
+        return made
+
+    return make
+
+
+def test_losses_are_those_of_asking_full_prefill_token_by_token(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+    for question in QUESTIONS:
+        found, seconds = losses(made, question)
+        assert set(found) == set(RATIOS)
+        assert min(seconds.values()) > 0
+        prompt = made.prepare(Request(question, blend={"method": "blend"})).prompt
+        for ratio in (0.0, 0.3):
+            answer = made.answer(question, method="blend", ratio=ratio)
+            end = min(made.model.end_tokens)
+            tokens = [*answer.token_ids, *([end] if answer.finish_reason == "stop" else [])]
+            own = OwnDecoding(made.model.decoder)
+            logits = [own.feed(prompt.ids), *(own.feed((token,)) for token in tokens[:-1])]
+            chosen = [int(row.argmax()) for row in logits]
+            agreed = [
+                a == b or {a, b} <= set(made.model.end_tokens) for a, b in zip(chosen, tokens, strict=True)
+            ]
+            assert found[ratio].agreement == pytest.approx(sum(agreed) / len(agreed))
+            if all(agreed):
+                assert answer.token_ids == made.answer(question, method="full").token_ids
+
+
+@pytest.mark.parametrize("method", ["full", "prefix"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_exact_methods_verify_clean(tmp_path: Path, method: Any, temperature: float) -> None:
+    made = engine(tmp_path)
+    request = made.prepare(
+        Request(QUESTIONS[1], blend={"method": method}, decode={"temperature": temperature})
+    )
+    verifier = Verifier(made.model, made.blender, request.prompt, request.decode)
+    done = run(verifier.prefill(request.blend))
+    found = run(verifier.verify(done))
+    assert found.loss.agreement == pytest.approx(1.0, abs=1e-6)
+    assert found.loss.kl < 1e-9
+    assert found.full == found.tokens
+
+
+def test_sampled_answers_agree_by_the_probability_that_is_common(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+    request = made.prepare(
+        Request(QUESTIONS[0], blend={"method": "blend", "ratio": 0.0}, decode={"temperature": 0.7})
+    )
+    verifier = Verifier(made.model, made.blender, request.prompt, request.decode)
+    made.blender.writer.precompute([chunk.ids for chunk in request.prompt.chunks])
+    done = run(verifier.prefill(request.blend))
+    token = 17
+    found = run(verifier.verify(done, (token,)))
+    p, q = (
+        torch.softmax(logits.double() / 0.7, -1)
+        for logits in (OwnDecoding(made.model.decoder).feed(request.prompt.ids), done.result.logits)
+    )
+    assert found.loss.agreement == pytest.approx(1 - float((p - q).abs().sum()) / 2, abs=1e-6)
+
+
+def test_without_a_calibration_answers_are_exact_and_say_so(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+    made.precompute()
+    answer = made.answer(QUESTIONS[0])
+    assert (answer.report.method, answer.report.blended) == ("prefix", False)
+    assert answer.report.quality
+    assert answer.report.quality.ratio is None
+    assert answer.report.to_dict()["quality"]["target"] == answer.report.quality.target
+    assert answer.token_ids == made.answer(QUESTIONS[0], method="full").token_ids
+    assert toy_engine().answer(QUESTIONS[0], PASSAGES).report.quality is None
+
+
+def test_a_calibrated_ratio_serves_questions_over_the_index_alone(calibrated: Any) -> None:
+    made = calibrated({r: GOOD if r >= 0.05 else BAD for r in RATIOS})
+    made.precompute()
+    report = made.answer(QUESTIONS[0]).report
+    assert (report.method, report.ratio, report.quality.ratio) == ("blend", 0.05, 0.05)
+    own = made.answer(QUESTIONS[0], PASSAGES).report  # nobody has measured those
+    assert (own.method, own.quality.ratio) == ("prefix", None)
+    asked = made.answer(QUESTIONS[0], ratio=0.3).report  # explicit options win
+    assert (asked.ratio, asked.quality.ratio, asked.quality.estimate) == (0.3, None, None)
+    stricter = made.answer(QUESTIONS[0], quality=0.95).report
+    assert (stricter.method, stricter.blended) == ("blend", True)
+    assert stricter.quality.target != report.quality.target
+
+
+def test_a_calibration_is_void_where_answers_are_made_otherwise(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    for changes in ({"correction": "none"}, {"policy": "random"}, {"near": True}):
+        config = made.config.model_copy(update={"blend": made.config.blend.with_values(**changes)})
+        other = Engine(config, made.model, made.store, made.index)
+        assert other.answer(QUESTIONS[0]).report.method == "prefix"
+    again = Engine(made.config, made.model, made.store, made.index)
+    assert again.answer(QUESTIONS[0]).report.ratio == 0.0
+    made.add([{"text": f"More text about number {n}.", "title": f"T{n}"} for n in range(8)])
+    grown = Engine(made.config, made.model, made.store, made.index)
+    assert grown.answer(QUESTIONS[0]).report.method == "prefix"
+
+
+def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = engine(tmp_path), list[str]()
+
+    def measured(_: Engine, question: str) -> Any:
+        if len(asked) == 11:
+            raise KeyboardInterrupt
+        asked.append(question)
+        return dict.fromkeys(RATIOS, GOOD), {"full": 1.0}
+
+    monkeypatch.setattr("blendserve.engine.calibrate.losses", measured)
+    questions = [f"Question {n}?" for n in range(16)]
+    with pytest.raises(KeyboardInterrupt):
+        made.calibrate(16, questions)
+    done = list(asked)
+    asked.clear()
+    assert made.calibrate(16, questions).prompts == 16
+    assert asked == questions[8:]  # every eighth prompt is a save
+    assert done[:8] == questions[:8]
+    assert made.calibrate(16, questions).prompts == 16
+    assert asked == questions[8:]
+    assert made.calibrate(3).prompts == 3  # of other questions
+
+
+def test_questions_are_made_of_titles_or_of_words_each_passage_once() -> None:
+    passages = [*PASSAGES, Passage("one two three"), Passage(" ".join(map(str, range(40))))]
+    made = list(made_questions(passages))
+    assert len(set(made)) == len(passages)
+    assert sum("Cats" in question for question in made) == 1
+    assert any("one two three" in question for question in made)
+    assert any("14 15 16 17 18 19 20 21 22 23 24 25" in question for question in made)
+
+
+def test_there_is_nothing_to_calibrate_without_an_index() -> None:
+    with pytest.raises(InputError):
+        toy_engine().calibrate()
+
+
+def served(made: Engine, observer: Any = None) -> BatchEngine:
+    return BatchEngine(made, observer or Mock(Observer), ServeConfig(slots=2))
+
+
+def ask(batch: BatchEngine, question: str, **decode: Any) -> Any:
+    """Run a request to its end -> its answer. Idle tasks stay."""
+    events = list[Any]()
+    request = batch.engine.prepare(Request(question, decode=decode))
+    batch.scheduler.submit(batch.sequence(request, events.append))
+    while batch.scheduler.in_flight:
+        batch.scheduler.step()
+    (*_, last) = events
+    assert isinstance(last, Completed)
+    return last.answer
+
+
+def idle(batch: BatchEngine) -> int:
+    """Run what is left -> number of steps."""
+    n = 0
+    while batch.scheduler.has_work:
+        batch.scheduler.step()
+        n += 1
+    return n
+
+
+def controller(made: Engine) -> Controller:
+    ((_, found),) = made.targets.all()
+    return found
+
+
+def test_a_served_answer_is_checked_while_nothing_else_runs(calibrated: Any) -> None:
+    made = calibrated({r: GOOD if r >= 0.05 else BAD for r in RATIOS})
+    made.precompute()
+    observer = Mock(Observer)
+    batch = served(made, observer)
+    answer = ask(batch, QUESTIONS[0])
+    assert controller(made).checks == 0
+    assert idle(batch) > 3 * made.model.decoder.n_layers  # passes at three ratios and full prefill, by layers
+    assert controller(made).checks == 1
+    ((result, loss, seconds),) = [call.args for call in observer.checked.call_args_list]
+    assert (result, seconds > 0) == ("done", True)
+    expected, _ = losses(made, QUESTIONS[0])
+    assert loss.agreement == pytest.approx(expected[0.05].agreement)
+    assert loss.kl == pytest.approx(expected[0.05].kl, abs=1e-3)
+    assert answer.report.quality.ratio == 0.05
+
+
+def test_a_request_interrupts_a_check(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    made.precompute()
+    batch = served(made)
+    ask(batch, QUESTIONS[0])
+    for _ in range(5):
+        batch.scheduler.step()
+    expected = made.answer(QUESTIONS[1]).token_ids
+    assert ask(batch, QUESTIONS[1]).token_ids == expected
+    assert controller(made).checks == 0
+    idle(batch)
+    assert controller(made).checks == 2
+
+
+def test_losses_above_the_limit_raise_the_ratio_of_later_requests(
+    calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    made.precompute()
+    batch = served(made)
+    real, lossy = Blender.prefill, [True]
+
+    def broken(self: Blender, prompt: Any, blend: BlendConfig, cache: Any = None, *rest: Any) -> Any:
+        """Blended answers come from a cache of zeros."""
+        done = yield from real(self, prompt, blend, cache, *rest)
+        if lossy and blend.method == "blend" and blend.min_ratio < 0.15:
+            done.result.cache.values[:, :, : len(prompt) - 8].zero_()
+        return done
+
+    monkeypatch.setattr(Blender, "prefill", broken)
+    for n in range(100):
+        ask(batch, QUESTIONS[n % 4])
+        idle(batch)
+    assert controller(made).ratio == 0.15
+    assert made.prepare(Request(QUESTIONS[0])).blend.ratio == 0.15
+
+
+def test_a_deleted_document_takes_the_checks_that_quote_it_along(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    made.precompute()
+    batch = served(made)
+    answers = [ask(batch, question) for question in QUESTIONS]
+    quoted = answers[0].passages[0]
+    left = [a for a in answers if quoted.text not in {p.text for p in a.passages}]
+    made.delete(quoted.doc_id)
+    idle(batch)
+    assert controller(made).checks == len(left) < len(answers)
+
+
+def test_a_chunk_that_was_evicted_makes_a_check_lost(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    made.precompute()
+    observer = Mock(Observer)
+    batch = served(made, observer)
+    ask(batch, QUESTIONS[0])
+    made.store.delete(made.store.keys())
+    made.fetcher.forget(made.store.keys())
+    idle(batch)
+    assert [call.args[0] for call in observer.checked.call_args_list] == ["lost"]
+    assert controller(made).checks == 0
+
+
+def reachable(*roots: Any) -> list[Any]:
+    """What these objects refer to, apart from the model and code."""
+    seen, frontier = dict[int, Any](), list(roots)
+    while frontier:
+        frontier = [x for x in gc.get_referents(*frontier) if id(x) not in seen]
+        frontier = [
+            x for x in frontier if not isinstance(x, (type, ModuleType, FunctionType, LoadedModel, Mock))
+        ]
+        seen |= {id(x): x for x in frontier}
+    return [*seen.values()]
+
+
+def test_no_token_of_a_checked_request_is_kept(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    made.precompute()
+    batch = served(made)
+    ask(batch, QUESTIONS[2])
+    suffix = made.prepare(Request(QUESTIONS[2])).prompt.suffix
+
+    def has_prompt() -> bool:
+        return any(
+            isinstance(x, tuple) and x[-len(suffix) :] == suffix
+            for x in reachable(controller(made), batch.checks)
+        )
+
+    assert has_prompt()
+    idle(batch)
+    assert controller(made).checks == 1
+    assert not has_prompt()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_share_of_requests_is_drawn_whatever_they_ask(calibrated: Any, share: float) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD), check=share)
+    batch = served(made)
+    request = made.prepare(Request(QUESTIONS[0]))
+    drawn = sum(batch.checks.draws(request) for _ in range(2_000))
+    assert drawn == pytest.approx(2_000 * share, abs=100 * (share > 0))
+    assert not batch.checks.draws(made.prepare(Request(QUESTIONS[0], blend={"ratio": 0.1})))
+
+
+def test_more_answers_than_may_wait_are_drawn_from(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    observer = Mock(Observer)
+    batch = served(made, observer)
+    answer = made.answer(QUESTIONS[0])
+    request = made.prepare(Request(QUESTIONS[0]))
+    pending = sum(batch.checks.offer(request, made.blender, answer) for _ in range(200))
+    assert pending == 64
+    assert [call.args[0] for call in observer.checked.call_args_list] == ["dropped"] * 136
