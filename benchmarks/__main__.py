@@ -22,6 +22,7 @@ BENCHES = {  # name, also that of the module -> help
     "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
     "plain": "Find stored text in the prompts of unchanged clients.",
     "traffic": "Learn from plain prompts, and keep conversations with agents.",
+    "quality": "Calibrate a target of quality, and see whether other prompts keep it.",
     "auto": "Compare method auto with the best fixed method.",
 }
 

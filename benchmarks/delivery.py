@@ -32,7 +32,6 @@ from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive
-from blendserve.quality.fidelity import kl
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
@@ -42,6 +41,7 @@ from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
 from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
+from blendserve.quality.fidelity import kl
 from blendserve.registry import DELIVERED, DELIVERED_CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 

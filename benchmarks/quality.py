@@ -1,0 +1,179 @@
+"""`python -m benchmarks quality`: is a target of quality kept on prompts that nothing was chosen on?
+
+    promise   an index is calibrated on some prompts; others are then answered, and compared with full prefill one by one
+    drift     the same with a wrong correction prior: checks until the alarm, and the agreement behind it
+
+Questions are made of the titles of passages, each of another passage than calibration's; of a data set with questions,
+also those that people wrote. Timed is the prefill, against full prefill of the same prompt, in turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from blendserve.bench.fixture import scratch
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, table
+from blendserve.bench.runner import Bench, BenchConfig, open_model
+from blendserve.blend.blender import Prefilled
+from blendserve.blend.priors import Priors
+from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig
+from blendserve.core import Document, run
+from blendserve.engine.calibrate import losses, made_questions
+from blendserve.engine.engine import Engine
+from blendserve.engine.request import Request
+from blendserve.engine.verify import Verifier
+from blendserve.evaluate.datasets import load
+from blendserve.quality.controller import Controller
+from blendserve.quality.risk import interval
+from blendserve.quality.target import Loss, Target
+
+
+class QualityConfig(BenchConfig):
+    """A promise and what becomes of it."""
+
+    dataset: str = Field("generated", description="Data set whose passages are the index.")
+    documents: Positive = Field(600, description="Number of its passages, at most.")
+    quality: float = Field(0.9, description="Target: least mean agreement with full prefill.")
+    prompts: Positive = Field(128, description="Number of prompts to calibrate on.")
+    unseen: Positive = Field(150, description="Number of other prompts.")
+    top_k: Positive = Field(6, description="Number of passages in a prompt.")
+    new_tokens: Positive = Field(16, description="Length of an answer, in tokens.")
+    parts: tuple[Literal["promise", "drift"], ...] = Field(("promise", "drift"), description="Parts to run.")
+    after: Positive = Field(40, description="Number of prompts behind the alarm.")
+
+
+def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:
+    model, data = open_model(config, log), load(config.dataset)
+    settings = Config(
+        model=config.model_settings,
+        retrieve=RetrieveConfig(top_k=config.top_k),
+        blend=BlendConfig(quality=config.quality),
+        decode=DecodeConfig(max_new_tokens=config.new_tokens),
+    )
+    documents = [Document(p.text, p.title, p.id) for p in data.corpus[: config.documents]]
+    with scratch(config.folder) as folder:
+        place = config.folder / Path(config.dataset).stem if config.folder else folder  # a given one is kept
+        with Engine.build(place / config.model.replace("/", "-"), documents, settings, model=model) as engine:
+            engine.precompute()
+            calibration = engine.calibrate(config.prompts)
+            assert engine.index is not None
+            made = made_questions(engine.index.passages)
+            unseen = list(islice(made, calibration.prompts, calibration.prompts + config.unseen))
+            asked = [example.question for example in data.examples]
+            kinds = {"made": unseen, "of people": asked if config.dataset != "generated" else []}
+            for kind, questions in kinds.items():
+                if questions and "promise" in config.parts:
+                    yield _promise(engine, kind, questions)
+            if "drift" in config.parts:
+                yield _drift(config, engine, unseen)
+
+
+class Prompts:
+    """Questions one after another: by full prefill and as they are served, in turns."""
+
+    def __init__(self, engine: Engine, questions: Sequence[str]) -> None:
+        self._engine, self._questions, self.served = engine, iter(questions), list[Loss]()
+
+    def next(self) -> Metrics:
+        request = self._engine.prepare(Request(next(self._questions)))
+        verifier = Verifier(self._engine.model, self._engine.blender, request.prompt, request.decode)
+        work = {"full_s": verifier.full(), "served_s": verifier.prefill(request.blend)}
+        seconds, done = dict[str, float](), dict[str, Prefilled]()
+        for name in sorted(work, reverse=len(self.served) % 2 == 1):
+            start = time.perf_counter()
+            done[name] = run(work[name])
+            seconds[name] = time.perf_counter() - start
+        loss = run(verifier.verify(done["served_s"])).loss
+        self.served.append(loss)
+        return {**seconds, **loss._asdict(), "of_full": seconds["served_s"] / seconds["full_s"]}
+
+
+def _promise(engine: Engine, kind: str, questions: Sequence[str]) -> Group:
+    prompts = Prompts(engine, questions)
+
+    def facts() -> Mapping[str, Any]:
+        (_, controller), *_ = engine.targets.all()
+        return {"ratio": _ratio(controller), **_facts(controller.target, prompts.served)}
+
+    return Group(
+        {"questions": kind}, [Case({"method": "served"}, prompts.next)], facts, len(questions), False
+    )
+
+
+def _facts(target: Target, served: Sequence[Loss]) -> dict[str, Any]:
+    given, kls = target.losses(served), sorted(loss.kl for loss in served)
+    low, high = interval(given, 0.05)
+    return {
+        "prompts": len(given),
+        "agreement": 1 - statistics.fmean(given),
+        "agreement_low": 1 - high,
+        "agreement_high": 1 - low,
+        "worst_agreement": 1 - max(given),
+        "mean_kl": statistics.fmean(kls),
+        "p95_kl": kls[int(0.95 * (len(kls) - 1))],
+        "worst_kl": kls[-1],
+    }
+
+
+def _ratio(controller: Controller) -> float | str:
+    return "exact" if controller.ratio is None else controller.ratio
+
+
+def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> Group:
+    """Every answer is checked, while the prior says the opposite of what it learnt."""
+
+    def watch() -> Metrics:
+        target = Target.of(engine.config.blend)
+        assert target
+        assert engine.index is not None
+        controller = Controller(target, engine.targets.calibrations(engine.index).load())
+        good = engine.blender.priors.current()
+        assert good
+        found: dict[str, list[Loss]] = {"before": [], "behind": []}
+        first, until_alarm = controller.ratio, 0
+        engine.blender.priors.use(Priors(-2 * good.weights, -2 * good.constants))
+        try:
+            for question in questions:
+                served = controller.ratio
+                measured, _ = losses(engine, question)
+                loss = Loss(1.0, 0.0) if served is None else measured[served]
+                found["before" if served == first else "behind"].append(loss)
+                controller.add(served, {r: measured[r] for r in controller.checked_ratios})
+                until_alarm += served == first
+                if len(found["behind"]) == config.after:
+                    break
+        finally:
+            engine.blender.priors.use(good)
+        means = {name: 1 - statistics.fmean(target.losses(of)) for name, of in found.items() if of}
+        last = 1.0 if controller.ratio is None else controller.ratio
+        return {"checks_to_alarm": until_alarm, "alarms": controller.alarms, "last_ratio": last, **means}
+
+    return Group({"questions": "drift"}, [Case({"method": "wrong prior"}, watch)], repeats=1, warm_up=False)
+
+
+BENCH = Bench(
+    QualityConfig,
+    groups,
+    (
+        table(
+            "Served with a target, against full prefill",
+            *(ms("full ms", "full_s"), ms("served ms", "served_s"), count("of full", "of_full", digits=2)),
+            *(count("agreement", "agreement", digits=3), count("KL", "kl", digits=3)),
+            method="served",
+        ),
+        table(
+            "A correction that went wrong",
+            *(count("checks to the alarm", "checks_to_alarm"), count("last ratio", "last_ratio", digits=2)),
+            *(count("agreement before", "before", digits=3), count("behind", "behind", digits=3)),
+            method="wrong prior",
+        ),
+    ),
+    tiny={"documents": 12, "prompts": 6, "unseen": 4, "top_k": 3, "new_tokens": 4, "after": 2},
+)
