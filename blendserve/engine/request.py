@@ -146,9 +146,9 @@ def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool 
 
 
 def chooses_work(options: Options) -> bool:
-    """Whether options for a request say what is recomputed, so that no target does."""
+    """Whether options for a request say what is recomputed, so that no target does. Method auto leaves it open."""
     names = ("method", "policy", "ratio", "correction", "check_layers", "near")
-    return any(options.get(name) is not None for name in names)
+    return any(options.get(name) not in (None, "auto") for name in names)
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

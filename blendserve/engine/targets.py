@@ -73,6 +73,6 @@ class Targets:
         chosen = max(controllers, key=lambda controller: LEVELS.index(controller.ratio))
         ratio, report = chosen.ratio, chosen.report()
         values = {"method": "prefix"} if ratio is None else {"ratio": ratio}
-        controller = chosen if len(controllers) == 1 else None
+        controller = chosen if len(controllers) == 1 and chosen.checked_ratios else None
         blend = prepared.blend.without_target(**values)
         return replace(prepared, blend=blend, quality=report, controller=controller)

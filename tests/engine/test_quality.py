@@ -117,6 +117,7 @@ def test_without_a_calibration_answers_are_exact_and_say_so(tmp_path: Path) -> N
     assert answer.report.quality.ratio is None
     assert answer.report.to_dict()["quality"]["target"] == answer.report.quality.target
     assert answer.token_ids == made.answer(QUESTIONS[0], method="full").token_ids
+    assert made.prepare(Request(QUESTIONS[0])).controller is None  # nothing to check
     assert toy_engine().answer(QUESTIONS[0], PASSAGES).report.quality is None
 
 

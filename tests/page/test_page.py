@@ -92,6 +92,22 @@ def test_a_question_is_answered_and_explained_token_by_token(page: Page, server:
     assert page.locator(".part h3").all_text_contents()[1:-1] == [p["title"] for p in whole["passages"]]
 
 
+def test_an_answer_is_checked_against_full_prefill(page: Page, server: Server) -> None:
+    """Of full prefill all tokens agree; of full reuse, those that the API says."""
+    visit(page, server)
+    for method in ("full", "reuse"):
+        page.select_option("#method", method)
+        ask(page)
+        page.get_by_role("button", name="Check this answer").click()
+        check = server.ask(method=method, check=True)["check"]
+        expect(page.locator("#check p")).to_be_visible()
+        others = [text for text, full in check["tokens"] if full is not None]
+        assert page.locator("#check mark").all_text_contents() == others
+        assert page.locator("#check p").text_content() == "".join(text for text, _ in check["tokens"])
+        assert (check["agreement"] == 1.0) == (others == [])
+    assert others  # a random model reuses badly
+
+
 def test_a_tokens_tip_opens_by_pointer_and_by_keys(page: Page, server: Server) -> None:
     explanation = server.ask(explain=True)["explanation"]
     visit(page, server)

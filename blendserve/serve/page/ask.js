@@ -2,7 +2,7 @@
 
 import { events, post } from "./api.js";
 import { el } from "./dom.js";
-import { count, ms, percent, several } from "./format.js";
+import { count, ms, percent, qualityText, several } from "./format.js";
 import { makeRace } from "./race.js";
 import { stageView } from "./stages.js";
 import { plainView, tokenView } from "./tokens.js";
@@ -113,7 +113,7 @@ export function makeAsk(root) {
         answer.replaceChildren(text);
       } else {
         answer.replaceChildren(event.text || el("span", { class: "muted" }, "The answer is empty."));
-        facts.replaceChildren(...answerFacts(event));
+        facts.replaceChildren(...answerFacts(event), checkView(asked));
         status.textContent = `The answer is complete. Time to first token: ${ms(event.timings.ttft)}.`;
       }
     }
@@ -134,9 +134,28 @@ export function makeAsk(root) {
         el("li", {}, recomputed),
         el("li", {}, `${several(tokens, "token")} generated, ${timings.tokens_per_second.toFixed(0)} per second${end === "length" ? ", up to max_tokens" : ""}.`),
         report.correction && report.blended ? el("li", {}, `Policy ${report.policy}, correction ${report.correction}, ratio ${report.ratio}.`) : null,
+        report.quality ? el("li", { id: "quality" }, qualityText(report.quality)) : null,
       ),
       ...(report.chunks_missing && passages.length ? [missing(report, passages)] : []),
     ];
+  }
+
+  /** A button that asks again and compares the answer with full prefill's choices. */
+  function checkView(asked) {
+    const button = el("button", { type: "button" }, "Check this answer");
+    const view = el("div", { id: "check", class: "hint" }, button);
+    button.addEventListener("click", () =>
+      run(async (signal) => {
+        button.disabled = true;
+        status.textContent = "The answer is compared with full prefill.";
+        const { check } = await post("v1/rag/query", { ...asked, explain: false, stream: false, check: true }, signal);
+        const tokens = check.tokens.map(([text, full]) => (full === null ? text : el("mark", { title: `full prefill: ${full}` }, text)));
+        const said = `Full prefill would have chosen ${percent(check.agreement)} of these tokens; mean KL ${check.kl.toFixed(3)} nats.`;
+        view.replaceChildren(said, el("p", {}, ...tokens));
+        status.textContent = said;
+      }),
+    );
+    return view;
   }
 
   /** A hint about passages that were not cached, with a button that warms them. */
