@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -58,21 +57,22 @@ def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:
         decode=DecodeConfig(max_new_tokens=config.new_tokens),
     )
     documents = [Document(p.text, p.title, p.id) for p in data.corpus[: config.documents]]
-    with scratch(config.folder) as folder:
-        place = config.folder / Path(config.dataset).stem if config.folder else folder  # a given one is kept
-        with Engine.build(place / config.model.replace("/", "-"), documents, settings, model=model) as engine:
-            engine.precompute()
-            calibration = engine.calibrate(config.prompts)
-            assert engine.index is not None
-            made = made_questions(engine.index.passages)
-            unseen = list(islice(made, calibration.prompts, calibration.prompts + config.unseen))
-            asked = [example.question for example in data.examples]
-            kinds = {"made": unseen, "of people": asked if config.dataset != "generated" else []}
-            for kind, questions in kinds.items():
-                if questions and "promise" in config.parts:
-                    yield _promise(engine, kind, questions)
-            if "drift" in config.parts:
-                yield _drift(config, engine, unseen)
+    with (
+        scratch(config.folder) as folder,
+        Engine.build(folder / "index", documents, settings, model=model) as engine,
+    ):
+        engine.precompute()
+        calibration = engine.calibrate(config.prompts)
+        assert engine.index is not None
+        made = made_questions(engine.index.passages)
+        unseen = list(islice(made, calibration.prompts, calibration.prompts + config.unseen))
+        asked = [example.question for example in data.examples]
+        kinds = {"made": unseen, "of people": asked if config.dataset != "generated" else []}
+        for kind, questions in kinds.items():
+            if questions and "promise" in config.parts:
+                yield _promise(engine, kind, questions)
+        if "drift" in config.parts:
+            yield _drift(config, engine, unseen)
 
 
 class Prompts:
@@ -134,8 +134,7 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
         assert target
         assert engine.index is not None
         controller = Controller(target, engine.targets.calibrations(engine.index).load())
-        good = engine.blender.priors.current()
-        assert good
+        good = engine.blender.priors.current() or Priors.of_nothing(engine.model.decoder)
         found: dict[str, list[Loss]] = {"before": [], "behind": []}
         first, until_alarm = controller.ratio, 0
         engine.blender.priors.use(Priors(-2 * good.weights, -2 * good.constants))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,9 +13,9 @@ from blendserve.cli.options import IndexArg, option, single_command, with_settin
 from blendserve.config import BlendConfig, Config
 from blendserve.console import Output
 from blendserve.errors import InputError
-from blendserve.quality.calibration import Calibration
-from blendserve.quality.risk import interval, losses_needed
-from blendserve.quality.target import Target
+
+if TYPE_CHECKING:
+    from blendserve.quality.calibration import Calibration
 
 DEFAULT = BlendConfig(quality=0.9)  # the target of the table without one in the settings
 
@@ -50,7 +50,7 @@ def calibrate(
         except KeyboardInterrupt:
             log.info("stopped: what was measured is stored; run the same command to resume")
             raise typer.Exit(130) from None
-    return _output(found, Target.of(settings.blend) or Target.of(DEFAULT))
+    return _output(found, settings.blend if settings.blend.has_target else DEFAULT)
 
 
 def _read(questions: Path) -> list[str]:
@@ -63,7 +63,11 @@ def _read(questions: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def _output(found: Calibration, target: Target | None) -> Output:
+def _output(found: Calibration, blend: BlendConfig) -> Output:
+    from blendserve.quality.risk import interval, losses_needed  # start-up: numpy
+    from blendserve.quality.target import Target
+
+    target = Target.of(blend)
     assert target
     rows, error = list[dict[str, Any]](), 1.0 - target.confidence
     for ratio, of in found.losses.items():
