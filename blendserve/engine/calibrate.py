@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from blendserve.blend.blender import Prefilled
 from blendserve.core import Passage, Steps, run
@@ -36,7 +36,8 @@ def calibrate(
     index = engine.index
     if index is None or not len(index):
         raise InputError("there is nothing to calibrate: open an index that has passages", setting="index")
-    where, asked = engine.targets.calibrations(index), "given" if questions else "made"
+    where = engine.targets.calibrations(index)
+    asked: Literal["made", "given"] = "given" if questions else "made"
     found = where.load()
     if found is None or not found.fits(len(index)) or found.asked != asked:
         found = Calibration.empty(len(index), asked)

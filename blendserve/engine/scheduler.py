@@ -216,8 +216,8 @@ class Scheduler:
             self._advance(prefill)
         elif self._running:
             self._decode()
-        elif not self.in_flight:
-            self._advance_idle()
+        elif self._idle and not self.in_flight and _ends(self._idle[0]):
+            self._idle.popleft()
 
     def _loop(self) -> None:
         while self._wait():
@@ -272,10 +272,6 @@ class Scheduler:
         with self._throttle.charged(lambda: self.in_flight):
             if _ends(task):
                 self._task = None
-
-    def _advance_idle(self) -> None:
-        if self._idle and _ends(self._idle[0]):
-            self._idle.popleft()
 
     # Prefill
 

@@ -6,12 +6,13 @@ prior, codec, number of passages. So an old calibration is not found any more. O
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
+from typing import Literal
 
 import xxhash
+from pydantic import TypeAdapter
 
 from blendserve.errors import CorruptBlob
 from blendserve.quality.target import RATIOS, Loss
@@ -25,14 +26,14 @@ GROWTH = 1.5  # of an index, in passages, that voids its calibration
 class Calibration:
     """Losses by ratio, of the same prompts in the same order."""
 
-    losses: Mapping[float, Sequence[Loss]]
+    losses: dict[float, tuple[Loss, ...]]
     passages: int  # of the index
-    asked: str  # made | given: where the questions are from
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of all prefills, by ratio and "full"
+    asked: Literal["made", "given"]  # where the questions are from
+    seconds: dict[str, float] = field(default_factory=dict)  # of all prefills, by ratio and "full"
     made: str = field(default_factory=lambda: date.today().isoformat())
 
     @classmethod
-    def empty(cls, passages: int, asked: str) -> Calibration:
+    def empty(cls, passages: int, asked: Literal["made", "given"]) -> Calibration:
         return cls(dict.fromkeys(RATIOS, ()), passages, asked)
 
     @property
@@ -42,11 +43,9 @@ class Calibration:
 
     def with_prompt(self, losses: Mapping[float, Loss], seconds: Mapping[str, float]) -> Calibration:
         """With one more prompt."""
-        return Calibration(
-            {ratio: (*of, losses[ratio]) for ratio, of in self.losses.items()},
-            self.passages,
-            self.asked,
-            {name: self.seconds.get(name, 0.0) + s for name, s in seconds.items()},
+        more = {ratio: (*of, losses[ratio]) for ratio, of in self.losses.items()}
+        return replace(
+            self, losses=more, seconds={n: self.seconds.get(n, 0.0) + s for n, s in seconds.items()}
         )
 
     def fits(self, passages: int) -> bool:
@@ -54,22 +53,18 @@ class Calibration:
         return passages <= GROWTH * self.passages
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return RECORD.dump_json(self)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Calibration:
         """Raises ValueError for anything but a calibration."""
-        try:
-            values = json.loads(raw)
-            losses = {float(r): tuple(Loss(*map(float, x)) for x in of) for r, of in values["losses"].items()}
-            made = cls(**{**values, "losses": losses})
-            is_whole = set(losses) == set(RATIOS) and len(set(map(len, losses.values()))) == 1
-            finite = all(0.0 <= x.agreement <= 1.0 and x.kl >= 0.0 for of in losses.values() for x in of)
-            if not (is_whole and finite and isinstance(made.passages, int) and isinstance(made.asked, str)):
-                raise ValueError("its losses are incomplete")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no calibration: {error}") from None
+        made = RECORD.validate_json(raw)
+        if set(made.losses) != set(RATIOS) or len(set(map(len, made.losses.values()))) > 1:
+            raise ValueError("its losses are incomplete")
         return made
+
+
+RECORD = TypeAdapter(Calibration)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 GRID = np.linspace(0.0005, 0.9995, 1000)  # means that are tried for an interval
+SHARES = (
+    0.5,
+    1.0,
+)  # of aGRAPA's stake: two bettors; the whole one is too much where most losses are 0 and some 1
 MAX_STAKE = 0.9  # of what would lose the whole capital
 FACTORS = (1.5, 2.0, 3.0, 5.0)  # times the limit: rises that the detector looks for
 FALSE_ALARM = 0.002  # alarms for each check while the mean is at its limit, at most
@@ -30,8 +34,9 @@ def capital(losses: ArrayLike, limits: ArrayLike) -> Floats:
     variance = (0.25 + np.cumsum((x - mean) ** 2, axis=0)) / (n + 1)
     mean, variance = (np.vstack([[[start]], of[:-1]]) for start, of in ((0.5, mean), (0.25, variance)))
     gap = limit - mean  # by the losses before
-    stake = np.clip(gap / (variance + gap**2), 0.0, MAX_STAKE / (1.0 - limit))
-    return np.cumprod(1.0 + stake * (limit - x), axis=0)
+    stakes = (np.clip(share * gap / (variance + gap**2), 0.0, MAX_STAKE / (1.0 - limit)) for share in SHARES)
+    bettors = [np.cumprod(1.0 + stake * (limit - x), axis=0) for stake in stakes]
+    return np.asarray(np.mean(bettors, axis=0), float)
 
 
 def p_value(losses: ArrayLike, limit: float) -> float:
@@ -48,7 +53,8 @@ def interval(losses: ArrayLike, error: float) -> tuple[float, float]:
     below = capital(x, GRID).max(axis=0) < most  # not refuted from above
     above = capital(1.0 - x, 1.0 - GRID).max(axis=0) < most
     left = GRID[below & above]
-    return (float(left[0]), float(left[-1])) if len(left) else (float(x.mean()), float(x.mean()))
+    low, high = (left[0], left[-1]) if len(left) else (x.mean(), x.mean())
+    return (0.0 if low == GRID[0] else float(low)), (1.0 if high == GRID[-1] else float(high))
 
 
 def losses_needed(losses: Sequence[float], limit: float, error: float) -> int | None:

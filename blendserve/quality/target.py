@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from blendserve.config import BlendConfig
 from blendserve.quality.risk import p_value
@@ -14,8 +16,9 @@ RATIOS = (0.0, 0.02, 0.05, 0.15, 0.3)  # that a target may choose; above them an
 class Loss(NamedTuple):
     """How one answer differs from full prefill, at the answer's own tokens."""
 
-    agreement: float  # share of the tokens that full prefill would have chosen; sampled: common probability
-    kl: float  # mean KL(full || method), nats
+    # Share of the tokens that full prefill would have chosen; of sampled ones, the common probability.
+    agreement: Annotated[float, Field(ge=0, le=1)]
+    kl: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # mean KL(full || method), nats
 
 
 class Target(NamedTuple):

@@ -49,6 +49,22 @@ def test_ask_blends_with_the_given_ratio_and_streams(index: Path) -> None:
     assert (streamed.code, "bee 1" in streamed.out) == (0, True)  # the title of a source
 
 
+def test_calibrate_measures_every_ratio_and_a_target_is_served(index: Path, tmp_path: Path) -> None:
+    few = ("calibrate", index, "--max-new-tokens", 4, "--json", "--prompts")
+    found = cli(*few, 2).json()
+    assert (found["prompts"], found["questions"], found["chosen"]) == (2, "made", None)
+    assert [row["ratio"] for row in found["ratios"]] == [0, 0.02, 0.05, 0.15, 0.3]
+    assert all(row["low"] <= row["loss"] <= row["high"] for row in found["ratios"])
+    asked = tmp_path / "asked.txt"
+    asked.write_text("Where was the bee seen?\n\nWho came?\n")
+    given = cli(*few, 5, "--questions", asked, "--quality", 0.5).json()
+    assert (given["prompts"], given["questions"]) == (2, "given")
+    assert cli(*few, 5, "--questions", tmp_path / "none.txt").code == 2
+    answer = cli("ask", "Who came?", "-i", index, "--json", "--set", "blend.quality=0.5").json()
+    assert (answer["report"]["blended"], answer["report"]["quality"]["ratio"]) == (False, None)
+    assert "Traceback" not in cli("precompute", index, "--quality", 0.5).err
+
+
 def test_index_and_store_commands_add_up(index: Path, tmp_path: Path) -> None:
     def chunks() -> int:
         return int(cli("store", "stats", index, "--json").json()["chunks"])

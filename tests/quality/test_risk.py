@@ -13,6 +13,7 @@ from blendserve.quality.risk import (
     FALSE_ALARM,
     GRID,
     MAX_STAKE,
+    SHARES,
     Detector,
     capital,
     interval,
@@ -20,31 +21,36 @@ from blendserve.quality.risk import (
     p_value,
 )
 
-RNG = np.random.default_rng(0)
 LIMIT, ERROR, TRIALS = 0.1, 0.1, 1_000
+Draw = Callable[[np.random.Generator, int], np.ndarray]
 LOSSES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
-def failures(n: int) -> np.ndarray:
-    return (RNG.random(n) < LIMIT).astype(float)
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
-def agreement_losses(n: int) -> np.ndarray:
+def failures(rng: np.random.Generator, n: int) -> np.ndarray:
+    return (rng.random(n) < LIMIT).astype(float)
+
+
+def agreement_losses(rng: np.random.Generator, n: int) -> np.ndarray:
     """Skewed: most answers lose nothing, some much; their mean is the limit."""
-    return RNG.beta(0.3, 2.7, n)
+    return rng.beta(0.3, 2.7, n)
 
 
 def naive_capital(losses: Sequence[float], limit: float) -> list[float]:
-    money, made = 1.0, list[float]()
+    money, made = [1.0] * len(SHARES), list[float]()
     for i, loss in enumerate(losses):
         before = list(losses[:i])
         means = [(0.5 + sum(before[: k + 1])) / (k + 2) for k in range(i)]
         mean = means[-1] if means else 0.5
         variance = (0.25 + sum((x - m) ** 2 for x, m in zip(before, means, strict=True))) / (i + 1)
         stake = (limit - mean) / (variance + (limit - mean) ** 2)
-        stake = min(max(stake, 0.0), MAX_STAKE / (1 - limit))
-        money *= 1 + stake * (limit - loss)
-        made.append(money)
+        stakes = [min(max(share * stake, 0.0), MAX_STAKE / (1 - limit)) for share in SHARES]
+        money = [m * (1 + s * (limit - loss)) for m, s in zip(money, stakes, strict=True)]
+        made.append(sum(money) / len(money))
     return made
 
 
@@ -59,31 +65,33 @@ def test_the_capital_is_that_of_a_bettor_who_sees_one_loss_after_another(
 @pytest.mark.parametrize("draw", [failures, agreement_losses])
 @pytest.mark.parametrize("n", [64, 256])
 def test_a_calibration_at_the_limit_is_accepted_no_more_often_than_promised(
-    draw: Callable[[int], np.ndarray], n: int
+    draw: Draw, n: int, rng: np.random.Generator
 ) -> None:
-    accepted = sum(p_value(draw(n), LIMIT) <= ERROR for _ in range(TRIALS))
+    accepted = sum(p_value(draw(rng, n), LIMIT) <= ERROR for _ in range(TRIALS))
     assert accepted <= TRIALS * ERROR + 3 * (TRIALS * ERROR * (1 - ERROR)) ** 0.5
 
 
-def test_a_good_ratio_is_accepted_with_the_usual_number_of_prompts() -> None:
-    assert sum(p_value(RNG.beta(1.1, 18.5, 128), LIMIT) <= ERROR for _ in range(100)) >= 95
-    assert sum(p_value(RNG.random(128) < 0.02, LIMIT) <= ERROR for _ in range(100)) >= 85
+def test_a_good_ratio_is_accepted_with_the_usual_number_of_prompts(rng: np.random.Generator) -> None:
+    assert sum(p_value(rng.beta(1.1, 18.5, 128), LIMIT) <= ERROR for _ in range(100)) >= 95
+    assert sum(p_value(rng.random(128) < 0.02, LIMIT) <= ERROR for _ in range(100)) >= 80
 
 
-def test_an_interval_holds_the_mean_at_every_time() -> None:
+def test_an_interval_holds_the_mean_at_every_time(rng: np.random.Generator) -> None:
     n, error, missed = 400, 0.05, 0
     for _ in range(300):
-        x = failures(n)
+        x = failures(rng, n)
         refuted = np.maximum(capital(x, LIMIT)[:, 0], capital(1 - x, 1 - LIMIT)[:, 0])
         missed += bool((refuted >= 2 / error).any())
     assert missed <= 300 * error + 3 * (300 * error) ** 0.5
-    x = failures(n)
+    x = failures(rng, n)
     for end in (50, 400):  # the same, read off a grid
         low, high = interval(x[:end], error)
         inside = [
             m for m in GRID if max(capital(x[:end], m).max(), capital(1 - x[:end], 1 - m).max()) < 2 / error
         ]
         assert (low, high) == (inside[0], inside[-1])
+    assert interval([0.0] * 20, error)[0] == 0.0
+    assert interval([1.0] * 20, error)[1] == 1.0
     assert interval(x, error)[1] - interval(x, error)[0] < 0.15
     assert interval([], error) == (0.0, 1.0)
 
@@ -96,16 +104,16 @@ def test_more_losses_of_the_kind_prove_what_is_forecast() -> None:
     assert losses_needed([0.3] * 20, LIMIT, ERROR) is None
 
 
-def checks_to_alarm(share: float, limit: float, most: int) -> int:
+def checks_to_alarm(rng: np.random.Generator, share: float, limit: float, most: int) -> int:
     detector = Detector(limit)
-    return next((n + 1 for n in range(most) if detector.add(float(RNG.random() < share))), most)
+    return next((n + 1 for n in range(most) if detector.add(float(rng.random() < share))), most)
 
 
-def test_false_alarms_are_rare_and_a_doubled_loss_is_seen() -> None:
-    runs = [checks_to_alarm(0.05, 0.05, 2_000) for _ in range(100)]
+def test_false_alarms_are_rare_and_a_doubled_loss_is_seen(rng: np.random.Generator) -> None:
+    runs = [checks_to_alarm(rng, 0.05, 0.05, 2_000) for _ in range(100)]
     assert np.mean(runs) >= 1 / FALSE_ALARM  # cut at 2,000, so the true mean is larger
-    assert np.median([checks_to_alarm(0.1, 0.05, 500) for _ in range(100)]) <= 130
-    assert np.median([checks_to_alarm(0.2, 0.05, 500) for _ in range(100)]) <= 40
+    assert np.median([checks_to_alarm(rng, 0.1, 0.05, 500) for _ in range(100)]) <= 130
+    assert np.median([checks_to_alarm(rng, 0.2, 0.05, 500) for _ in range(100)]) <= 40
 
 
 def test_a_detector_takes_losses_between_0_and_1() -> None:

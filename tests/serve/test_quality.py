@@ -23,7 +23,9 @@ def calibrate(server: Server, monkeypatch: pytest.MonkeyPatch, agreement: float)
 
 
 def asked(server: Client, **fields: Any) -> Any:
-    response = server.post("/v1/rag/query", {"question": QUESTIONS[0], "collections": ["a"], "top_k": 3, **fields})
+    response = server.post(
+        "/v1/rag/query", {"question": QUESTIONS[0], "collections": ["a"], "top_k": 3, **fields}
+    )
     assert response.status_code == 200, response.text
     return response
 
