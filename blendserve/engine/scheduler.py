@@ -307,15 +307,19 @@ class Scheduler:
         self._observer.dequeued(sequence.request.blend.method, waited_s)
 
     def _advance(self, sequence: Sequence) -> None:
-        """One layer of a prefill; after the last one, the first token."""
+        """One layer of a prefill, or of refining; after the prefill, the first token."""
         try:
             next(sequence.steps)
             sequence.layer += 1
         except StopIteration as end:
-            self._prefills.remove(sequence)
-            self._running.append(sequence)
-            sequence.release()
-            self._emit(sequence, end.value)
+            if sequence.prefilled is None:
+                sequence.release()
+                self._emit(sequence, end.value)
+            if sequence.must_refine:
+                sequence.steps = sequence.refine()
+            elif sequence in self._prefills:  # it has not ended
+                self._prefills.remove(sequence)
+                self._running.append(sequence)
         except Exception as error:  # of this request alone
             self._end(sequence, error)
         self._prefilled = True
