@@ -61,8 +61,8 @@ class Prefilled:
         """With its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
         n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
-        explanation, to_refine = explain(plan, result, report), rows_to_refine(plan, result)
-        return cls(result, report, explanation, n_cached, report.tokens_reused, to_refine=to_refine)
+        done = cls(result, report, explain(plan, result, report), n_cached, report.tokens_reused)
+        return replace(done, to_refine=rows_to_refine(plan, result)) if plan.blend.refine else done
 
     def refine(self, model: DecoderModel, ids: TokenIds) -> Steps[Prefilled]:
         """Recompute `to_refine`, in the cache (blend/refine.py) -> the same, with the report of both passes."""

@@ -1,4 +1,4 @@
-"""Refining: against the model's own forward, against decoding steps at the same positions, and when nothing is refined."""
+"""Refining: against the model's own forward, against decoding steps at the same positions, and when there is none."""
 
 from __future__ import annotations
 
