@@ -4,7 +4,7 @@
     layer of a background task   between prefills, once no request waits or BACKGROUND_EVERY of them were prefilled;
                                  throttled while requests are in flight
     decoding step                after every prefill, within one `gap_s` after the last step, or when nothing else runs
-    layer of a prefill           otherwise
+    layer of a prefill           otherwise; of refining (blend/refine.py), which follows a prefill, likewise
 
 Prefills and background tasks are generators that yield before every layer (`core.Steps`); `close()` cancels them.
 Between two tokens of an answer lie at most `gap_s`, one layer and one step. Where a step takes long, the prefill runs
