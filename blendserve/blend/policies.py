@@ -43,7 +43,7 @@ class Policy:
         return layout.budget(self.config.min_ratio)
 
     def is_scored(self, layout: Layout) -> bool:
-        """Whether the scoring pass runs; without a choice it does not."""
+        """Whether the scoring pass runs; it does not without a choice, of the prefill or of refining."""
         n = self.n_selected(layout)
         is_choice = n < layout.n_reusable and max(n, layout.budget(self.config.refine)) > 0
         return self.needs_scoring_pass and is_choice
