@@ -68,7 +68,8 @@ class Prefilled:
         """Recompute `to_refine`, in the cache (blend/refine.py) -> the same, with the report of both passes."""
         rows, report = self.to_refine, self.report
         yield from refine(model, ids, rows, self.result.cache)
-        n_refined, cost = len(rows) - report.tokens_suffix, report.cost + len(rows) / report.tokens_prompt
+        n_refined = len(rows) - report.tokens_suffix - report.tokens_recomputed
+        cost = report.cost + len(rows) / report.tokens_prompt
         report = replace(report, tokens_refined=n_refined, cost=cost)
         return replace(self, report=report, to_refine=rows[:0])
 

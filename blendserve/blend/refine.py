@@ -1,11 +1,12 @@
 """Refining: more of a blended prompt is recomputed between the first and the second token of its answer.
 
     first token     from the blending prefill at `blend.ratio`
-    other tokens    over the same cache, in which further tokens, up to `blend.refine`, and the suffix ran again
+    other tokens    over the same cache, in which the tokens of `blend.refine` and the suffix ran again
 
 The time to the first token stays that of `blend.ratio`; the gap before the second one is longer by this pass. Its rows
-are those with the next largest scores of the prefill's own scoring pass. They attend to what the prefill left, corrected
-KV included, and overwrite their own; no correction is fitted again.
+are those with the largest scores of the prefill's own scoring pass, those of the prefill among them: they draw most
+attention, and were computed over stale KV. They attend to what the prefill left, corrected KV included, and overwrite
+their own; no correction is fitted again. With all tokens this equals full prefill, if no chunk was missing.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ def rows_to_refine(plan: PrefillPlan, result: PassResult) -> Tensor:
     if result.scores is None or layout.budget(blend.refine) <= len(result.recomputed):
         return torch.empty(0, dtype=torch.long)
     selected = make_policy(blend.with_values(ratio=blend.refine)).select(layout, result.scores)
-    further = selected[~torch.isin(selected, result.recomputed)]
-    return torch.cat([further, torch.arange(layout.n_tokens - layout.n_suffix, layout.n_tokens)])
+    return torch.cat([selected, torch.arange(layout.n_tokens - layout.n_suffix, layout.n_tokens)])
 
 
 @torch.inference_mode()

@@ -45,7 +45,7 @@ def test_greedy_equals_transformers_generate_up_to_an_end_token() -> None:
 @pytest.mark.parametrize("refine", [0.0, 0.5, 1.0])
 def test_the_first_token_is_the_blended_prompts_and_the_others_follow_refined_kv(refine: float) -> None:
     """Refined as a whole: the model's own tokens after that first one."""
-    engine = toy_engine(blend={"ratio": 0.0, "correction": "none"})
+    engine = toy_engine(blend={"ratio": 0.05, "correction": "none"})
     engine.precompute(PASSAGES)
     prompt = engine.prompts.build(QUESTIONS[0], PASSAGES)
     answer = engine.answer(QUESTIONS[0], PASSAGES, refine=refine)
