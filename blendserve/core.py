@@ -226,7 +226,7 @@ class BlendReport:
     tokens_computed: int
     tokens_suffix: int
     bytes_loaded: int
-    cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
+    cost: float  # row-layers run through the model (dense, selection and refining passes included) / (T * L)
     unusable: tuple[Unusable, ...] = ()  # missing and corrupt chunks that may be in the store
     # Of the chunks hit, how many came from where; "computed": here, while others were transferred.
     tiers: Mapping[str, int] = field(default_factory=dict)
@@ -235,6 +235,7 @@ class BlendReport:
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
     spans: tuple[ReusedSpan, ...] = ()  # of a plain prompt
     quality: QualityReport | None = None  # None: no target was set
+    tokens_refined: int = 0  # part of tokens_reused: recomputed after the first token (blend/refine.py)
 
     @property
     def blended(self) -> bool:
@@ -319,6 +320,7 @@ class Timings:
     prefill: float = 0.0  # token ids to first-token logits; contains load, select and correct
     ttft: float = 0.0  # question's text to first token
     decode: float = 0.0  # first token to last
+    refine: float = 0.0  # part of decode, before the second token
     tokens_per_second: float = 0.0  # of decode
     tokens_per_pass: float = 1.0  # of the model while it decodes: above 1 where drafts were right
 

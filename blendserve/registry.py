@@ -79,7 +79,7 @@ CORRECTIONS = Registry(
 )
 
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
-FULL_REUSE = {"policy": "none", "correction": "none"}
+FULL_REUSE: dict[str, Any] = {"policy": "none", "correction": "none", "refine": 0.0}
 CACHEBLEND = "deviation@0.15"
 EVALUATED = (  # what `evaluate` compares unless told otherwise
     "random",

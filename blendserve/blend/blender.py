@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, placed
 from blendserve.blend.cost import CostModel
@@ -17,6 +21,7 @@ from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
 from blendserve.blend.priors import PriorStore
+from blendserve.blend.refine import refine, rows_to_refine
 from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
@@ -49,13 +54,24 @@ class Prefilled:
     n_blended: int = 0  # those of them whose KV is approximate
     n_known: int = 0  # tokens at its beginning that the prefix cache had
     missing: tuple[MissingChunk, ...] = ()  # for `ChunkWriter.write_back`
+    to_refine: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))  # positions
 
     @classmethod
     def of(cls, plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> Prefilled:
         """With its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
         n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
-        return cls(result, report, explain(plan, result, report), n_cached, report.tokens_reused)
+        done = cls(result, report, explain(plan, result, report), n_cached, report.tokens_reused)
+        return replace(done, to_refine=rows_to_refine(plan, result)) if plan.blend.refine else done
+
+    def refine(self, model: DecoderModel, ids: TokenIds) -> Steps[Prefilled]:
+        """Recompute `to_refine`, in the cache (blend/refine.py) -> the same, with the report of both passes."""
+        rows, report = self.to_refine, self.report
+        yield from refine(model, ids, rows, self.result.cache)
+        n_refined = len(rows) - report.tokens_suffix - report.tokens_recomputed
+        cost = report.cost + len(rows) / report.tokens_prompt
+        report = replace(report, tokens_refined=n_refined, cost=cost)
+        return replace(self, report=report, to_refine=rows[:0])
 
 
 class Blender:

@@ -30,16 +30,23 @@ class Policy:
         self.config = config
 
     def validate(self, n_layers: int) -> None:
-        """Raises ConfigError for settings that do not fit a model of `n_layers` layers."""
-        return
+        """Raises ConfigError for settings that do not fit the policy, or a model of `n_layers` layers."""
+        if self.config.refine and not self.needs_scoring_pass:
+            raise ConfigError(
+                f"setting 'blend.refine' cannot be {self.config.refine:g} with policy {self.config.policy!r}, which has "
+                "no scores of tokens: set it to 0, or set blend.policy to query",
+                setting="blend.refine",
+            )
 
     def n_selected(self, layout: Layout) -> int:
         """Number of tokens that are recomputed, for the cost model too."""
         return layout.budget(self.config.min_ratio)
 
     def is_scored(self, layout: Layout) -> bool:
-        """Whether the scoring pass runs; without a choice it does not."""
-        return self.needs_scoring_pass and 0 < self.n_selected(layout) < layout.n_reusable
+        """Whether the scoring pass runs; it does not without a choice, of the prefill or of refining."""
+        n = self.n_selected(layout)
+        is_choice = n < layout.n_reusable and max(n, layout.budget(self.config.refine)) > 0
+        return self.needs_scoring_pass and is_choice
 
     def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
         """A number for each position [T]; the largest are selected. scores [T]: of the scoring pass."""
@@ -83,6 +90,7 @@ class DeviationPolicy(Policy):
     has_check_layers = True
 
     def validate(self, n_layers: int) -> None:
+        super().validate(n_layers)
         layers = self.config.check_layers
         if not 0 < max(layers, default=0) < n_layers:
             raise ConfigError(

@@ -100,6 +100,9 @@ class BlendConfig(Settings):
     ratio: Ratio | AutoRatio = 0.05
     """Fraction of the context tokens to recompute; auto recomputes as many as fit into the loading time, auto:R at
     least the fraction R."""
+    refine: Ratio = 0.0
+    """Fraction of the context tokens that is recomputed after the first token, before the second: the rest of the answer
+    comes closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
     correction: CorrectionName = CORRECTIONS.default
     """Correction of the KV of tokens that are not recomputed."""
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (1,)

@@ -158,7 +158,8 @@ class BatchEngine:
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
                 stored = self.fetcher.locate(dict.fromkeys(keys))
                 n_stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in stored)
-        ratio = 0.0 if request.blend.method == "reuse" else request.blend.min_ratio
+        blend = request.blend
+        ratio = 0.0 if blend.method == "reuse" else max(blend.min_ratio, blend.refine)
         return len(prompt) - n_prefix - n_stored + max(ratio, LOADED_COST) * n_stored
 
     @property

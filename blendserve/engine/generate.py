@@ -30,7 +30,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
 
-STAGES = "retrieve", "match", "queue", "load", "select", "correct", "prefill"  # of a request's clock
+STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
 
 # position of the first token, tokens -> logits [n, V] after each
 Decode = Callable[[int, list[int]], Tensor]
@@ -81,6 +81,18 @@ class Sequence:
         """The prefill is done: choose the first token -> the pieces of text that it completes."""
         self.prefilled = prefilled
         return self.append(prefilled.result.logits)
+
+    @property
+    def must_refine(self) -> bool:
+        """Whether `refine` has to run before the next step."""
+        return self.prefilled is not None and self.answer is None and len(self.prefilled.to_refine) > 0
+
+    def refine(self) -> Steps[Prefilled]:
+        """Recompute more of the prompt, in its cache, for the rest of the answer (blend/refine.py)."""
+        assert self.prefilled
+        with self.request.clock.stage("refine"):
+            self.prefilled = yield from self.prefilled.refine(self.model.decoder, self.request.prompt.ids)
+        return self.prefilled
 
     def release(self) -> None:
         """Free the KV that is kept for its prefill; idempotent."""
@@ -211,11 +223,11 @@ class AnswerStream:
         return self._sequence.answer
 
     def _run(self, pieces: list[str], decode: Decode) -> Iterator[str]:
-        while True:
-            yield from pieces
-            if self._sequence.answer:
-                break
-            pieces = self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
+        yield from pieces
+        if self._sequence.must_refine:
+            run(self._sequence.refine())
+        while not self._sequence.answer:
+            yield from self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
         del decode
         self._sequence.prefilled = None  # its memory serves the next request
         if self._on_end:

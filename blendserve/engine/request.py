@@ -147,7 +147,7 @@ def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool 
 
 def chooses_work(options: Options) -> bool:
     """Whether options for a request say what is recomputed, so that no target does. Method auto leaves it open."""
-    names = ("method", "policy", "ratio", "correction", "check_layers", "near")
+    names = ("method", "policy", "ratio", "refine", "correction", "check_layers", "near")
     return any(options.get(name) not in (None, "auto") for name in names)
 
 

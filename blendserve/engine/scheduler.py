@@ -5,7 +5,7 @@
                                  throttled while requests are in flight
     layer of an idle task        while no request is in flight and no background task is left
     decoding step                after every prefill, within one `gap_s` after the last step, or when nothing else runs
-    layer of a prefill           otherwise
+    layer of a prefill           otherwise; of refining (blend/refine.py), which follows a prefill, likewise
 
 Prefills and background tasks are generators that yield before every layer (`core.Steps`); `close()` cancels them.
 Between two tokens of an answer lie at most `gap_s`, one layer and one step. Where a step takes long, the prefill runs
@@ -313,15 +313,19 @@ class Scheduler:
         self._observer.dequeued(sequence.request.blend.method, waited_s)
 
     def _advance(self, sequence: Sequence) -> None:
-        """One layer of a prefill; after the last one, the first token."""
+        """One layer of a prefill, or of refining; after the prefill, the first token."""
         try:
             next(sequence.steps)
             sequence.layer += 1
         except StopIteration as end:
-            self._prefills.remove(sequence)
-            self._running.append(sequence)
-            sequence.release()
-            self._emit(sequence, end.value)
+            if sequence.prefilled is None:
+                sequence.release()
+                self._emit(sequence, end.value)
+            if sequence.must_refine:
+                sequence.steps = sequence.refine()
+            elif sequence in self._prefills:  # it has not ended
+                self._prefills.remove(sequence)
+                self._running.append(sequence)
         except Exception as error:  # of this request alone
             self._end(sequence, error)
         self._prefilled = True

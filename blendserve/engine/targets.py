@@ -31,7 +31,14 @@ class Targets:
         """Where the index's calibration is kept. Raises StoreError."""
         config, blender = self._config, self._blender
         blend, key = config.blend, blender.key
-        work = blend.policy, blend.correction, blend.check_layers, blend.near, blender.priors.hash()
+        work = (
+            blend.policy,
+            blend.correction,
+            blend.check_layers,
+            blend.near,
+            blend.refine,
+            blender.priors.hash(),
+        )
         rest = key.dtype, config.store.codec, config.model.decode_weights, config.retrieve.top_k
         prompt = key.context, config.prompt.model_dump()
         return CalibrationStore.of(blender.store, index.path.name, key.fingerprint, work, rest, prompt)

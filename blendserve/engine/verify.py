@@ -50,22 +50,22 @@ class Verifier:
     def verify(self, done: Prefilled, answer: TokenIds | None = None) -> Steps[Verified]:
         """An answer over this prefill's cache. answer: as `with_end` has it; None: the greedy one is made."""
         full = yield from self.full()
+        decoder, n, first = self._model.decoder, len(self._prompt), done.result.logits
+        if len(done.to_refine):
+            done = yield from done.refine(decoder, self._prompt.ids)
         if answer is None:
-            answer = yield from self._greedy(done)
-        decoder, n = self._model.decoder, len(self._prompt)
+            answer = yield from self._greedy(done.result.cache, first)
         along = forced(decoder, full.result.cache, n, full.result.logits, answer)
         yield
-        own = forced(decoder, done.result.cache, n, done.result.logits, answer, decode_each)
+        own = forced(decoder, done.result.cache, n, first, answer, decode_each)
         temperature = 0.0 if self._decode.is_greedy else self._decode.temperature
         end = self._model.end_tokens
         return Verified(loss(along, own, answer, end, temperature), answer, tuple(choices(along, end)))
 
-    def _greedy(self, done: Prefilled) -> Steps[TokenIds]:
-        tokens: list[int] = []
-        logits: Tensor = done.result.logits
+    def _greedy(self, cache: KVCache, first: Tensor) -> Steps[TokenIds]:
+        tokens, model, n = list[int](), self._model, len(self._prompt)
         decode = self._decode.with_values(temperature=0.0)
-        end = self._model.end_tokens
-        for token in generate(self._model.decoder, done.result.cache, len(self._prompt), logits, decode, end):
+        for token in generate(model.decoder, cache, n, first, decode, model.end_tokens):
             tokens.append(token)
             yield
         return with_end(self._model, tuple(tokens), decode)

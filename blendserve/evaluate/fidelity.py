@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.config import DecodeConfig
-from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds, run
 from blendserve.engine.generate import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.methods import FULL, MethodSpec
@@ -30,7 +30,7 @@ from blendserve.models.runner import append_each, decode_each
 from blendserve.quality.fidelity import forced
 from blendserve.timing import Clock
 
-STAGES = ("load", "select", "correct", "prefill")
+STAGES = ("load", "select", "correct", "prefill", "refine")
 Draw = Callable[[], Prompt]  # lays out the prompt, tokenising it; part of TTFT
 
 
@@ -40,7 +40,8 @@ class Generation:
 
     tokens: TokenIds  # without an end token
     logits: Tensor  # [n, V] at the n reference tokens; of the reference, at its own
-    seconds: dict[str, float]  # stages, ttft (prompt laid out, prefilled, first token chosen) and decode
+    # Stages, ttft (prompt laid out, prefilled, first token chosen), decode, gap (the second token's part of decode).
+    seconds: dict[str, float]
     recomputed: tuple[int, ...] = ()  # positions that the policy selected
     report: BlendReport | None = None  # None: transformers
 
@@ -67,10 +68,15 @@ def answer(
     cache, first = done.result.cache, done.result.logits
     source = generate(decoder, cache, len(prompt), first, decode, model.end_tokens)
     begin = tuple(islice(source, 1))
-    ttft = clock.elapsed()
+    ttft, refined = clock.elapsed(), done
+    if len(done.to_refine):
+        with clock.stage("refine"):
+            refined = run(done.refine(decoder, prompt.ids))
+    begin = (*begin, *islice(source, 1))
+    gap = clock.elapsed() - ttft
     tokens = (*begin, *source)
     seconds = {stage: clock.seconds[stage] for stage in STAGES}
-    seconds |= {"ttft": ttft, "decode": clock.elapsed() - ttft}
+    seconds |= {"ttft": ttft, "gap": gap, "decode": clock.elapsed() - ttft}
     n_missing = len(done.missing) or prompt.is_plain * done.report.chunks_missing
     if n_missing and method.kind != FULL and method.edit is None:
         raise StoreError(
@@ -80,7 +86,7 @@ def answer(
     follow = reference if reference is not None else reference_tokens(model, tokens, decode)
     step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
     logits = forced(decoder, cache, len(prompt), first, follow, step)
-    return Generation(tokens, logits, seconds, tuple(done.result.recomputed.tolist()), done.report)
+    return Generation(tokens, logits, seconds, tuple(done.result.recomputed.tolist()), refined.report)
 
 
 def transformers_answer(

@@ -2,6 +2,7 @@
 
     full  prefix  reuse  transformers  exact
     POLICY[check layers]+CORRECTION@RATIO/KV_CONTEXT/CODEC      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
+    POLICY+CORRECTION@RATIO~REFINE                              query+prior@0.05~0.15: refined after the first token
 
 Only the policy is required. Default: no correction, the run's ratios, the run's `prompt.kv_context`, no codec. CODEC is
 written like `store.codec`: reuse/int8, query@0.15/cachegen@1. An edit (edits.py) may stand in its place: the store then
@@ -30,8 +31,9 @@ DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().min_ratio:g}
 NO_CORRECTION = FULL_REUSE["correction"]
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
-_PATTERN = re.compile(  # name, layers, correction, ratio, suffixes
-    r"([a-z_]+)(?:\[(\d+(?:\s*,\s*\d+)*)\])?(?:\+([a-z_]+))?(?:@(\d*\.?\d+))?((?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
+_PATTERN = re.compile(  # name, layers, correction, ratio, refine, suffixes
+    r"([a-z_]+)(?:\[(\d+(?:\s*,\s*\d+)*)\])?(?:\+([a-z_]+))?(?:@(\d*\.?\d+))?(?:~(\d*\.?\d+))?"
+    r"((?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
 )
 
 
@@ -49,7 +51,8 @@ class MethodSpec:
     def name(self) -> str:
         """The shortest method string; equal names, equal methods."""
         base, slash, suffixes = self.series.partition("/")
-        return f"{base}{'' if self.ratio is None else f'@{self.ratio:g}'}{slash}{suffixes}"
+        base, tilde, refine = base.partition("~")
+        return f"{base}{'' if self.ratio is None else f'@{self.ratio:g}'}{tilde}{refine}{slash}{suffixes}"
 
     @property
     def series(self) -> str:
@@ -63,7 +66,8 @@ class MethodSpec:
         )
         layers = f"[{','.join(map(str, blend.check_layers))}]" if has_layers else ""
         correction = f"+{blend.correction}" if blend.correction != NO_CORRECTION else ""
-        return f"{blend.policy}{layers}{correction}{suffixes}"
+        refine = f"~{blend.refine:g}" if blend.refine else ""
+        return f"{blend.policy}{layers}{correction}{refine}{suffixes}"
 
     @property
     def ratio(self) -> float | None:
@@ -112,10 +116,10 @@ def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
     match = _PATTERN.fullmatch(word)
     if match is None:
         raise ConfigError(f"method {word!r} cannot be parsed: write it like full, reuse or {EXAMPLE}")
-    name, layers, correction, ratio, suffix = match.groups()
+    name, layers, correction, ratio, refine, suffix = match.groups()
     kv_context, codec, edit = _suffixes(word, suffix)
     if name in get_args(Kind) and name != "blend":
-        if layers or correction or ratio:
+        if layers or correction or ratio or refine:
             raise ConfigError(f"method {word!r}: {name!r} takes no layers, correction or ratio")
         if (codec and name in (FULL, TRANSFORMERS)) or (edit and name != REUSE):
             raise ConfigError(f"method {word!r}: {name!r} reads no KV that {codec or edit!r} changes")
@@ -134,7 +138,7 @@ def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
     if policy is not None and not policy.has_ratio:
         chosen = chosen[:1]
-    values |= {"method": "blend", "policy": name, "near": edit is not None}
+    values |= {"method": "blend", "policy": name, "near": edit is not None, "refine": float(refine or 0)}
     try:
         return [MethodSpec("blend", BlendConfig(**values, ratio=r), kv_context, codec, edit) for r in chosen]
     except ConfigError as error:

@@ -19,14 +19,17 @@ Columns = dict[str, tuple[str, str]]  # title -> dotted path in a method's metri
 TEMPLATE = Path(__file__).with_name("report.html")
 QUALITY, TIME = "Quality", "Time and work"
 TIME_NOTE = (
-    "Medians over the questions; TTFT runs from the passages' text to the first token. Cost: row-layers run through "
-    "the model, selection included, as a share of full prefill's."
+    "Medians over the questions; TTFT runs from the passages' text to the first token, the second token's time from "
+    "there on, refining included. Cost: row-layers run through the model, selection and refining included, as a share "
+    "of full prefill's."
 )
 TIME_COLUMNS: Columns = {
     "TTFT ms": ("seconds.ttft.median", "ms"),
     "TTFT p95": ("seconds.ttft.p95", "ms"),
     "times faster than full": ("times_faster", ".2f"),
     **{s: (f"seconds.{s}.median", "ms") for s in ("prefill", "load", "select", "correct", "decode")},
+    "refine": ("seconds.refine.median", "ms"),
+    "second token": ("seconds.gap.median", "ms"),
     "tokens recomputed": ("tokens_recomputed", ".0f"),
     "computed": ("tokens_computed", ".0f"),
     "exact": ("tokens_exact", ".0f"),

@@ -23,7 +23,7 @@ Metrics = dict[str, Any]
 
 SCORES = ("score", "f1", "em", "rouge_l", "agreement", "identical", "first_kl", "mean_kl")
 COUNTS = ("tokens_prompt", "tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost")
-STAGES = ("ttft", "prefill", "load", "select", "correct", "decode")
+STAGES = ("ttft", "prefill", "load", "select", "correct", "decode", "refine", "gap")
 # Nats. Below it a ratio compares rounding errors: two exact computations in bf16 (method `transformers`) differ by about
 # this much, and no event's probability differs by more than 4 points (Pinsker: sqrt(KL / 2)).
 KL_FLOOR = 3e-3

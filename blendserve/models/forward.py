@@ -4,6 +4,7 @@ project -> rotate -> write -> attend -> finish
 
 prefill, blended or full       blend/prefill.py          rows anywhere; the policy may drop some on the way
 scoring pass of a policy       blend/prefill.py          the question alone, and what it attends to
+refining                       blend/refine.py           rows anywhere once more, over a prefilled cache
 chunk precompute               blend/chunk_kv.py         keys before RoPE are kept; each chunk attends alone
 decoding, and forced answers   here                      rows behind one or many caches, captured or not
 """

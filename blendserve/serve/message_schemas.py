@@ -225,7 +225,9 @@ class MessagesRequest(CountRequest):
         sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         return QueryRequest(
             question=chat.messages[-1]["content"],
-            blend={name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")},
+            blend={
+                name: getattr(options, name) for name in ("method", "policy", "ratio", "refine", "correction")
+            },
             decode={**sampling, "max_new_tokens": max_tokens, "stop": tuple(self.stop_sequences) or None},
             plain=chat,
         )

@@ -53,7 +53,7 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
         "version": blendserve.__version__,
         "model": client.model_names[0],
         "defaults": {
-            **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
+            **config.blend.model_dump(include={"method", "policy", "ratio", "refine", "correction"}),
             "top_k": config.retrieve.top_k,
             "max_tokens": config.decode.max_new_tokens,
             "temperature": config.decode.temperature,

@@ -84,6 +84,7 @@ class BlendOptions(Body):
     method: Method | None = None
     policy: PolicyName | None = None
     ratio: Ratio | None = None
+    refine: Ratio | None = None
     correction: CorrectionName | None = None
 
 
@@ -116,7 +117,9 @@ class Question(Body):
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
-            blend={name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")},
+            blend={
+                name: getattr(options, name) for name in ("method", "policy", "ratio", "refine", "correction")
+            },
             decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
         )

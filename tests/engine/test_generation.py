@@ -15,7 +15,9 @@ from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import run
 from blendserve.engine.generate import Detokenizer, Sampler, generate
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.runner import Runner
 from tests.support.blending import lay, some_prompt
+from tests.support.engines import PASSAGES, QUESTIONS, toy_engine
 from tests.support.models import tiny_decoder
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
 
@@ -38,6 +40,42 @@ def test_greedy_equals_transformers_generate_up_to_an_end_token() -> None:
     assert tokens(set()) == free
     assert tokens({free[10]}) == free[: free.index(free[10])]
     assert tokens({free[0]}) == []
+
+
+@pytest.mark.parametrize("refine", [0.0, 0.5, 1.0])
+def test_the_first_token_is_the_blended_prompts_and_the_others_follow_refined_kv(refine: float) -> None:
+    """Refined as a whole: the model's own tokens after that first one."""
+    engine = toy_engine(blend={"ratio": 0.05, "correction": "none"})
+    engine.precompute(PASSAGES)
+    prompt = engine.prompts.build(QUESTIONS[0], PASSAGES)
+    answer = engine.answer(QUESTIONS[0], PASSAGES, refine=refine)
+    blend = engine.config.blend.with_values(refine=refine)
+    done, decoder = (
+        engine.blender.run(prompt, blend, KVCache(engine.model.decoder, 1024)),
+        engine.model.decoder,
+    )
+    first = int(done.result.logits.argmax())
+    if refine:
+        run(done.refine(decoder, prompt.ids))
+    runner, tokens = Runner.over(decoder, done.result.cache, len(prompt), NEW), [first]
+    for at in range(len(prompt), len(prompt) + len(answer.token_ids) - 1):
+        tokens.append(int(runner.step(at, tokens[-1:])[0].argmax()))
+    assert answer.token_ids == tuple(tokens)
+    assert (answer.report.tokens_refined > 0) == (answer.timings.refine > 0) == (refine > 0)
+    if refine == 1.0:
+        model: Any = decoder.reference
+        own = model.generate(
+            torch.tensor([[*prompt.ids, first]]), max_new_tokens=len(tokens) - 1, do_sample=False
+        )
+        assert own[0, len(prompt) :].tolist() == tokens
+
+
+def test_an_answer_of_one_token_is_not_refined() -> None:
+    engine = toy_engine(blend={"refine": 1.0})
+    engine.precompute(PASSAGES)
+    answer = engine.answer(QUESTIONS[0], PASSAGES, max_new_tokens=1)
+    assert (answer.report.tokens_refined, answer.timings.refine) == (0, 0.0)
+    assert answer.report.tokens_reused > 0
 
 
 def nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> dict[int, float]:

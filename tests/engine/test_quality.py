@@ -137,7 +137,7 @@ def test_a_calibrated_ratio_serves_questions_over_the_index_alone(calibrated: An
 
 def test_a_calibration_is_void_where_answers_are_made_otherwise(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
-    for changes in ({"correction": "none"}, {"policy": "random"}, {"near": True}):
+    for changes in ({"correction": "none"}, {"policy": "random"}, {"near": True}, {"refine": 0.2}):
         config = made.config.model_copy(update={"blend": made.config.blend.with_values(**changes)})
         other = Engine(config, made.model, made.store, made.index)
         assert other.answer(QUESTIONS[0]).report.method == "prefix"

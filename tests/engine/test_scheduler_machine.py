@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND
-from tests.support.scheduler import Question, SchedulerMachine, opened
+from tests.support.scheduler import REFINING, Question, SchedulerMachine, opened
 from tests.support.waiting import eventually
 
 TestScheduler = SchedulerMachine.TestCase
@@ -66,6 +66,32 @@ def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_f
     assert machine.fetcher.copies.shared.n_bytes > 0
     machine.cancel(requests[3])
     assert machine.fetcher.copies.shared.n_bytes == 0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_running_requests_decode_while_another_is_refined_and_it_can_be_cancelled(ends: bool) -> None:
+    machine = opened(slots=2)
+    running: Any = machine.submit(Question((2, 3), max_new_tokens=40))
+    machine.step_until(lambda: bool(running.state == "runs"))
+    other: Any = machine.submit(Question((1, 2, 3), refine=1.0), cancel_at=None if ends else REFINING + 2)
+    machine.step_until(lambda: "refine" in machine.log)
+    n_decoded = machine.log.count("decode")
+    machine.step_until(lambda: other.state != "prefills")
+    n_layers = 4 if ends else 2  # that were run
+    assert machine.log.count("decode") - n_decoded >= n_layers
+    assert other.state == ("runs" if ends else "ended")
+    machine.step_until(lambda: bool(other.state == "ended"))
+    machine.step()
+    assert machine.scheduler.load == (0, 1)
+    machine.run()
+
+
+def test_an_answer_of_one_token_is_not_refined() -> None:
+    machine = opened()
+    for n in (1, 2):
+        machine.submit(Question((1, 2, 3), refine=1.0, max_new_tokens=n))
+        machine.run()
+        assert machine.log.count("refine") == n - 1
 
 
 def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:

@@ -228,11 +228,14 @@ EXAMPLE = Example("e", "Who?", ("x",), FIVE)
 
 def test_method_strings_become_variants_and_back() -> None:
     text = "query+shift, deviation[1,2]@0.1,query@.05/bos,reuse/none, none+shift,full,exact/int8,query@0.1/bos/int8"
-    found = parse_methods(split_list(f"{text},query+shift@0.1/revised@0.05"), (0.05, 0.3), coded=True)
+    found = parse_methods(
+        split_list(f"{text},query+shift@0.1/revised@0.05,query+prior@.05~0.15/int8"), (0.05, 0.3), coded=True
+    )
     names = [v.name for v in found]
     assert names == [
         "full", "reuse", "query+shift@0.05", "query+shift@0.3", "deviation[1,2]@0.1", "query@0.05/bos", "reuse/none",
         "none+shift", "exact/int8", "query@0.1/bos/int8", "query+shift@0.1/revised@0.05",
+        "query+prior@0.05~0.15/int8",
     ]  # fmt: skip
     assert [v.name for v in parse_methods(names, (0.9,), coded=True)] == names
     assert [v.series for v in found][2:6] == ["query+shift", "query+shift", "deviation[1,2]", "query/bos"]
@@ -240,6 +243,12 @@ def test_method_strings_become_variants_and_back() -> None:
     layers = by_name["deviation[1,2]@0.1"].blend
     assert (layers.policy, layers.check_layers, layers.ratio) == ("deviation", (1, 2), 0.1)
     assert by_name["query@0.1/bos/int8"].uncoded == "query@0.1/bos"
+    refined = by_name["query+prior@0.05~0.15/int8"]
+    assert (refined.blend.ratio, refined.blend.refine, refined.series) == (
+        0.05,
+        0.15,
+        "query+prior~0.15/int8",
+    )
     edited = by_name["query+shift@0.1/revised@0.05"]
     assert (edited.edit, edited.blend.near) == ("revised@0.05", True)
     assert (edited.unedited, edited.uncorrected) == ("query+shift@0.1", "query@0.1/revised@0.05")
@@ -250,7 +259,7 @@ def test_method_strings_become_variants_and_back() -> None:
     [
         *("query@", "query", "qeury@0.1", "query+shfit@0.1", "query@1.5", "query@0.1/boss", "full@0.1"),
         *("query[1]@0.1", "deviation[0]@0.1", "full/int8", "query@0.1/int8@4", "query@0.1/int8/bos"),
-        *("query@0.1/int9", "exact@0.1", "full/numbers", "query@0.1/numbrs"),
+        *("query@0.1/int9", "exact@0.1", "full/numbers", "query@0.1/numbrs", "query@0.1~2", "reuse~0.1"),
     ],
 )
 def test_a_word_that_is_no_method(word: str) -> None:

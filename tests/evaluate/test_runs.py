@@ -105,6 +105,23 @@ def test_figures_and_tables_are_those_of_the_predictions(toy: Toy) -> None:
         assert row[shown[title].columns.index(column)] == wanted, column
 
 
+def test_a_prompt_refined_as_a_whole_differs_at_the_first_token_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, write_dataset(tmp_path), methods=("query@0.25", "query@0.25~1"))
+    lines = {(line["id"], line["method"]): line for line in predictions(done)}
+    for i in (f"q{n}" for n in range(QUESTIONS)):
+        plain, refined = lines[i, "query@0.25"], lines[i, "query@0.25~1"]
+        assert refined["first_kl"] == plain["first_kl"] > 1e-6
+        assert refined["mean_kl"] * refined["decisions"] == pytest.approx(plain["first_kl"], abs=1e-6)
+        assert refined["recomputed"] == plain["recomputed"]
+        assert refined["cost"] > plain["cost"]
+        assert refined["seconds"]["decode"] >= refined["seconds"]["gap"] >= refined["seconds"]["refine"] > 0
+        assert plain["seconds"]["refine"] == 0
+    found = done.metrics["methods"]["query@0.25~1"]["seconds"]
+    shown = next(table for table in tables(done.metrics) if table.title == "Time and work")
+    row = next(row for row in shown.rows if row[0] == "query@0.25~1")
+    assert row[shown.columns.index("second token")] == f"{1e3 * found['gap']['median']:.0f}"
+
+
 def test_only_questions_that_every_method_answered_count(toy: Toy) -> None:
     lines = {(line["id"], line["method"]): {**line, "recall": 0.5} for line in predictions(toy("raw"))}
     questions, methods = {f"q{n}": f"q{n}" for n in range(QUESTIONS)}, parse_methods(METHODS, (0.25,))

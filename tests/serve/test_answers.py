@@ -20,17 +20,19 @@ from tests.support.waiting import eventually
 FULL = {"method": "full"}  # its answers do not depend on the cache
 
 
-def test_a_chat_completion_is_the_engines_answer(server: Server, client: Client) -> None:
+@pytest.mark.parametrize("refine", [0.0, 0.5])
+def test_a_chat_completion_is_the_engines_answer(server: Server, client: Client, refine: float) -> None:
     server.engine.precompute(PASSAGES)
     client.warm()
-    done = client.chat(max_tokens=7, x_blendserve={"passages": OWN})
-    answer = server.engine.answer(QUESTIONS[0], list(PASSAGES), max_new_tokens=7)
+    done = client.chat(max_tokens=7, x_blendserve={"passages": OWN, "refine": refine})
+    answer = server.engine.answer(QUESTIONS[0], list(PASSAGES), max_new_tokens=7, refine=refine)
     assert done.choices[0].message.content == answer.text
     assert done.choices[0].finish_reason == answer.finish_reason == "length"
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (answer.report.tokens_prompt, 7)
     cached = answer.report.tokens_exact + answer.report.tokens_reused
     assert done.usage.prompt_tokens_details.cached_tokens == cached > 0
     assert done.x_blendserve["report"] == answer.report.to_dict()
+    assert (answer.report.tokens_refined > 0) == (done.x_blendserve["timings"]["refine"] > 0) == (refine > 0)
     assert [p["text"] for p in done.x_blendserve["passages"]] == [p.text for p in PASSAGES]
 
 

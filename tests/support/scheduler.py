@@ -37,6 +37,7 @@ from tests.support.models import tiny_decoder, tiny_model
 from tests.support.tokenizers import bundled_tokenizer
 from tests.support.waiting import ManualClock
 
+REFINING = 8  # layers of the scoring pass and the blending pass
 LAYER_S, SLOT_TOKENS, SHARED_BYTES, TENANTS = 1.0, 96, 30_000, "abc"
 SUFFIX, CHUNKS = some_ids(4, 1), [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
 
@@ -74,11 +75,13 @@ class Question:
     method: Method = "blend"
     max_new_tokens: int = 3
     temperature: float = 0.0
+    refine: float = 0.0
 
     def prepared(self, clock: Clock) -> PreparedRequest:
         prompt = Prompt(PREFIX, tuple(CHUNKS[i] for i in self.chunks), SUFFIX)
         decode = DecodeConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=7)
-        return PreparedRequest(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
+        blend = BlendConfig(method=self.method, ratio=0.5, refine=self.refine)
+        return PreparedRequest(prompt, (), blend, decode, clock)
 
 
 ANY = Question((2, 3))  # its answer has as many tokens as asked for
@@ -99,9 +102,11 @@ class Sent:
     tenant: str
     question: Question
     cost: float
-    cancel_at: int | None  # the layer of its prefill before which it is cancelled
+    cancel_at: (
+        int | None
+    )  # the layer of its prefill before which it is cancelled; from REFINING on, of its refining
     turn: int  # the number of admissions before it was submitted
-    request: Sequence = field(init=False)
+    request: WatchedSequence = field(init=False)
     state: Literal["waits", "prefills", "runs", "ended"] = "waits"
     preempted_cost: float = 0.0  # of requests that were prefilled within its prefill
 
@@ -112,7 +117,17 @@ QUESTION = st.builds(
     st.sampled_from(["blend", "full", "reuse"]),
     st.integers(1, 5) | st.just(SLOT_TOKENS),
     st.sampled_from([0.0, 1.0]),
+    st.sampled_from([0.0, 1.0]),
 )
+
+
+class WatchedSequence(Sequence):
+    """Has its refining watched."""
+
+    watch: Callable[[Steps[Prefilled]], Steps[Prefilled]]
+
+    def refine(self) -> Steps[Prefilled]:
+        return self.watch(super().refine())
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -152,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.sent: list[Sent] = []
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
-        self.prefilling: list[Sent] = []  # the last one runs
+        self.admitted: list[Sent] = []
         self.last_turn: dict[str, int] = {}  # by tenant: the number of its last admission
         self.turn = self.tasks = self.idle_tasks = 0
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
@@ -167,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         question=QUESTION,
         tenant=st.sampled_from(TENANTS),
         cost=st.sampled_from([1.0, 4.0, 16.0]),
-        cancel_at=st.none() | st.integers(0, 3),
+        cancel_at=st.none() | st.integers(0, REFINING + 3),
     )
     def submit(
         self, question: Question = ANY, tenant: str = "a", cost: float = 8.0, cancel_at: int | None = None
@@ -177,7 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = question.prepared(Clock(now=self.clock))
         options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": partial(self.receive, sent)}
         options["hold"] = self.blender.prefetch(plan.prompt, plan.blend)
-        sent.request = Sequence(plan, model(), partial(self.prefill, sent), **options)
+        sent.request = WatchedSequence(plan, model(), partial(self.prefill, sent), **options)
+        sent.request.watch = partial(self.refining, sent)
         over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
         refusal = (
             PromptTooLong if over > 0 else ShuttingDown if self.closed else RateLimited if full else None
@@ -289,21 +305,40 @@ class SchedulerMachine(RuleBasedStateMachine):
     def prefill(self, sent: Sent, sequence: Sequence) -> Steps[Prefilled]:
         """A request's prefill, with the clock's seconds for each layer."""
         self.admit(sent)
+        return (yield from self.layers(sent, prefill(sequence, self.blender), 0))
+
+    def refining(self, sent: Sent, steps: Steps[Prefilled]) -> Steps[Prefilled]:
+        """What follows a request's first token."""
+
+        def watched() -> Steps[Prefilled]:
+            done = yield from self.layers(sent, steps, REFINING)
+            sent.state = "runs"
+            return done
+
+        assert (sent.question.refine, sent.question.method, sent.state) == (1.0, "blend", "runs")
+        self.log.append("refine")
+        sent.state = "prefills"
+        return watched()
+
+    def layers(self, sent: Sent, steps: Steps[Prefilled], first: int) -> Steps[Prefilled]:
+        """Steps with the clock's seconds for each layer. first: the number of the first one."""
         done: list[Prefilled] = []
 
-        def steps() -> Steps[None]:
-            done.append((yield from prefill(sequence, self.blender)))
+        def collect() -> Steps[None]:
+            done.append((yield from steps))
 
-        try:
-            with closing(steps()) as layers:
-                for l, _ in enumerate(layers):
-                    if sent.cancel_at == l:
-                        self.cancel(sent)
-                    yield
-                    self.layer(sent)
-        finally:
-            self.prefilling.remove(sent)
+        with closing(collect()) as collected:
+            for l, _ in enumerate(collected, first):
+                if sent.cancel_at == l:
+                    self.cancel(sent)
+                yield
+                self.layer(sent)
         return done[0]
+
+    @property
+    def prefilling(self) -> list[Sent]:
+        """Prefills and refinings that have begun; the last one runs."""
+        return [s for s in self.admitted if s.state == "prefills"]
 
     def admit(self, sent: Sent) -> None:
         """A request has a slot, and its prefill begins."""
@@ -327,7 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.last_turn[sent.tenant] = self.turn
         self.turn += 1
         sent.state = "prefills"
-        self.prefilling.append(sent)
+        self.admitted.append(sent)
 
     def layer(self, sent: Sent) -> None:
         """A layer of a prefill begins."""

@@ -1,0 +1,64 @@
+"""Refining: more of a blended prompt is recomputed between the first and the second token of its answer.
+
+    first token     from the blending prefill at `blend.ratio`
+    other tokens    over the same cache, in which the tokens of `blend.refine` and the suffix ran again
+
+The time to the first token stays that of `blend.ratio`; the gap before the second one is longer by this pass. Its rows
+are those with the largest scores of the prefill's own scoring pass, those of the prefill among them: they draw most
+attention, and were computed over stale KV. They attend to what the prefill left, corrected KV included, and overwrite
+their own; no correction is fitted again. With all tokens this equals full prefill, if no chunk was missing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blendserve.blend.planner import PrefillPlan
+from blendserve.blend.policies import make_policy
+from blendserve.blend.prefill import PassResult
+from blendserve.core import Steps, TokenIds
+from blendserve.kernels.ops import attend
+from blendserve.kernels.rows import Rows, plans_by_window
+from blendserve.kernels.types import Rope
+from blendserve.models.forward import run_layers
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel, Projected
+
+
+def rows_to_refine(plan: PrefillPlan, result: PassResult) -> Tensor:
+    """Positions that `refine` runs, ascending; none if the prefill recomputed as many, or had no scores."""
+    layout, blend = plan.layout, plan.blend
+    if result.scores is None or layout.budget(blend.refine) <= len(result.recomputed):
+        return torch.empty(0, dtype=torch.long)
+    selected = make_policy(blend.with_values(ratio=blend.refine)).select(layout, result.scores)
+    return torch.cat([selected, torch.arange(layout.n_tokens - layout.n_suffix, layout.n_tokens)])
+
+
+@torch.inference_mode()
+def refine(model: DecoderModel, ids: TokenIds, rows: Tensor, cache: KVCache) -> Steps[None]:
+    """Run rows [S] of a prompt again over the cache that its prefill left, and overwrite their KV."""
+    layers = _RefinePass(model, cache, Rows.on(model.device, rows), len(ids))
+    yield from run_layers(model, model.embed(torch.tensor(ids, device=model.device)[rows]), layers)
+
+
+class _RefinePass:
+    """Rows over a cache that holds the whole prompt. The last layer's output is not read."""
+
+    def __init__(self, model: DecoderModel, cache: KVCache, rows: Rows, n_tokens: int) -> None:
+        self._cache, self._rows, self._n_tokens, self._specs = cache, rows, n_tokens, model.specs
+        self._ropes = model.rope(rows.device)
+        self._plans = plans_by_window(rows, model.group, model.windows)
+
+    def rope(self, l: int) -> Rope:
+        return self._ropes[l]
+
+    def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
+        self._cache.write(l, self._rows.device, keys, fresh.v)
+
+    def attend(self, l: int, q: Tensor) -> Tensor | None:
+        if l == len(self._specs) - 1:
+            return None
+        spec, cache = self._specs[l], self._cache
+        keys, values = cache.keys[l, :, : self._n_tokens], cache.values[l, :, : self._n_tokens]
+        return attend(q, keys, values, spec, self._plans[spec.window])
