@@ -56,7 +56,8 @@ def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dic
 
 def test_losses_are_those_of_asking_full_prefill_token_by_token(tmp_path: Path) -> None:
     made = engine(tmp_path)
-    for question in QUESTIONS:
+    for question, refined in zip(QUESTIONS, (0.0, 0.0, 0.5, 0.5), strict=True):
+        made = engine(tmp_path, refine=refined)
         found, seconds = losses(made, question)
         assert set(found) == set(RATIOS)
         assert min(seconds.values()) > 0
