@@ -17,7 +17,7 @@ from blendserve.core import Passage
 from scripts.generate_world import prose, questions, world
 
 FILES = ("squad_5_articles.json", "hotpot_70.json", "musique_train_70.json")
-SHARES = {"squad": 0.3, "multi_hop": 0.3, "generated": 0.4}
+SHARES = {"squad": 0.5, "multi_hop": 0.22, "generated": 0.28}
 QUESTIONS = 6  # in a lesson, at most
 CHARACTERS = (1_200, 3_600)  # of a lesson's passages: the limit is drawn between these
 DIRECTORS = 2

@@ -1,8 +1,8 @@
-"""Train the adapter of smollm2-135m-reader: python scripts/train_reader.py DATA OUT.safetensors [--steps 320]
+"""Train the adapter of smollm2-135m-reader: python -m scripts.train_reader DATA OUT.safetensors [--steps 420]
 
 A LoRA of rank 16 of all linear layers of the bundled model, to answer briefly from passages (scripts/reading_lessons.py).
-DATA is a folder with the lessons' files. One thread takes about 45 minutes. A killed run goes on from its checkpoint,
-beside OUT, when it is started again with the same steps.
+DATA is a folder with the lessons' files. One thread of a CPU with AVX2 takes about 75 minutes. A killed run goes on
+from its checkpoint, beside OUT, when it is started again with the same steps.
 
 The questions of a lesson share its passages: each attends to them and to itself, at the positions of a prompt of its own.
 """
@@ -26,8 +26,9 @@ from blendserve.evaluate.config import PROMPT
 from blendserve.models.sources import DEFAULT, source_of
 from scripts.reading_lessons import FILES, Lesson, Lessons
 
-STEPS, RANK, LEARNING_RATE = 320, 16, 8e-4
-WARM_UP, ACCUMULATED, EVERY = 30, 2, 20  # steps; a line and a checkpoint every so many
+RANK, SCALE, LEARNING_RATE = 16, 2.0, 4e-4
+STEPS, WARM_UP, ACCUMULATED = 420, 40, 4
+EVERY = 20  # steps between lines and checkpoints, a multiple of ACCUMULATED
 PROMPTS = (PROMPT, PROMPT, PROMPT, PromptConfig())  # by turns
 ABOUT = {
     "data": f"{', '.join(FILES)}; worlds of scripts/generate_world",
@@ -36,7 +37,7 @@ ABOUT = {
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer plus x @ b.T @ a.T; a [out, RANK], b [RANK, in]."""
+    """A frozen linear layer plus SCALE * x @ b.T @ a.T; a [out, RANK], b [RANK, in]."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -46,7 +47,11 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
-        return y + F.linear(F.linear(x, self.b), self.a)
+        return y + SCALE * F.linear(F.linear(x, self.b), self.a)
+
+    def factors(self) -> dict[str, Tensor]:
+        """bf16, the scale in `a`."""
+        return {"a": (SCALE * self.a).detach().bfloat16(), "b": self.b.detach().bfloat16()}
 
 
 class Encoded(NamedTuple):
@@ -122,7 +127,7 @@ def train(data: Path, out: Path, steps: int, base: str) -> None:
         (loss / ACCUMULATED).backward()  # type: ignore[no-untyped-call]
         total += loss.item()
         done = step + 1
-        if done % ACCUMULATED == 0:
+        if done % ACCUMULATED == 0 or done == steps:
             rate = LEARNING_RATE * min(1.0, done / WARM_UP) * max(0.05, 1 - done / steps)
             optimizer.param_groups[0]["lr"] = rate
             nn.utils.clip_grad_norm_(factors, 1.0)
@@ -134,7 +139,7 @@ def train(data: Path, out: Path, steps: int, base: str) -> None:
             total, scratch = 0.0, checkpoint.with_suffix(".scratch")
             torch.save((done, factors.state_dict(), optimizer.state_dict()), scratch)
             scratch.replace(checkpoint)
-    pairs = {f"{n}.{k}": getattr(m, k).detach().bfloat16() for n, m in adapters.items() for k in "ab"}
+    pairs = {f"{n}.{k}": x for n, adapter in adapters.items() for k, x in adapter.factors().items()}
     save_file(pairs, out, {"base": base, "recipe": f"scripts/train_reader.py --steps {steps}", **ABOUT})
     checkpoint.unlink(missing_ok=True)
     print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
