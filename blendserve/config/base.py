@@ -171,7 +171,7 @@ def _config_error(root: type[Settings], error: ValidationError) -> ConfigError:
     path = tuple(str(part) for part in problem["loc"] if part not in UNION_MEMBERS and "[" not in str(part))
     section = root.prefix + root.__name__.removesuffix("Config").lower()
     before = f"{section}." if section else ""
-    setting = before + ".".join(path or ("?",))
+    setting = before + ".".join(path) if path else section
     reason = problem["msg"].removeprefix("Value error, ")
     reason = reason[0].lower() + reason[1:]
     if problem["type"] == "extra_forbidden":

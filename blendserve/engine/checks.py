@@ -31,7 +31,7 @@ class Pending:
     request: PreparedRequest
     controller: Controller
     blender: Blender
-    answer: TokenIds  # with an end token if it ended by itself
+    answer: TokenIds  # with an end token if it ended with one
     keys: frozenset[ChunkKey]
 
 

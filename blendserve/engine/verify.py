@@ -1,4 +1,4 @@
-"""Verifies answers against full prefill: by calibration beforehand, and of a served answer afterwards.
+"""Verifies answers against full prefill: those of a calibration, and those that were served.
 
 full prefill of the prompt (once)  ->  its logits along the answer   |
 the method's prefill from the store -> its own answer, its logits    |  -> agreement and KL (quality/fidelity.py)

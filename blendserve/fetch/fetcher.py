@@ -122,7 +122,7 @@ class KVFetcher:
             self.remote.incoming.forget(gone)
 
     def deleted(self, keys: Iterable[ChunkKey]) -> None:
-        """Chunks were deleted: forget them, and tell whoever keeps their tokens."""
+        """Chunks were deleted: forget them, and tell the listeners, which keep token ids."""
         gone = frozenset(keys)
         self.forget(gone)
         for listener in self.on_delete:

@@ -181,7 +181,6 @@ def test_a_damaged_record_is_no_calibration(data: st.DataObject) -> None:
 def test_settings_that_leave_a_target_nothing_to_choose_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as error:
         BlendConfig(**values)
-    for name in values:
-        assert name in str(error.value)
+    assert str(error.value.setting).startswith("blend")
     assert Target.of(BlendConfig(quality=0.9).without_target(ratio=0.2)) is None
     assert LEVELS[-1] is None
