@@ -118,6 +118,8 @@ def print_answer_details(answer: Answer) -> None:
     speed = f"first token after {timings.ttft * 1e3:.0f} ms, then {timings.tokens_per_second:.0f} tokens/s"
     console.out.print()
     _say(f"from {', '.join(sources)}\n  {_work(answer)}; {speed}")
+    if quality := answer.report.quality:
+        _say(f"target {quality.target}: {quality.status}")
 
 
 def compare(engine: Engine, question: str) -> list[Row]:

@@ -6,6 +6,7 @@ A check holds token ids in memory until it ran; it keeps none. It measures the r
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Checks:
         self._model, self._config, self._observer = model, config, observer
         self._rng = random.Random(seed)
         self._pending: list[Pending] = []
+        self._lock = threading.Lock()  # of `_pending`
         self._offered = 0  # since none was pending
 
     def draws(self, request: PreparedRequest) -> bool:
@@ -59,25 +61,28 @@ class Checks:
             return False
         keys = frozenset(blender.key(chunk.ids) for chunk in request.prompt.chunks)
         pending = Pending(request, request.controller, blender, tokens, keys)
-        self._offered = self._offered + 1 if self._pending else 1
-        if len(self._pending) < MAX_PENDING:
-            self._pending.append(pending)
-            return True
+        with self._lock:
+            self._offered = self._offered + 1 if self._pending else 1
+            if len(self._pending) < MAX_PENDING:
+                self._pending.append(pending)
+                return True
+            if (at := self._rng.randrange(self._offered)) < MAX_PENDING:
+                self._pending[at] = pending
         self._observer.checked("dropped", None, 0.0)
-        if (at := self._rng.randrange(self._offered)) < MAX_PENDING:
-            self._pending[at] = pending
         return False
 
     def forget(self, keys: Collection[ChunkKey]) -> None:
         """Drop checks of answers over chunks that were deleted."""
         gone = frozenset(keys)
-        self._pending = [pending for pending in self._pending if not pending.keys & gone]
+        with self._lock:
+            self._pending = [pending for pending in self._pending if not pending.keys & gone]
 
     def steps(self) -> Steps[None]:
         """Check one pending answer."""
-        if not self._pending:
+        with self._lock:
+            pending = self._pending.pop() if self._pending else None
+        if pending is None:
             return
-        pending = self._pending.pop()
         start, request = time.perf_counter(), pending.request
         ratios = pending.controller.checked_ratios
         served = None if request.blend.method == "prefix" else request.blend.min_ratio
