@@ -273,13 +273,15 @@ def test_losses_above_the_limit_raise_the_ratio_of_later_requests(
 def test_a_deleted_document_takes_the_checks_that_quote_it_along(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     made.precompute()
-    batch = served(made)
+    observer = Mock(Observer)
+    batch = served(made, observer)
     answers = [ask(batch, question) for question in QUESTIONS]
     quoted = answers[0].passages[0]
     left = [a for a in answers if quoted.text not in {p.text for p in a.passages}]
     made.delete(quoted.doc_id)
     idle(batch)
     assert controller(made).checks == len(left) < len(answers)
+    assert {call.args[0] for call in observer.checked.call_args_list} <= {"done"}  # at once, not when it runs
 
 
 def test_a_chunk_that_was_evicted_makes_a_check_lost(calibrated: Any) -> None:

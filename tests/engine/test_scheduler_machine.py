@@ -124,3 +124,15 @@ def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(sto
     if not stops:
         eventually(lambda: machine.log == ["layer"] * 2)
         machine.drain(stops=True)
+
+
+def test_idle_tasks_rest_while_a_request_is_prepared() -> None:
+    machine = opened()
+    machine.when_idle(layers=3)
+    machine.step()
+    with machine.scheduler.preparing("a"):
+        assert not machine.scheduler.has_work
+        machine.scheduler.step()
+        assert machine.log == ["idle"]
+    machine.run()
+    assert machine.log == ["idle"] * 3
