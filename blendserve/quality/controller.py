@@ -19,7 +19,7 @@ from blendserve.quality.calibration import Calibration
 from blendserve.quality.risk import Detector, interval
 from blendserve.quality.target import RATIOS, Loss, Target
 
-KEPT_CHECKS = 2_000  # latest ones, at each ratio
+KEPT_CHECKS = 1_000  # latest ones, at each ratio
 MIN_CHECKS = 30  # between two steps up
 LEVELS: tuple[float | None, ...] = (*RATIOS, None)  # None: exact answers
 
@@ -35,6 +35,7 @@ class Controller:
         self.checks = self.alarms = self.changes = 0
         self.checked_at = 0.0  # Unix time of the last check
         self._steps_down, self._was_raised = 0, False
+        self._report: QualityReport | None = None  # since the last check: every answer has it
         self._restart()
 
     def _restart(self) -> None:
@@ -53,7 +54,7 @@ class Controller:
     def add(self, ratio: float | None, losses: Mapping[float, Loss]) -> None:
         """A check of an answer that was served with `ratio` (None: exactly). losses: of `checked_ratios`."""
         with self._lock:
-            self.checks, self.checked_at = self.checks + 1, time.time()
+            self.checks, self.checked_at, self._report = self.checks + 1, time.time(), None
             if ratio != self.ratio:  # served before the last change
                 return
             self._since += 1
@@ -91,16 +92,22 @@ class Controller:
     def report(self) -> QualityReport:
         """What an answer's report says."""
         with self._lock:
-            found, made = self.interval(), self._calibration
-            report = QualityReport(str(self.target), self.ratio, "not calibrated", "")
-            if made is None:
-                return replace(report, status="answered exactly: run `blendserve calibrate INDEX`")
-            basis = f"calibrated on {made.prompts} {made.asked} questions, {made.made}; {self.checks} answers checked"
-            report = replace(report, basis=basis, status=self._status())
-            if not found:
-                return report
-            mean, low, high = (1.0 - x if self.target.quality else x for x in found)
-            return replace(report, estimate=mean, interval=(min(low, high), max(low, high)))
+            self._report = self._report or self._made_report()
+            return self._report
+
+    def _made_report(self) -> QualityReport:
+        found, made = self.interval(), self._calibration
+        report = QualityReport(str(self.target), self.ratio, "not calibrated", "")
+        if made is None:
+            return replace(report, status="answered exactly: run `blendserve calibrate INDEX`")
+        basis = (
+            f"calibrated on {made.prompts} {made.asked} questions, {made.made}; {self.checks} answers checked"
+        )
+        report = replace(report, basis=basis, status=self._status())
+        if not found:
+            return report
+        mean, low, high = (1.0 - x if self.target.quality else x for x in found)
+        return replace(report, estimate=mean, interval=(min(low, high), max(low, high)))
 
     def _status(self) -> str:
         if self._was_raised:

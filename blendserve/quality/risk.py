@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-GRID = np.linspace(0.0005, 0.9995, 1000)  # means that are tried for an interval
+GRID = np.linspace(0.0025, 0.9975, 200)  # means that are tried for an interval
 SHARES = (
     0.5,
     1.0,
