@@ -33,6 +33,8 @@ from blendserve.quality.controller import Controller
 from blendserve.quality.risk import interval
 from blendserve.quality.target import Loss, Target
 
+WRONG = 6.0  # times the prior, with the other sign; twice it, the ridge on recomputed tokens made good
+
 
 class QualityConfig(BenchConfig):
     """A promise and what becomes of it."""
@@ -137,7 +139,7 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
         good = engine.blender.priors.current() or Priors.of_nothing(engine.model.decoder)
         found: dict[str, list[Loss]] = {"before": [], "behind": []}
         first, until_alarm = controller.ratio, 0
-        engine.blender.priors.use(Priors(-2 * good.weights, -2 * good.constants))
+        engine.blender.priors.use(Priors(-WRONG * good.weights, -WRONG * good.constants))
         try:
             for question in questions:
                 served = controller.ratio
