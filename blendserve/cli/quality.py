@@ -84,7 +84,8 @@ def _output(found: Calibration, blend: BlendConfig) -> Output:
             {"ratio": ratio, "loss": mean, "low": low, "high": high, "mean_kl": kl, "worst_kl": max(kls)}
         )
         rows[-1] |= {"of_full": time, "keeps": keeps, "needed": needed}
-        advice = f"not shown; about {needed} prompts might" if needed else "no"
+        advice = f"not shown; {f'about {needed}' if needed else 'more'} prompts might"
+        advice = advice if mean < target.limit else "no"
         ends, worst = f"{low:.3f} to {high:.3f}", f"{kl:.3f}, {max(kls):.2f}"
         shown.append((f"{ratio:g}", f"{mean:.3f}", ends, worst, f"{time:.2f}", "yes" if keeps else advice))
     chosen = target.ratio(found.losses)

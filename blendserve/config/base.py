@@ -178,6 +178,8 @@ def _config_error(root: type[Settings], error: ValidationError) -> ConfigError:
         message = (
             f"unknown setting {setting!r}: {nearest(setting, [before + '.'.join(p) for p in _paths(root)])}"
         )
+    elif not path:
+        message = f"settings of {setting!r}: {reason}"
     elif problem["type"] == SECRET:
         message = f"setting {setting!r} {reason}"
     else:
