@@ -4,7 +4,7 @@
     drift     the same with a wrong correction prior: checks until the alarm, and the agreement behind it
 
 Questions are made of the titles of passages, each of another passage than calibration's; of a data set with questions,
-also those that people wrote. Timed is the prefill, against full prefill of the same prompt, in turns.
+also its own. The prefill is timed against full prefill of the same prompt, in turns.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from blendserve.core import Passage, Steps, run
 from blendserve.engine.request import Request
 from blendserve.engine.verify import Verifier
 from blendserve.errors import InputError
-from blendserve.quality.calibration import Calibration
+from blendserve.quality.calibration import Calibration, digest
 from blendserve.quality.target import RATIOS, Loss
 from blendserve.store.base import Progress
 
@@ -39,16 +39,16 @@ def calibrate(
     where = engine.targets.calibrations(index)
     asked: Literal["made", "given"] = "given" if questions else "made"
     found = where.load()
-    if found is None or not found.fits(len(index)) or found.asked != asked:
-        found = Calibration.empty(len(index), asked)
-    rest = islice(questions or made_questions(index.passages), found.prompts, prompts)
-    total = min(prompts, len(questions or index))
-    for question in rest:
-        found = found.with_prompt(*losses(engine, question))
+    most = max(prompts, found.prompts if found else 0)
+    chosen = list(islice(questions or made_questions(index.passages), most))
+    if found is None or not found.continues(chosen, len(index)):
+        found, chosen = Calibration.empty(len(index), asked), chosen[:prompts]
+    for n in range(found.prompts, len(chosen)):
+        found = found.with_prompt(*losses(engine, chosen[n]), digest(chosen[: n + 1]))
         if found.prompts % SAVED_EVERY == 0:
             where.save(found)
         if progress:
-            progress(found.prompts, total)
+            progress(found.prompts, len(chosen))
     engine.targets.use(index, found)
     return found
 

@@ -394,9 +394,9 @@ def _ends(task: Steps[None]) -> bool:
     """Run a part of a task -> whether it was the last; one that raised has ended, too."""
     try:
         next(task)
+        return False
     except StopIteration:
         return True
     except BlendserveError as error:
         log.warning("a background task failed: %s", error)
         return True
-    return False

@@ -1,4 +1,4 @@
-"""Verifies answers against full prefill: those of a calibration, and those that were served.
+"""Verifies answers against full prefill, for calibration and for checks of served answers.
 
 full prefill of the prompt (once)  ->  its logits along the answer   |
 the method's prefill from the store -> its own answer, its logits    |  -> agreement and KL (quality/fidelity.py)

@@ -21,6 +21,7 @@ from blendserve.blend.blender import Blender
 from blendserve.config import DecodeConfig
 from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds, run
 from blendserve.engine.generate import generate
+from blendserve.engine.verify import with_end
 from blendserve.errors import StoreError
 from blendserve.evaluate.methods import FULL, MethodSpec
 from blendserve.models.kv_cache import KVCache
@@ -83,7 +84,7 @@ def answer(
             f"{n_missing} chunks left the store while method {method} ran on them: give this run a store that no "
             "other process uses, or a larger cap_gb"
         )
-    follow = reference if reference is not None else reference_tokens(model, tokens, decode)
+    follow = reference if reference is not None else with_end(model, tokens, decode)
     step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
     logits = forced(decoder, cache, len(prompt), first, follow, step)
     return Generation(tokens, logits, seconds, tuple(done.result.recomputed.tolist()), refined.report)
@@ -106,11 +107,6 @@ def transformers_answer(
     seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}
     forced_logits = torch.stack([along.feed(ids), *(along.feed((token,)) for token in reference[:-1])])
     return Generation(tuple(tokens), forced_logits, seconds)
-
-
-def reference_tokens(model: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
-    """An answer's tokens, with an end token unless it has the maximum length. Never empty."""
-    return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(model.end_tokens))
 
 
 def nll(logits: Tensor, ids: Sequence[int]) -> float:

@@ -17,6 +17,7 @@ from blendserve.blend.policies import make_policy
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
+from blendserve.engine.verify import with_end
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate import fidelity
 from blendserve.evaluate.fidelity import Draw, Generation, nll
@@ -86,7 +87,7 @@ class Runner:
                     self._stores.blender(method).run(prompt, method.blend)
                 self._is_warm = True
             full, _ = self._generate(self._full, draw, continuation or None)
-            reference = continuation or fidelity.reference_tokens(model, full.tokens, self._decode)
+            reference = continuation or with_end(model, full.tokens, self._decode)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
                 record = self._record(example, method, done, full)

@@ -6,7 +6,7 @@ prior, codec, number of passages. So an old calibration is not found any more. O
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
@@ -29,6 +29,7 @@ class Calibration:
     losses: dict[float, tuple[Loss, ...]]
     passages: int  # of the index
     asked: Literal["made", "given"]  # where the questions are from
+    digest: str = ""  # of the questions
     seconds: dict[str, float] = field(default_factory=dict)  # of all prefills, by ratio and "full"
     made: str = field(default_factory=lambda: date.today().isoformat())
 
@@ -41,11 +42,20 @@ class Calibration:
         """Number of prompts."""
         return min(map(len, self.losses.values()))
 
-    def with_prompt(self, losses: Mapping[float, Loss], seconds: Mapping[str, float]) -> Calibration:
-        """With one more prompt."""
+    def continues(self, questions: Sequence[str], passages: int) -> bool:
+        """Whether these questions begin with the measured ones, and the index has not grown too much."""
+        return self.fits(passages) and self.digest == digest(questions[: self.prompts])
+
+    def with_prompt(
+        self, losses: Mapping[float, Loss], seconds: Mapping[str, float], digest: str = ""
+    ) -> Calibration:
+        """With one more prompt. digest: of all questions."""
         more = {ratio: (*of, losses[ratio]) for ratio, of in self.losses.items()}
         return replace(
-            self, losses=more, seconds={n: self.seconds.get(n, 0.0) + s for n, s in seconds.items()}
+            self,
+            losses=more,
+            digest=digest,
+            seconds={n: self.seconds.get(n, 0.0) + s for n, s in seconds.items()},
         )
 
     def fits(self, passages: int) -> bool:
@@ -65,6 +75,11 @@ class Calibration:
 
 
 RECORD = TypeAdapter(Calibration)
+
+
+def digest(questions: Sequence[str]) -> str:
+    """A hash of questions, which a calibration does not keep; "" for none."""
+    return xxhash.xxh3_64_hexdigest("\0".join(questions).encode()) if questions else ""
 
 
 @dataclass(frozen=True, slots=True)

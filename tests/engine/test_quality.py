@@ -127,7 +127,7 @@ def test_a_calibrated_ratio_serves_questions_over_the_index_alone(calibrated: An
     made.precompute()
     report = made.answer(QUESTIONS[0]).report
     assert (report.method, report.ratio, report.quality.ratio) == ("blend", 0.05, 0.05)
-    own = made.answer(QUESTIONS[0], PASSAGES).report  # nobody has measured those
+    own = made.answer(QUESTIONS[0], PASSAGES).report  # not measured
     assert (own.method, own.quality.ratio) == ("prefix", None)
     asked = made.answer(QUESTIONS[0], ratio=0.3).report  # explicit options win
     assert (asked.ratio, asked.quality.ratio, asked.quality.estimate) == (0.3, None, None)
@@ -169,7 +169,11 @@ def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch:
     assert done[:8] == questions[:8]
     assert made.calibrate(16, questions).prompts == 16
     assert asked == questions[8:]
-    assert made.calibrate(3).prompts == 3  # of other questions
+    assert made.calibrate(5, questions).prompts == 16  # nothing is lost
+    asked.clear()
+    others = [*questions[:3], "Another question?"]
+    assert made.calibrate(4, others).prompts == 4  # losses of other questions are not mixed with these
+    assert asked == others
 
 
 def test_questions_are_made_of_titles_or_of_words_each_passage_once() -> None:

@@ -93,7 +93,7 @@ def test_a_question_is_answered_and_explained_token_by_token(page: Page, server:
 
 
 def test_an_answer_is_checked_against_full_prefill(page: Page, server: Server) -> None:
-    """Of full prefill all tokens agree; of full reuse, those that the API says."""
+    """All tokens of full prefill agree; of full reuse, the same ones as by the API."""
     visit(page, server)
     for method in ("full", "reuse"):
         page.select_option("#method", method)
