@@ -99,9 +99,8 @@ class Scheduler:
         """Whether `step` would do anything now."""
         if self._prefills or self._running or (len(self._waiting) and self._pool.free):
             return True
-        if self.in_flight:
-            return bool(self._task or len(self._background)) and not self._rest_s
-        return bool(self._task or len(self._background) or self._idle)
+        has_task = bool(self._task or len(self._background)) and not self._rest_s
+        return has_task or (bool(self._idle) and not self.in_flight)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -270,8 +269,7 @@ class Scheduler:
 
     def _advance_task(self, task: Steps[None]) -> None:
         with self._throttle.charged(lambda: self.in_flight):
-            if _ends(task):
-                self._task = None
+            self._task = None if _ends(task) else task
 
     # Prefill
 
