@@ -10,6 +10,7 @@ from blendserve.blend.blender import Blender
 from blendserve.config import Config
 from blendserve.core import QualityReport
 from blendserve.engine.request import PreparedRequest, Request
+from blendserve.errors import StoreError
 from blendserve.quality.calibration import Calibration, CalibrationStore
 from blendserve.quality.controller import LEVELS, Controller
 from blendserve.quality.target import Target
@@ -44,11 +45,14 @@ class Targets:
         return CalibrationStore.of(blender.store, index.path.name, key.fingerprint, work, rest, prompt)
 
     def controller(self, index: VectorIndex, target: Target) -> Controller:
-        """Of one target over one index; its calibration is read once. Raises StoreError."""
+        """Of one target over one index. Its calibration is read once; while the store is out of reach, there is none."""
         name = str(index.path), target
         with self._lock:
             if name not in self._found:
-                calibration = self.calibrations(index).load()
+                try:
+                    calibration = self.calibrations(index).load()
+                except StoreError:  # answers are exact until it can be read
+                    return Controller(target, None)
                 usable = calibration if calibration and calibration.fits(len(index)) else None
                 self._found[name] = Controller(target, usable)
             return self._found[name]
@@ -67,7 +71,7 @@ class Targets:
     def apply(
         self, prepared: PreparedRequest, request: Request, indexes: Sequence[VectorIndex]
     ) -> PreparedRequest:
-        """The request with the ratio that its target needs. indexes: that its passages are from. Raises StoreError."""
+        """The request with the ratio that its target needs. indexes: that its passages are from."""
         target = Target.of(prepared.blend)
         if target is None:
             return replace(prepared, quality=QualityReport(str(Target.of(self._config.blend)), None, "", OFF))

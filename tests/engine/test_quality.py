@@ -20,7 +20,7 @@ from blendserve.engine.calibrate import losses, made_questions
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Observer, Request
 from blendserve.engine.verify import Verifier
-from blendserve.errors import InputError
+from blendserve.errors import InputError, StoreUnavailable
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.quality.controller import Controller
@@ -147,6 +147,17 @@ def test_a_calibration_is_void_where_answers_are_made_otherwise(calibrated: Any)
     made.add([{"text": f"More text about number {n}.", "title": f"T{n}"} for n in range(8)])
     grown = Engine(made.config, made.model, made.store, made.index)
     assert grown.answer(QUESTIONS[0]).report.method == "prefix"
+
+
+def test_answers_are_exact_while_the_store_of_calibrations_is_out_of_reach(
+    calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    again = Engine(made.config, made.model, made.store, made.index)
+    with monkeypatch.context() as broken:
+        broken.setattr(again.store.blobs, "current", Mock(side_effect=StoreUnavailable("gone")))
+        assert again.answer(QUESTIONS[0]).report.method == "prefix"
+    assert again.answer(QUESTIONS[0]).report.ratio == 0.0
 
 
 def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
