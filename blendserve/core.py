@@ -10,7 +10,7 @@ Shape letters, used in every signature and trailing comment of the package:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -68,23 +68,73 @@ class Chunk:
         return len(self.ids)
 
 
+class KVShape(NamedTuple):
+    """What one layer keeps of a token: K keys and K values of D numbers each."""
+
+    heads: int  # K
+    dim: int  # D
+
+
+Layers: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+"""A tensor [K, C, D] of each layer: one [L, K, C, D] if their shapes are equal, else L of them."""
+
+
+def join_layers(layers: Sequence[torch.Tensor]) -> Layers:
+    """The tensors of all layers, [K, C, D] each."""
+    alike = all(x.shape == layers[0].shape for x in layers)
+    return torch.stack(tuple(layers)) if alike else tuple(layers)
+
+
+def stacked(layers: Layers) -> torch.Tensor:
+    """As one tensor [L, K, C, D]. Raises ValueError for layers that differ in shape."""
+    if not isinstance(layers, torch.Tensor):
+        raise ValueError("these layers differ in shape")
+    return layers
+
+
+def map_layers(change: Callable[[torch.Tensor], torch.Tensor], layers: Layers) -> Layers:
+    """The layers after `change`, which is given all of them at once if their shapes are equal: [..., C, D]."""
+    return change(layers) if isinstance(layers, torch.Tensor) else tuple(map(change, layers))
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/chunk_kv.py, kept by store/."""
+    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/chunk_kv.py, kept by store/.
 
-    keys: torch.Tensor  # [L, K, C, D], before RoPE
-    values: torch.Tensor  # [L, K, C, D]
+    L, K and D are of the layers that keep KV (models/model.py).
+    """
+
+    keys: Layers  # [L, K, C, D], before RoPE
+    values: Layers  # [L, K, C, D]
     ids: TokenIds = field(
         default=(), kw_only=True
     )  # [C]; () if unknown: codecs may leave out what these determine
 
     @property
+    def n_layers(self) -> int:
+        return len(self.keys)
+
+    @property
     def n_tokens(self) -> int:
-        return int(self.keys.shape[2])
+        return int(self.keys[0].shape[1])
 
     @property
     def n_bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return 2 * sum(x.numel() * x.element_size() for x in self.keys)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
+        """The KV after `change` of its tensors, [..., C, D]."""
+        return ChunkKV(map_layers(change, self.keys), map_layers(change, self.values))
+
+    def tokens(self, start: int, stop: int) -> ChunkKV:
+        """A part of its tokens, as views."""
+        return self.map(lambda x: x[..., start:stop, :])
+
+    @classmethod
+    def joined(cls, parts: Sequence[ChunkKV]) -> ChunkKV:
+        """All tokens of these, in memory of its own."""
+        sides = ([getattr(part, side) for part in parts] for side in ("keys", "values"))
+        return cls(*(join_layers([torch.cat(x, dim=1) for x in zip(*side, strict=True)]) for side in sides))
 
 
 @dataclass(frozen=True, slots=True)

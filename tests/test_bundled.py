@@ -13,7 +13,7 @@ import pytest
 from blendserve.blend import prefill
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, ModelConfig, PromptConfig
-from blendserve.core import Passage, run
+from blendserve.core import Passage, run, stacked
 from blendserve.engine import gate
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.loader import load_model
@@ -33,7 +33,8 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own_bf16() -> None:
     cache = run(blend_prefill(decoder, lay(decoder, prompt), BlendConfig(ratio=1.0))).cache
     theirs = model_forward(decoder, prompt.ids)
     exact = model_forward(whole, prompt.ids)
-    for a, b, truth in ((cache.keys, theirs.keys, exact.keys), (cache.values, theirs.values, exact.values)):
+    sides = ([stacked(kv.keys), stacked(kv.values)] for kv in (cache, theirs, exact))
+    for a, b, truth in zip(*sides, strict=True):
         assert (a[:, :, : len(prompt)] - truth).norm() < 1.15 * (b - truth).norm()
 
 

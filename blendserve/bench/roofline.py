@@ -51,7 +51,7 @@ class Counts:
         linear = {n: m for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)}
         sizes = {name: module.weight.numel() for name, module in linear.items()}
         project = sum(n for name, n in sizes.items() if name.rpartition(".")[2] in PROJECTIONS)
-        width, windows = decoder.n_heads * decoder.head_dim, tuple(spec.window for spec in decoder.specs)
+        width, windows = decoder.qkv_sizes(0)[0], tuple(spec.window for spec in decoder.specs)
         return cls(project, sum(sizes.values()) - project, model.lm_head.weight.numel(), width, windows)
 
 

@@ -37,9 +37,9 @@ class StoreConfig(BenchConfig):
 def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
     limit_torch(config.threads)
     chunk = noise(config)
-    keys = [chunk_key("bench", (), (n,), str(chunk.keys.dtype), "") for n in range(config.chunks)]
+    keys = [chunk_key("bench", (), (n,), str(chunk.keys[0].dtype), "") for n in range(config.chunks)]
     n_bytes = chunk.n_bytes * len(keys)
-    n_records = len(keys) * (chunk.keys.shape[0] + 1)  # a header and the layers of each chunk
+    n_records = len(keys) * (chunk.n_layers + 1)  # a header and the layers of each chunk
 
     def put(folder: Path) -> Metrics:
         with LMDBStore(folder, n_bytes + SPARE_BYTES) as store:

@@ -243,7 +243,7 @@ class Blender:
         fetch: Fetch,
     ) -> Layout:
         """The layout by what was fetched, by the chunks of a plain prompt, and by near-duplicates."""
-        n_layers, first_is_exact = self.model.n_layers, self._first_is_exact(prompt)
+        n_layers, first_is_exact = self.model.n_kv_layers, self._first_is_exact(prompt)
         keys = {i: request.key for i, request in requests.items()}
         found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
         sources = {i: fetch.source.get(key, "") for i, key in keys.items()}

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV, Steps, TokenIds, run
+from blendserve.core import ChunkKV, Layers, Steps, TokenIds, join_layers, run
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.ops import attend_chunks
 from blendserve.kernels.types import Rope
@@ -59,7 +59,7 @@ class ChunkComputer:
     def __init__(self, model: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
         """context_kv: the KV of `context`, its keys after RoPE; computed when it is first needed if None."""
         self.model, self.context = model, context
-        self._prepared: tuple[ChunkKV, Tensor] | None = None  # the context's KV, and its keys after RoPE
+        self._prepared: tuple[ChunkKV, Layers] | None = None  # the context's KV, and its keys after RoPE
         if context_kv:
             self._prepared = context_kv, context_kv.keys
 
@@ -117,8 +117,8 @@ class ChunkComputer:
 def placed(model: DecoderModel, kv: ChunkKV, start: int = 0) -> ChunkKV:
     """The KV with its keys after RoPE, for tokens from a position on."""
     ropes = model.rope(torch.arange(start, start + kv.n_tokens, device=model.device))
-    keys = [model.rotate(k, rope) for k, rope in zip(kv.keys, ropes, strict=True)]
-    return ChunkKV(torch.stack(keys) if kv.n_tokens else kv.keys, kv.values)
+    keys = [model.rotate(k, ropes[l]) for l, k in enumerate(kv.keys)]
+    return ChunkKV(join_layers(keys) if kv.n_tokens else kv.keys, kv.values)
 
 
 def in_stacks(chunks: Iterable[TokenIds], max_tokens: int) -> Iterator[list[TokenIds]]:
@@ -137,14 +137,14 @@ class _StackPass:
     """Chunks side by side, each attending to [context | itself]. Keeps their KV before RoPE."""
 
     def __init__(
-        self, model: DecoderModel, out: Sequence[ChunkKV], context_keys: Tensor, context_values: Tensor
+        self, model: DecoderModel, out: Sequence[ChunkKV], context_keys: Layers, context_values: Layers
     ) -> None:
         """context_keys, context_values [L, K, F, D], keys after RoPE."""
         self._model, self._context = model, (context_keys, context_values)
-        lengths, n_context = [kv.n_tokens for kv in out], context_keys.shape[2]
+        lengths, n_context = [kv.n_tokens for kv in out], context_keys[0].shape[1]
         starts = [0, *accumulate(lengths)]
         self._out = list(zip(out, starts, strict=False))
-        self._stack = ChunkStack([n for n in lengths if n], n_context, model.group, model.device)
+        self._stack = ChunkStack([n for n in lengths if n], n_context, model.device)
         positions = torch.cat([torch.arange(n_context, n_context + n) for n in lengths])
         self._ropes = model.rope(positions.to(model.device))
 
@@ -153,17 +153,22 @@ class _StackPass:
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
         for kv, at in self._out:
-            kv.keys[l], kv.values[l] = (x[:, at : at + kv.n_tokens] for x in (fresh.k, fresh.v))
+            for side, x in ((kv.keys, fresh.k), (kv.values, fresh.v)):
+                side[l].copy_(x[:, at : at + kv.n_tokens])
         self._keys, self._values = keys, fresh.v
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
-        if l == self._model.n_layers - 1:
-            return None  # the last layer's output is not needed
+        if l == self._model.n_kv_layers - 1:
+            return None  # no KV is left to make
         context_kv = self._context[0][l], self._context[1][l]
         return attend_chunks(q, self._keys, self._values, context_kv, self._model.specs[l], self._stack)
 
 
 def _empty(model: DecoderModel, ids: TokenIds) -> ChunkKV:
-    shape = (model.n_layers, model.n_kv_heads, len(ids), model.head_dim)
-    keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-    return ChunkKV(keys, values, ids=tuple(ids))
+    def side() -> Layers:
+        shapes = [(heads, len(ids), dim) for heads, dim in model.kv_shapes]
+        if model.has_equal_layers:
+            return torch.empty((len(shapes), *shapes[0]), dtype=model.dtype, device=model.device)
+        return tuple(torch.empty(shape, dtype=model.dtype, device=model.device) for shape in shapes)
+
+    return ChunkKV(side(), side(), ids=tuple(ids))

@@ -25,7 +25,7 @@ from blendserve.blend.layout import Layout, State, lay_out
 from blendserve.blend.policies import Policy, make_policy, n_scoring_rows
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
+from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, join_layers, run
 from blendserve.kernels.autotune import machine
 from blendserve.models.model import DecoderModel
 from blendserve.paths import cached_file, write_cached
@@ -167,10 +167,10 @@ def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> Layou
         return tuple(rng.integers(model.vocab_size, size=n).tolist())
 
     def noise(n: int) -> TensorView:
-        shape = (model.n_layers, model.n_kv_heads, n, model.head_dim)
-        # One head's, for all layers: drawing takes longer than all else.
-        one = torch.randn(shape[2:], dtype=model.dtype, device=model.device)
-        return TensorView(ChunkKV(*(one.expand(shape).contiguous() for _ in range(2))))
+        # One head's, for all of its width: drawing takes longer than all else.
+        one = {d: torch.randn(n, d, dtype=model.dtype, device=model.device) for _, d in model.kv_shapes}
+        layers = [one[dim].expand(heads, n, dim).contiguous() for heads, dim in model.kv_shapes]
+        return TensorView(ChunkKV(join_layers(layers), join_layers(layers)))
 
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []
     prompt = Prompt(draw(4), tuple(Chunk(draw(n)) for n in sizes), draw(n_suffix))

@@ -42,8 +42,8 @@ class KVLoader:
         of_chunks = {id(segment.view) for segment in segments if segment.chunk is not None}
         self._is_counted = [view in of_chunks for view in views]
         self._nth = {view: n for n, view in enumerate(views)}
-        self._reader = LayerReader([*views.values()], model.n_layers, copy_stream_to(model.device))
-        self._placed = [False] * model.n_layers
+        self._reader = LayerReader([*views.values()], model.n_kv_layers, copy_stream_to(model.device))
+        self._placed = [False] * model.n_kv_layers
         self.bytes_loaded = 0
 
     def place(self, l: int) -> None:

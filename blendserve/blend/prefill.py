@@ -24,7 +24,7 @@ from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
 from blendserve.config import BlendConfig
 from blendserve.core import Steps
 from blendserve.kernels.ops import attend, attend_with_scores
-from blendserve.kernels.rows import AttentionPlan, Rows, plan_rows, plans_by_window
+from blendserve.kernels.rows import AttentionPlan, Rows, plan_layers
 from blendserve.kernels.types import Prior, Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
@@ -64,7 +64,7 @@ def blend_prefill(
     chunk; ConfigError for settings of the policy that do not fit the model.
     """
     policy, n, device = make_policy(blend), layout.n_tokens, model.device
-    policy.validate(model.n_layers)
+    policy.validate(model.n_kv_layers)
     cache, clock = cache or KVCache(model, n), clock or Clock(device)
     ids = torch.tensor(layout.prompt.ids, dtype=torch.long, device=device)
     ropes, spans = model.rope(torch.arange(n, device=device)), layout.spans(State.REUSED)
@@ -122,7 +122,10 @@ class _BlendPass:
         if kept is not None:
             left = kept.to(rows.device.device)
             self.rows = Rows(rows.host[kept], rows.device[left])
-        if l == self._model.n_layers - 1:  # finishes the last row alone, which is never dropped
+        if (
+            l == self._model.n_kv_layers - 1
+        ):  # no KV is left to make: only the last row goes on, which is never dropped
+            self._row_layers += self._model.n_layers - self._model.n_kv_layers
             self._plans = self._plan(self.rows.last)
             return slice(-1, None)
         if left is not None:
@@ -130,9 +133,9 @@ class _BlendPass:
         return left
 
     def attend(self, l: int, q: Tensor) -> Tensor:
-        spec, n = self._model.specs[l], self._layout.n_tokens
-        keys, values = self._cache.keys[l, :, :n], self._cache.values[l, :, :n]
-        return attend(q, keys, values, spec, self._plans[spec.window])
+        n, cache = self._layout.n_tokens, self._cache
+        keys, values = cache.keys[l][:, :n], cache.values[l][:, :n]
+        return attend(q, keys, values, self._model.specs[l], self._plans[l])
 
     def result(self, logits: Tensor) -> PassResult:
         """logits [V]: after the last layer."""
@@ -142,8 +145,8 @@ class _BlendPass:
         read = loader.bytes_loaded, loader.read_s
         return PassResult(self._cache, logits, recomputed, *read, cost, self._scores, self._is_corrected)
 
-    def _plan(self, rows: Rows) -> dict[int | None, AttentionPlan]:
-        return plans_by_window(rows, self._model.group, self._model.windows)
+    def _plan(self, rows: Rows) -> list[AttentionPlan]:
+        return plan_layers(rows, self._model.attention_forms)
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None: all. Waits for a GPU's choice."""
@@ -190,10 +193,7 @@ class _SuffixPass:
         at = torch.arange(start, n)
         absent = layout.fresh & (torch.arange(n) < start)
         self._absent = absent.nonzero()[:, 0].to(model.device)
-        self._plans = {
-            window: plan_rows(at.to(model.device), model.group, window, at, absent)
-            for window in model.windows
-        }
+        self._plans = plan_layers(Rows.on(model.device, at), model.attention_forms, absent)
         self.scores = torch.zeros(n, device=model.device)
 
     def rope(self, l: int) -> Rope:
@@ -207,7 +207,7 @@ class _SuffixPass:
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         spec, keys, values = self._specs[l], self._cache.keys[l], self._cache.values[l]
-        n, plan = self._n, self._plans[spec.window]
-        attended, scores = attend_with_scores(q, keys[:, :n], values[:, :n], spec, plan)
+        n = self._n
+        attended, scores = attend_with_scores(q, keys[:, :n], values[:, :n], spec, self._plans[l])
         self.scores += scores
         return attended if l + 1 < len(self._specs) else None

@@ -37,7 +37,7 @@ class PrefixKV:
 
     def beginning(self, n: int) -> PrefixKV:
         """Its first n tokens, all of them reused."""
-        return PrefixKV(ChunkKV(self.kv.keys[:, :, :n], self.kv.values[:, :, :n]), n, min(n, self.n_exact))
+        return PrefixKV(self.kv.tokens(0, n), n, min(n, self.n_exact))
 
 
 class PrefixCache:
@@ -68,7 +68,7 @@ class PrefixCache:
             model = self._own.model
             new = (yield from ChunkComputer(model, ids[:n], prefix.kv).steps([ids[n:]]))[0]
             n_exact = prefix.n_exact if prefix.n_kept else len(ids)
-            prefix = replace(prefix, kv=_joined(prefix.kv, placed(model, new, n)), n_exact=n_exact)
+            prefix = replace(prefix, kv=ChunkKV.joined((prefix.kv, placed(model, new, n))), n_exact=n_exact)
             self._add(owner, ids, prefix)
         return prefix
 
@@ -79,7 +79,7 @@ class PrefixCache:
         """
         n, cached = self._longest(owner, ids, exact=False)
         if n < len(ids) <= self.cap_bytes // self._own.model.kv_bytes_per_token:
-            kv = ChunkKV(cache.keys[:, :, : len(ids)].clone(), cache.values[:, :, : len(ids)].clone())
+            kv = cache.beginning(self._own.model, len(ids)).map(torch.Tensor.clone)
             self._add(owner, ids, PrefixKV(kv, n, min(n, cached.n_exact) if cached else n))
 
     def n_cached(self, owner: str, ids: TokenIds, exact: bool = True) -> int:
@@ -114,12 +114,6 @@ class PrefixCache:
             self._cached.move_to_end((owner, ids))
             while self.n_bytes > self.cap_bytes:
                 self._cached.popitem(last=False)
-
-
-def _joined(first: ChunkKV, second: ChunkKV) -> ChunkKV:
-    """In memory of its own."""
-    keys, values = torch.cat([first.keys, second.keys], 2), torch.cat([first.values, second.values], 2)
-    return ChunkKV(keys, values)
 
 
 def _n_common(a: TokenIds, b: TokenIds) -> int:

@@ -15,7 +15,7 @@ content (store/blobs.py), one for each model and chunk context.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out, preceding_share
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
+from blendserve.core import Chunk, ChunkKV, Layers, Prompt, Span, TokenIds, join_layers, map_layers, run
 from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
 from blendserve.models.kv_cache import KVCache
@@ -49,13 +49,22 @@ PENALTY = 20.0  # per feature of unit size
 class Priors:
     """The maps of all layers of a model, from the second layer on, in fp32."""
 
-    weights: Tensor  # [L - 1, K, 2D, 2D]
-    constants: Tensor  # [L - 1, K, 2D]
+    weights: Layers  # [L - 1, K, 2D, 2D]
+    constants: Layers  # [L - 1, K, 2D]
 
     @classmethod
     def of_nothing(cls, model: DecoderModel) -> Priors:
         """No deviation at all; as fast as other priors."""
-        return cls(*(torch.zeros(shape, device=model.device) for shape in _shapes(model).values()))
+        made = {name: torch.zeros(shape, device=model.device) for name, shape in _shapes(model).items()}
+        return cls._of(made, model)
+
+    @classmethod
+    def _of(cls, parts: Mapping[str, Tensor], model: DecoderModel) -> Priors:
+        """Of the tensors that a blob has."""
+        if model.has_equal_layers:
+            return cls(parts["weights"], parts["constants"])
+        layers = range(1, model.n_kv_layers)
+        return cls(*(tuple(parts[f"{name}.{l}"] for l in layers) for name in ("weights", "constants")))
 
     def layer(self, l: int) -> Prior:
         """Of layer l >= 1."""
@@ -63,8 +72,16 @@ class Priors:
 
     def to_bytes(self) -> bytes:
         """Weights are rounded to bf16."""
-        weights, constants = self.weights.bfloat16().cpu(), self.constants.cpu()
-        return save({"weights": weights.contiguous(), "constants": constants.contiguous()})
+        parts = {
+            "weights": map_layers(lambda x: x.bfloat16().cpu().contiguous(), self.weights),
+            "constants": map_layers(lambda x: x.cpu().contiguous(), self.constants),
+        }
+        tensors = {
+            name if isinstance(part, Tensor) else f"{name}.{l}": x
+            for name, part in parts.items()
+            for l, x in ([(0, part)] if isinstance(part, Tensor) else enumerate(part, 1))
+        }
+        return save(tensors)
 
     @classmethod
     def from_bytes(cls, raw: bytes, model: DecoderModel) -> Priors:
@@ -75,12 +92,17 @@ class Priors:
             raise ValueError(f"these are no priors: {error}") from None
         if {name: tuple(x.shape) for name, x in parts.items()} != _shapes(model):
             raise ValueError("these priors are of a model of another shape")
-        return cls(*(parts[name].to(model.device, torch.float32) for name in _shapes(model)))
+        return cls._of({name: x.to(model.device, torch.float32) for name, x in parts.items()}, model)
 
 
 def _shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
-    shape = model.n_layers - 1, model.n_kv_heads, 2 * model.head_dim
-    return {"weights": (*shape, shape[-1]), "constants": shape}
+    """Of the tensors in a blob, by name: one of each kind for all layers, or one for each layer if these differ."""
+    lead: tuple[int, ...] = (model.n_kv_layers - 1,) if model.has_equal_layers else ()
+    found = dict[str, tuple[int, ...]]()
+    for l, (heads, dim) in enumerate(model.kv_shapes[1:2] if lead else model.kv_shapes[1:], 1):
+        name, shape = "" if lead else f".{l}", (*lead, heads, 2 * dim)
+        found |= {f"weights{name}": (*shape, 2 * dim), f"constants{name}": shape}
+    return found
 
 
 class PriorStore:
@@ -171,9 +193,9 @@ class _LeastSquares:
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        size, shape = 2 * model.head_dim, (model.n_layers - 1, model.n_kv_heads)
-        self._gram = torch.zeros(*shape, size + 1, size + 1, dtype=torch.float64)
-        self._cross = torch.zeros(*shape, size + 1, size, dtype=torch.float64)
+        shapes = [(heads, 2 * dim + 1) for heads, dim in model.kv_shapes[1:]]
+        self._gram = [torch.zeros(heads, n, n, dtype=torch.float64) for heads, n in shapes]
+        self._cross = [torch.zeros(heads, n, n - 1, dtype=torch.float64) for heads, n in shapes]
 
     def add(self, spans: Sequence[Span], chunks: Sequence[ChunkKV], cache: KVCache) -> None:
         """Chunks computed alone, and the KV at their places in a prompt that was prefilled in full."""
@@ -181,7 +203,7 @@ class _LeastSquares:
         by = torch.cat([torch.full((len(span), 1), preceding_share(span)) for span in spans])
         by = by.to(model.device)
         ropes = model.rope(torch.arange(here.start, here.stop, device=model.device))
-        for l in range(1, model.n_layers):
+        for l in range(1, model.n_kv_layers):
             keys = model.rotate(cache.keys[l][:, here], ropes[l].inverse)
             fresh = torch.cat([keys, cache.values[l][:, here]], dim=-1).float()
             stored = torch.cat([torch.cat([kv.keys[l], kv.values[l]], dim=-1) for kv in chunks], dim=1)
@@ -192,12 +214,20 @@ class _LeastSquares:
 
     def solve(self) -> Priors:
         """The penalty counts features of unit size, of keys and of values, as the ridge of a prompt does."""
-        gram, dim = self._gram, self._model.head_dim
-        n = gram[..., -1:, -1]
-        mean = gram[..., :-1, -1] / n
-        variance = (gram.diagonal(dim1=-2, dim2=-1)[..., :-1] / n - mean**2).clamp(min=1e-12)
-        size = variance.view(*variance.shape[:-1], 2, dim).mean(dim=-1).sqrt().repeat_interleave(dim, dim=-1)
+        solved = [
+            self._solve(*layer).float().to(self._model.device)
+            for layer in zip(self._gram, self._cross, strict=True)
+        ]
+        return Priors(join_layers([x[:, :-1] for x in solved]), join_layers([x[:, -1] for x in solved]))
+
+    @staticmethod
+    def _solve(gram: Tensor, cross: Tensor) -> Tensor:
+        """Of one layer: [K, 2D + 1, 2D]."""
+        n, dim = gram[:, -1:, -1], cross.shape[-1] // 2
+        mean = gram[:, :-1, -1] / n
+        variance = (gram.diagonal(dim1=-2, dim2=-1)[:, :-1] / n - mean**2).clamp(min=1e-12)
+        size = variance.view(len(gram), 2, dim).mean(dim=-1).sqrt().repeat_interleave(dim, dim=-1)
         penalised = gram.clone()
-        penalised.diagonal(dim1=-2, dim2=-1)[..., :-1] += PENALTY * size**2
-        solved = torch.linalg.solve(penalised, self._cross).float().to(self._model.device)
-        return Priors(solved[..., :-1, :].contiguous(), solved[..., -1, :].contiguous())
+        penalised.diagonal(dim1=-2, dim2=-1)[:, :-1] += PENALTY * size**2
+        solved: Tensor = torch.linalg.solve(penalised, cross)
+        return solved

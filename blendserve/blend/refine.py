@@ -19,7 +19,7 @@ from blendserve.blend.policies import make_policy
 from blendserve.blend.prefill import PassResult
 from blendserve.core import Steps, TokenIds
 from blendserve.kernels.ops import attend
-from blendserve.kernels.rows import Rows, plans_by_window
+from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
@@ -43,12 +43,12 @@ def refine(model: DecoderModel, ids: TokenIds, rows: Tensor, cache: KVCache) -> 
 
 
 class _RefinePass:
-    """Rows over a cache that holds the whole prompt. The last layer's output is not read."""
+    """Rows over a cache that holds the whole prompt, up to the last layer that keeps KV, whose output is not read."""
 
     def __init__(self, model: DecoderModel, cache: KVCache, rows: Rows, n_tokens: int) -> None:
-        self._cache, self._rows, self._n_tokens, self._specs = cache, rows, n_tokens, model.specs
+        self._cache, self._rows, self._n_tokens, self._model = cache, rows, n_tokens, model
         self._ropes = model.rope(rows.device)
-        self._plans = plans_by_window(rows, model.group, model.windows)
+        self._plans = plan_layers(rows, model.attention_forms)
 
     def rope(self, l: int) -> Rope:
         return self._ropes[l]
@@ -57,8 +57,7 @@ class _RefinePass:
         self._cache.write(l, self._rows.device, keys, fresh.v)
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
-        if l == len(self._specs) - 1:
+        if l == self._model.n_kv_layers - 1:
             return None
-        spec, cache = self._specs[l], self._cache
-        keys, values = cache.keys[l, :, : self._n_tokens], cache.values[l, :, : self._n_tokens]
-        return attend(q, keys, values, spec, self._plans[spec.window])
+        keys, values = (side[l][:, : self._n_tokens] for side in (self._cache.keys, self._cache.values))
+        return attend(q, keys, values, self._model.specs[l], self._plans[l])

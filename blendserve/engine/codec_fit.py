@@ -20,7 +20,7 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import Config
 from blendserve.core import Document, TokenIds
 from blendserve.engine.prompt import PRIMER, PromptBuilder, literal_tokenizer
-from blendserve.errors import InputError, TablesMissing
+from blendserve.errors import ConfigError, InputError, TablesMissing
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
@@ -41,9 +41,14 @@ log = logging.getLogger(__name__)
 
 
 def writing_codec(config: Config, model: LoadedModel, prompts: PromptBuilder, store: KVStore) -> Codec:
-    """The codec that `store.codec` names, with the model's tables. Raises TablesMissing, StoreError."""
+    """The codec that `store.codec` names, with the model's tables. Raises ConfigError, TablesMissing, StoreError."""
     name, level = parse_codec(config.store.codec)
     made: type[Codec] = CODECS.load(name)
+    if made.needs_equal_layers and not model.decoder.has_equal_layers:
+        raise ConfigError(
+            f"store.codec={name} stores KV of layers of one shape, and those of {model.name} differ: use raw or int8",
+            setting="store.codec",
+        )
     if not made.needs_tables:
         return made.with_tables(level)
     if (codec := _with_tables(made, level, store, store.blobs.current(name, model.fingerprint))) is not None:
@@ -159,8 +164,9 @@ def _primer_cache(model: LoadedModel) -> KVCache:
 def _cache_after(model: DecoderModel, primer: KVCache, start: int) -> KVCache:
     """With the first `start` tokens of the primer, and room for a text."""
     cache = KVCache(model, start + TEXT_TOKENS)
-    cache.keys[:, :, :start] = primer.keys[:, :, :start]
-    cache.values[:, :, :start] = primer.values[:, :, :start]
+    known = primer.beginning(model, start)
+    for l in range(known.n_layers):
+        cache.write(l, slice(start), known.keys[l], known.values[l])
     return cache
 
 

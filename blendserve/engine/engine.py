@@ -240,7 +240,7 @@ class Engine:
         """
         decoder = self.model.decoder
         search = search or (lambda question, top_k: self._index().search(question, top_k))
-        limits, clock = (decoder.n_layers, room or decoder.context_limit), clock or Clock(decoder.device)
+        limits, clock = (decoder.n_kv_layers, room or decoder.context_limit), clock or Clock(decoder.device)
         prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
         self._check_near(prepared.blend)
         if not (prepared.blend.has_target or self.config.blend.has_target):
@@ -323,8 +323,7 @@ class Engine:
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = config.blend.with_values(**{"method": "blend", "ratio": config.blend.min_ratio, **options})
         cache = KVCache(decoder, max(room, layout.n_tokens + 1))
-        cache.keys.zero_()
-        cache.values.zero_()
+        cache.fill(0.0)
         done = run(blend_prefill(decoder, layout, blend, cache))
         append(decoder, done.cache, layout.n_tokens, [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))

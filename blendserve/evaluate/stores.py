@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
-import torch
-
 from blendserve import console
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
@@ -106,10 +104,10 @@ class PromptStores:
         kv = ChunkComputer(self._engine.model.decoder, ()).compute([context])[0]
         if method.codec is not None:
             ends = [0, len(prompt.prefix), *(span.stop for span in prompt.spans if len(span))]
-            prefix, *chunks = [ChunkKV(kv.keys[:, :, a:b], kv.values[:, :, a:b]) for a, b in pairwise(ends)]
+            prefix, *chunks = [kv.tokens(a, b) for a, b in pairwise(ends)]
             records = [ChunkRecord.encode(_KEY, chunk, self._codecs[method.codec]) for chunk in chunks]
             parts = [prefix, *(decode(record, self._engine.store.blobs.get) for record in records)]
-            kv = ChunkKV(*(torch.cat([getattr(p, side) for p in parts], 2) for side in ("keys", "values")))
+            kv = ChunkKV.joined(parts)
             sizes = sizes_of(records)
         return exact, kv, sizes
 

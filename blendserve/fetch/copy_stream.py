@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
@@ -92,8 +93,8 @@ class HostCopy:
 
     def __init__(self, kv: ChunkKV, stream: CopyStream | None = None) -> None:
         """stream: by default the one from the KV's device to the host."""
-        stream = stream or copy_stream_to(kv.keys.device, to_host=True)
-        self._kv = ChunkKV(stream.to_host(kv.keys), stream.to_host(kv.values), ids=kv.ids) if stream else kv
+        stream = stream or copy_stream_to(kv.keys[0].device, to_host=True)
+        self._kv = replace(kv.map(stream.to_host), ids=kv.ids) if stream else kv
         self._event = stream.record_event() if stream else None
 
     def arrived(self) -> ChunkKV:

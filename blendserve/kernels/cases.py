@@ -100,7 +100,7 @@ def attention_chunks(
     draw: Draw, lengths: Sequence[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
     window: int | None = None, softcap: float | None = None, sinks: bool = False,
 ) -> Args:  # fmt: skip
-    stack = ChunkStack(list(lengths), prefix, group, draw.device)
+    stack = ChunkStack(list(lengths), prefix, draw.device)
     q, k, v = (draw(n, sum(lengths), dim) for n in (n_kv * group, n_kv, n_kv))
     prefix_kv = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
     spec = AttentionSpec(1 / math.sqrt(dim), window, softcap, draw.sinks(n_kv * group) if sinks else None)

@@ -21,16 +21,16 @@ class ChunkStack:
 
     lengths: list[int]  # tokens of each chunk, none empty
     n_prefix: int
-    group: int  # query heads per kv head, H / K
     device: torch.device
-    _plans: dict[tuple[int, int | None], AttentionPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int, int, int | None], AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, n_tokens: int, window: int | None) -> AttentionPlan:
-        """The plan of a chunk of `n_tokens` tokens after the prefix."""
-        if (n_tokens, window) not in self._plans:
+    def plan(self, n_tokens: int, group: int, window: int | None) -> AttentionPlan:
+        """The plan of a chunk of `n_tokens` tokens after the prefix; `group`: query heads per kv head, H / K."""
+        key = n_tokens, group, window
+        if key not in self._plans:
             at = torch.arange(self.n_prefix, self.n_prefix + n_tokens)
-            self._plans[n_tokens, window] = plan_rows(at.to(self.device), self.group, window, at)
-        return self._plans[n_tokens, window]
+            self._plans[key] = plan_rows(at.to(self.device), group, window, at)
+        return self._plans[key]
 
     @cached_property
     def packing(self) -> dict[str, Any]:
@@ -57,5 +57,6 @@ def one_after_another(
     out = []
     for rows, *own in zip(*(torch.split(x, stack.lengths, dim=1) for x in (q, k, v)), strict=True):
         keys, values = (torch.cat(pair, dim=1) for pair in zip(prefix_kv, own, strict=True))
-        out.append(attend(rows, keys, values, spec, stack.plan(rows.shape[1], spec.window)))
+        plan = stack.plan(rows.shape[1], len(rows) // len(keys), spec.window)
+        out.append(attend(rows, keys, values, spec, plan))
     return torch.cat(out)

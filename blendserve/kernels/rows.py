@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +35,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The rows of a pass: made once, used by every layer with the same window.
+    """The rows of a pass: made once, used by every layer of the same group and window.
 
     host_positions: positions in host memory. None = they are on a GPU alone: reading them would wait for all work that
     is queued there, and the GPU's kernels do not need it.
@@ -104,6 +104,9 @@ def plan_rows(
     return AttentionPlan(positions, group, window, host_positions, masked_keys)
 
 
-def plans_by_window(rows: Rows, group: int, windows: Iterable[int | None]) -> dict[int | None, AttentionPlan]:
-    """One plan for each window of a model's layers."""
-    return {window: plan_rows(rows.device, group, window, rows.host) for window in set(windows)}
+def plan_layers(
+    rows: Rows, forms: Sequence[tuple[int, int | None]], masked_keys: Tensor | None = None
+) -> list[AttentionPlan]:
+    """The plan of each layer; layers of one form share it. forms [L]: group and window."""
+    plans = {form: plan_rows(rows.device, *form, rows.host, masked_keys) for form in set(forms)}
+    return [plans[form] for form in forms]

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blendserve.core import Steps, run
+from blendserve.core import Layers, Steps, run
 from blendserve.kernels.ops import attend, attend_at
-from blendserve.kernels.rows import Rows, plans_by_window
+from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
@@ -31,7 +31,7 @@ from blendserve.models.thread_tuner import layer_series
 
 
 class LayerPass(Protocol):
-    """What one pass over the layers does between a layer's two halves."""
+    """What one pass over the layers does between a layer's two halves; a layer without KV of its own writes none."""
 
     def rope(self, l: int) -> Rope:
         """cos and sin of the rows that enter layer l."""
@@ -69,7 +69,7 @@ def _run_layer(model: DecoderModel, l: int, hidden: Tensor, layers: LayerPass) -
         fresh = model.project(l, hidden)
         q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
     q = rope.scale_queries(q)
-    left = layers.write(l, fresh, keys)
+    left = layers.write(l, fresh, keys) if l < model.n_kv_layers else None
     if left is not None:
         q, hidden = q[:, left], hidden[left]
     attended = layers.attend(l, q)
@@ -96,8 +96,7 @@ class _AppendPass:
         self._ropes, self._specs = model.rope(at.to(model.device)), model.specs
         self._runs = list(_runs(rows))
         self._plans = [
-            plans_by_window(Rows.on(model.device, at[part]), model.group, model.windows)
-            for _, part, _ in self._runs
+            plan_layers(Rows.on(model.device, at[part]), model.attention_forms) for _, part, _ in self._runs
         ]
 
     def rope(self, l: int) -> Rope:
@@ -111,7 +110,7 @@ class _AppendPass:
         spec = self._specs[l]
         runs = zip(self._runs, self._plans, strict=True)
         parts = [
-            attend(q[:, part], cache.keys[l], cache.values[l], spec, plans[spec.window])
+            attend(q[:, part], cache.keys[l], cache.values[l], spec, plans[l])
             for (cache, part, _), plans in runs
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -135,29 +134,34 @@ def run_rows(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
 class _CapturedPass:
     """One row each of B requests at positions that only the device knows, as a graph replays them."""
 
-    def __init__(self, model: DecoderModel, keys: Tensor, values: Tensor, at: Tensor, slot: Tensor) -> None:
-        self._keys, self._values, self._at, self._slot = keys, values, at, slot
+    def __init__(self, model: DecoderModel, keys: Layers, values: Layers, at: Tensor, slot: Tensor) -> None:
+        self._layers, self._at, self._slot = list(zip(*map(_by_layer, (keys, values)), strict=True)), at, slot
         self._specs, self._ropes = model.specs, model.rope(at)
-        self._requests = torch.arange(len(keys), device=keys.device)
+        self._requests = torch.arange(len(at), device=at.device)
 
     def rope(self, l: int) -> Rope:
         return self._ropes[l]
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
-        self._keys[:, l][self._requests, :, self._slot] = keys.transpose(0, 1)
-        self._values[:, l][self._requests, :, self._slot] = fresh.v.transpose(0, 1)
+        for all_kv, ours in zip(self._layers[l], (keys, fresh.v), strict=True):
+            all_kv[self._requests, :, self._slot] = ours.transpose(0, 1)
 
     def attend(self, l: int, q: Tensor) -> Tensor:
-        spec, only = self._specs[l], [slice(b, b + 1) for b in range(len(self._keys))]
-        caches = zip(only, self._keys[:, l], self._values[:, l], strict=True)
+        spec, only = self._specs[l], [slice(b, b + 1) for b in range(len(self._at))]
+        caches = zip(only, *self._layers[l], strict=True)
         return torch.cat([attend_at(q[:, b], keys, values, spec, self._at[b]) for b, keys, values in caches])
+
+
+def _by_layer(kv: Layers) -> Sequence[Tensor]:
+    """Keys or values of several caches [B, L, K, T, D] -> [B, K, T, D] of each layer."""
+    return kv.unbind(1) if isinstance(kv, Tensor) else kv
 
 
 @torch.inference_mode()
 def run_captured(
-    model: DecoderModel, keys: Tensor, values: Tensor, token: Tensor, at: Tensor, slot: Tensor
+    model: DecoderModel, keys: Layers, values: Layers, token: Tensor, at: Tensor, slot: Tensor
 ) -> Tensor:
-    """Tokens [B] at positions [B] over B caches, keys and values [B, L, K, T, D] -> logits [B, V].
+    """Tokens [B] at positions [B] over B caches, keys and values [B, L, K, T, D] or by layer -> logits [B, V].
 
     Each row's KV is written at its slot [B]: its position, or a place that is not read.
     """

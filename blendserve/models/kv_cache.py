@@ -2,12 +2,15 @@
 
 keys, values  [L, K, T + new tokens, D], keys after RoPE at their true positions; of a pool [slots, L, K, tokens, D]
 
+Where layers differ in K and D, each has a tensor of its own; a layer that reads the KV of an earlier one has that one's.
+
 Fresh memory costs more than what is written to it: the system clears it page by page, which takes several times as long
 as filling it. So the memory of the last cache that is not referred to any more is kept, one in a process.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -17,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blendserve.core import ChunkKV, Layers, map_layers
 from blendserve.models.model import DecoderModel
 
 ALIGNMENT = 64  # bytes
@@ -31,16 +35,15 @@ class KVCache:
     """Room for `capacity` tokens; position p of the prompt is in place p."""
 
     def __init__(self, model: DecoderModel, capacity: int) -> None:
-        shape = (model.n_layers, model.n_kv_heads, capacity, model.head_dim)
-        both = recycled_empty((2, *shape), model.dtype, model.device)
-        self.keys, self.values = both[0], both[1]
+        memory = recycled_empty((_numbers(model, capacity),), model.dtype, model.device)
+        self.keys, self.values = _layers(memory, model, (), capacity)
         self.capacity = capacity
 
     @classmethod
-    def over(cls, keys: Tensor, values: Tensor) -> KVCache:
+    def over(cls, keys: Layers, values: Layers) -> KVCache:
         """A cache over existing memory: keys, values [L, K, capacity, D]."""
         cache = cls.__new__(cls)
-        cache.keys, cache.values, cache.capacity = keys, values, int(keys.shape[2])
+        cache.keys, cache.values, cache.capacity = keys, values, int(keys[0].shape[1])
         return cache
 
     def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:
@@ -48,19 +51,30 @@ class KVCache:
         self.keys[l][:, at] = keys
         self.values[l][:, at] = values
 
+    def beginning(self, model: DecoderModel, n: int) -> ChunkKV:
+        """The first n tokens of the layers that keep KV, as views; keys after RoPE."""
+        kept = slice(model.n_kv_layers)
+        return ChunkKV(self.keys[kept], self.values[kept]).tokens(0, n)
+
     @property
     def n_bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        """Of the layers that keep KV."""
+        each = {x.data_ptr(): x for x in self.keys}.values()
+        return 2 * sum(x.numel() * x.element_size() for x in each)
+
+    def fill(self, number: float, start: int = 0) -> None:
+        """Set all KV from position `start` on."""
+        for side in (self.keys, self.values):
+            map_layers(lambda x: x[..., start:, :].fill_(number), side)
 
 
 class CachePool:
     """One block of memory cut into `n` slots of `n_tokens`; a slot is one request's cache. For one thread."""
 
     def __init__(self, model: DecoderModel, n: int, n_tokens: int) -> None:
-        shape = (n, model.n_layers, model.n_kv_heads, n_tokens, model.head_dim)
-        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.values = torch.empty_like(self.keys)
-        self.caches = [KVCache.over(*pair) for pair in zip(self.keys, self.values, strict=True)]  # by slot
+        memory = torch.empty(n * _numbers(model, n_tokens), dtype=model.dtype, device=model.device)
+        self.keys, self.values = _layers(memory, model, (n,), n_tokens)
+        self.caches = slots(self.keys, self.values)
         self._free = self.caches[::-1]
         self.n, self.n_tokens = n, n_tokens
 
@@ -78,6 +92,35 @@ class CachePool:
         if cache in self._free:
             raise ValueError("this slot is free already")
         self._free.append(cache)
+
+
+def slots(keys: Layers, values: Layers) -> list[KVCache]:
+    """The caches of keys and values [slots, L, K, tokens, D], or of as many layers [slots, K, tokens, D]."""
+
+    def cache(n: int) -> KVCache:
+        return KVCache.over(*(map_layers(lambda x: x[n], side) for side in (keys, values)))
+
+    return [cache(n) for n in range(len(keys if isinstance(keys, Tensor) else keys[0]))]
+
+
+def _numbers(model: DecoderModel, n_tokens: int) -> int:
+    """Keys and values of so many tokens."""
+    return 2 * n_tokens * sum(heads * dim for heads, dim in model.kv_shapes)
+
+
+def _layers(
+    memory: Tensor, model: DecoderModel, lead: tuple[int, ...], n_tokens: int
+) -> tuple[Layers, Layers]:
+    """A block of memory as keys and values of all layers, with the dims `lead` in front."""
+    if model.has_equal_layers and model.n_kv_layers == model.n_layers:
+        heads, dim = model.kv_shapes[0]
+        keys, values = memory.view(2, *lead, model.n_layers, heads, n_tokens, dim)
+        return keys, values
+    shapes = [(2, *lead, heads, n_tokens, dim) for heads, dim in model.kv_shapes]
+    parts = zip(torch.split(memory, [math.prod(shape) for shape in shapes]), shapes, strict=True)
+    pairs = [part.view(shape).unbind() for part, shape in parts]
+    of_all = [pairs[source] for source in model.kv_sources]
+    return tuple(keys for keys, _ in of_all), tuple(values for _, values in of_all)
 
 
 def recycled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blendserve.core import KVShape
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
@@ -74,13 +75,14 @@ class DecoderModel:
         self.native_decoders = dict[bool, Any]()  # by int8 (runner.py)
         self.n_layers: int = config.num_hidden_layers
         self.n_heads: int = config.num_attention_heads
-        self.n_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.n_heads
+        self.kv_shapes, self.kv_sources = kv_layout(
+            config
+        )  # of the layers that keep KV; whose KV each layer reads
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
         self.specs = [
-            _attention_spec(config, family, l, self.head_dim, tensors) for l in range(self.n_layers)
+            _attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
         parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
@@ -94,11 +96,10 @@ class DecoderModel:
         self._turns = [_turn(config, family, l) for l in range(self.n_layers)]
         dtype = torch.float32 if family.wide_rope else self.dtype
         self._angles = {
-            turn: RopeAngles(*_rope_of(config, family, turn), self.head_dim, family, dtype)
-            for turn in set(self._turns)
+            turn: RopeAngles(*_rope_of(config, family, turn), self.kv_shape(l).dim, family, dtype)
+            for l, turn in enumerate(self._turns)
             if turn is not None
         }
-        self.qkv_sizes = [n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
 
     @classmethod
     def of(cls, reference: nn.Module) -> DecoderModel:
@@ -119,9 +120,28 @@ class DecoderModel:
         return self.embeddings.dtype
 
     @property
-    def group(self) -> int:
-        """Query heads that share a kv head: H / K."""
-        return self.n_heads // self.n_kv_heads
+    def n_kv_layers(self) -> int:
+        """How many layers keep KV, the lowest ones; the others read that of earlier layers."""
+        return len(self.kv_shapes)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all of them keep KV of one shape."""
+        return len(set(self.kv_shapes)) == 1
+
+    def kv_shape(self, l: int) -> KVShape:
+        """Of the KV that layer l reads."""
+        return self.kv_shapes[self.kv_sources[l]]
+
+    @cached_property
+    def attention_forms(self) -> list[tuple[int, int | None]]:
+        """Of each layer: query heads that share a kv head, H / K, and its sliding window."""
+        return [(self.n_heads // self.kv_shape(l).heads, spec.window) for l, spec in enumerate(self.specs)]
+
+    def qkv_sizes(self, l: int) -> list[int]:
+        """How many numbers layer l projects to queries, keys and values."""
+        heads, dim = self.kv_shape(l)
+        return [n * dim for n in (self.n_heads, heads, heads)]
 
     @property
     def windows(self) -> set[int | None]:
@@ -131,12 +151,12 @@ class DecoderModel:
     @property
     def attention_backends(self) -> tuple[str, str]:
         """The attention kernels of its first layer: for contiguous rows, and for rows anywhere."""
-        heads = self.n_heads, self.n_kv_heads, self.head_dim
+        heads = self.n_heads, *self.kv_shapes[0]
         return attention_backends(*heads, self.dtype, self.device, self.specs[0])
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * sum(heads * dim for heads, dim in self.kv_shapes) * self.dtype.itemsize
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [S] -> hidden [S, E]."""
@@ -166,10 +186,10 @@ class DecoderModel:
         layer = self.layers[l]
         x = call_norm(layer.before_attention, hidden)[1]
         made = [part(x) for part in layer.qkv]
-        q, k, v = made if len(made) == 3 else torch.split(made[0], self.qkv_sizes, dim=-1)
+        q, k, v = made if len(made) == 3 else torch.split(made[0], self.qkv_sizes(l), dim=-1)
         if layer.qk_norms and self.family.qk_norm == "width":
             q, k = (call_norm(norm, x)[1] for norm, x in zip(layer.qk_norms, (q, k), strict=True))
-        q, k, v = (x.view(len(x), -1, self.head_dim) for x in (q, k, v))
+        q, k, v = (x.view(len(x), -1, self.kv_shape(l).dim) for x in (q, k, v))
         if layer.qk_norms and self.family.qk_norm == "head":
             q, k = (norm_heads(norm, x) for norm, x in zip(layer.qk_norms, (q, k), strict=True))
         return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
@@ -204,6 +224,13 @@ class DecoderModel:
         if factor is not None:
             logits = logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def kv_layout(config: Any) -> tuple[tuple[KVShape, ...], list[int]]:
+    """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
+    n, heads = config.num_hidden_layers, config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (KVShape(config.num_key_value_heads, dim),) * n, list(range(n))
 
 
 def _layer(parts: Parts, name: str) -> DecoderLayer:

@@ -62,7 +62,7 @@ def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
     for l in {0, model.n_layers - 1}:
         hidden, attended = (
             torch.randn(n_rows, width, generator=generator).to(model.dtype)
-            for width in (model.embeddings.shape[1], model.n_heads * model.head_dim)
+            for width in (model.embeddings.shape[1], model.qkv_sizes(0)[0])
         )
         fresh = model.project(l, hidden)
         rotated = model.rotate(fresh.q, ropes[l]), model.rotate(fresh.k, ropes[l])
@@ -76,6 +76,8 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
     if model.rotary != HALVES or model.family.wide_rope:
         raise ValueError("RoPE is not by halves, or in fp32")
+    if not model.has_equal_layers or model.n_kv_layers < model.n_layers:
+        raise ValueError("layers differ in shape, or read the KV of others")
     if model.family.parallel or model.family.qk_norm == "width" or model.family.gate:
         raise ValueError(
             "the MLP is parallel to attention, norms are over all heads, or attention has a gate"
@@ -94,8 +96,8 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
         norm=weight,
         head=_linear(model.lm_head),
         n_heads=model.n_heads,
-        n_kv_heads=model.n_kv_heads,
-        head_dim=model.head_dim,
+        n_kv_heads=model.kv_shapes[0].heads,
+        head_dim=model.kv_shapes[0].dim,
         inner=model.config.intermediate_size,
         eps=model.norm.eps,
         norm_form=form,
@@ -110,7 +112,7 @@ def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | No
         raise ValueError("the MLP has experts, no gate or another activation than SiLU")
     if before is None or between is None:
         raise ValueError("a layer has no norm before attention or before the MLP")
-    qkv, head_norms = _split(layer.qkv, model.qkv_sizes), map(_weight, layer.qk_norms or (None, None))
+    qkv, head_norms = _split(layer.qkv, model.qkv_sizes(0)), map(_weight, layer.qk_norms or (None, None))
     down = _linear(mlp.down)
     gate_up = _split(mlp.inner, [down[0].shape[1]] * 2)
     attention = before, *chain(*qkv), *head_norms, *_linear(layer.o), _weight(layer.after_attention)

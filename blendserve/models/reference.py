@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from blendserve.core import TokenIds
+from blendserve.core import Layers, TokenIds, join_layers
 from blendserve.models.model import DecoderModel
 
 
@@ -16,8 +16,8 @@ class Forward(NamedTuple):
     """Logits and KV of one `model.forward`."""
 
     logits: Tensor  # [2, V], after the last but one token and after the last
-    keys: Tensor  # [L, K, T, D], after RoPE
-    values: Tensor  # [L, K, T, D]
+    keys: Layers  # [L, K, T, D], after RoPE
+    values: Layers  # [L, K, T, D]
 
 
 @torch.inference_mode()
@@ -39,7 +39,7 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
     output = reference(
         inputs_embeds=embedded, **cache_argument(reference, cache), use_cache=True, logits_to_keep=2
     )
-    keys, values = (torch.stack([getattr(x, part)[0] for x in cache.layers]) for part in ("keys", "values"))
+    keys, values = (join_layers([getattr(x, part)[0] for x in cache.layers]) for part in ("keys", "values"))
     return Forward(output.logits[0], keys, values)
 
 

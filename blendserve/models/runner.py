@@ -19,13 +19,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from blendserve.core import Layers, map_layers, stacked
 from blendserve.errors import ConfigError
 from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.kernels.selfcheck import cpu_status
 from blendserve.models.forward import Row, run_captured, run_rows
-from blendserve.models.kv_cache import KVCache
+from blendserve.models.kv_cache import KVCache, slots
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_weights
 from blendserve.models.thread_tuner import Series, ThreadTuner
@@ -56,7 +57,7 @@ class NativeDecoder:
         hidden = model.embed(torch.tensor([row.token for row in rows]))
         ropes = model.rope(torch.tensor([row.at for row in rows]))
         tables = [ropes[l] for l in self._tables]
-        caches = [(row.cache.keys, row.cache.values, row.at) for row in rows]
+        caches = [(stacked(row.cache.keys), stacked(row.cache.values), row.at) for row in rows]
         return model.scale_logits(self._series.run(lambda: self._native.decode(hidden, tables, caches)))
 
 
@@ -98,12 +99,13 @@ def _difference(model: DecoderModel, decoder: NativeDecoder, positions: Sequence
     last = min(CHECKED[-1], model.context_limit - 1)
     mine, other = (KVCache(model, last + 1) for _ in range(2))
     generator, worst = torch.Generator().manual_seed(0), 0.0
-    for part, copy in ((mine.keys, other.keys), (mine.values, other.values)):
+    pairs = [(stacked(a), stacked(b)) for a, b in ((mine.keys, other.keys), (mine.values, other.values))]
+    for part, copy in pairs:
         copy.copy_(part.copy_(torch.randn(part.shape, generator=generator)))
     for position in positions:
         at = min(position, last)
         logits = decoder([Row(mine, at, 1 + at % 7)]), run_rows(model, [Row(other, at, 1 + at % 7)])
-        for got, expected in (logits, (mine.keys, other.keys), (mine.values, other.values)):
+        for got, expected in (logits, *pairs):
             error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
             worst = max(worst, error if bool(torch.isfinite(got).all()) else float("inf"))
     return worst
@@ -149,33 +151,36 @@ class Runner:
     def __init__(
         self,
         model: DecoderModel,
-        keys: Tensor,
-        values: Tensor,
+        keys: Layers,
+        values: Layers,
         n_used: int = 0,
         new_tokens: int = MIN_NEW_TOKENS,
         capture: Capture | None = None,
     ) -> None:
-        """keys, values [B, L, K, T, D], of which `n_used` tokens are filled. new_tokens: of an answer, at most.
+        """keys, values [B, L, K, T, D], of which `n_used` tokens are filled; or L of [B, K, T, D], if layers differ.
+
+        new_tokens: of an answer, at most.
 
         capture: by default a CUDA graph, where that pays.
         """
         # What a mixture of experts launches depends on the row.
-        can = model.device.type == "cuda" and not model.family.experts and len(keys) <= MAX_CACHES
+        self._caches = slots(keys, values)
+        can = model.device.type == "cuda" and not model.family.experts and len(self._caches) <= MAX_CACHES
         pays = can and new_tokens >= MIN_NEW_TOKENS
         self._model, self._keys, self._values = model, keys, values
         self._capture = capture or (CudaGraph if pays else None)
-        self._caches = [KVCache.over(*pair) for pair in zip(keys, values, strict=True)]
         self._graph: Replayed | None = None
         self._n_steps = 0
         if self._capture:
-            self._rows = torch.zeros(3, len(keys), dtype=torch.long, device=model.device)
-            for part in (keys, values):
-                part[:, :, :, n_used:] = 0  # a weight of 0 does not hide a NaN
+            self._rows = torch.zeros(3, len(self._caches), dtype=torch.long, device=model.device)
+            for cache in self._caches:
+                cache.fill(0.0, n_used)  # a weight of 0 does not hide a NaN
 
     @classmethod
     def over(cls, model: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> Runner:
         """Of one cache, for `step`."""
-        return cls(model, cache.keys[None], cache.values[None], n_used, new_tokens)
+        keys, values = (map_layers(lambda x: x[None], side) for side in (cache.keys, cache.values))
+        return cls(model, keys, values, n_used, new_tokens)
 
     def draft_room(self, n_requests: int) -> int:
         """How many draft tokens of each of `n_requests` fit one step; 0 where a row more costs too much.
@@ -201,7 +206,9 @@ class Runner:
         """
         self._n_steps += 1
         if self._capture and self._n_steps > EAGER_STEPS and self._model.can_capture:
-            rows_of_all = [(0, 0, self._keys.shape[3] - 1)] * len(self._keys)  # token, position and place
+            rows_of_all = [(0, 0, self._caches[0].capacity - 1)] * len(
+                self._caches
+            )  # token, position and place
             for b, at, (token,) in steps:
                 rows_of_all[b] = token, at, at
             self._rows.copy_(torch.tensor(rows_of_all).T)

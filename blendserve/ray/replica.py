@@ -59,7 +59,7 @@ class EngineReplica:
         """Of its model."""
         model, decoder = self._engine.model, self._engine.model.decoder
         n_tokens = self._batch.pool.n_tokens
-        return ModelFacts(model.name, model.fingerprint, str(decoder.dtype), decoder.n_layers, n_tokens)
+        return ModelFacts(model.name, model.fingerprint, str(decoder.dtype), decoder.n_kv_layers, n_tokens)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """The report that Ray Serve collects for routers: chunks in memory and load."""

@@ -5,6 +5,9 @@
              | checksum of the chunk's key and all of the above 8                                          little-endian
     segment  the codec's bytes of the layer (codecs/)                               checksums are xxh3-64
 
+That is format 3, of layers that are all [K, C, D]. Where they differ in shape, the header is of format 4: K and D of the
+first layer, and (K 4 | D 4) of each layer before the lengths.
+
 The header's own checksum is checked first. It covers the key, so a header under another key is damage. Then every
 field is checked against the others. The first six bytes and the last eight mean the same in every format, so a header of
 another format is not taken for a damaged one.
@@ -25,18 +28,19 @@ import numpy as np
 import torch
 import xxhash
 
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.core import ChunkKV, KVShape, TokenIds
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store.codecs.base import NAME_BYTES, Buffer, ChunkShape, Codec, Coding, known_codec
 
 MAGIC = b"BSKV"
-FORMAT = 3
+FORMAT, FORMAT_BY_LAYER = 3, 4
 DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 
 _PRELUDE = struct.Struct("<4sH")
 _FIELDS = struct.Struct(f"<4sHHIIII{NAME_BYTES}sI16s")
 _SUM = struct.Struct("<Q")
+_SHAPE = struct.Struct("<II")
 _LAYER = struct.Struct("<QQ")
 ID_BYTES = 4
 SMALLEST = _PRELUDE.size + _SUM.size
@@ -171,11 +175,12 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
     try:
         if magic != MAGIC or version < 1:
             raise ValueError(f"it starts with {magic!r} and format {version}")
-        if version != FORMAT:
+        if version not in (FORMAT, FORMAT_BY_LAYER):
             newer = "upgrade blendserve, or give this version a store of its own (store.location)"
             remedy = newer if version > FORMAT else "run `blendserve precompute` to store it again"
             raise StoreVersion(
-                f"chunk {key.hex()} was stored in format {version}, this blendserve reads format {FORMAT}: {remedy}"
+                f"chunk {key.hex()} was stored in format {version}, this blendserve reads formats {FORMAT} and "
+                f"{FORMAT_BY_LAYER}: {remedy}"
             )
         header = _parse(body)
         if codec := known_codec(header.coding.codec):
@@ -198,18 +203,22 @@ def check_segment(key: bytes, header: Header, l: int, raw: Buffer | None) -> Buf
 
 def validate_kv(kv: ChunkKV) -> None:
     """Raise StoreError for tensors that cannot be stored."""
-    keys, values = kv.keys, kv.values
-    if keys.shape != values.shape or keys.dtype != values.dtype:
+    for keys, values in zip(kv.keys, kv.values, strict=False):
+        if keys.shape != values.shape or keys.dtype != values.dtype:
+            raise StoreError(
+                f"a layer's keys and values must be alike, these are {keys.dtype} {tuple(keys.shape)} "
+                f"and {values.dtype} {tuple(values.shape)}"
+            )
+        if keys.dim() != 3 or 0 in (keys.shape[0], keys.shape[2]):
+            raise StoreError(f"a layer's KV is [K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
+    if not 0 < len(kv.keys) == len(kv.values):
+        raise StoreError(f"a chunk has keys of {len(kv.keys)} layers and values of {len(kv.values)}")
+    if len(of := {(x.dtype, x.shape[1]) for x in kv.keys}) > 1:
+        raise StoreError(f"a chunk's layers must have one dtype and one number of tokens, not {of}")
+    if (dtype := kv.keys[0].dtype) not in CODE_OF:
         raise StoreError(
-            f"a chunk's keys and values must be alike, these are {keys.dtype} {tuple(keys.shape)} "
-            f"and {values.dtype} {tuple(values.shape)}"
+            f"a chunk's KV is stored as {', '.join(map(str, CODE_OF))}, not {dtype}: convert it first"
         )
-    if keys.dtype not in CODE_OF:
-        raise StoreError(
-            f"a chunk's KV is stored as {', '.join(map(str, CODE_OF))}, not {keys.dtype}: convert it first"
-        )
-    if keys.dim() != 4 or 0 in (keys.shape[0], keys.shape[1], keys.shape[3]):
-        raise StoreError(f"a chunk's KV is [L, K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
     if len(kv.ids) not in (0, kv.n_tokens):
         raise StoreError(
             f"a chunk of {kv.n_tokens} tokens has {len(kv.ids)} token ids: give all of them or none"
@@ -224,22 +233,29 @@ def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
 
 def _pack(shape: ChunkShape, coding: Coding) -> bytes:
     """The fields in front of a header."""
-    dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.n_tokens)
-    return _FIELDS.pack(MAGIC, FORMAT, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
+    dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, *shape.layers[0], shape.n_tokens)
+    differ = len(set(shape.layers)) > 1
+    version = FORMAT_BY_LAYER if differ else FORMAT
+    fields = _FIELDS.pack(MAGIC, version, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
+    return fields + b"".join(_SHAPE.pack(*layer) for layer in shape.layers if differ)
 
 
 def _parse(body: bytes) -> Header:
     """A header without its checksum. Raises ValueError, struct.error."""
-    _, _, dtype, n_layers, n_kv_heads, head_dim, n_tokens, codec, level, tables = _FIELDS.unpack_from(body)
-    if dtype not in DTYPES or not (n_layers and n_kv_heads and head_dim):
-        raise ValueError(f"dtype {dtype}, shape {[n_layers, n_kv_heads, n_tokens, head_dim]}")
-    ids_at = _FIELDS.size + n_layers * _LAYER.size
+    _, version, dtype, n_layers, heads, dim, n_tokens, codec, level, tables = _FIELDS.unpack_from(body)
+    end = _FIELDS.size + (n_layers * _SHAPE.size if version == FORMAT_BY_LAYER else 0)
+    ids_at = end + n_layers * _LAYER.size
     if len(body) not in (ids_at, ids_at + n_tokens * ID_BYTES):
         raise ValueError(
             f"it has {len(body)} bytes, which do not fit {n_layers} layers and {n_tokens} tokens"
         )
-    layers = struct.unpack_from(f"<{2 * n_layers}Q", body, _FIELDS.size)
+    shapes = [KVShape(heads, dim)] * n_layers
+    if version == FORMAT_BY_LAYER:
+        shapes = [KVShape(*sizes) for sizes in _SHAPE.iter_unpack(body[_FIELDS.size : end])]
+    if dtype not in DTYPES or not shapes or not all(map(all, shapes)):
+        raise ValueError(f"dtype {dtype}, layers of {shapes}")
+    segments = struct.unpack_from(f"<{2 * n_layers}Q", body, end)
     token_ids = tuple(np.frombuffer(body[ids_at:], "<u4").tolist())
-    shape = ChunkShape(DTYPES[dtype], n_layers, n_kv_heads, head_dim, n_tokens)
     coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
-    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size], token_ids)
+    shape = ChunkShape(DTYPES[dtype], n_tokens, tuple(shapes))
+    return Header(shape, coding, segments[::2], segments[1::2], body[:end], token_ids)

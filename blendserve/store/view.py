@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-import torch
-
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, join_layers
 from blendserve.errors import CorruptRecord
 from blendserve.store.codecs.base import Codec, Miss, Pair, Tables, Undecodable, codec_for
 from blendserve.store.record import ChunkRecord
@@ -45,7 +43,7 @@ class TensorView(ChunkView):
     """A view of tensors. No two have the same version."""
 
     def __init__(self, kv: ChunkKV, is_placed: bool = False) -> None:
-        n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes
+        n_layers, n_bytes = kv.n_layers, kv.n_bytes
         read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
         super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True, is_placed)
 
@@ -126,4 +124,4 @@ def decode(record: ChunkRecord, tables: Tables = lambda hash: None) -> ChunkKV:
     """A copy of all layers. Raises CorruptRecord, Undecodable."""
     view = RecordView(record, tables)
     keys, values = zip(*(view.layer(l) for l in range(view.n_layers)), strict=True)
-    return ChunkKV(torch.stack(keys), torch.stack(values), ids=record.token_ids)
+    return ChunkKV(join_layers(keys), join_layers(values), ids=record.token_ids)

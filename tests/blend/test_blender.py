@@ -49,7 +49,7 @@ def damage(how: str, store: MemoryStore, maker: Blender) -> None:
     if how == "another chunk's KV":
         put_kv(store, key, maker.writer.chunks.compute([some_ids(3)])[0])
     elif how == "another model's KV":
-        layers, shape = record.segments()[:-1], replace(record.shape, n_layers=record.n_layers - 1)
+        layers, shape = record.segments()[:-1], replace(record.shape, layers=record.shape.layers[:-1])
         store.put(key, ChunkRecord.from_segments(key, shape, record.coding, layers))
     else:
         coding = Coding("alien", 3, bytes(range(16)))

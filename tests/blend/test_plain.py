@@ -16,7 +16,7 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.blend.match import EDGE, MIN_SPAN
 from blendserve.config import BlendConfig, Method
-from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run
+from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run, stacked
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Request
 from blendserve.models.kv_cache import KVCache
@@ -280,8 +280,8 @@ def test_a_turn_goes_on_from_the_kv_that_the_last_answer_was_made_of(kind: str) 
     check_report(next_turn.report, following)
     assert (next_turn.report.tokens_exact, next_turn.n_cached) == (len(TEXT), n)
     assert (next_turn.n_blended, next_turn.report.spans) == (n - len(TEXT), ())
-    assert_near(new.keys[:, :, :n], cache.keys[:, :, :n])
-    assert_near(new.values[:, :, :n], cache.values[:, :, :n])
+    assert_near(stacked(new.keys)[:, :, :n], stacked(cache.keys)[:, :, :n])
+    assert_near(stacked(new.values)[:, :, :n], stacked(cache.values)[:, :, :n])
     logits = append(decoder, cache, n, list(following.ids[n:]))
     assert_near(next_turn.result.logits, logits[-1])
     kinds = [(part.kind, len(part.span), part.code) for part in next_turn.explanation.parts]

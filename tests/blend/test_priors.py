@@ -62,7 +62,7 @@ def test_the_fit_is_least_squares_over_the_models_own_kv(fitted: Priors) -> None
             ys.append(whole[span.start : span.stop] - alone)
             places.append(torch.full((len(span), 1), span.start / span.stop))  # the share that precedes it
     x, y, by = (torch.cat(parts).double() for parts in (xs, ys, places))
-    dim, total = DECODER.head_dim, (by**2).sum()
+    dim, total = DECODER.kv_shapes[l].dim, (by**2).sum()
     spread = ((by * (x - (by**2 * x).sum(0) / total)) ** 2).sum(0) / total
     size = torch.cat([part.mean().sqrt().expand(dim) for part in spread.chunk(2)])
     added = torch.cat([priors.PENALTY**0.5 * torch.diag(size), torch.zeros(2 * dim, 1)], dim=1)

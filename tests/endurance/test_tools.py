@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blendserve.config import ServeConfig
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.engine.engine import Engine
 from blendserve.store import LMDBStore
 from tests.endurance import crash, faults, soak_serving
@@ -147,6 +147,6 @@ def test_lost_and_wrong_chunks_are_noticed(tmp_path: Path) -> None:
     assert not crashes.counts["wrong_sums"] + crashes.counts["unclean_verifies"]
     there.send((Counter(), set()))
     kv = crashes.expected[whole]
-    crashes.expected[whole] = ChunkKV(kv.keys, kv.values + 1e-6)
+    crashes.expected[whole] = ChunkKV(stacked(kv.keys), stacked(kv.values) + 1e-6)
     crashes.judge([("begins", whole, 0.2)])
     assert (crashes.counts["computed_twice"], crashes.counts["corrupt_reads"]) == (1, 1)

@@ -13,7 +13,7 @@ from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout
 from blendserve.blend.policies import Policy
 from blendserve.config import Config
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels.rows import Rows
@@ -48,7 +48,7 @@ class Negated(Raw):
     coding = Coding("own")
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        return super().encode(ChunkKV(-kv.keys, -kv.values))
+        return super().encode(ChunkKV(-stacked(kv.keys), -stacked(kv.values)))
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         keys, values = super().decode(shape, l, segment)

@@ -65,7 +65,8 @@ def model(kind: str) -> Any:
 
 
 def priors(made: DecoderModel) -> Priors:
-    shape, draw = (made.n_layers - 1, made.n_kv_heads, 2 * made.head_dim), np.random.default_rng(1)
+    (heads, dim), draw = made.kv_shapes[0], np.random.default_rng(1)
+    shape = made.n_layers - 1, heads, 2 * dim
     weights, constant = (draw.integers(-256, 256, s) / 4096 for s in ((*shape, shape[-1]), shape))
     return Priors(torch.from_numpy(weights).float(), torch.from_numpy(constant).float())
 

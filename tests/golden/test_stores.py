@@ -17,6 +17,7 @@ import lmdb
 import pytest
 import torch
 
+from blendserve.core import stacked
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.store import KVStore, LMDBStore, read_record
 from blendserve.store.valkey_client import library
@@ -69,7 +70,9 @@ def read_all(store: KVStore) -> dict[str, Any]:
         kv, record = read(store, key), read_record(store, key)
         assert kv is not None
         assert record is not None
-        bits = b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in (kv.keys, kv.values))
+        bits = b"".join(
+            x.contiguous().view(torch.uint8).numpy().tobytes() for x in (stacked(kv.keys), stacked(kv.values))
+        )
         found[key.hex()] = {
             **{name: getattr(info, name) for name in ("n_tokens", "n_bytes", "raw_bytes", "pinned")},
             "kv": blake2b(bits, digest_size=16).hexdigest(),

@@ -37,7 +37,7 @@ def dense(decoder: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], tor
     for l, spec in enumerate(decoder.specs):
         rows = decoder.project(l, states[-1])
         q, k = decoder.rotate(rows.q, ropes[l]), decoder.rotate(rows.k, ropes[l])
-        plan, q = plan_rows(positions, decoder.group, spec.window), ropes[l].scale_queries(q)
+        plan, q = plan_rows(positions, *decoder.attention_forms[l]), ropes[l].scale_queries(q)
         states.append(decoder.finish(l, states[-1], attend(q, k, rows.v, spec, plan)))
     return states, decoder.logits(states[-1])
 
@@ -57,8 +57,9 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     said = check_every_layer(decoder)
     assert distance(said.logits[0, 1:], said.logits[0, :-1]) > 0.1
     layers = said.past_key_values.layers
-    assert len(layers) == decoder.n_layers == len(decoder.specs)
-    assert layers[0].keys.shape == (1, decoder.n_kv_heads, len(IDS), decoder.head_dim)
+    assert len(layers) == decoder.n_kv_layers
+    assert len(decoder.specs) == decoder.n_layers
+    assert [x.keys.shape for x in layers] == [(1, heads, len(IDS), dim) for heads, dim in decoder.kv_shapes]
     assert decoder.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
     assert decoder.context_limit == tiny.CONTEXT
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
@@ -81,10 +82,10 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
     model: Any = decoder.reference
     seeded = torch.Generator().manual_seed(0)
     rows = 3 * torch.randn(9, decoder.config.hidden_size, generator=seeded).bfloat16()
-    heads = rows.view(9, -1, decoder.head_dim)
     positions = torch.arange(9) * 37 + 1
     family, ropes = decoder.family, decoder.rope(positions)
     for l, (ours, own) in enumerate(zip(decoder.layers, model.model.layers, strict=True)):
+        heads = rows.view(9, -1, decoder.kv_shape(l).dim)
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             called, norm = getattr(family, name), getattr(ours, name)
             if norm is not None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.core import stacked
 from blendserve.errors import ConfigError
 from blendserve.kernels import team
 from blendserve.kernels.cpu.decoder import INT8_GROUP
@@ -61,7 +62,7 @@ def outcome(
 ) -> list[Tensor]:
     """Run rows (cache, position, token) behind three caches of random KV -> logits, and all KV afterwards."""
     caches, generator = [KVCache(model, 300) for _ in range(3)], torch.Generator().manual_seed(0)
-    parts = [part for cache in caches for part in (cache.keys, cache.values)]
+    parts = [part for cache in caches for part in map(stacked, (cache.keys, cache.values))]
     for part in parts:
         part.copy_(torch.randn(part.shape, generator=generator))
     return [step(model, [Row(caches[c], at, token) for c, at, token in rows]), *parts]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from blendserve.core import stacked
 from blendserve.models.forward import Row, run_captured
 from blendserve.models.kv_cache import ALIGNMENT, CachePool, KVCache, recycled_empty
 from blendserve.models.model import DecoderModel
@@ -36,10 +37,10 @@ class Replay:
 def slots(decoder: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
     """The random KV of a pool, and a copy of each slot as a cache of its own."""
     pool = CachePool(decoder, SLOTS, ROOM)
-    for i, part in enumerate((pool.keys, pool.values)):
+    for i, part in enumerate(map(stacked, (pool.keys, pool.values))):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(i)))
-    pairs = zip(pool.keys.clone(), pool.values.clone(), strict=True)
-    return pool.keys, pool.values, [KVCache.over(*pair) for pair in pairs]
+    pairs = zip(stacked(pool.keys).clone(), stacked(pool.values).clone(), strict=True)
+    return stacked(pool.keys), stacked(pool.values), [KVCache.over(*pair) for pair in pairs]
 
 
 @plain_torch()
@@ -62,7 +63,9 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
         logits = graph(keys, values, rows)
         expected = append_each(decoder, [Row(alone[1], 20 + i, 8 + i), Row(alone[3], 33 + i, 7)])
         assert_near(logits[[1, 3]], expected, 1e-4)
-    assert_near(keys[0][:, :, :39], alone[0].keys[:, :, :39], 1e-9)  # a slot that has no row keeps its KV
+    assert_near(
+        keys[0][:, :, :39], stacked(alone[0].keys)[:, :, :39], 1e-9
+    )  # a slot that has no row keeps its KV
 
 
 @pytest.mark.parametrize("name", ["llama", *KINDS])
@@ -88,8 +91,8 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
         for b in rows:
             at[b] = min(at[b] + 1, ROOM - 2)  # the last place is for slots without a row
     for b, n in enumerate(at):
-        assert_near(keys[b, :, :, :n], alone[b].keys[:, :, :n], 1e-4)
-        assert_near(values[b, :, :, :n], alone[b].values[:, :, :n], 1e-4)
+        assert_near(keys[b, :, :, :n], stacked(alone[b].keys)[:, :, :n], 1e-4)
+        assert_near(values[b, :, :, :n], stacked(alone[b].values)[:, :, :n], 1e-4)
 
 
 def test_a_failed_capture_is_not_tried_again() -> None:
@@ -102,7 +105,7 @@ def test_a_failed_capture_is_not_tried_again() -> None:
     cache, other = KVCache(decoder, ROOM), KVCache(decoder, ROOM)
     plain = append_each(decoder, [Row(other, 0, 5)])
     for _ in range(2):
-        runner = Runner(decoder, cache.keys[None], cache.values[None], capture=fails)
+        runner = Runner(decoder, stacked(cache.keys)[None], stacked(cache.values)[None], capture=fails)
         for _ in range(EAGER_STEPS + 3):
             assert torch.equal(runner.decode([(0, 0, [5])])[0], plain)
     assert len(tried) == 1

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, KVShape, stacked
 from blendserve.errors import CorruptRecord, InputError, StoreError
 from blendserve.registry import CODECS
 from blendserve.store import ChunkRecord, record
@@ -58,7 +58,9 @@ def contents(draw: st.DrawFn) -> ChunkKV:
     kv = chunk(tokens, **SHAPE, seed=draw(st.integers(0, 3)))
     scale, offset = draw(st.sampled_from([(1.0, 0.0), (0.0, 0.7), (0.0, 0.0), (0.3, 5.0)]))
     channels = torch.arange(8) % 3 - 1.0 if scale else 1.0
-    return ChunkKV(*((scale * x + offset * channels).to(dtype) for x in (kv.keys, kv.values)))
+    return ChunkKV(
+        *((scale * x + offset * channels).to(dtype) for x in (stacked(kv.keys), stacked(kv.values)))
+    )
 
 
 def step(name: str, level: int, x: Tensor) -> Tensor:
@@ -76,15 +78,18 @@ def test_a_decoded_chunk_is_within_the_bound_and_always_the_same(name: str, leve
     codec = codec_of(name, level)
     back = decoded(codec, kv)
     assert ChunkShape.of(back) == ChunkShape.of(kv)
-    assert back.values.shape == kv.values.shape
+    assert stacked(back.values).shape == stacked(kv.values).shape
     assert same(decoded(codec, kv), back)
     codec.check(codec.coding, ChunkShape.of(kv), [len(s) for s in codec.encode(kv)])
     assert type(codec).needs_tables == any(codec.coding.tables)
-    for got, want in ((back.keys.float(), kv.keys.float()), (back.values.float(), kv.values.float())):
+    for got, want in (
+        (stacked(back.keys).float(), stacked(kv.keys).float()),
+        (stacked(back.values).float(), stacked(kv.values).float()),
+    ):
         if name == "raw" or not want.numel():
             assert torch.equal(got, want)
         elif name in ("int8", "cachegen"):
-            bound = step(name, level, want) + 2.1 * RESOLUTION[kv.keys.dtype] * want.abs()
+            bound = step(name, level, want) + 2.1 * RESOLUTION[stacked(kv.keys).dtype] * want.abs()
             assert bool(((got - want).abs() <= bound + 1e-6).all())
         elif want.std(unbiased=False) > 0.5 and want.abs().max() < 5:  # like the text of the tables
             finest = level == type(codec).levels[0]
@@ -157,10 +162,10 @@ def test_damage_stops_no_layer_below_it_and_of_a_random_access_codec_none_above(
 def test_an_odd_number_harms_no_other_token_of_a_random_access_codec(codec: Codec, odd: float) -> None:
     if type(codec).random_access:
         kv = chunk(7, **SHAPE)
-        kv.keys[1, 0, 2] = odd
+        stacked(kv.keys)[1, 0, 2] = odd
         back, others = decoded(codec, kv), [0, 1, 3, 4, 5, 6]
-        assert back.keys[:, :, others].isfinite().all()
-        assert back.values.isfinite().all()
+        assert stacked(back.keys)[:, :, others].isfinite().all()
+        assert stacked(back.values).isfinite().all()
 
 
 @given(codecs, st.integers(0, 3), st.data())
@@ -181,7 +186,7 @@ def test_a_false_segment_is_damage_or_has_the_right_shape(codec: Codec, l: int, 
         view = view_of(codec, segments)
         for n in range(4):
             keys, values = view.layer(n)
-            assert keys.shape == values.shape == NINE.keys.shape[1:]
+            assert keys.shape == values.shape == stacked(NINE.keys).shape[1:]
     except CorruptRecord:
         pass
 
@@ -201,7 +206,9 @@ def test_no_header_causes_a_large_allocation(codec: Codec, data: st.DataObject) 
     """Sizes of gigabytes over a few bytes: refused, or decoded from the bytes that there are."""
     huge = st.sampled_from([1, 2, 8, 4096, 2**20, 2**31, 2**32 - 1])
     sizes = data.draw(st.lists(huge, min_size=3, max_size=3))
-    shape = ChunkShape(torch.bfloat16, data.draw(st.sampled_from([1, 4])), *sizes)
+    heads, dim, n_tokens = sizes
+    layers = (KVShape(heads, dim),) * data.draw(st.sampled_from([1, 4]))
+    shape = ChunkShape(torch.bfloat16, n_tokens, layers)
     lengths = [data.draw(st.sampled_from([0, 4, 64, 4096])) for _ in range(shape.n_layers)]
     tracemalloc.start()
     try:

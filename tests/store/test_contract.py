@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.config import StoreConfig
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.errors import ConfigError, StoreFull, StoreUnavailable
 from blendserve.fetch import TieredStore, open_store
 from blendserve.store import KVStore, LMDBStore, MemoryStore, Miss, VerifyReport, open_view, read_record
@@ -48,10 +48,10 @@ def test_a_chunk_of_any_dtype_and_shape_replaces_another_and_is_read_bit_for_bit
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens, layers, head_dim in ((0, 3, 4), (1, 6, 4), (7, 2, 16), (300, 3, 4)):
             long = chunk(tokens + 3, layers, head_dim=head_dim, dtype=dtype)
-            kv = ChunkKV(long.keys[:, :, 2:-1].requires_grad_(), long.values[:, :, 2:-1])
-            wanted = ChunkKV(kv.keys.detach().clone(), kv.values.clone())
+            kv = ChunkKV(stacked(long.keys)[:, :, 2:-1].requires_grad_(), stacked(long.values)[:, :, 2:-1])
+            wanted = ChunkKV(stacked(kv.keys).detach().clone(), stacked(kv.values).clone())
             put_kv(store, key_of(1), kv)
-            long.keys.detach().zero_()
+            stacked(long.keys).detach().zero_()
             assert store.verify() == VerifyReport(1, ())
             assert same(read(store, key_of(1)), wanted)
 
@@ -87,7 +87,7 @@ def test_threads_read_and_write_concurrently(store: KVStore) -> None:
                 put_kv(store, key_of(n), ChunkKV(*(torch.full((2, 2, tokens, 8), float(x)) for x in (n, -n))))
             for _ in range(2):
                 kv = read(store, key_of(n))
-                assert kv is None or ((kv.keys == n).all() and (kv.values == -n).all())
+                assert kv is None or ((stacked(kv.keys) == n).all() and (stacked(kv.values) == -n).all())
 
     with ThreadPoolExecutor(5) as pool:
         list(pool.map(work, range(5)))

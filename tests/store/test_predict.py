@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import loaded
@@ -35,7 +35,10 @@ def size(codec: Predict, kv: ChunkKV) -> int:
 
 def test_a_predictable_layer_costs_little() -> None:
     codec, kv = Predict.with_tables(2, tables()), related(60, 99)
-    keys, values = kv.keys[[0, 2, 1, 3]], kv.values[[0, 3, 1, 2]]  # the same numbers, elsewhere
+    keys, values = (
+        stacked(kv.keys)[[0, 2, 1, 3]],
+        stacked(kv.values)[[0, 3, 1, 2]],
+    )  # the same numbers, elsewhere
     assert size(codec, kv) < 0.6 * size(codec, replace(kv, keys=keys, values=values))
 
 
@@ -67,11 +70,12 @@ def test_known_tokens_cost_an_index() -> None:
 def test_an_outlier_token_stays_exact_and_changes_no_other(dtype: torch.dtype, level: int) -> None:
     """The first token of a prompt, the attention sink, is one."""
     codec, kv = Predict.with_tables(level, tables()), related(40, 5)
-    kv = ChunkKV(kv.keys.to(dtype), kv.values.to(dtype), ids=kv.ids)
-    odd = ChunkKV(kv.keys.clone(), kv.values.clone(), ids=kv.ids)
-    odd.keys[2:, 1, 0], odd.values[1, 0, 17] = 300.0, -70.0
+    kv = ChunkKV(stacked(kv.keys).to(dtype), stacked(kv.values).to(dtype), ids=kv.ids)
+    odd = ChunkKV(stacked(kv.keys).clone(), stacked(kv.values).clone(), ids=kv.ids)
+    stacked(odd.keys)[2:, 1, 0], stacked(odd.values)[1, 0, 17] = 300.0, -70.0
     back, plain = decoded(codec, odd), decoded(codec, kv)
-    for got, wanted, without in ((back.keys, odd.keys, plain.keys), (back.values, odd.values, plain.values)):
+    sides = ([stacked(kv.keys), stacked(kv.values)] for kv in (back, odd, plain))
+    for got, wanted, without in zip(*sides, strict=True):
         assert torch.equal(got[:, :, [0, 17]], wanted[:, :, [0, 17]])
         others = [t for t in range(40) if t not in (0, 17)]
         apart = (got - without)[:, :, others].float().norm() / without[:, :, others].float().norm()
@@ -104,7 +108,7 @@ def test_steps_come_from_the_tables() -> None:
     codecs = [Predict.with_tables(2, made.to_bytes()) for made in (found, same, doubled)]
     segments = [[bytes(segment) for segment in codec.encode(kv)] for codec in codecs]
     assert segments[0] == segments[1]
-    assert torch.equal(decoded(codecs[0], kv).keys, decoded(codecs[1], kv).keys)
+    assert torch.equal(*(stacked(decoded(codec, kv).keys) for codec in codecs[:2]))
     assert size(codecs[2], kv) < size(codecs[0], kv)
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, KVShape
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import ChunkShape, Coding
@@ -43,7 +43,10 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
     header, segments = encode(KEY, kv)
     assert same(decode(KEY, header, segments), kv)
     found = record.decode_header(KEY, header)
-    assert (found.shape, found.coding) == (ChunkShape(dtype, layers, heads, dim, tokens), Coding("raw"))
+    assert (found.shape, found.coding) == (
+        ChunkShape(dtype, tokens, (KVShape(heads, dim),) * layers),
+        Coding("raw"),
+    )
     assert found.n_bytes == kv.n_bytes
 
 

@@ -18,7 +18,17 @@ from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
-from blendserve.core import PLAIN_SUFFIX, BlendReport, Chunk, Prompt, TokenIds, run
+from blendserve.core import (
+    PLAIN_SUFFIX,
+    BlendReport,
+    Chunk,
+    Layers,
+    Prompt,
+    TokenIds,
+    join_layers,
+    run,
+    stacked,
+)
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore
@@ -93,14 +103,16 @@ def model_logits(decoder: DecoderModel, prompt: Prompt) -> Tensor:
     return logits
 
 
-def model_kv(decoder: DecoderModel, ids: TokenIds) -> tuple[Tensor, Tensor]:
+def model_kv(decoder: DecoderModel, ids: TokenIds) -> tuple[Layers, Layers]:
     """The model's own cache, [L, K, T, D] each, keys after RoPE."""
     layers = model_says(decoder, ids).past_key_values.layers
-    return torch.stack([x.keys[0] for x in layers]), torch.stack([x.values[0] for x in layers])
+    return join_layers([x.keys[0] for x in layers]), join_layers([x.values[0] for x in layers])
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference of two tensors; NaN counts as infinite."""
+def distance(a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor]) -> float:
+    """Largest difference of two tensors, or of those of several layers; NaN counts as infinite."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):  # a cache names layers that share KV, too
+        return max(distance(x, y) for x, y in zip(a, b, strict=False))
     return float((a.float() - b.float()).abs().nan_to_num(float("inf")).max().detach()) if a.numel() else 0.0
 
 
@@ -115,10 +127,12 @@ class OneOff(KVLoader):
 
 def some_priors(decoder: DecoderModel, scale: float) -> Priors:
     """Random linear maps; at a scale of 0.3 they move stored tokens visibly."""
-    size, generator = 2 * decoder.head_dim, torch.Generator().manual_seed(0)
-    shape = decoder.n_layers - 1, decoder.n_kv_heads, size
-    weights = scale * torch.randn(*shape, size, generator=generator) / size**0.5
-    return Priors(weights, scale * torch.randn(shape, generator=generator))
+    generator, weights, constants = torch.Generator().manual_seed(0), [], []
+    for heads, dim in decoder.kv_shapes[1:]:
+        size = 2 * dim
+        weights.append(scale * torch.randn(heads, size, size, generator=generator) / size**0.5)
+        constants.append(scale * torch.randn(heads, size, generator=generator))
+    return Priors(join_layers(weights), join_layers(constants))
 
 
 def check_report(report: BlendReport, prompt: Prompt) -> None:
@@ -151,8 +165,9 @@ def check_spans(report: BlendReport, prompt: Prompt) -> None:
     assert n_tokens == report.tokens_first + report.tokens_reused + report.tokens_recomputed
 
 
-def assert_near(a: Tensor, b: Tensor, bound: float = 1e-4) -> None:
-    assert a.shape == b.shape
+def assert_near(a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor], bound: float = 1e-4) -> None:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        assert a.shape == b.shape
     assert distance(a, b) < bound, f"max difference {distance(a, b):.3g}, allowed {bound:.3g}"
 
 
@@ -164,8 +179,8 @@ class TracedCache(KVCache):
 
     def __init__(self, decoder: DecoderModel, capacity: int) -> None:
         super().__init__(decoder, capacity)
-        self.keys.fill_(float("nan"))
-        self.values.fill_(float("nan"))
+        stacked(self.keys).fill_(float("nan"))
+        stacked(self.values).fill_(float("nan"))
         self.rows: list[Tensor] = []
 
     def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:

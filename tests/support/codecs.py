@@ -44,8 +44,10 @@ class Toy(Codec):
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        if coding.level > 9 or shape.layer_bytes > 1100 * max(lengths):  # deflate reaches 1032 at most
-            raise ValueError(f"{lengths} bytes at level {coding.level} are no layers of {shape.layer_bytes}")
+        if coding.level > 9 or shape.layer_bytes(0) > 1100 * max(lengths):  # deflate reaches 1032 at most
+            raise ValueError(
+                f"{lengths} bytes at level {coding.level} are no layers of {shape.layer_bytes(0)}"
+            )
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // 2 if self.coding.level else raw_bytes

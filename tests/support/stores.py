@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 import torch
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import CopyCache
 from blendserve.fetch.incoming import ChunkRequest
@@ -80,9 +80,13 @@ def copy_of(view: ChunkView) -> ChunkKV:
 
 def same(a: ChunkKV | None, b: ChunkKV) -> bool:
     """Equal bit for bit, NaNs included."""
-    if a is None or a.keys.dtype != b.keys.dtype or a.keys.shape != b.keys.shape:
+    if (
+        a is None
+        or stacked(a.keys).dtype != stacked(b.keys).dtype
+        or stacked(a.keys).shape != stacked(b.keys).shape
+    ):
         return False
-    a_bits, b_bits = (torch.cat((kv.keys, kv.values)).view(torch.uint8) for kv in (a, b))
+    a_bits, b_bits = (torch.cat((stacked(kv.keys), stacked(kv.values))).view(torch.uint8) for kv in (a, b))
     return torch.equal(a_bits, b_bits)
 
 

@@ -28,8 +28,8 @@ Correct = Callable[[int, Pair, Pair, list[int]], Pair]
 class Start:
     """What each token of a prompt starts from."""
 
-    keys: Tensor  # [L, K, T, D] before RoPE; 0 where nothing is stored
-    values: Tensor
+    keys: list[Tensor]  # of each layer that keeps KV [K, T, D] before RoPE; 0 where nothing is stored
+    values: list[Tensor]
     known: Tensor  # [T] bool: stored
     exact: Tensor  # [T] bool: stored, and computed behind the same tokens
     spans: tuple[Span, ...]  # of the tokens that are stored and not exact, by chunk or run
@@ -52,17 +52,18 @@ class Piece:
 def start_from(decoder: DecoderModel, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
     """A piece is exact if its KV was computed behind the same tokens."""
     n, ids = len(prompt), prompt.ids
-    keys = torch.zeros(decoder.n_layers, decoder.n_kv_heads, n, decoder.head_dim)
-    values, known, exact = keys.clone(), torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    keys, values = ([torch.zeros(heads, n, dim) for heads, dim in decoder.kv_shapes] for _ in range(2))
+    known, exact = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
     spans = []
     for piece in pieces:
         here, first = slice(piece.span.start, piece.span.stop), len(piece.context) + piece.at
         there = slice(first, first + len(piece.span))
         found_keys, found_values = model_kv(decoder, piece.context + piece.source)
         ropes = decoder.rope(torch.arange(there.start, there.stop))
-        for l in range(decoder.n_layers):
-            keys[l, :, here] = decoder.rotate(found_keys[l][:, there], ropes[l].inverse)
-        values[:, :, here], known[here] = found_values[:, :, there], True
+        for l in range(decoder.n_kv_layers):
+            keys[l][:, here] = decoder.rotate(found_keys[l][:, there], ropes[l].inverse)
+            values[l][:, here] = found_values[l][:, there]
+        known[here] = True
         if piece.context + piece.source[: piece.at] == ids[: here.start]:
             exact[here] = True
         else:
@@ -74,8 +75,8 @@ def start_from(decoder: DecoderModel, prompt: Prompt, pieces: Sequence[Piece]) -
 class Twin:
     """What the naive prefill computed."""
 
-    keys: Tensor  # [L, K, T, D] after RoPE
-    values: Tensor
+    keys: list[Tensor]  # of each layer that keeps KV [K, T, D] after RoPE
+    values: list[Tensor]
     logits: Tensor  # [V]
     deviations: list[Tensor] = field(default_factory=list)  # by layer, [S]: squared L2 of fresh V - stored V
 
@@ -92,20 +93,23 @@ def naive_prefill(
     n, all_known = len(prompt), torch.ones(len(prompt), dtype=torch.bool)
     ropes = decoder.rope(torch.arange(n))
     hidden = decoder.embed(torch.tensor(prompt.ids)[rows[0]])
-    twin = Twin(torch.zeros_like(start.keys), torch.zeros_like(start.values), torch.empty(0))
+    twin = Twin([], [], torch.empty(0))
     for l in range(decoder.n_layers):
-        fresh, here = decoder.project(l, hidden), rows[l]
-        stored = start.keys[l], start.values[l]
-        twin.deviations.append((fresh.v - stored[1][:, here]).square().sum(dim=(0, 2)))
-        if correct is not None:
-            stored = correct(l, stored, (fresh.k, fresh.v), here.tolist())
-        keys, values = stored[0].clone(), stored[1].clone()
-        keys[:, here], values[:, here] = fresh.k, fresh.v
-        twin.keys[l], twin.values[l] = decoder.rotate(keys, ropes[l]), values
+        fresh, here, source = decoder.project(l, hidden), rows[l], decoder.kv_sources[l]
+        if source == l:
+            stored = start.keys[l], start.values[l]
+            twin.deviations.append((fresh.v - stored[1][:, here]).square().sum(dim=(0, 2)))
+            if correct is not None:
+                stored = correct(l, stored, (fresh.k, fresh.v), here.tolist())
+            keys, values = stored[0].clone(), stored[1].clone()
+            keys[:, here], values[:, here] = fresh.k, fresh.v
+            twin.keys.append(decoder.rotate(keys, ropes[l]))
+            twin.values.append(values)
         left = torch.isin(here, rows[l + 1])
         here_rope = ropes[l].at(here)
         q = here_rope.scale_queries(decoder.rotate(fresh.q, here_rope))[:, left]
-        attended, _ = attend(decoder, l, q, twin.keys[l], values, here[left], all_known)
+        kv = twin.keys[source], twin.values[source]
+        attended, _ = attend(decoder, l, q, *kv, here[left], all_known)
         hidden = decoder.finish(l, hidden[left], attended)
     twin.logits = decoder.logits(hidden[-1:])[0]
     return twin
@@ -119,14 +123,18 @@ def question_scores(decoder: DecoderModel, prompt: Prompt, start: Start) -> Tens
     seen = start.known.clone()
     seen[rows] = True
     hidden, total = decoder.embed(torch.tensor(prompt.suffix)), torch.zeros(n, dtype=torch.float64)
+    read = list[tuple[Tensor, Tensor]]()
     for l in range(decoder.n_layers):
-        fresh = decoder.project(l, hidden)
-        keys, values = start.keys[l].clone(), start.values[l].clone()
-        keys[:, rows], values[:, rows] = fresh.k, fresh.v
-        here_rope = ropes[l].at(rows)
+        fresh, here_rope = decoder.project(l, hidden), ropes[l].at(rows)
+        if decoder.kv_sources[l] == l:
+            keys, values = start.keys[l].clone(), start.values[l].clone()
+            keys[:, rows], values[:, rows] = fresh.k, fresh.v
+            read.append((decoder.rotate(keys, ropes[l]), values))
+        keys, values = read[decoder.kv_sources[l]]
         q = here_rope.scale_queries(decoder.rotate(fresh.q, here_rope))
-        attended, weights = attend(decoder, l, q, decoder.rotate(keys, ropes[l]), values, rows, seen)
-        sizes = values.double().square().sum(-1).sqrt().repeat_interleave(decoder.group, 0)  # [H, T]
+        attended, weights = attend(decoder, l, q, keys, values, rows, seen)
+        sizes = values.double().square().sum(-1).sqrt()
+        sizes = sizes.repeat_interleave(decoder.attention_forms[l][0], 0)  # [H, T]
         total += (weights * sizes[:, None]).mean(0).square().sum(0).sqrt()
         hidden = decoder.finish(l, hidden, attended)
     return total
@@ -137,7 +145,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Rotated q [H, S, D] of these rows over keys and values [K, T, D] -> [S, H * D], and the weights [H, S, T]."""
     spec, at = decoder.specs[l], torch.arange(keys.shape[1])
-    keys, values = (x.double().repeat_interleave(decoder.group, 0) for x in (keys, values))
+    group = decoder.attention_forms[l][0]
+    keys, values = (x.double().repeat_interleave(group, 0) for x in (keys, values))
     scores = q.double() @ keys.mT * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)

@@ -22,7 +22,7 @@ from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
 import torch
 
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.core import ChunkKV, KVShape, TokenIds
 from blendserve.errors import CorruptBlob, StoreUnavailable
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CODECS
@@ -59,28 +59,36 @@ class Undecodable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """Keys and values of a chunk are [L, K, C, D] each."""
+    """Keys and values of a chunk's layer are [K, C, D] each."""
 
     dtype: torch.dtype
-    n_layers: int  # L
-    n_kv_heads: int  # K
-    head_dim: int  # D
     n_tokens: int  # C
+    layers: tuple[KVShape, ...]
 
     @classmethod
     def of(cls, kv: ChunkKV) -> ChunkShape:
-        n_layers, n_kv_heads, n_tokens, head_dim = kv.keys.shape
-        return cls(kv.keys.dtype, n_layers, n_kv_heads, head_dim, n_tokens)
+        return cls(kv.keys[0].dtype, kv.n_tokens, tuple(KVShape(len(x), x.shape[-1]) for x in kv.keys))
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's keys and values, uncoded."""
-        return 2 * self.n_kv_heads * self.n_tokens * self.head_dim * self.dtype.itemsize
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def of_every_layer(self) -> KVShape:
+        """The shape that all layers have. Raises ValueError if they differ."""
+        if len(set(self.layers)) > 1:
+            raise ValueError("its layers differ in shape, which this codec cannot store")
+        return self.layers[0]
+
+    def layer_bytes(self, l: int) -> int:
+        """Bytes of layer l's keys and values, uncoded."""
+        heads, dim = self.layers[l]
+        return 2 * heads * self.n_tokens * dim * self.dtype.itemsize
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all layers, uncoded."""
-        return self.n_layers * self.layer_bytes
+        return sum(map(self.layer_bytes, range(self.n_layers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class Codec(ABC):
     levels: ClassVar[tuple[int, ...]] = (0,)  # from the finest to the coarsest
     default_level: ClassVar[int] = 0
     needs_tables: ClassVar[bool] = False
+    needs_equal_layers: ClassVar[bool] = False  # all of one shape
     coding: Coding  # of the records that it writes
 
     @classmethod
@@ -206,9 +215,10 @@ class LayerDecoder:
     shape: ChunkShape
 
     def layer(self, l: int, segment: Buffer) -> Pair:
-        if self.shape.layer_bytes:
+        if self.shape.n_tokens:
             return self.codec.decode(self.shape, l, segment)
-        keys, values = torch.empty(2, self.shape.n_kv_heads, 0, self.shape.head_dim, dtype=self.shape.dtype)
+        heads, dim = self.shape.layers[l]
+        keys, values = torch.empty(2, heads, 0, dim, dtype=self.shape.dtype)
         return keys, values
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
 from blendserve.models.model import DecoderModel
@@ -58,6 +58,7 @@ class CacheGen(Codec):
     levels = tuple(LEVELS)
     default_level = 1
     needs_tables = True
+    needs_equal_layers = True
 
     def __init__(self, level: int, tables: bytes) -> None:
         """Raises ValueError for bytes that are no such tables."""
@@ -71,7 +72,7 @@ class CacheGen(Codec):
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        scales, n = 4 * shape.n_tokens, 2 * shape.n_tokens * shape.n_kv_heads * shape.head_dim
+        scales, n = 4 * shape.n_tokens, 2 * shape.n_tokens * math.prod(shape.of_every_layer)
         for length in lengths:
             if length < scales or length % 4 or length > scales + 3 * n + 16:  # 24 bits an integer at most
                 raise ValueError(f"it says {length} bytes a layer, which is no length of {n} integers")
@@ -87,7 +88,7 @@ class CacheGen(Codec):
         counts, n_tokens, shape = np.zeros(1), 0, (0, 0, 0)
         for _, kv in samples:
             counts, n_tokens = counts + _counts(kv), n_tokens + kv.n_tokens
-            shape = _kv_shape(ChunkShape.of(kv))
+            shape = (kv.n_layers, *ChunkShape.of(kv).of_every_layer)
         if n_tokens < FEWEST:
             raise InputError(f"{n_tokens} tokens are too few to fit tables on: give at least {FEWEST}")
         progress(1, 1)
@@ -97,7 +98,7 @@ class CacheGen(Codec):
         return raw_bytes // 5
 
     def fits(self, shape: ChunkShape) -> bool:
-        return _kv_shape(shape) == self._shape
+        return (shape.n_layers, *shape.layers[0]) == self._shape and len(set(shape.layers)) == 1
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.fits(ChunkShape.of(kv)):
@@ -161,10 +162,6 @@ def quantised(x: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     return scales, shares.nan_to_num(0.0).round().clamp(-most, most).to(torch.int8) + most
 
 
-def _kv_shape(shape: ChunkShape) -> tuple[int, int, int]:
-    return shape.n_layers, shape.n_kv_heads, shape.head_dim
-
-
 def _parsed(raw: bytes) -> tuple[tuple[int, int, int], np.ndarray]:
     """(L, K, D), and the frequency of each integer for each layer, part and channel [L, 2, K * D, 53], none of them 0."""
     if len(raw) < _TABLES.size:
@@ -183,13 +180,13 @@ def _values(rows: np.ndarray, scales: Tensor, bins: int, shape: ChunkShape) -> T
     """[K * D, C] -> [K, C, D]"""
     most = bins // 2 - 1
     values = torch.from_numpy(rows).float().sub_(most).mul_(scales.float() / most)
-    by_head = values.view(shape.n_kv_heads, shape.head_dim, shape.n_tokens)
+    by_head = values.view(*shape.of_every_layer, shape.n_tokens)
     return by_head.transpose(1, 2).to(shape.dtype).contiguous()
 
 
 def _counts(kv: ChunkKV) -> np.ndarray:
     """[L, 2, K * D, 53]"""
-    both, parts = torch.stack((kv.keys, kv.values), dim=1), []  # [L, 2, K, C, D]
+    both, parts = torch.stack((stacked(kv.keys), stacked(kv.values)), dim=1), []  # [L, 2, K, C, D]
     for n, bins in ((symbols_of(bins), bins) for bins in BINS):
         integers = quantised(both, bins)[1].long().transpose(-1, -2)  # [L, 2, K * D, C]
         rows = torch.arange(math.prod(integers.shape[:3])).view(*integers.shape[:3], 1)

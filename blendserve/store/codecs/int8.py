@@ -29,10 +29,10 @@ class Int8(Raw):
     coding = Coding("int8")
 
     @classmethod
-    def segment_bytes(cls, shape: ChunkShape) -> int:
+    def segment_bytes(cls, shape: ChunkShape, l: int) -> int:
         """0 for a chunk without tokens."""
-        n_tokens, head_dim = shape.n_tokens, shape.head_dim
-        return 2 * shape.n_kv_heads * (n_tokens * (head_dim + 2) + 2 * head_dim) if n_tokens else 0
+        n_tokens, (heads, dim) = shape.n_tokens, shape.layers[l]
+        return 2 * heads * (n_tokens * (dim + 2) + 2 * dim) if n_tokens else 0
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes * 33 // 64  # of 16 bits and 64 values a head
@@ -50,12 +50,13 @@ class Int8(Raw):
         return b"".join(part.tobytes() for part in parts)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
-        size = (2, shape.n_kv_heads, shape.n_tokens, shape.head_dim)
+        heads, dim = shape.layers[l]
+        size = (2, heads, shape.n_tokens, dim)
         # scales and centres are exact in bf16, but need not be in fp16
         working = shape.dtype if shape.dtype == torch.bfloat16 else torch.float32
         integers = torch.frombuffer(segment, dtype=torch.int8, count=math.prod(size)).view(size)
         rest = aligned(segment, torch.bfloat16, integers.numel())
         scales = rest[: math.prod(size[:3])].view(*size[:3], 1)
-        centres = rest[scales.numel() :].view(2, shape.n_kv_heads, 1, shape.head_dim)
+        centres = rest[scales.numel() :].view(2, heads, 1, dim)
         keys, values = torch.addcmul(*(x.to(working) for x in (centres, integers, scales))).to(shape.dtype)
         return keys, values

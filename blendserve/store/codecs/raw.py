@@ -27,16 +27,17 @@ class Raw(Codec):
         return cls()
 
     @classmethod
-    def segment_bytes(cls, shape: ChunkShape) -> int:
-        """Bytes of one layer's segment."""
-        return shape.layer_bytes
+    def segment_bytes(cls, shape: ChunkShape, l: int) -> int:
+        """Bytes of layer l's segment."""
+        return shape.layer_bytes(l)
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         if coding != cls.coding:
             raise ValueError("it names a level or tables, which this codec does not have")
-        if any(length != cls.segment_bytes(shape) for length in lengths):
-            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {cls.segment_bytes(shape)}")
+        for l, length in enumerate(lengths):
+            if length != (expected := cls.segment_bytes(shape, l)):
+                raise ValueError(f"it says {length} bytes of layer {l}, its shape {expected}")
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes
@@ -51,7 +52,8 @@ class Raw(Codec):
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         """Views over the segment."""
-        keys, values = aligned(segment, shape.dtype).view(2, shape.n_kv_heads, shape.n_tokens, shape.head_dim)
+        heads, dim = shape.layers[l]
+        keys, values = aligned(segment, shape.dtype).view(2, heads, shape.n_tokens, dim)
         return keys, values
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
-from blendserve.core import Prompt
+from blendserve.core import Prompt, stacked
 from blendserve.evaluate.methods import parse_methods
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
@@ -58,7 +58,7 @@ def prefills(model: Any, dtype: torch.dtype, device: str, prompt: Prompt) -> Pre
     found: Prefills = {}
     for method in parse_methods(("full", "reuse", *CORRECTED, *CHOOSING), ()):
         done = blender.run(prompt, method.blend).result
-        parts = done.logits, done.cache.keys, done.cache.values
+        parts = done.logits, stacked(done.cache.keys), stacked(done.cache.values)
         numbers = torch.cat([x.cpu().double().flatten() for x in parts])
         found[method.name] = numbers, set(done.recomputed.tolist())
     return found

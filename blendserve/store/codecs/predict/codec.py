@@ -10,6 +10,7 @@ numbers are far outside the range that the tables were fitted on, such as the fi
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
@@ -39,6 +40,7 @@ class Predict(Codec):
     levels = tuple(range(1, len(STEPS) + 1))
     default_level = 2
     needs_tables = True
+    needs_equal_layers = True
 
     def __init__(self, coding: Coding, tables: Tables) -> None:
         self.coding, self.tables = coding, tables
@@ -60,7 +62,7 @@ class Predict(Codec):
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        n_tokens, width = shape.n_tokens, 2 * shape.n_kv_heads * shape.head_dim
+        n_tokens, width = shape.n_tokens, 2 * math.prod(shape.of_every_layer)
         raw = n_tokens * width * shape.dtype.itemsize
         most = n_tokens * (width + 8) + _COUNTS.size + raw
         if not 2 * n_tokens + _COUNTS.size <= lengths[0] <= most:
@@ -73,8 +75,8 @@ class Predict(Codec):
         return raw_bytes // EXPECTED[self.coding.level - 1]
 
     def fits(self, shape: ChunkShape) -> bool:
-        tables_shape: list[int] = self.tables.shape[1:].tolist()
-        return tables_shape == [shape.n_layers, shape.n_kv_heads, shape.head_dim]
+        n_layers, *of_each = self.tables.shape[1:].tolist()
+        return bool(shape.layers == (tuple(of_each),) * n_layers)
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.fits(ChunkShape.of(kv)):
@@ -83,7 +85,7 @@ class Predict(Codec):
             )
         numbers = flat(kv)  # [L, C, W]
         far = self._exceptions(numbers)
-        as_is = [x[far].to(kv.keys.dtype).view(torch.uint8).numpy().tobytes() for x in numbers]
+        as_is = [x[far].to(kv.keys[0].dtype).view(torch.uint8).numpy().tobytes() for x in numbers]
         segment, below = self._encode_first(numbers[0], kv.ids, far)
         segments: list[Buffer] = [segment + as_is[0]]
         symbols = None
@@ -200,13 +202,15 @@ class PredictDecoder:
             numbers = torch.frombuffer(bytearray(as_is), dtype=shape.dtype).view(n_far, width)
             heads[:, self._far] = numbers.view(n_far, len(heads), -1).transpose(0, 1)
             self._codes[self._far] = self._codec.codes(l, numbers.float())
-        return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
+        keys, values = heads.chunk(2)
+        return keys, values
 
     def _first(self) -> Tensor:
         """Heads [2 K, C, D] of layer 0."""
         shape, tables = self._shape, self._codec.tables
+        n_heads, dim = shape.of_every_layer
         numbers = (self._codes.float() - tables.code_zero[0]) / tables.code_scale[0]
-        by_head = numbers.view(shape.n_tokens, 2 * shape.n_kv_heads, shape.head_dim).transpose(0, 1)
+        by_head = numbers.view(shape.n_tokens, 2 * n_heads, dim).transpose(0, 1)
         return by_head.to(shape.dtype).contiguous()
 
     def _further(self, l: int, segment: memoryview) -> Tensor:
@@ -217,7 +221,7 @@ class PredictDecoder:
             self._symbols = rans.decode(library, segment, self._symbols, shape.n_tokens, means, model)
             symbols = torch.from_numpy(self._symbols)
         heads, self._codes = rans.dequantize(
-            library, self._codes, symbols, codec.layer(l), shape.head_dim, shape.dtype
+            library, self._codes, symbols, codec.layer(l), codec.tables.head_dim, shape.dtype
         )
         return heads
 

@@ -59,7 +59,7 @@ def fit(samples: Iterable[Sample], model: DecoderModel | None, progress: Progres
         parts.append(flat(kv).bfloat16())
         ids += tokens
         lengths.append(kv.n_tokens)
-        heads, dim = kv.keys.shape[1], kv.keys.shape[3]
+        heads, _, dim = kv.keys[0].shape
     if sum(lengths) < FEWEST:
         raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
     numbers = torch.cat(parts, dim=1)  # [L, C, W]

@@ -12,6 +12,7 @@ a few dozen tokens would dominate the mean (docs/research/decisions.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from blendserve.core import TokenIds, run
 from blendserve.kernels.ops import attend
-from blendserve.kernels.rows import Rows, plans_by_window
+from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.model import DecoderModel, Projected
@@ -46,7 +47,7 @@ class _Pass:
         rows = Rows.on(model.device, torch.arange(start, start + n))
         self.stop: int = start + n
         self._ropes = model.rope(rows.device)
-        self._plans = plans_by_window(rows, model.group, model.windows)
+        self._plans = plan_layers(rows, model.attention_forms)
         self.kv: list[tuple[Tensor, Tensor]] = []
 
     def rope(self, l: int) -> Rope:
@@ -63,8 +64,7 @@ class _Pass:
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         if self._only_first:
             return None
-        spec = self._model.specs[l]
-        return attend(q, self._keys, self._values, spec, self._plans[spec.window])
+        return attend(q, self._keys, self._values, self._model.specs[l], self._plans[l])
 
 
 def sensitivity(
@@ -77,7 +77,7 @@ def sensitivity(
     starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
     if not starts:
         return None
-    n = model.n_kv_heads * model.head_dim
+    n = math.prod(model.kv_shapes[0])
     total = torch.zeros(model.n_layers, 2, n, n)
     generator = torch.Generator().manual_seed(0)
     for start in starts:

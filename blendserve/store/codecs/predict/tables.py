@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, cat
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, stacked
 from blendserve.store.codecs.predict.rans import CLASSES, CONTEXTS, ONE, SIZES, SYMBOLS, LayerMap, RansModel
 
 BIT = 0.11  # squared steps of error that a bit must remove: about as much as a finer step (research/decisions.md)
@@ -118,7 +118,7 @@ class Tables:
 
 def flat(kv: ChunkKV) -> Tensor:
     """[L, C, W] in fp32: keys head after head, then values."""
-    both = cat((kv.keys, kv.values), dim=1).detach().cpu().float()  # [L, 2 K, C, D]
+    both = cat((stacked(kv.keys), stacked(kv.values)), dim=1).detach().cpu().float()  # [L, 2 K, C, D]
     return both.transpose(1, 2).flatten(2).nan_to_num(0.0, 0.0, 0.0)
 
 
