@@ -23,7 +23,7 @@ from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig
-from blendserve.core import Document, run
+from blendserve.core import Document, map_layers, run
 from blendserve.engine.calibrate import losses, made_questions
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Request
@@ -139,7 +139,8 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
         good = engine.blender.priors.current() or Priors.of_nothing(engine.model.decoder)
         found: dict[str, list[Loss]] = {"before": [], "behind": []}
         first, until_alarm = controller.ratio, 0
-        engine.blender.priors.use(Priors(-WRONG * good.weights, -WRONG * good.constants))
+        wrong = (map_layers(lambda x: -WRONG * x, part) for part in (good.weights, good.constants))
+        engine.blender.priors.use(Priors(*wrong))
         try:
             for question in questions:
                 served = controller.ratio

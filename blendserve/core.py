@@ -99,10 +99,7 @@ def map_layers(change: Callable[[torch.Tensor], torch.Tensor], layers: Layers) -
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/chunk_kv.py, kept by store/.
-
-    L, K and D are of the layers that keep KV (models/model.py).
-    """
+    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/chunk_kv.py, kept by store/."""
 
     keys: Layers  # [L, K, C, D], before RoPE
     values: Layers  # [L, K, C, D]

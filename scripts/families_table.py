@@ -14,7 +14,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 REAL = {"llama": "SmolLM2 135M", "gemma3_text": "Gemma 3 270M"}
 PLAN = {
     "experts": "mixture of experts",
+    "experts_beside": "experts beside the MLP in some models",
     "shared_mlp": "shared expert",
+    "v_norm": "v norms",
+    "layer_inputs": "embeddings by layer in some models",
+    "layer_scale": "scaled layers",
     "fused_qkv": "fused qkv",
     "parallel": "parallel attention and MLP",
     "attention_scale": "scaled scores",

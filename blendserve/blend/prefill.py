@@ -24,7 +24,7 @@ from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
 from blendserve.config import BlendConfig
 from blendserve.core import Steps
 from blendserve.kernels.ops import attend, attend_with_scores
-from blendserve.kernels.rows import AttentionPlan, Rows, plan_layers
+from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Prior, Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
@@ -101,11 +101,11 @@ class _BlendPass:
         self._model, self._cache, self._scores, self._clock = loader.model, loader.cache, scores, clock
         self._is_corrected = False  # in any layer
         self._row_layers = 0 if scores is None else n_scoring_rows(layout) * self._model.n_layers
-        self.rows = Rows.on(self._model.device, active)  # the rows that go on
-        self._plans = self._plan(self.rows)
+        self.rows = Rows.on(self._model.device, active)  # up to the last layer that keeps KV
+        self._run(self.rows)
 
     def rope(self, l: int) -> Rope:
-        return self._loader.ropes[l].at(self.rows.device)
+        return self._loader.ropes[l].at(self._running.device)
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
         rows, cache = self.rows, self._cache
@@ -126,10 +126,10 @@ class _BlendPass:
             l == self._model.n_kv_layers - 1
         ):  # no KV is left to make: only the last row goes on, which is never dropped
             self._row_layers += self._model.n_layers - self._model.n_kv_layers
-            self._plans = self._plan(self.rows.last)
+            self._run(self.rows.last)
             return slice(-1, None)
         if left is not None:
-            self._plans = self._plan(self.rows)
+            self._run(self.rows)
         return left
 
     def attend(self, l: int, q: Tensor) -> Tensor:
@@ -145,8 +145,9 @@ class _BlendPass:
         read = loader.bytes_loaded, loader.read_s
         return PassResult(self._cache, logits, recomputed, *read, cost, self._scores, self._is_corrected)
 
-    def _plan(self, rows: Rows) -> list[AttentionPlan]:
-        return plan_layers(rows, self._model.attention_forms)
+    def _run(self, rows: Rows) -> None:
+        """These rows go on."""
+        self._running, self._plans = rows, plan_layers(rows, self._model.attention_forms)
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None: all. Waits for a GPU's choice."""

@@ -16,7 +16,7 @@ from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
 from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
 Gate = Literal["gate_proj", "g_proj"]  # in layers.py
-LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]  # in layers.py
+OtherNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer", "rms by power"]  # in layers.py
 
 
 def _always(config: Any, l: int) -> bool:
@@ -32,15 +32,19 @@ class Family:
     after_attention: str | None = None  # norms attention's output before it is added
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    norm: NormForm | LayerNorm = RMS  # of all its norms
+    norm: NormForm | OtherNorm = RMS  # of all its norms
     mlp: str = "mlp"
     mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
+    experts_beside: bool = (
+        False  # a mixture of experts beside the MLP, with norms of its own, if config.enable_moe_block
+    )
     shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
     gate: Gate | None = None  # of attention's output, by head or by dim
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
+    v_norm: bool = False  # of each head, without weights
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
     sinks: bool = False  # attention has one a head
@@ -51,6 +55,10 @@ class Family:
     typed_rope: bool = False  # other angles for each layer type
     scaled_queries: bool = False  # by their position, if rope_parameters has llama_4_scaling_beta
     rope_bases: bool = False  # config.layer_rope_theta has one for each layer; 0 = no RoPE
+    layer_inputs: bool = (
+        False  # each layer adds an embedding of its own, if config.hidden_size_per_layer_input
+    )
+    layer_scale: str | None = None  # a number in the weights, of what each layer gives
     embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
     residual_scale: str | None = None
     logits_scale: str | None = None
@@ -94,6 +102,15 @@ GEMMA_2: dict[str, Any] = {
     "windows": "typed",
     "logits_softcap": "final_logit_softcapping",
 }
+GEMMA_4: dict[str, Any] = {
+    **GEMMA_2,
+    "norm": "rms by power",
+    "qk_norm": "head",
+    "v_norm": True,
+    "attention_scale": lambda config: 1.0,
+    "typed_rope": True,
+    "layer_scale": "layer_scalar",
+}
 GRANITE: dict[str, Any] = {
     "attention_scale": lambda config: config.attention_multiplier,
     "embedding_scale": "embedding_multiplier",
@@ -123,6 +140,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("Gemma 1", **GEMMA),
     "gemma2": Family("Gemma 2", **GEMMA_2, softcap="attn_logit_softcapping"),
     "gemma3_text": Family("Gemma 3, text checkpoints", **GEMMA_2, qk_norm="head", typed_rope=True),
+    "gemma4_text": Family("Gemma 4 E2B, E4B, 26B-A4B, 31B, text only", **GEMMA_4, experts_beside=True, layer_inputs=True),
+    "gemma4_unified_text": Family("Gemma 4 12B, text only", **GEMMA_4),
     "phi3": Family("Phi-3, Phi-3.5, Phi-4 with default RoPE",
                    windows="all", fused_qkv=True, mlp_layers=("gate_up_proj", "down_proj")),
     "olmo2": Family("OLMo 2", **OLMO),
@@ -180,7 +199,7 @@ FAMILIES: dict[str, Family] = {
 # fmt: on
 
 # Vision-language checkpoints: their text model is used, whose own type must be in FAMILIES.
-TOWERS = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+TOWERS = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
 MLA = "it stores compressed keys (multi-head latent attention), which is not built in"
 RECURRENT = "it has recurrent layers: a chunk's state is not built in"
@@ -195,7 +214,7 @@ REFUSALS = {
         "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
     ),
     "its positions are a bias on attention scores (ALiBi), which is not built in": "bloom mpt",
-    "its later layers read the KV of earlier ones, which is not built in": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "its layers mix several streams of hidden states, which is not built in": "gemma3n gemma3n_text",
     "it attends within blocks of a fixed length, which is not built in": "llama4 llama4_text",
     "its text model is not proven: use a text-only checkpoint of the family": "qwen2_vl mllama llava",
     ENCODER: "bert roberta t5 bart whisper",
@@ -213,9 +232,11 @@ REFUSED_SETTINGS = {
     "use_parallel_residual": "its attention and MLP read the same input, which is not built in for this type",
 }
 
+ALLOWED = None, False, "vision"  # values of these; "vision": for the tokens of a picture alone
+
 # RoPE types whose angles depend on the position alone, so that a key can be moved. Dynamic NTK and longrope change their
 # frequencies with the sequence length: a stored key would be right for one length only.
-MOVABLE_ROPE = {"default", "linear", "llama3", "yarn"}
+MOVABLE_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -252,7 +273,8 @@ def _refused_setting(config: Any) -> tuple[str, str]:
             "num_attention_heads_per_layer",
             "its layers differ in their number of heads, which is not built in",
         )
-    return next((found for found in REFUSED_SETTINGS.items() if getattr(config, found[0], None)), ("", ""))
+    found = (row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED)
+    return next(found, ("", ""))
 
 
 def _refused_type(config: Any) -> str:

@@ -25,7 +25,7 @@ from blendserve.kernels.ops import attend, attend_at
 from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel, Projected
+from blendserve.models.model import DecoderModel, Hidden, Projected, States
 from blendserve.models.native import native_layers
 from blendserve.models.thread_tuner import layer_series
 
@@ -46,7 +46,7 @@ class LayerPass(Protocol):
         ...
 
 
-def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
+def run_layers(model: DecoderModel, hidden: States, layers: LayerPass) -> Steps[States]:
     """Embedded rows [S, E] through all layers -> hidden [S', E] of the rows that go on."""
     series = layer_series(len(hidden), model.device)
     for l in range(model.n_layers):
@@ -59,24 +59,26 @@ def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[
     return hidden
 
 
-def _run_layer(model: DecoderModel, l: int, hidden: Tensor, layers: LayerPass) -> Tensor | None:
+def _run_layer(model: DecoderModel, l: int, hidden: States, layers: LayerPass) -> States | None:
     """Hidden states behind layer l of the rows that go on; None: they are not read."""
     rope, native = layers.rope(l), native_layers(model, len(hidden))
-    if native:
+    if native and not isinstance(hidden, Hidden):
         *before_rope, q, keys = native.qkv(l, hidden, rope)
         fresh = Projected(*before_rope)
     else:
         fresh = model.project(l, hidden)
         q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
     q = rope.scale_queries(q)
-    left = layers.write(l, fresh, keys) if l < model.n_kv_layers else None
+    left = layers.write(l, fresh, keys) if len(fresh.k) else None
     if left is not None:
         q, hidden = q[:, left], hidden[left]
     attended = layers.attend(l, q)
     if attended is None:
         return None
     native = native_layers(model, len(hidden))
-    return native.out(l, hidden, attended) if native else model.finish(l, hidden, attended)
+    if native and not isinstance(hidden, Hidden):
+        return native.out(l, hidden, attended)
+    return model.finish(l, hidden, attended)
 
 
 @dataclass(frozen=True, slots=True)

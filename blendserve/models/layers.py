@@ -127,6 +127,8 @@ class Parts:
         if isinstance(form, NormForm):
             weight = self.tensors[f"{name}.weight"]
             return Norm(partial(form.normed, weight=weight, eps=eps), weight, eps, form)
+        if form == "rms by power":
+            return Norm(partial(_rms_by_power, weight=weight, eps=eps))
         if weight is None:  # OLMo 1
             return Norm(lambda x: F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype))
         if form == "layer, wide":
@@ -150,6 +152,26 @@ class Parts:
         is_gated = len(inner) == 2 or self.family.mlp_layers[0] == "gate_up_proj"
         return MLP(tuple(inner), down, self._activation(name), is_gated)
 
+    def experts_beside(self, name: str) -> Function | None:
+        """hidden before the MLP's norm [S, E] -> what a layer's experts add to the MLP's output, if it has some."""
+        if not (self.family.experts_beside and self.config.enable_moe_block):
+            return None
+        router, experts = self.module(f"{name}.router"), self.module(f"{name}.experts")
+        before, after = (self.norm(f"{name}.{part}_feedforward_layernorm_2") for part in ("pre", "post"))
+
+        def run(hidden: Tensor) -> Tensor:
+            _, weights, index = router(hidden)
+            return call_norm(after, experts(call_norm(before, hidden)[1], index, weights))[1]
+
+        return run
+
+    def layer_input(self, name: str) -> tuple[Function, Function, Norm, Activation] | None:
+        """The gate, projection, norm and activation of a layer's own embedding, if it has one."""
+        if not (self.family.layer_inputs and self.config.hidden_size_per_layer_input):
+            return None
+        gate, projection = (self.linear(f"{name}.per_layer_{part}") for part in ("input_gate", "projection"))
+        return gate, projection, self.norm(f"{name}.post_per_layer_input_norm"), self._activation(name)
+
     def _activation(self, name: str) -> Activation:
         called = getattr(self.config, "hidden_activation", None) or self.config.hidden_act
         if called == "silu":
@@ -165,6 +187,13 @@ def _experts(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     """The sum of what these give for x [S, E]; some return the router's scores, too."""
     made = [out[0] if isinstance(out, tuple) else out for out in (module(x[None]) for module in modules)]
     return cast(Tensor, sum(made[1:], made[0])[0])
+
+
+def _rms_by_power(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """In fp32 and rounded once, as Gemma 4 has it: by a power, whose bits are not those of a root."""
+    wide = x.float()
+    wide = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    return (wide if weight is None else wide * weight.float()).to(x.dtype)
 
 
 def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -188,3 +217,30 @@ def norm_heads(norm: Norm, x: Tensor) -> Tensor:
     if norm.form is None:  # it may have weights for each head
         return norm.own(x)
     return call_norm(norm, x.reshape(-1, x.shape[-1]))[1].view(x.shape)
+
+
+class LayerEmbeddings:
+    """Each layer's own embeddings of a prompt's tokens (Gemma 4): of the token, and projected from the model's."""
+
+    def __init__(self, parts: Parts) -> None:
+        config, dtype = parts.config, parts.tensors["model.embed_tokens.weight"].dtype
+        self._n_layers, self._width = config.num_hidden_layers, config.hidden_size_per_layer_input
+        self._table = parts.tensors["model.embed_tokens_per_layer.weight"]  # [V, L * I]
+        self._project = parts.linear("model.per_layer_model_projection")
+        self._norm = parts.norm("model.per_layer_projection_norm")
+        self._scale = float(torch.tensor(self._width**0.5, dtype=dtype))
+        self._projection_scale = config.hidden_size**-0.5
+
+    @classmethod
+    def of(cls, parts: Parts) -> LayerEmbeddings | None:
+        """None for a model without any."""
+        has_some = parts.family.layer_inputs and parts.config.hidden_size_per_layer_input
+        return cls(parts) if has_some else None
+
+    def __call__(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Token ids [S] and their embeddings [S, E] -> [S, L, I]"""
+        shape = len(ids), self._n_layers, self._width
+        of_token = (F.embedding(ids, self._table) * self._scale).view(shape)
+        projected = norm_heads(self._norm, (self._project(hidden) * self._projection_scale).view(shape))
+        made: Tensor = (projected + of_token) * 2.0**-0.5
+        return made

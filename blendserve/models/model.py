@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from blendserve.core import KVShape
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
-from blendserve.kernels.types import AttentionSpec, Rope, Ropes
+from blendserve.kernels.types import Activation, AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported, slides
-from blendserve.models.layers import Function, Parts, RopeAngles, call_norm, norm_heads
+from blendserve.models.layers import Function, LayerEmbeddings, Parts, RopeAngles, call_norm, norm_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,43 @@ class Projected:
 
 
 @dataclass(frozen=True, slots=True)
+class Hidden:
+    """Hidden states of a family whose layers add embeddings of their own."""
+
+    x: Tensor  # [S, E]
+    by_layer: Tensor  # [S, L, I]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, rows: Tensor | slice) -> Hidden:
+        return Hidden(self.x[rows], self.by_layer[rows])
+
+
+States: TypeAlias = "Tensor | Hidden"  # hidden states of rows [S, E], as the steps below hand them on
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer's parts, in the order in which they run; None or () = the family has none there."""
 
     before_attention: Norm | None
-    qkv: tuple[Function, ...]  # three linear layers, or one that gives all
+    # Three linear layers, or one that gives all; two if values are keys before their norm, of queries alone if the layer
+    # reads the KV of another.
+    qkv: tuple[Function, ...]
     qk_norms: tuple[Norm, ...]
+    v_norm: Norm | None
     gate: Function | None  # of attention's output
     o: Function
     after_attention: Norm | None
     before_mlp: Norm | None
     mlp: Function  # an MLP, or the module of a mixture of experts
     after_mlp: Norm | None
+    beside_mlp: (
+        tuple[Norm, Function] | None
+    )  # a norm of the MLP's output, and experts that read what its norm reads
+    layer_input: tuple[Function, Function, Norm, Activation] | None  # of the layer's own embedding
+    scale: Tensor | None  # of what the layer gives
 
     @property
     def norms(self) -> list[Norm]:
@@ -86,6 +112,7 @@ class DecoderModel:
         ]
         parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
+        self._layer_embeddings = LayerEmbeddings.of(parts)
         self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = _setting(config, family.residual_scale)
@@ -158,10 +185,11 @@ class DecoderModel:
     def kv_bytes_per_token(self) -> int:
         return 2 * sum(heads * dim for heads, dim in self.kv_shapes) * self.dtype.itemsize
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> States:
         """Token ids [S] -> hidden [S, E]."""
         hidden = F.embedding(ids, self.embeddings)
-        return hidden if self._embedding_scale is None else hidden * self._embedding_scale
+        hidden = hidden if self._embedding_scale is None else hidden * self._embedding_scale
+        return Hidden(hidden, self._layer_embeddings(ids, hidden)) if self._layer_embeddings else hidden
 
     def rope(self, positions: Tensor) -> Ropes:
         """cos and sin at these positions [S], for each layer."""
@@ -179,23 +207,41 @@ class DecoderModel:
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """Apply RoPE to x [heads, S, D] in the model's own dtype."""
-        return rotate(x, rope, self.rotary)
+        return rotate(x, rope, self.rotary) if len(x) else x
 
-    def project(self, l: int, hidden: Tensor) -> Projected:
-        """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE."""
+    def project(self, l: int, hidden: States) -> Projected:
+        """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE.
+
+        A layer that reads the KV of another has no keys and values: K is 0.
+        """
         layer = self.layers[l]
-        x = call_norm(layer.before_attention, hidden)[1]
+        x = call_norm(layer.before_attention, hidden.x if isinstance(hidden, Hidden) else hidden)[1]
         made = [part(x) for part in layer.qkv]
+        if self.kv_sources[l] != l:
+            made += [made[0][:, :0]] * 2
+        elif len(made) == 2:
+            made.append(made[1])
         q, k, v = made if len(made) == 3 else torch.split(made[0], self.qkv_sizes(l), dim=-1)
         if layer.qk_norms and self.family.qk_norm == "width":
             q, k = (call_norm(norm, x)[1] for norm, x in zip(layer.qk_norms, (q, k), strict=True))
-        q, k, v = (x.view(len(x), -1, self.kv_shape(l).dim) for x in (q, k, v))
+        dim = self.kv_shape(l).dim
+        q, k, v = (x.view(len(x), x.shape[1] // dim, dim) for x in (q, k, v))
         if layer.qk_norms and self.family.qk_norm == "head":
-            q, k = (norm_heads(norm, x) for norm, x in zip(layer.qk_norms, (q, k), strict=True))
+            q, *own = (norm_heads(norm, x) for norm, x in zip(layer.qk_norms, (q, k), strict=False))
+            k = own[0] if own else k
+        if layer.v_norm is not None:
+            v = norm_heads(layer.v_norm, v)
         return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
 
-    def finish(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, l: int, hidden: States, attended: Tensor) -> States:
         """Second half of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
+        if isinstance(hidden, Hidden):
+            x = self._finish(l, hidden.x, attended, hidden.by_layer[:, l])
+            return Hidden(x, hidden.by_layer)
+        return self._finish(l, hidden, attended)
+
+    def _finish(self, l: int, hidden: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
+        """own [S, I]: the layer's embedding of these rows."""
         layer, scale = self.layers[l], self.residual_scale
         if layer.gate is not None:
             gate = layer.gate(call_norm(layer.before_attention, hidden)[1])
@@ -210,12 +256,20 @@ class DecoderModel:
         else:
             between, x = call_norm(layer.before_mlp, hidden, added)
         x = layer.mlp(x)
+        if layer.beside_mlp is not None:
+            norm, experts = layer.beside_mlp
+            x = call_norm(norm, x)[1] + experts(between)
         if layer.after_mlp is not None:
             x = call_norm(layer.after_mlp, x)[1]
-        return between + (x if scale is None else x * scale)
+        out = between + (x if scale is None else x * scale)
+        if layer.layer_input is not None and own is not None:
+            enter, leave, norm, activation = layer.layer_input
+            out = out + call_norm(norm, leave(activation(enter(out)) * own))[1]
+        return out if layer.scale is None else out * layer.scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: States) -> Tensor:
         """Last hidden [S, E] -> logits [S, V]."""
+        hidden = hidden.x if isinstance(hidden, Hidden) else hidden
         return self.scale_logits(self.lm_head(call_norm(self.norm, hidden)[1]))
 
     def scale_logits(self, logits: Tensor) -> Tensor:
@@ -229,8 +283,22 @@ class DecoderModel:
 def kv_layout(config: Any) -> tuple[tuple[KVShape, ...], list[int]]:
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
     n, heads = config.num_hidden_layers, config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return (KVShape(config.num_key_value_heads, dim),) * n, list(range(n))
+    shapes, sources = [], list(range(n))
+    for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
+        layer = layer_settings(config, l)
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        shapes.append(KVShape(layer.num_key_value_heads, dim))
+    for l in range(len(shapes), n):  # each reads the KV of the last layer of its type
+        sources[l] = max(m for m in range(len(shapes)) if config.layer_types[m] == config.layer_types[l])
+    return tuple(shapes), sources
+
+
+def layer_settings(config: Any, l: int) -> Any:
+    """The configuration of layer l, where a model's layers have settings of their own."""
+    by_layer = getattr(config, "per_layer_config", None)
+    if isinstance(by_layer, Mapping):  # as in config.json
+        return SimpleNamespace(**{**vars(config), **by_layer.get(str(l), {})})
+    return config if by_layer is None or not config.is_heterogeneous else by_layer[l]
 
 
 def _layer(parts: Parts, name: str) -> DecoderLayer:
@@ -239,19 +307,26 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
     def norm(called: str | None) -> Norm | None:
         return None if called is None else parts.norm(f"{name}.{called}")
 
-    qkv = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    qkv: tuple[str, ...] = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    if family.v_norm:  # as a layer has them
+        qkv = tuple(part for part in qkv if f"{attention}.{part}.weight" in parts.tensors)
+    beside = parts.experts_beside(name)
     # Cohere's are optional.
     norms_qk = family.qk_norm != "no" and f"{attention}.q_norm.weight" in parts.tensors
     return DecoderLayer(
         before_attention=norm(family.before_attention),
         qkv=tuple(parts.linear(f"{attention}.{part}") for part in qkv),
-        qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk") if norms_qk else (),
+        qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk"[: len(qkv)]) if norms_qk else (),
+        v_norm=parts.norm(f"{attention}.v_norm") if family.v_norm and len(qkv) > 1 else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate else None,
         o=parts.linear(f"{attention}.o_proj"),
         after_attention=norm(family.after_attention),
         before_mlp=None if family.parallel else norm(family.before_mlp),
         mlp=parts.mlp(f"{name}.{family.mlp}"),
         after_mlp=norm(family.after_mlp),
+        beside_mlp=None if beside is None else (parts.norm(f"{name}.post_feedforward_layernorm_1"), beside),
+        layer_input=parts.layer_input(name),
+        scale=parts.tensors[f"{name}.{family.layer_scale}"] if family.layer_scale else None,
     )
 
 

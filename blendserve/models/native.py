@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
         )
         fresh = model.project(l, hidden)
         rotated = model.rotate(fresh.q, ropes[l]), model.rotate(fresh.k, ropes[l])
-        expected = fresh.q, fresh.k, fresh.v, *rotated, model.finish(l, hidden, attended)
+        expected = fresh.q, fresh.k, fresh.v, *rotated, cast(Tensor, model.finish(l, hidden, attended))
         found = *native.qkv(l, hidden, ropes[l]), native.out(l, hidden, attended)
         pairs += zip(found, expected, strict=True)
     return all(torch.equal(*pair) for pair in pairs)

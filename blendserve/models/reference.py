@@ -36,9 +36,12 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
         eps = torch.finfo(embedded.dtype).eps
         embedded = (embedded.float() * (1 + eps * sign.to(embedded.device))).to(embedded.dtype)
     cache = DynamicCache()  # of nothing but full layers: windows are masks, and nothing is dropped
-    output = reference(
-        inputs_embeds=embedded, **cache_argument(reference, cache), use_cache=True, logits_to_keep=2
-    )
+    inputs = {"inputs_embeds": embedded, **cache_argument(reference, cache)}
+    if getattr(model.config, "hidden_size_per_layer_input", None):
+        inputs["per_layer_inputs"] = reference.model.get_per_layer_inputs(
+            torch.tensor([ids], device=model.device)
+        )
+    output = reference(**inputs, use_cache=True, logits_to_keep=2)
     keys, values = (join_layers([getattr(x, part)[0] for x in cache.layers]) for part in ("keys", "values"))
     return Forward(output.logits[0], keys, values)
 

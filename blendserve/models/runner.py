@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class NativeDecoder:
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Run up to MAX_ROWS tokens, of one request or of several, append their KV -> logits [B, V]."""
         model = self._model
-        hidden = model.embed(torch.tensor([row.token for row in rows]))
+        hidden = cast(Tensor, model.embed(torch.tensor([row.token for row in rows])))
         ropes = model.rope(torch.tensor([row.at for row in rows]))
         tables = [ropes[l] for l in self._tables]
         caches = [(stacked(row.cache.keys), stacked(row.cache.values), row.at) for row in rows]

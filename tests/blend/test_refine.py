@@ -10,7 +10,7 @@ import torch
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.policies import top
 from blendserve.config import BlendConfig
-from blendserve.core import run, stacked
+from blendserve.core import run
 from blendserve.errors import ConfigError
 from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
@@ -48,8 +48,8 @@ def refined(decoder: DecoderModel, done: Prefilled) -> Prefilled:
 
 def copy_of(decoder: DecoderModel, cache: KVCache) -> KVCache:
     other = KVCache(decoder, cache.capacity)
-    stacked(other.keys).copy_(stacked(cache.keys))
-    stacked(other.values).copy_(stacked(cache.values))
+    for l in range(decoder.n_kv_layers):
+        other.write(l, slice(None), cache.keys[l], cache.values[l])
     return other
 
 

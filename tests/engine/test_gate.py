@@ -55,7 +55,7 @@ class Forgetful(KVCache):
         self.values[l][:, self.capacity - 4] = 0
 
 
-def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, known: Any) -> AttentionPlan:
+def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, *_: Any) -> AttentionPlan:
     return plan_rows((positions + 1).clamp(max=len(PROMPT) - 1), n_heads, window)
 
 

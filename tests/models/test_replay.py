@@ -34,13 +34,16 @@ class Replay:
         return self.out.copy_(self.work())
 
 
-def slots(decoder: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
-    """The random KV of a pool, and a copy of each slot as a cache of its own."""
-    pool = CachePool(decoder, SLOTS, ROOM)
-    for i, part in enumerate(map(stacked, (pool.keys, pool.values))):
-        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(i)))
-    pairs = zip(stacked(pool.keys).clone(), stacked(pool.values).clone(), strict=True)
-    return stacked(pool.keys), stacked(pool.values), [KVCache.over(*pair) for pair in pairs]
+def slots(decoder: DecoderModel) -> tuple[CachePool, list[KVCache]]:
+    """A pool with random KV, and a copy of each slot as a cache of its own."""
+    pool, alone = CachePool(decoder, SLOTS, ROOM), [KVCache(decoder, ROOM) for _ in range(SLOTS)]
+    seeded = torch.Generator().manual_seed(0)
+    for caches in zip(pool.caches, alone, strict=True):
+        for l, (heads, dim) in enumerate(decoder.kv_shapes):
+            kv = torch.randn(2, heads, ROOM, dim, generator=seeded)
+            for cache in caches:
+                cache.write(l, slice(None), *kv)
+    return pool, alone
 
 
 @plain_torch()
@@ -49,7 +52,8 @@ def slots(decoder: DecoderModel) -> tuple[Tensor, Tensor, list[KVCache]]:
 def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str) -> None:
     """As a capture does, tracing keeps what was launched and forgets why; it does not see the kernels of a CPU."""
     decoder = tiny_decoder(name)
-    keys, values, alone = slots(decoder)
+    pool, alone = slots(decoder)
+    keys, values = stacked(pool.keys), stacked(pool.values)
 
     def work(keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
         caught: Any = run_captured
@@ -68,19 +72,19 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
     )  # a slot that has no row keeps its KV
 
 
-@pytest.mark.parametrize("name", ["llama", *KINDS])
+@pytest.mark.parametrize("name", ["llama", *KINDS, "gemma4_text-shared"])
 def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     """Plainly for the first steps, and replayed from then on."""
     decoder, at, dice, captured = tiny_decoder(name), [5, 30, 17], random.Random(3), list[Replay]()
-    keys, values, alone = slots(decoder)
-    for part in (keys, values):
-        part[:, :, :, max(at) :] = float("nan")  # unwritten memory
+    pool, alone = slots(decoder)
+    for cache in pool.caches:
+        cache.fill(float("nan"), max(at))  # unwritten memory
 
     def capture(work: Callable[[], Tensor], device: torch.device) -> Replay:
         captured.append(Replay(work))
         return captured[-1]
 
-    runner = Runner(decoder, keys, values, n_used=max(at), capture=capture)
+    runner = Runner(decoder, pool.keys, pool.values, n_used=max(at), capture=capture)
     for made in range(EAGER_STEPS + 8):
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
@@ -91,8 +95,9 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
         for b in rows:
             at[b] = min(at[b] + 1, ROOM - 2)  # the last place is for slots without a row
     for b, n in enumerate(at):
-        assert_near(keys[b, :, :, :n], stacked(alone[b].keys)[:, :, :n], 1e-4)
-        assert_near(values[b, :, :, :n], stacked(alone[b].values)[:, :, :n], 1e-4)
+        got_kv, expected_kv = (cache.beginning(decoder, n) for cache in (pool.caches[b], alone[b]))
+        assert_near(got_kv.keys, expected_kv.keys, 1e-4)
+        assert_near(got_kv.values, expected_kv.values, 1e-4)
 
 
 def test_a_failed_capture_is_not_tried_again() -> None:

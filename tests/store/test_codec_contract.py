@@ -23,7 +23,7 @@ from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable,
 from blendserve.store.view import RecordView
 from tests.support.codecs import decoded, refuses
 from tests.support.damages import TOP64
-from tests.support.stores import chunk, key_of, same
+from tests.support.stores import chunk, chunk_by_layer, key_of, same
 
 KEY = key_of(1)
 SHAPE: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8}
@@ -199,6 +199,21 @@ def test_lengths_of_no_chunk_are_refused(name: str, level: int, kv: ChunkKV, l: 
     fixed = name in ("raw", "int8")
     lengths[l] = min(TOP64, lengths[l] + more) if fixed else TOP64 - 3  # whole words
     assert refuses(codec.check, codec.coding, ChunkShape.of(kv), lengths)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_layers_of_several_shapes_are_stored_or_refused(name: str) -> None:
+    codec = codec_of(name, CODECS.load(name).default_level)
+    kv = chunk_by_layer(7, [(2, 8), (1, 16), (2, 8), (2, 8)], torch.bfloat16)
+    if type(codec).needs_equal_layers:
+        assert refuses(codec.check, codec.coding, ChunkShape.of(kv), [100] * 4)
+        with pytest.raises(StoreError):
+            codec.encode(kv)
+        with pytest.raises(Undecodable):
+            codec.decoder(ChunkShape.of(kv))
+    else:
+        assert ChunkShape.of(decoded(codec, kv)) == ChunkShape.of(kv)
+        codec.check(codec.coding, ChunkShape.of(kv), [len(segment) for segment in codec.encode(kv)])
 
 
 @given(codecs, st.data())

@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from blendserve.core import ChunkKV, KVShape
+from blendserve.core import ChunkKV, KVShape, Layers
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import ChunkShape, Coding
@@ -20,7 +19,7 @@ from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
 from blendserve.store.view import RecordView
 from tests.support.damages import DAMAGES, LIES, Damage, relabelled, sealed
-from tests.support.stores import chunk, copy_of, key_of, same
+from tests.support.stores import chunk, chunk_by_layer, copy_of, key_of, same
 
 KEY = key_of(1)
 
@@ -50,6 +49,22 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
     assert found.n_bytes == kv.n_bytes
 
 
+@given(
+    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 8)), min_size=1, max_size=4),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_layers_of_any_shapes_round_trip(
+    tokens: int, shapes: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    kv = chunk_by_layer(tokens, shapes, dtype)
+    header, segments = encode(KEY, kv)
+    assert same(decode(KEY, header, segments), kv)
+    assert record.decode_header(KEY, header).shape == ChunkShape.of(kv)
+    assert header[4] == (3 if len(set(shapes)) == 1 else 4)  # its format
+    assert [len(segment) for segment in segments] == [2 * k * tokens * d * dtype.itemsize for k, d in shapes]
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "ids"),
     [
@@ -60,9 +75,12 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
         (*[torch.zeros(0, 2, 3, 4)] * 2, ()),
         (*[torch.zeros(1, 2, 3, 0)] * 2, ()),
         (*[torch.zeros(1, 2, 3, 4)] * 2, (1,)),
+        (*[(torch.zeros(2, 3, 4), torch.zeros(2, 5, 4))] * 2, ()),
+        ((torch.zeros(2, 3, 4), torch.zeros(1, 3, 4)), (torch.zeros(2, 3, 4),), ()),
+        (*[(torch.zeros(2, 3, 4), torch.zeros(1, 3, 4).half())] * 2, ()),
     ],
 )
-def test_tensors_that_are_no_chunk_are_refused(keys: Tensor, values: Tensor, ids: tuple[int, ...]) -> None:
+def test_tensors_that_are_no_chunk_are_refused(keys: Layers, values: Layers, ids: tuple[int, ...]) -> None:
     with pytest.raises(StoreError):
         encode(KEY, ChunkKV(keys, values, ids=ids))
 
@@ -115,7 +133,7 @@ def test_lies_that_agree_with_each_other_are_damage() -> None:
 
 def test_another_format_is_not_damage() -> None:
     header, later = encode(KEY, chunk())[0], struct.pack("<4sH", b"BSKV", 7)
-    relabels = [relabelled(KEY, header, (4, "H", version)) for version in (1, 2, 4, 65535)]
+    relabels = [relabelled(KEY, header, (4, "H", version)) for version in (1, 2, 5, 65535)]
     for raw in (*relabels, sealed(KEY, later + b"any other fields" * 9), sealed(KEY, later)):
         with pytest.raises(StoreVersion):
             record.decode_header(KEY, raw)

@@ -27,7 +27,6 @@ from blendserve.core import (
     TokenIds,
     join_layers,
     run,
-    stacked,
 )
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
@@ -179,8 +178,7 @@ class TracedCache(KVCache):
 
     def __init__(self, decoder: DecoderModel, capacity: int) -> None:
         super().__init__(decoder, capacity)
-        stacked(self.keys).fill_(float("nan"))
-        stacked(self.values).fill_(float("nan"))
+        self.fill(float("nan"))
         self.rows: list[Tensor] = []
 
     def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, join_layers
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Tables, tables_hash
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.raw import Raw
@@ -69,7 +69,7 @@ def decoded(codec: Codec, kv: ChunkKV) -> ChunkKV:
     """The chunk after encoding and decoding."""
     decoder = codec.decoder(ChunkShape.of(kv))
     layers = [decoder.layer(l, segment) for l, segment in enumerate(codec.encode(kv))]
-    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
+    return ChunkKV(*(join_layers(part) for part in zip(*layers, strict=True)))
 
 
 def related(n_tokens: int, seed: int, noise: float = 0.1) -> ChunkKV:

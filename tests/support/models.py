@@ -51,6 +51,13 @@ GROUPED = {
 }
 GATED = {**EXPERTS, **SLIDES, "shared_expert_intermediate_size": 40}
 GEMMA = {**SLIDES, "query_pre_attn_scalar": 8}
+GEMMA_4 = {
+    **SLIDES, "global_head_dim": 32, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }
@@ -82,6 +89,15 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma2-uncapped": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3_text": {**GEMMA, **TYPED_ROPE},
     "gemma3_text-capped": {**GEMMA, "final_logit_softcapping": 5.0},
+    "gemma4_text": {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text-shared": {
+        **GEMMA_4, "num_hidden_layers": 6, "layer_types": TYPES + TYPES[:2], "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 12, "use_double_wide_mlp": True,
+    },
+    "gemma4_text-experts": {
+        **GEMMA_4, **EXPERTS, "enable_moe_block": True, "top_k_experts": 2, "final_logit_softcapping": 5.0,
+    },
+    "gemma4_unified_text": {**GEMMA_4, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
     "phi3": {},
     "phi3-partial": PARTIAL,
     "phi3-window": WINDOWED,
@@ -144,6 +160,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {**MROPE, **BIASED},
     "qwen3_vl_moe_text": {**MROPE, **EXPERTS, **BIASED},
     "gemma3_text-tower": {**GEMMA, **TYPED_ROPE},
+    "gemma4_text-tower": {**GEMMA_4, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 12},
     "mistral-tower": WINDOWED,
     "ministral3-tower": {**SCALED, "sliding_window": None},
     "solar_open": {**GROUPED, **BIASED},
@@ -152,6 +169,16 @@ TINY: dict[str, dict[str, Any]] = {
 # fmt: on
 EYES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 SIGLIP = {**EYES, "image_size": 16, "patch_size": 8}
+GEMMA_4_EYES = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+}
 PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
 QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 QWEN3_EYES = {**QWEN_EYES, "deepstack_visual_indexes": [0]}
@@ -161,6 +188,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_text": ("qwen3_vl", QWEN3_EYES),
     "qwen3_vl_moe_text": ("qwen3_vl_moe", QWEN3_EYES),
     "gemma3_text-tower": ("gemma3", SIGLIP),
+    "gemma4_text-tower": ("gemma4", GEMMA_4_EYES),
     "mistral-tower": ("mistral3", PIXTRAL),
     "ministral3-tower": ("mistral3", PIXTRAL),
 }
@@ -170,7 +198,16 @@ KINDS = [
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
-BLEND_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
+BLEND_KINDS = [
+    *KINDS,
+    "qwen3_moe-window",
+    "granite",
+    "cohere2",
+    "glm4",
+    "gpt_oss",
+    "gemma4_text",
+    "gemma4_text-shared",
+]
 
 
 def config(kind: str, **settings: Any) -> Any:
@@ -204,6 +241,9 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases: among ones and zeros many mistakes would not show
                 parameter += 0.3 * torch.rand_like(parameter)
+        for name_of, buffer in model.named_buffers():
+            if name_of.endswith("layer_scalar"):  # Gemma 4's
+                buffer += 0.3 * torch.rand_like(buffer)
     for parameter in model.parameters():  # not buffers: transformers keeps RoPE's frequencies in fp32
         parameter.data = parameter.data.to(dtype)
     return TextTower(model).eval() if name in CHECKPOINTS else model

@@ -28,7 +28,7 @@ from blendserve.errors import PromptTooLong, RateLimited, ShuttingDown, StoreFul
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
-from blendserve.models.model import DecoderModel
+from blendserve.models.model import DecoderModel, States
 from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 from tests.support.blending import PREFIX, some_ids, tiny_blender
@@ -47,7 +47,7 @@ class FaultyModel(DecoderModel):
 
     fault: Exception | None = None
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor) -> States:
         fault, self.fault = self.fault, None
         if fault:
             raise fault

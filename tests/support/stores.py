@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 import torch
 
-from blendserve.core import ChunkKV, stacked
+from blendserve.core import ChunkKV, join_layers
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import CopyCache
 from blendserve.fetch.incoming import ChunkRequest
@@ -56,6 +56,15 @@ def chunk(
     return ChunkKV(keys, values)
 
 
+def chunk_by_layer(
+    tokens: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32
+) -> ChunkKV:
+    """A chunk whose layers have these numbers of kv heads and head dims."""
+    generator = torch.Generator().manual_seed(0)
+    sides = [[torch.randn(k, tokens, d, generator=generator).to(dtype) for k, d in shapes] for _ in range(2)]
+    return ChunkKV(*map(join_layers, sides))
+
+
 def read(store: KVStore, key: ChunkKey) -> ChunkKV | None:
     """A copy of the stored chunk, None where it is absent or undecodable. Raises CorruptRecord."""
     with store.snapshot() as snapshot:
@@ -75,19 +84,18 @@ def has(store: KVStore, key: ChunkKey) -> bool:
 
 def copy_of(view: ChunkView) -> ChunkKV:
     layers = (view.layer(l) for l in range(view.n_layers))
-    return ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+    return ChunkKV(*(join_layers(parts) for parts in zip(*layers, strict=True)))
 
 
 def same(a: ChunkKV | None, b: ChunkKV) -> bool:
     """Equal bit for bit, NaNs included."""
-    if (
-        a is None
-        or stacked(a.keys).dtype != stacked(b.keys).dtype
-        or stacked(a.keys).shape != stacked(b.keys).shape
-    ):
+    if a is None or len(a.keys) != len(b.keys):
         return False
-    a_bits, b_bits = (torch.cat((stacked(kv.keys), stacked(kv.values))).view(torch.uint8) for kv in (a, b))
-    return torch.equal(a_bits, b_bits)
+    pairs = [*zip(a.keys, b.keys, strict=True), *zip(a.values, b.values, strict=True)]
+    return all(
+        (x.dtype, x.shape) == (y.dtype, y.shape) and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in ((x.contiguous(), y.contiguous()) for x, y in pairs)
+    )
 
 
 def stored(store: KVStore, most: int = 30) -> set[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def gradients(model: DecoderModel, ids: TokenIds, generator: torch.Generator) ->
         run(run_layers(model, model.embed(tokens[:CHUNK]), chunk))
     with torch.enable_grad():
         text = _Pass(model, len(ids) - CHUNK, before=chunk)
-        hidden = run(run_layers(model, model.embed(tokens[CHUNK:]).detach(), text))
+        hidden = run(run_layers(model, cast(Tensor, model.embed(tokens[CHUNK:])).detach(), text))
         log = model.logits(hidden).float().log_softmax(dim=-1)
         drawn = torch.multinomial(log.detach().exp().cpu(), 1, generator=generator).to(log.device)
         leaves = [x for pair in text.leaves for x in pair]
