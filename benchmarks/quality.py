@@ -2,6 +2,7 @@
 
     promise   an index is calibrated on some prompts; others are then answered, and compared with full prefill one by one
     drift     the same with a wrong correction prior: checks until the alarm, and the agreement behind it
+    load      requests with pauses: the time to the first token when every answer is checked, and when none is
 
 Questions are made of the titles of passages, each of another passage than calibration's; of a data set with questions,
 also its own. The prefill is timed against full prefill of the same prompt, in turns.
@@ -9,9 +10,13 @@ also its own. The prefill is timed against full prefill of the same prompt, in t
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -22,11 +27,13 @@ from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms,
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
-from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig
+from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig, ServeConfig
 from blendserve.core import Document, map_layers, run
+from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.calibrate import losses, made_questions
+from blendserve.engine.checks import Checks
 from blendserve.engine.engine import Engine
-from blendserve.engine.request import Request
+from blendserve.engine.request import Completed, Failed, Request
 from blendserve.engine.verify import Verifier
 from blendserve.evaluate.datasets import load
 from blendserve.quality.controller import Controller
@@ -46,7 +53,11 @@ class QualityConfig(BenchConfig):
     unseen: Positive = Field(150, description="Number of other prompts.")
     top_k: Positive = Field(6, description="Number of passages in a prompt.")
     new_tokens: Positive = Field(16, description="Length of an answer, in tokens.")
-    parts: tuple[Literal["promise", "drift"], ...] = Field(("promise", "drift"), description="Parts to run.")
+    parts: tuple[Literal["promise", "drift", "load"], ...] = Field(
+        ("promise", "drift", "load"), description="Parts to run."
+    )
+    served: Positive = Field(40, description="Number of requests of a round under load.")
+    busy: float = Field(0.6, gt=0, lt=1, description="Share of the time in which one is answered, about.")
     after: Positive = Field(40, description="Number of prompts behind the alarm.")
 
 
@@ -75,6 +86,8 @@ def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:
                 yield _promise(engine, kind, questions)
         if "drift" in config.parts:
             yield _drift(config, engine, unseen)
+        if "load" in config.parts:
+            yield _load(config, engine, unseen)
 
 
 class Prompts:
@@ -92,9 +105,16 @@ class Prompts:
             start = time.perf_counter()
             done[name] = run(work[name])
             seconds[name] = time.perf_counter() - start
-        loss = run(verifier.verify(done["served_s"])).loss
+        loss, answer, _ = run(verifier.verify(done["served_s"]))
         self.served.append(loss)
-        return {**seconds, **loss._asdict(), "of_full": seconds["served_s"] / seconds["full_s"]}
+        is_fulls = answer == run(verifier.greedy(done["full_s"]))
+        of_full = seconds["served_s"] / seconds["full_s"]
+        return {
+            **seconds,
+            **loss._asdict(),
+            "of_full": of_full,
+            "misjudged": is_fulls != (loss.agreement == 1),
+        }
 
 
 def _promise(engine: Engine, kind: str, questions: Sequence[str]) -> Group:
@@ -160,6 +180,59 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
     return Group({"questions": "drift"}, [Case({"method": "wrong prior"}, watch)], repeats=1, warm_up=False)
 
 
+class FirstTokens:
+    """An observer of a server: the time of each answer's first token, and the checks that ran."""
+
+    def __init__(self) -> None:
+        self.seconds, self.checks = list[float](), 0
+
+    def token(self, method: str, seconds: float, first: bool) -> None:
+        if first:
+            self.seconds.append(seconds)
+
+    def checked(self, result: str, loss: Loss | None, seconds: float) -> None:
+        self.checks += result == "done"
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _load(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> Group:
+    start = time.perf_counter()
+    for question in questions[:3]:
+        engine.answer(question)
+    gap_s, n = (time.perf_counter() - start) / 3 / config.busy, itertools.count()
+
+    def serve(share: float) -> Metrics:
+        seen, draw, done = FirstTokens(), random.Random(next(n) // 2), threading.Semaphore(0)
+        batch = BatchEngine(engine, seen, ServeConfig(slots=2))
+        batch.checks = Checks(engine.model, engine.config.blend.with_values(check=share), seen)
+
+        def emit(event: object) -> None:
+            if isinstance(event, (Completed, Failed)):
+                done.release()
+
+        batch.scheduler.start()
+        try:
+            for question in draw.choices(questions, k=config.served):
+                time.sleep(draw.expovariate(1 / gap_s))
+                batch.scheduler.submit(batch.sequence(engine.prepare(Request(question)), emit))
+            for _ in range(config.served):
+                done.acquire()
+        finally:
+            batch.scheduler.stop()
+        low, *_, high = statistics.quantiles(seen.seconds, n=100, method="inclusive")
+        return {
+            "median_s": statistics.median(seen.seconds),
+            "p99_s": high,
+            "least_s": low,
+            "checks": seen.checks,
+        }
+
+    cases = [Case({"method": f"{share:.0%} checked"}, partial(serve, share)) for share in (0.0, 1.0)]
+    return Group({"questions": "load"}, cases, warm_up=False)
+
+
 BENCH = Bench(
     QualityConfig,
     groups,
@@ -168,6 +241,7 @@ BENCH = Bench(
             "Served with a target, against full prefill",
             *(ms("full ms", "full_s"), ms("served ms", "served_s"), count("of full", "of_full", digits=2)),
             *(count("agreement", "agreement", digits=3), count("KL", "kl", digits=3)),
+            count("misjudged", "misjudged", digits=2),
             method="served",
         ),
         table(
@@ -176,6 +250,11 @@ BENCH = Bench(
             *(count("agreement before", "before", digits=3), count("behind", "behind", digits=3)),
             method="wrong prior",
         ),
+        table(
+            "First tokens beside checks",
+            *(ms("median ms", "median_s"), ms("p99 ms", "p99_s"), count("checks", "checks")),
+            questions="load",
+        ),
     ),
-    tiny={"documents": 12, "prompts": 6, "unseen": 4, "top_k": 3, "new_tokens": 4, "after": 2},
+    tiny={"documents": 12, "prompts": 6, "unseen": 4, "top_k": 3, "new_tokens": 4, "after": 2, "served": 3},
 )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, Steps, TokenIds
@@ -54,7 +52,7 @@ class Verifier:
         if len(done.to_refine):
             done = yield from done.refine(decoder, self._prompt.ids)
         if answer is None:
-            answer = yield from self._greedy(done.result.cache, first)
+            answer = yield from self.greedy(done)
         along = forced(decoder, full.result.cache, n, full.result.logits, answer)
         yield
         own = forced(decoder, done.result.cache, n, first, answer, decode_each)
@@ -62,10 +60,11 @@ class Verifier:
         end = self._model.end_tokens
         return Verified(loss(along, own, answer, end, temperature), answer, tuple(choices(along, end)))
 
-    def _greedy(self, cache: KVCache, first: Tensor) -> Steps[TokenIds]:
-        tokens, model, n = list[int](), self._model, len(self._prompt)
+    def greedy(self, done: Prefilled) -> Steps[TokenIds]:
+        """The likeliest answer over this prefill's cache, as `with_end` has it."""
+        tokens, model, n, result = list[int](), self._model, len(self._prompt), done.result
         decode = self._decode.with_values(temperature=0.0)
-        for token in generate(model.decoder, cache, n, first, decode, model.end_tokens):
+        for token in generate(model.decoder, result.cache, n, result.logits, decode, model.end_tokens):
             tokens.append(token)
             yield
         return with_end(self._model, tuple(tokens), decode)
