@@ -69,10 +69,16 @@ class Chunk:
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token: K keys and K values of D numbers each."""
+    """What one layer keeps of a token: K keys of D numbers each, and K values."""
 
     heads: int  # K
     dim: int  # D
+    value_dim: int  # of a value; D in most models
+
+    @property
+    def numbers(self) -> int:
+        """Of all its keys and values."""
+        return self.heads * (self.dim + self.value_dim)
 
 
 Layers: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
@@ -117,7 +123,7 @@ class ChunkKV:
 
     @property
     def n_bytes(self) -> int:
-        return 2 * sum(x.numel() * x.element_size() for x in self.keys)
+        return sum(x.numel() * x.element_size() for side in (self.keys, self.values) for x in side)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
         """The KV after `change` of its tensors, [..., C, D]."""

@@ -20,6 +20,7 @@ PLAN = {
     "layer_inputs": "embeddings by layer in some models",
     "layer_scale": "scaled layers",
     "fused_qkv": "fused qkv",
+    "latent": "multi-head latent attention",
     "parallel": "parallel attention and MLP",
     "attention_scale": "scaled scores",
     "softcap": "capped scores",

@@ -160,15 +160,19 @@ class _StackPass:
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         if l == self._model.n_kv_layers - 1:
             return None  # no KV is left to make
-        context_kv = self._context[0][l], self._context[1][l]
-        return attend_chunks(q, self._keys, self._values, context_kv, self._model.specs[l], self._stack)
+        context, own = (
+            self._model.attended_kv(l, *kv)
+            for kv in ((self._context[0][l], self._context[1][l]), (self._keys, self._values))
+        )
+        return attend_chunks(q, *own, context, self._model.specs[l], self._stack)
 
 
 def _empty(model: DecoderModel, ids: TokenIds) -> ChunkKV:
-    def side() -> Layers:
-        shapes = [(heads, len(ids), dim) for heads, dim in model.kv_shapes]
-        if model.has_equal_layers:
+    def side(dims: Sequence[int]) -> Layers:
+        shapes = [(shape.heads, len(ids), dim) for shape, dim in zip(model.kv_shapes, dims, strict=True)]
+        if len(set(shapes)) == 1:
             return torch.empty((len(shapes), *shapes[0]), dtype=model.dtype, device=model.device)
         return tuple(torch.empty(shape, dtype=model.dtype, device=model.device) for shape in shapes)
 
-    return ChunkKV(side(), side(), ids=tuple(ids))
+    keys, values = (side([shape[i] for shape in model.kv_shapes]) for i in (1, 2))
+    return ChunkKV(keys, values, ids=tuple(ids))

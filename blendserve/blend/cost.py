@@ -168,9 +168,13 @@ def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> Layou
 
     def noise(n: int) -> TensorView:
         # One head's, for all of its width: drawing takes longer than all else.
-        one = {d: torch.randn(n, d, dtype=model.dtype, device=model.device) for _, d in model.kv_shapes}
-        layers = [one[dim].expand(heads, n, dim).contiguous() for heads, dim in model.kv_shapes]
-        return TensorView(ChunkKV(join_layers(layers), join_layers(layers)))
+        dims = {d for _, *dims in model.kv_shapes for d in dims}
+        one = {d: torch.randn(n, d, dtype=model.dtype, device=model.device) for d in dims}
+        sides = [
+            [one[shape[i]].expand(shape.heads, -1, -1).contiguous() for shape in model.kv_shapes]
+            for i in (1, 2)
+        ]
+        return TensorView(ChunkKV(*map(join_layers, sides)))
 
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []
     prompt = Prompt(draw(4), tuple(Chunk(draw(n)) for n in sizes), draw(n_suffix))

@@ -135,7 +135,7 @@ class _BlendPass:
     def attend(self, l: int, q: Tensor) -> Tensor:
         n, cache = self._layout.n_tokens, self._cache
         keys, values = cache.keys[l][:, :n], cache.values[l][:, :n]
-        return attend(q, keys, values, self._model.specs[l], self._plans[l])
+        return attend(q, *self._model.attended_kv(l, keys, values), self._model.specs[l], self._plans[l])
 
     def result(self, logits: Tensor) -> PassResult:
         """logits [V]: after the last layer."""
@@ -208,7 +208,7 @@ class _SuffixPass:
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         spec, keys, values = self._specs[l], self._cache.keys[l], self._cache.values[l]
-        n = self._n
-        attended, scores = attend_with_scores(q, keys[:, :n], values[:, :n], spec, self._plans[l])
+        kv = self._loader.model.attended_kv(l, keys[:, : self._n], values[:, : self._n])
+        attended, scores = attend_with_scores(q, *kv, spec, self._plans[l])
         self.scores += scores
         return attended if l + 1 < len(self._specs) else None

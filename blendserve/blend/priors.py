@@ -29,7 +29,18 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out, preceding_share
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Layers, Prompt, Span, TokenIds, join_layers, map_layers, run
+from blendserve.core import (
+    Chunk,
+    ChunkKV,
+    KVShape,
+    Layers,
+    Prompt,
+    Span,
+    TokenIds,
+    join_layers,
+    map_layers,
+    run,
+)
 from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
 from blendserve.models.kv_cache import KVCache
@@ -99,9 +110,9 @@ def _shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
     """Of the tensors in a blob, by name: one of each kind for all layers, or one for each layer if these differ."""
     lead: tuple[int, ...] = (model.n_kv_layers - 1,) if model.has_equal_layers else ()
     found = dict[str, tuple[int, ...]]()
-    for l, (heads, dim) in enumerate(model.kv_shapes[1:2] if lead else model.kv_shapes[1:], 1):
-        name, shape = "" if lead else f".{l}", (*lead, heads, 2 * dim)
-        found |= {f"weights{name}": (*shape, 2 * dim), f"constants{name}": shape}
+    for l, (heads, *dims) in enumerate(model.kv_shapes[1:2] if lead else model.kv_shapes[1:], 1):
+        name, shape = "" if lead else f".{l}", (*lead, heads, sum(dims))
+        found |= {f"weights{name}": (*shape, sum(dims)), f"constants{name}": shape}
     return found
 
 
@@ -193,7 +204,7 @@ class _LeastSquares:
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        shapes = [(heads, 2 * dim + 1) for heads, dim in model.kv_shapes[1:]]
+        shapes = [(heads, sum(dims) + 1) for heads, *dims in model.kv_shapes[1:]]
         self._gram = [torch.zeros(heads, n, n, dtype=torch.float64) for heads, n in shapes]
         self._cross = [torch.zeros(heads, n, n - 1, dtype=torch.float64) for heads, n in shapes]
 
@@ -216,17 +227,18 @@ class _LeastSquares:
         """The penalty counts features of unit size, of keys and of values, as the ridge of a prompt does."""
         solved = [
             self._solve(*layer).float().to(self._model.device)
-            for layer in zip(self._gram, self._cross, strict=True)
+            for layer in zip(self._gram, self._cross, self._model.kv_shapes[1:], strict=True)
         ]
         return Priors(join_layers([x[:, :-1] for x in solved]), join_layers([x[:, -1] for x in solved]))
 
     @staticmethod
-    def _solve(gram: Tensor, cross: Tensor) -> Tensor:
+    def _solve(gram: Tensor, cross: Tensor, shape: KVShape) -> Tensor:
         """Of one layer: [K, 2D + 1, 2D]."""
-        n, dim = gram[:, -1:, -1], cross.shape[-1] // 2
+        n, dims = gram[:, -1:, -1], [shape.dim, shape.value_dim]
         mean = gram[:, :-1, -1] / n
         variance = (gram.diagonal(dim1=-2, dim2=-1)[:, :-1] / n - mean**2).clamp(min=1e-12)
-        size = variance.view(len(gram), 2, dim).mean(dim=-1).sqrt().repeat_interleave(dim, dim=-1)
+        halves = (half.mean(dim=-1, keepdim=True).expand_as(half) for half in torch.split(variance, dims, -1))
+        size = torch.cat([*halves], dim=-1).sqrt()
         penalised = gram.clone()
         penalised.diagonal(dim1=-2, dim2=-1)[:, :-1] += PENALTY * size**2
         solved: Tensor = torch.linalg.solve(penalised, cross)

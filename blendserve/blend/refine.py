@@ -60,4 +60,4 @@ class _RefinePass:
         if l == self._model.n_kv_layers - 1:
             return None
         keys, values = (side[l][:, : self._n_tokens] for side in (self._cache.keys, self._cache.values))
-        return attend(q, keys, values, self._model.specs[l], self._plans[l])
+        return attend(q, *self._model.attended_kv(l, keys, values), self._model.specs[l], self._plans[l])

@@ -34,7 +34,8 @@ LEAST_SPREAD = 1 / 64  # of the size of stored keys and values, for the ridge re
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
 
-    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
+    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D]; values
+    may have other dims than keys, and what is returned has theirs.
     Equals softmax(softcap(scale q k^T) + causal mask by position) v; a sink is one more score, and its column is left
     out of the weights. ops.attend raises ValueError where keys are too few.
 
@@ -42,10 +43,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
     is made. The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
     """
     n_heads, n_rows, dim = q.shape
-    n_kv = keys.shape[0]
+    n_kv, width = keys.shape[0], values.shape[2]
     group = n_heads // n_kv
     q = q.view(n_kv, group, n_rows, dim)
-    out = torch.empty(n_rows, n_kv, group, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(n_rows, n_kv, group, width, dtype=q.dtype, device=q.device)
     start = 0
     while start < n_rows:
         end = int(plan.positions_on_host[start]) + 1
@@ -60,9 +61,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
             scores = scores.view(group, stop - start, -1).masked_fill_(hidden, float("-inf"))
             sinks = None if spec.sinks is None else spec.sinks.view(n_kv, group, 1, 1)[head]
             mixed = torch.mm(_softmax(scores, sinks).flatten(0, 1), values[head, seen])
-            out[start:stop, head] = mixed.view(group, stop - start, dim).transpose(0, 1)
+            out[start:stop, head] = mixed.view(group, stop - start, width).transpose(0, 1)
         start = stop
-    return out.view(n_rows, n_heads * dim)
+    return out.view(n_rows, n_heads * width)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -93,7 +94,7 @@ def attend_with_scores(
         torch.softmax(weights, dim=-1, out=weights)
     else:
         weights = _softmax(weights.view(n_heads, s, n), spec.sinks[:, None, None]).reshape(weights.shape)
-    attended = (weights @ values).view(n_heads, s, dim).transpose(0, 1).reshape(s, n_heads * dim)
+    attended = (weights @ values).view(n_heads, s, -1).transpose(0, 1).reshape(s, -1)
     length = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)  # [K, T]
     per_kv_head = weights.view(n_kv, -1, s, n).sum(dim=1, dtype=torch.float32)  # [K, S, T]
     per_row = (per_kv_head * length[:, None]).sum(dim=0) / n_heads
@@ -183,7 +184,7 @@ def correct(
     moved = now - known
     rule = None  # how a token moves by what is stored of it
     if prior is not None:
-        share = _share(expected := our_weight * _by(prior, known), moved, params.prior_shrinkage)
+        share = _share(expected := our_weight * _by(prior, known), moved, params.prior_shrinkage, dim)
         moved = moved - share * expected
         share = share * _halves(known, dim, params.prior_key_scale, params.prior_value_scale)
         rule = Prior(share * prior.weights.to(wide), share[:, 0] * prior.constant.to(wide))
@@ -191,12 +192,12 @@ def correct(
     means = _means(moved, ours, len(fresh.context_weight), params)
     shift = scale * means[:, theirs]
     if params.penalty is not None and len(at):
-        fitted = _fit(known, our_weight, moved - means[:, ours], params.penalty)
+        fitted = _fit(known, our_weight, moved - means[:, ours], params.penalty, dim)
         found = Prior(scale * fitted.weights, scale * fitted.constant)
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
         shift = shift + their_weight * _by(rule, before_rope[:, others].to(wide))
-    by_key, by_value = shift.chunk(2, dim=-1)
+    by_key, by_value = shift[..., :dim], shift[..., dim:]
     keys.index_add_(1, others, rotate(by_key.to(keys.dtype), elsewhere))
     values.index_add_(1, others, by_value.to(keys.dtype))
 
@@ -211,8 +212,8 @@ def _by_token(
 
 
 def _halves(like: Tensor, dim: int, key: float, value: float) -> Tensor:
-    """[2D]: of keys and of values."""
-    return torch.cat([like.new_full((dim,), key), like.new_full((dim,), value)])
+    """[2D]: of keys, which have `dim` numbers, and of values."""
+    return torch.cat([like.new_full((dim,), key), like.new_full((like.shape[-1] - dim,), value)])
 
 
 def _by(rule: Prior, stored: Tensor) -> Tensor:
@@ -220,15 +221,23 @@ def _by(rule: Prior, stored: Tensor) -> Tensor:
     return stored @ rule.weights.to(stored.dtype) + rule.constant.to(stored.dtype)[:, None]
 
 
-def _share(expected: Tensor, moved: Tensor, trust: float) -> Tensor:
+def _sums(x: Tensor, dim: int) -> Tensor:
+    """Of [K, S, 2D]: the sums over tokens and over the `dim` numbers of keys, and of values, each in its places."""
+    halves = (x[..., :dim], x[..., dim:])
+    return torch.cat(
+        [half.sum(dim=(1, 2), keepdim=True).expand(-1, 1, half.shape[-1]) for half in halves], -1
+    )
+
+
+def _share(expected: Tensor, moved: Tensor, trust: float, dim: int) -> Tensor:
     """How much of what was expected [K, S, 2D] counts: of keys and of values of each head, [K, 1, 2D].
 
     The slope of what moved on it, drawn towards 1 as by `trust` more tokens that moved as expected; 0 to 1.
     """
-    n, half = max(1, moved.shape[1]), moved.shape[2] // 2
-    both, squares = ((expected * x).reshape(*x.shape[:2], 2, half).sum(dim=(1, 3)) for x in (moved, expected))
+    n = max(1, moved.shape[1])
+    both, squares = (_sums(expected * x, dim) for x in (moved, expected))
     slope = torch.where(squares > 0, (both / squares + trust / n) / (1 + trust / n), 1.0)
-    return slope.clamp(0, 1).repeat_interleave(half, dim=-1)[:, None]
+    return slope.clamp(0, 1)
 
 
 def _means(moved: Tensor, chunk: Tensor, n_chunks: int, params: CorrectionParams) -> Tensor:
@@ -242,7 +251,7 @@ def _means(moved: Tensor, chunk: Tensor, n_chunks: int, params: CorrectionParams
     return overall + (is_of @ moved - n * overall) / (n + params.chunk_shrinkage)
 
 
-def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float) -> Prior:
+def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float, dim: int) -> Prior:
     """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
 
     -> W and c such that foreign [S, 1] * (known W + c) predicts `left`. The size is at least LEAST_SPREAD of the
@@ -250,13 +259,10 @@ def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float) -> Prior:
     """
     mean = known.mean(dim=1, keepdim=True)
     x = foreign * (known - mean)
-    spread, length = (
-        torch.cat([half.square().mean(dim=(1, 2), keepdim=True) for half in part.chunk(2, dim=-1)], dim=-1)
-        for part in (x, foreign * known)
-    )
-    # All dims of keys are scaled alike, and all of values: [K, 1, 2] -> [K, 1, 2D]
+    # All dims of keys are scaled alike, and all of values.
+    numbers = x.shape[1] * _halves(x, dim, dim, x.shape[-1] - dim)
+    spread, length = (_sums(part.square(), dim) / numbers for part in (x, foreign * known))
     size = torch.maximum(spread, LEAST_SPREAD**2 * length).sqrt().clamp(min=1e-6)
-    size = size.repeat_interleave(x.shape[-1] // 2, dim=-1)
     weights = _ridge(x / size, left, penalty) / size.mT
     return Prior(weights, -(mean @ weights)[:, 0])
 

@@ -40,7 +40,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
         mask = _causal_suffix(n_rows, end) if 1 < n_rows < end else None
         with sdpa_kernel(GPU_BACKENDS) if on_gpu else nullcontext():
             return _sdpa(q, keys[:, :end], values[:, :end], spec.scale, mask, is_causal=1 < n_rows == end)
-    out = torch.empty(n_rows, q.shape[0] * q.shape[2], dtype=q.dtype)
+    out = torch.empty(n_rows, q.shape[0] * values.shape[2], dtype=q.dtype)
     for start in range(0, n_rows, BLOCK):
         stop = min(start + BLOCK, n_rows)
         seen = plan.keys_seen(start, stop)

@@ -7,6 +7,7 @@ layer with the model's own, and the gate does it again on the real weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,6 +43,7 @@ class Family:
     )
     shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
+    latent: bool = False  # keys and values of all heads are made of one latent (multi-head latent attention)
     gate: Gate | None = None  # of attention's output, by head or by dim
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     v_norm: bool = False  # of each head, without weights
@@ -78,6 +80,14 @@ def _slides_or_has_no_window(config: Any, l: int) -> bool:
 def _slides_or_is_dense(config: Any, l: int) -> bool:
     is_dense = config.mlp_layer_types[l] == "dense" and config.prefix_dense_sliding_window_pattern == 1
     return bool(is_dense) or slides(config, l)
+
+
+def _latent_scale(config: Any) -> float:
+    """Of all dims of a query, and of YaRN's, which DeepSeek applies here instead of to cos and sin."""
+    rope = config.rope_parameters
+    factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
+    stretch = 0.1 * mscale * math.log(factor) + 1.0 if mscale and factor > 1 else 1.0
+    return float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * stretch**2)
 
 
 # Columns that several families share.
@@ -125,6 +135,7 @@ GLM: dict[str, Any] = {"rotary": INTERLEAVED, "mlp_layers": ("gate_up_proj", "do
 GRANITE_MOE: dict[str, Any] = {**GRANITE, "mlp": "block_sparse_moe", "experts": True}
 SWASH: dict[str, Any] = {"windows": "typed", "sinks": True, "rope_bases": True}
 UNGATED: dict[str, Any] = {"mlp_layers": ("up_proj", "down_proj")}
+LATENT: dict[str, Any] = {"latent": True, "attention_scale": _latent_scale}
 NORMED_EXPERTS: dict[str, Any] = {"qk_norm": "head", "experts": True}
 
 # fmt: off
@@ -167,6 +178,7 @@ FAMILIES: dict[str, Family] = {
     "cohere2_moe": Family("Command A MoE",
                           **COHERE, norm="rms or layer", windows="typed", experts=True, rotates=_slides_or_is_dense),
     "cwm": Family("Code World Model", windows="typed"),
+    "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", **LATENT, experts=True),
     "dots1": Family("dots.llm1", **NORMED_EXPERTS, windows="typed"),
     "ernie4_5": Family("ERNIE 4.5", **ERNIE),
     "ernie4_5_moe": Family("ERNIE 4.5 MoE", **ERNIE, experts=True),
@@ -174,6 +186,7 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": Family("FlexOlmo", **OLMO, experts=True),
     "flint": Family("Flint", **NORMED_EXPERTS, norm=LATE_RMS, windows="typed", sinks=True, rotates=slides),
     "glm4_moe": Family("GLM-4.5, 4.6, GLM-4.5-Air", **NORMED_EXPERTS),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", **LATENT, experts=True),
     "granite_swa": Family("Granite Swash", **GRANITE, **SWASH),
     "granitemoe_swa": Family("Granite Swash MoE", **GRANITE_MOE, **SWASH, shared_mlp="shared_mlp"),
     "granitemoeshared": Family("Granite MoE with a shared expert", **GRANITE_MOE, shared_mlp="shared_mlp"),
@@ -194,6 +207,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": Family("Qwen3-VL, text only", qk_norm="head"),
     "qwen3_vl_moe_text": Family("Qwen3-VL-MoE, text only", **NORMED_EXPERTS),
     "solar_open": Family("Solar Open", experts=True),
+    "youtu": Family("Youtu-LLM", **LATENT),
     "stablelm": Family("StableLM 2 1.6B, Zephyr 3B", norm="layer"),
 }
 # fmt: on
@@ -201,11 +215,11 @@ FAMILIES: dict[str, Family] = {
 # Vision-language checkpoints: their text model is used, whose own type must be in FAMILIES.
 TOWERS = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
-MLA = "it stores compressed keys (multi-head latent attention), which is not built in"
+MLA = "its form of multi-head latent attention is not built in"
 RECURRENT = "it has recurrent layers: a chunk's state is not built in"
 ENCODER = "it is not a decoder alone: its input is not causal"
 REFUSALS = {
-    MLA: "deepseek_v2 deepseek_v3 deepseek_v32 minicpm3 longcat_flash glm4_moe_lite",
+    MLA: "deepseek_v2 deepseek_v32 minicpm3 longcat_flash mistral4 kimi_k25",
     RECURRENT: (
         "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
         "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe olmo_hybrid kimi_linear minimax"

@@ -67,7 +67,7 @@ def _run_layer(model: DecoderModel, l: int, hidden: States, layers: LayerPass) -
         fresh = Projected(*before_rope)
     else:
         fresh = model.project(l, hidden)
-        q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
+        q, keys = model.rotate_queries(l, fresh.q, rope), model.rotate(fresh.k, rope)
     q = rope.scale_queries(q)
     left = layers.write(l, fresh, keys) if len(fresh.k) else None
     if left is not None:
@@ -95,7 +95,7 @@ class _AppendPass:
 
     def __init__(self, model: DecoderModel, rows: Sequence[Row]) -> None:
         at = torch.tensor([row.at for row in rows])
-        self._ropes, self._specs = model.rope(at.to(model.device)), model.specs
+        self._model, self._ropes, self._specs = model, model.rope(at.to(model.device)), model.specs
         self._runs = list(_runs(rows))
         self._plans = [
             plan_layers(Rows.on(model.device, at[part]), model.attention_forms) for _, part, _ in self._runs
@@ -112,7 +112,7 @@ class _AppendPass:
         spec = self._specs[l]
         runs = zip(self._runs, self._plans, strict=True)
         parts = [
-            attend(q[:, part], cache.keys[l], cache.values[l], spec, plans[l])
+            attend(q[:, part], *self._model.attended_kv(l, cache.keys[l], cache.values[l]), spec, plans[l])
             for (cache, part, _), plans in runs
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -138,7 +138,7 @@ class _CapturedPass:
 
     def __init__(self, model: DecoderModel, keys: Layers, values: Layers, at: Tensor, slot: Tensor) -> None:
         self._layers, self._at, self._slot = list(zip(*map(_by_layer, (keys, values)), strict=True)), at, slot
-        self._specs, self._ropes = model.specs, model.rope(at)
+        self._model, self._specs, self._ropes = model, model.specs, model.rope(at)
         self._requests = torch.arange(len(at), device=at.device)
 
     def rope(self, l: int) -> Rope:
@@ -151,7 +151,9 @@ class _CapturedPass:
     def attend(self, l: int, q: Tensor) -> Tensor:
         spec, only = self._specs[l], [slice(b, b + 1) for b in range(len(self._at))]
         caches = zip(only, *self._layers[l], strict=True)
-        return torch.cat([attend_at(q[:, b], keys, values, spec, self._at[b]) for b, keys, values in caches])
+        return torch.cat(
+            [attend_at(q[:, b], *self._model.attended_kv(l, *kv), spec, self._at[b]) for b, *kv in caches]
+        )
 
 
 def _by_layer(kv: Layers) -> Sequence[Tensor]:

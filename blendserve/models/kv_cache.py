@@ -59,8 +59,8 @@ class KVCache:
     @property
     def n_bytes(self) -> int:
         """Of the layers that keep KV."""
-        each = {x.data_ptr(): x for x in self.keys}.values()
-        return 2 * sum(x.numel() * x.element_size() for x in each)
+        each = {x.data_ptr(): x for side in (self.keys, self.values) for x in side}.values()
+        return sum(x.numel() * x.element_size() for x in each)
 
     def fill(self, number: float, start: int = 0) -> None:
         """Set all KV from position `start` on."""
@@ -105,7 +105,7 @@ def slots(keys: Layers, values: Layers) -> list[KVCache]:
 
 def _numbers(model: DecoderModel, n_tokens: int) -> int:
     """Keys and values of so many tokens."""
-    return 2 * n_tokens * sum(heads * dim for heads, dim in model.kv_shapes)
+    return n_tokens * sum(shape.numbers for shape in model.kv_shapes)
 
 
 def _layers(
@@ -113,14 +113,14 @@ def _layers(
 ) -> tuple[Layers, Layers]:
     """A block of memory as keys and values of all layers, with the dims `lead` in front."""
     if model.has_equal_layers and model.n_kv_layers == model.n_layers:
-        heads, dim = model.kv_shapes[0]
+        heads, dim, _ = model.kv_shapes[0]
         keys, values = memory.view(2, *lead, model.n_layers, heads, n_tokens, dim)
         return keys, values
-    shapes = [(2, *lead, heads, n_tokens, dim) for heads, dim in model.kv_shapes]
-    parts = zip(torch.split(memory, [math.prod(shape) for shape in shapes]), shapes, strict=True)
-    pairs = [part.view(shape).unbind() for part, shape in parts]
-    of_all = [pairs[source] for source in model.kv_sources]
-    return tuple(keys for keys, _ in of_all), tuple(values for _, values in of_all)
+    shapes = [(*lead, shape.heads, n_tokens, dim) for shape in model.kv_shapes for dim in shape[1:]]
+    parts = torch.split(memory, [math.prod(shape) for shape in shapes])
+    made = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    keys, values = (tuple(made[2 * source + i] for source in model.kv_sources) for i in (0, 1))
+    return keys, values
 
 
 def recycled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -152,6 +152,10 @@ class Parts:
         is_gated = len(inner) == 2 or self.family.mlp_layers[0] == "gate_up_proj"
         return MLP(tuple(inner), down, self._activation(name), is_gated)
 
+    def latent(self, name: str) -> LatentAttention:
+        """The projections of a layer with multi-head latent attention."""
+        return LatentAttention(self, name)
+
     def experts_beside(self, name: str) -> Function | None:
         """hidden before the MLP's norm [S, E] -> what a layer's experts add to the MLP's output, if it has some."""
         if not (self.family.experts_beside and self.config.enable_moe_block):
@@ -244,3 +248,45 @@ class LayerEmbeddings:
         projected = norm_heads(self._norm, (self._project(hidden) * self._projection_scale).view(shape))
         made: Tensor = (projected + of_token) * 2.0**-0.5
         return made
+
+
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): all heads share what is stored.
+
+    stored of a token: a key, the part with RoPE [R], and a value, the latent c [C] that holds all heads' keys and values.
+    A head's key is [W_k c | key], its value W_v c. W_k and W_v are absorbed: queries are W_k^T q, the latents are
+    attended to, and W_v is applied to what comes out. So every token is stored once, whatever the number of heads.
+    """
+
+    def __init__(self, parts: Parts, name: str) -> None:
+        config, linear = parts.config, parts.linear
+        self._n_heads = config.num_attention_heads
+        self._plain, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self._compress: tuple[Function, Norm] | None = None
+        if config.q_lora_rank:
+            self._compress = linear(f"{name}.q_a_proj"), parts.norm(f"{name}.q_a_layernorm")
+        self._query = linear(f"{name}.{'q_b_proj' if config.q_lora_rank else 'q_proj'}")
+        self._down, self._norm = linear(f"{name}.kv_a_proj_with_mqa"), parts.norm(f"{name}.kv_a_layernorm")
+        up = parts.tensors[f"{name}.kv_b_proj.weight"].view(self._n_heads, -1, config.kv_lora_rank)
+        self._key_up, self._value_up = up[:, : self._plain], up[:, self._plain :]  # [H, D, C]
+        pairs = torch.arange(self._rope).view(-1, 2)
+        self._order = pairs.mT.flatten() if config.rope_interleave else None  # neighbours to halves
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed rows [S, E] -> queries [S, H, C + R], keys [S, 1, R] and values [S, 1, C], before RoPE."""
+        q = x
+        if self._compress:
+            down, norm = self._compress
+            q = call_norm(norm, down(x))[1]
+        by_head = self._query(q).view(len(x), self._n_heads, -1)
+        plain, turned = torch.split(by_head, [self._plain, self._rope], dim=-1)
+        latent, key = torch.split(self._down(x), [self._key_up.shape[-1], self._rope], dim=-1)
+        if self._order is not None:
+            turned, key = turned[..., self._order], key[..., self._order]
+        absorbed = torch.einsum("shd,hdc->shc", plain, self._key_up)
+        return torch.cat([absorbed, turned], dim=-1), key[:, None], call_norm(self._norm, latent)[1][:, None]
+
+    def output(self, attended: Tensor) -> Tensor:
+        """What rows take from the latents [S, H * C] -> of the values [S, H * D]."""
+        of_heads = attended.view(len(attended), self._n_heads, -1)
+        return torch.einsum("shc,hdc->shd", of_heads, self._value_up).flatten(1)

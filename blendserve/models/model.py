@@ -25,7 +25,15 @@ from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import Activation, AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported, slides
-from blendserve.models.layers import Function, LayerEmbeddings, Parts, RopeAngles, call_norm, norm_heads
+from blendserve.models.layers import (
+    Function,
+    LatentAttention,
+    LayerEmbeddings,
+    Parts,
+    RopeAngles,
+    call_norm,
+    norm_heads,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class DecoderLayer:
     qkv: tuple[Function, ...]
     qk_norms: tuple[Norm, ...]
     v_norm: Norm | None
+    latent: LatentAttention | None  # in place of these
     gate: Function | None  # of attention's output
     o: Function
     after_attention: Norm | None
@@ -153,8 +162,9 @@ class DecoderModel:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Whether all of them keep KV of one shape."""
-        return len(set(self.kv_shapes)) == 1
+        """Whether all of them keep keys and values of one shape."""
+        first = self.kv_shapes[0]
+        return first.dim == first.value_dim and set(self.kv_shapes) == {first}
 
     def kv_shape(self, l: int) -> KVShape:
         """Of the KV that layer l reads."""
@@ -167,8 +177,8 @@ class DecoderModel:
 
     def qkv_sizes(self, l: int) -> list[int]:
         """How many numbers layer l projects to queries, keys and values."""
-        heads, dim = self.kv_shape(l)
-        return [n * dim for n in (self.n_heads, heads, heads)]
+        heads, dim, value_dim = self.kv_shape(l)
+        return [self.n_heads * dim, heads * dim, heads * value_dim]
 
     @property
     def windows(self) -> set[int | None]:
@@ -178,12 +188,12 @@ class DecoderModel:
     @property
     def attention_backends(self) -> tuple[str, str]:
         """The attention kernels of its first layer: for contiguous rows, and for rows anywhere."""
-        heads = self.n_heads, *self.kv_shapes[0]
+        heads = self.n_heads, *self.kv_shapes[0][:2]
         return attention_backends(*heads, self.dtype, self.device, self.specs[0])
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * sum(heads * dim for heads, dim in self.kv_shapes) * self.dtype.itemsize
+        return sum(shape.numbers for shape in self.kv_shapes) * self.dtype.itemsize
 
     def embed(self, ids: Tensor) -> States:
         """Token ids [S] -> hidden [S, E]."""
@@ -209,6 +219,19 @@ class DecoderModel:
         """Apply RoPE to x [heads, S, D] in the model's own dtype."""
         return rotate(x, rope, self.rotary) if len(x) else x
 
+    def rotate_queries(self, l: int, q: Tensor, rope: Rope) -> Tensor:
+        """Queries [H, S, D] of layer l; of latent attention, the part that meets the keys."""
+        if self.layers[l].latent is None:
+            return self.rotate(q, rope)
+        plain = q.shape[-1] - self.kv_shape(l).dim
+        return torch.cat([q[..., :plain], self.rotate(q[..., plain:].contiguous(), rope)], dim=-1)
+
+    def attended_kv(self, l: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What the queries of layer l meet, of its rotated keys and values [K, T, D]."""
+        if self.layers[l].latent is None:
+            return keys, values
+        return torch.cat([values, keys], dim=-1), values
+
     def project(self, l: int, hidden: States) -> Projected:
         """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE.
 
@@ -216,6 +239,8 @@ class DecoderModel:
         """
         layer = self.layers[l]
         x = call_norm(layer.before_attention, hidden.x if isinstance(hidden, Hidden) else hidden)[1]
+        if layer.latent is not None:
+            return Projected(*(part.transpose(0, 1) for part in layer.latent.project(x)))
         made = [part(x) for part in layer.qkv]
         if self.kv_sources[l] != l:
             made += [made[0][:, :0]] * 2
@@ -243,6 +268,8 @@ class DecoderModel:
     def _finish(self, l: int, hidden: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
         """own [S, I]: the layer's embedding of these rows."""
         layer, scale = self.layers[l], self.residual_scale
+        if layer.latent is not None:
+            attended = layer.latent.output(attended)
         if layer.gate is not None:
             gate = layer.gate(call_norm(layer.before_attention, hidden)[1])
             attended = (attended.reshape(*gate.shape, -1) * gate[..., None]).flatten(1)
@@ -284,10 +311,12 @@ def kv_layout(config: Any) -> tuple[tuple[KVShape, ...], list[int]]:
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
     n, heads = config.num_hidden_layers, config.num_attention_heads
     shapes, sources = [], list(range(n))
+    if check_supported(config).latent:
+        return (KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank),) * n, sources
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
         layer = layer_settings(config, l)
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        shapes.append(KVShape(layer.num_key_value_heads, dim))
+        shapes.append(KVShape(layer.num_key_value_heads, dim, dim))
     for l in range(len(shapes), n):  # each reads the KV of the last layer of its type
         sources[l] = max(m for m in range(len(shapes)) if config.layer_types[m] == config.layer_types[l])
     return tuple(shapes), sources
@@ -308,6 +337,7 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
         return None if called is None else parts.norm(f"{name}.{called}")
 
     qkv: tuple[str, ...] = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    qkv = () if family.latent else qkv
     if family.v_norm:  # as a layer has them
         qkv = tuple(part for part in qkv if f"{attention}.{part}.weight" in parts.tensors)
     beside = parts.experts_beside(name)
@@ -318,6 +348,7 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
         qkv=tuple(parts.linear(f"{attention}.{part}") for part in qkv),
         qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk"[: len(qkv)]) if norms_qk else (),
         v_norm=parts.norm(f"{attention}.v_norm") if family.v_norm and len(qkv) > 1 else None,
+        latent=parts.latent(attention) if family.latent else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate else None,
         o=parts.linear(f"{attention}.o_proj"),
         after_attention=norm(family.after_attention),

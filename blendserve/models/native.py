@@ -77,7 +77,7 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
     if model.rotary != HALVES or model.family.wide_rope:
         raise ValueError("RoPE is not by halves, or in fp32")
-    if not model.has_equal_layers or model.n_kv_layers < model.n_layers:
+    if model.family.latent or not model.has_equal_layers or model.n_kv_layers < model.n_layers:
         raise ValueError("layers differ in shape, or read the KV of others")
     if model.family.parallel or model.family.qk_norm == "width" or model.family.gate:
         raise ValueError(

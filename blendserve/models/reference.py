@@ -42,7 +42,8 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
             torch.tensor([ids], device=model.device)
         )
     output = reference(**inputs, use_cache=True, logits_to_keep=2)
-    keys, values = (join_layers([getattr(x, part)[0] for x in cache.layers]) for part in ("keys", "values"))
+    parts = ("values", "keys") if model.family.latent else ("keys", "values")  # latents are its cache's keys
+    keys, values = (join_layers([getattr(x, part)[0] for x in cache.layers]) for part in parts)
     return Forward(output.logits[0], keys, values)
 
 

@@ -5,8 +5,8 @@
              | checksum of the chunk's key and all of the above 8                                          little-endian
     segment  the codec's bytes of the layer (codecs/)                               checksums are xxh3-64
 
-That is format 3, of layers that are all [K, C, D]. Where they differ in shape, the header is of format 4: K and D of the
-first layer, and (K 4 | D 4) of each layer before the lengths.
+That is format 3, of keys and values that are all [K, C, D]. Where their shapes differ, the header is of format 4: K and D
+of the first layer, and (K 4 | D of keys 4 | D of values 4) of each layer before the lengths.
 
 The header's own checksum is checked first. It covers the key, so a header under another key is damage. Then every
 field is checked against the others. The first six bytes and the last eight mean the same in every format, so a header of
@@ -40,7 +40,7 @@ CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 _PRELUDE = struct.Struct("<4sH")
 _FIELDS = struct.Struct(f"<4sHHIIII{NAME_BYTES}sI16s")
 _SUM = struct.Struct("<Q")
-_SHAPE = struct.Struct("<II")
+_SHAPE = struct.Struct("<III")
 _LAYER = struct.Struct("<QQ")
 ID_BYTES = 4
 SMALLEST = _PRELUDE.size + _SUM.size
@@ -204,12 +204,12 @@ def check_segment(key: bytes, header: Header, l: int, raw: Buffer | None) -> Buf
 def validate_kv(kv: ChunkKV) -> None:
     """Raise StoreError for tensors that cannot be stored."""
     for keys, values in zip(kv.keys, kv.values, strict=False):
-        if keys.shape != values.shape or keys.dtype != values.dtype:
+        if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
             raise StoreError(
                 f"a layer's keys and values must be alike, these are {keys.dtype} {tuple(keys.shape)} "
                 f"and {values.dtype} {tuple(values.shape)}"
             )
-        if keys.dim() != 3 or 0 in (keys.shape[0], keys.shape[2]):
+        if keys.dim() != 3 or 0 in (keys.shape[0], keys.shape[2], values.shape[2]):
             raise StoreError(f"a layer's KV is [K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
     if not 0 < len(kv.keys) == len(kv.values):
         raise StoreError(f"a chunk has keys of {len(kv.keys)} layers and values of {len(kv.values)}")
@@ -233,8 +233,9 @@ def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
 
 def _pack(shape: ChunkShape, coding: Coding) -> bytes:
     """The fields in front of a header."""
-    dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, *shape.layers[0], shape.n_tokens)
-    differ = len(set(shape.layers)) > 1
+    heads, dim, value_dim = shape.layers[0]
+    dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, heads, dim, shape.n_tokens)
+    differ = len(set(shape.layers)) > 1 or dim != value_dim
     version = FORMAT_BY_LAYER if differ else FORMAT
     fields = _FIELDS.pack(MAGIC, version, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
     return fields + b"".join(_SHAPE.pack(*layer) for layer in shape.layers if differ)
@@ -249,7 +250,7 @@ def _parse(body: bytes) -> Header:
         raise ValueError(
             f"it has {len(body)} bytes, which do not fit {n_layers} layers and {n_tokens} tokens"
         )
-    shapes = [KVShape(heads, dim)] * n_layers
+    shapes = [KVShape(heads, dim, dim)] * n_layers
     if version == FORMAT_BY_LAYER:
         shapes = [KVShape(*sizes) for sizes in _SHAPE.iter_unpack(body[_FIELDS.size : end])]
     if dtype not in DTYPES or not shapes or not all(map(all, shapes)):

@@ -127,7 +127,7 @@ for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0),
     os.environ["BLENDSERVE_NATIVE"] = native
     forget()
     adapter = DecoderModel.of(toy_llama(64, tokens, layers=2, heads=2, kv_heads=1).to(dtype))
-    heads, dim = adapter.kv_shapes[0]
+    heads, dim, _ = adapter.kv_shapes[0]
     shape = (2, adapter.n_layers, heads, len(prompt.chunks[1]), dim)
     view = TensorView(ChunkKV(*torch.zeros(shape, dtype=dtype)))
     blend(adapter, short, lay_out(short))  # allocates what stays

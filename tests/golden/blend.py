@@ -28,7 +28,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
 from tests.support.kernels import plain_torch
-from tests.support.models import BLEND_KINDS, tiny_model
+from tests.support.models import EQUAL_KINDS, tiny_model
 from tests.support.stores import ROOMY, FaultyStore
 
 Case = dict[str, Any]
@@ -65,7 +65,7 @@ def model(kind: str) -> Any:
 
 
 def priors(made: DecoderModel) -> Priors:
-    (heads, dim), draw = made.kv_shapes[0], np.random.default_rng(1)
+    (heads, dim, _), draw = made.kv_shapes[0], np.random.default_rng(1)
     shape = made.n_layers - 1, heads, 2 * dim
     weights, constant = (draw.integers(-256, 256, s) / 4096 for s in ((*shape, shape[-1]), shape))
     return Priors(torch.from_numpy(weights).float(), torch.from_numpy(constant).float())
@@ -105,11 +105,11 @@ def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
 
 
 def fingerprints() -> dict[str, str]:
-    return {kind: fingerprint(model(kind)) for kind in BLEND_KINDS}
+    return {kind: fingerprint(model(kind)) for kind in EQUAL_KINDS}
 
 
 def record() -> None:
-    cases = {f"{kind}, {case}": values for kind in BLEND_KINDS for case, values in sample(kind)}
+    cases = {f"{kind}, {case}": values for kind in EQUAL_KINDS for case, values in sample(kind)}
     found = {"transformers": transformers.__version__, "fingerprints": fingerprints(), "cases": cases}
     FILE.write_text(json.dumps(found).replace('], "', '],\n"') + "\n", "utf-8")
 

@@ -38,7 +38,8 @@ def dense(decoder: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], tor
     for l, spec in enumerate(decoder.specs):
         rows = decoder.project(l, states[-1])
         kv.append((decoder.rotate(rows.k, ropes[l]), rows.v))
-        q, (k, v) = decoder.rotate(rows.q, ropes[l]), kv[decoder.kv_sources[l]]
+        q = decoder.rotate_queries(l, rows.q, ropes[l])
+        k, v = decoder.attended_kv(l, *kv[decoder.kv_sources[l]])
         plan, q = plan_rows(positions, *decoder.attention_forms[l]), ropes[l].scale_queries(q)
         states.append(decoder.finish(l, states[-1], attend(q, k, v, spec, plan)))
     return [x.x if isinstance(x, Hidden) else x for x in states], decoder.logits(states[-1])
@@ -61,8 +62,13 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     layers = said.past_key_values.layers
     assert len(layers) == decoder.n_kv_layers
     assert len(decoder.specs) == decoder.n_layers
-    assert [x.keys.shape for x in layers] == [(1, heads, len(IDS), dim) for heads, dim in decoder.kv_shapes]
-    assert decoder.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
+    shapes = [(x.keys.shape, x.values.shape) for x in layers]
+    if decoder.family.latent:  # transformers' cache has the latents as keys, and the keys as values
+        shapes = [(values, keys) for keys, values in shapes]
+    wanted = [[(1, heads, len(IDS), dim) for dim in dims] for heads, *dims in decoder.kv_shapes]
+    assert shapes == [tuple(pair) for pair in wanted]
+    sides = (side for x in layers for side in (x.keys, x.values))
+    assert decoder.kv_bytes_per_token == sum(side[0, :, 0].numel() * 4 for side in sides)
     assert decoder.context_limit == tiny.CONTEXT
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
     has_experts = FAMILIES[kind].experts or getattr(decoder.config, "enable_moe_block", False)

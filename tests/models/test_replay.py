@@ -39,8 +39,8 @@ def slots(decoder: DecoderModel) -> tuple[CachePool, list[KVCache]]:
     pool, alone = CachePool(decoder, SLOTS, ROOM), [KVCache(decoder, ROOM) for _ in range(SLOTS)]
     seeded = torch.Generator().manual_seed(0)
     for caches in zip(pool.caches, alone, strict=True):
-        for l, (heads, dim) in enumerate(decoder.kv_shapes):
-            kv = torch.randn(2, heads, ROOM, dim, generator=seeded)
+        for l, (heads, *dims) in enumerate(decoder.kv_shapes):
+            kv = [torch.randn(heads, ROOM, dim, generator=seeded) for dim in dims]
             for cache in caches:
                 cache.write(l, slice(None), *kv)
     return pool, alone

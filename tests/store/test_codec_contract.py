@@ -204,7 +204,7 @@ def test_lengths_of_no_chunk_are_refused(name: str, level: int, kv: ChunkKV, l: 
 @pytest.mark.parametrize("name", HERE)
 def test_layers_of_several_shapes_are_stored_or_refused(name: str) -> None:
     codec = codec_of(name, CODECS.load(name).default_level)
-    kv = chunk_by_layer(7, [(2, 8), (1, 16), (2, 8), (2, 8)], torch.bfloat16)
+    kv = chunk_by_layer(7, [(2, 8, 8), (1, 16, 16), (1, 4, 32), (2, 8, 8)], torch.bfloat16)
     if type(codec).needs_equal_layers:
         assert refuses(codec.check, codec.coding, ChunkShape.of(kv), [100] * 4)
         with pytest.raises(StoreError):
@@ -222,7 +222,7 @@ def test_no_header_causes_a_large_allocation(codec: Codec, data: st.DataObject) 
     huge = st.sampled_from([1, 2, 8, 4096, 2**20, 2**31, 2**32 - 1])
     sizes = data.draw(st.lists(huge, min_size=3, max_size=3))
     heads, dim, n_tokens = sizes
-    layers = (KVShape(heads, dim),) * data.draw(st.sampled_from([1, 4]))
+    layers = (KVShape(heads, dim, dim),) * data.draw(st.sampled_from([1, 4]))
     shape = ChunkShape(torch.bfloat16, n_tokens, layers)
     lengths = [data.draw(st.sampled_from([0, 4, 64, 4096])) for _ in range(shape.n_layers)]
     tracemalloc.start()

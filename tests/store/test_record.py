@@ -43,7 +43,7 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
     assert same(decode(KEY, header, segments), kv)
     found = record.decode_header(KEY, header)
     assert (found.shape, found.coding) == (
-        ChunkShape(dtype, tokens, (KVShape(heads, dim),) * layers),
+        ChunkShape(dtype, tokens, (KVShape(heads, dim, dim),) * layers),
         Coding("raw"),
     )
     assert found.n_bytes == kv.n_bytes
@@ -51,18 +51,20 @@ def test_round_trip(tokens: int, layers: int, heads: int, dim: int, dtype: torch
 
 @given(
     st.integers(0, 9),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 8)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 3), *[st.integers(1, 8)] * 2), min_size=1, max_size=4),
     st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_layers_of_any_shapes_round_trip(
-    tokens: int, shapes: list[tuple[int, int]], dtype: torch.dtype
+    tokens: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype
 ) -> None:
     kv = chunk_by_layer(tokens, shapes, dtype)
     header, segments = encode(KEY, kv)
     assert same(decode(KEY, header, segments), kv)
     assert record.decode_header(KEY, header).shape == ChunkShape.of(kv)
-    assert header[4] == (3 if len(set(shapes)) == 1 else 4)  # its format
-    assert [len(segment) for segment in segments] == [2 * k * tokens * d * dtype.itemsize for k, d in shapes]
+    is_plain = len(set(shapes)) == 1 and shapes[0][1] == shapes[0][2]
+    assert header[4] == (3 if is_plain else 4)  # its format
+    sizes = [k * tokens * (d + d_v) * dtype.itemsize for k, d, d_v in shapes]
+    assert [len(segment) for segment in segments] == sizes
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,7 @@ def test_layers_of_any_shapes_round_trip(
         (*[torch.zeros(1, 2, 3, 4)] * 2, (1,)),
         (*[(torch.zeros(2, 3, 4), torch.zeros(2, 5, 4))] * 2, ()),
         ((torch.zeros(2, 3, 4), torch.zeros(1, 3, 4)), (torch.zeros(2, 3, 4),), ()),
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 0), ()),
         (*[(torch.zeros(2, 3, 4), torch.zeros(1, 3, 4).half())] * 2, ()),
     ],
 )

@@ -105,7 +105,8 @@ def model_logits(decoder: DecoderModel, prompt: Prompt) -> Tensor:
 def model_kv(decoder: DecoderModel, ids: TokenIds) -> tuple[Layers, Layers]:
     """The model's own cache, [L, K, T, D] each, keys after RoPE."""
     layers = model_says(decoder, ids).past_key_values.layers
-    return join_layers([x.keys[0] for x in layers]), join_layers([x.values[0] for x in layers])
+    sides = join_layers([x.keys[0] for x in layers]), join_layers([x.values[0] for x in layers])
+    return (sides[1], sides[0]) if decoder.family.latent else sides  # its cache has the latents as keys
 
 
 def distance(a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor]) -> float:
@@ -127,8 +128,8 @@ class OneOff(KVLoader):
 def some_priors(decoder: DecoderModel, scale: float) -> Priors:
     """Random linear maps; at a scale of 0.3 they move stored tokens visibly."""
     generator, weights, constants = torch.Generator().manual_seed(0), [], []
-    for heads, dim in decoder.kv_shapes[1:]:
-        size = 2 * dim
+    for heads, *dims in decoder.kv_shapes[1:]:
+        size = sum(dims)
         weights.append(scale * torch.randn(heads, size, size, generator=generator) / size**0.5)
         constants.append(scale * torch.randn(heads, size, generator=generator))
     return Priors(join_layers(weights), join_layers(constants))

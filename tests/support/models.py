@@ -58,6 +58,10 @@ GEMMA_4 = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
 }
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8,
+}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }
@@ -109,6 +113,7 @@ TINY: dict[str, dict[str, Any]] = {
     "afmoe-unscaled": {**GATED, "num_dense_layers": 3, "attention_bias": True},
     "laguna": {**GATED, **PARTIALLY_TYPED, "gating": "per-element"},
     "laguna-heads": {**GATED, **TYPED_ROPE, "gating": "per-head", "attention_bias": True},
+    "glm4_moe_lite": {**LATENT, **GROUPED},
     "granite_swa": SWASH,
     "granitemoe_swa": {**SWASH, **EXPERTS, **SHARED},
     "granitemoe_swa-unshared": {**SWASH, **EXPERTS, **rope("linear", factor=2.0)},
@@ -135,6 +140,11 @@ TINY: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "prefix_dense_intermediate_size": 40,
     },
     "cwm": {**SLIDES, **LLAMA3},
+    "deepseek_v3": {**LATENT, **GROUPED, "q_lora_rank": None, "rope_interleave": False, **BIASED},
+    "deepseek_v3-yarn": {
+        **LATENT, **GROUPED,
+        **rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    },
     "dots1": {**GROUPED, **SLIDES, **BIASED},
     "ernie4_5": {"use_bias": True},
     "ernie4_5_moe": {
@@ -164,6 +174,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral-tower": WINDOWED,
     "ministral3-tower": {**SCALED, "sliding_window": None},
     "solar_open": {**GROUPED, **BIASED},
+    "youtu": LATENT,
     "stablelm": {**PARTIAL, "use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False},
 }
 # fmt: on
@@ -198,16 +209,9 @@ KINDS = [
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
-BLEND_KINDS = [
-    *KINDS,
-    "qwen3_moe-window",
-    "granite",
-    "cohere2",
-    "glm4",
-    "gpt_oss",
-    "gemma4_text",
-    "gemma4_text-shared",
-]
+EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
+# Also layers that keep KV of other shapes than others, or none, and latents.
+BLEND_KINDS = [*EQUAL_KINDS, "gemma4_text", "gemma4_text-shared", "glm4_moe_lite"]
 
 
 def config(kind: str, **settings: Any) -> Any:

@@ -57,11 +57,11 @@ def chunk(
 
 
 def chunk_by_layer(
-    tokens: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32
+    tokens: int, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.float32
 ) -> ChunkKV:
-    """A chunk whose layers have these numbers of kv heads and head dims."""
+    """A chunk whose layers have these numbers of kv heads, dims of keys, and of values."""
     generator = torch.Generator().manual_seed(0)
-    sides = [[torch.randn(k, tokens, d, generator=generator).to(dtype) for k, d in shapes] for _ in range(2)]
+    sides = [[torch.randn(s[0], tokens, s[i], generator=generator).to(dtype) for s in shapes] for i in (1, 2)]
     return ChunkKV(*map(join_layers, sides))
 
 

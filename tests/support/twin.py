@@ -52,7 +52,7 @@ class Piece:
 def start_from(decoder: DecoderModel, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
     """A piece is exact if its KV was computed behind the same tokens."""
     n, ids = len(prompt), prompt.ids
-    keys, values = ([torch.zeros(heads, n, dim) for heads, dim in decoder.kv_shapes] for _ in range(2))
+    keys, values = ([torch.zeros(shape.heads, n, shape[i]) for shape in decoder.kv_shapes] for i in (1, 2))
     known, exact = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
     spans = []
     for piece in pieces:
@@ -107,9 +107,9 @@ def naive_prefill(
             twin.values.append(values)
         left = torch.isin(here, rows[l + 1])
         here_rope = ropes[l].at(here)
-        q = here_rope.scale_queries(decoder.rotate(fresh.q, here_rope))[:, left]
+        q = here_rope.scale_queries(decoder.rotate_queries(l, fresh.q, here_rope))[:, left]
         kv = twin.keys[source], twin.values[source]
-        attended, _ = attend(decoder, l, q, *kv, here[left], all_known)
+        attended, _ = attend(decoder, l, q, *decoder.attended_kv(l, *kv), here[left], all_known)
         hidden = decoder.finish(l, hidden[left], attended)
     twin.logits = decoder.logits(hidden[-1:])[0]
     return twin
@@ -130,8 +130,8 @@ def question_scores(decoder: DecoderModel, prompt: Prompt, start: Start) -> Tens
             keys, values = start.keys[l].clone(), start.values[l].clone()
             keys[:, rows], values[:, rows] = fresh.k, fresh.v
             read.append((decoder.rotate(keys, ropes[l]), values))
-        keys, values = read[decoder.kv_sources[l]]
-        q = here_rope.scale_queries(decoder.rotate(fresh.q, here_rope))
+        keys, values = decoder.attended_kv(l, *read[decoder.kv_sources[l]])
+        q = here_rope.scale_queries(decoder.rotate_queries(l, fresh.q, here_rope))
         attended, weights = attend(decoder, l, q, keys, values, rows, seen)
         sizes = values.double().square().sum(-1).sqrt()
         sizes = sizes.repeat_interleave(decoder.attention_forms[l][0], 0)  # [H, T]

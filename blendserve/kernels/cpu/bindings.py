@@ -52,6 +52,7 @@ def supports_attention(
 ) -> bool:
     return (
         _is_native(level, q, keys, values)
+        and q.shape[-1] == values.shape[-1]
         and q.shape[-1] % ATTENTION_LANES == 0
         and q.shape[-1] <= MAX_DIM
         and spec.scale > 0
@@ -216,7 +217,8 @@ def supports_correction(
     level: Level, keys: Tensor, values: Tensor, fresh: object, rope: Rope, rotary: Rotary, *_: object
 ) -> bool:
     dim = keys.shape[-1]
-    return dim % ROPE_STEP == 0 and _can_rotate(level, rope, rotary, dim, keys, values)
+    is_equal = dim == values.shape[-1]
+    return is_equal and dim % ROPE_STEP == 0 and _can_rotate(level, rope, rotary, dim, keys, values)
 
 
 def correct_kv(

@@ -29,7 +29,10 @@ def supports_chunks(
 ) -> bool:
     """Whether flash-attn is installed, runs on this GPU (Ampere or later) and supports these tensors; it has no sinks."""
     is_on_gpu = q.device.type == "cuda" and spec.sinks is None and capability(q.device) >= (8, 0)
-    return is_on_gpu and are_supported(GPU_DTYPES, q, k, v, *prefix_kv) and flash_attn() is not None
+    is_equal = k.shape[-1] == v.shape[-1]
+    return (
+        is_on_gpu and is_equal and are_supported(GPU_DTYPES, q, k, v, *prefix_kv) and flash_attn() is not None
+    )
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:

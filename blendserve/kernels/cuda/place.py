@@ -24,6 +24,7 @@ def supports(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: R
     return (
         keys.device.type == "cuda"
         and has_triton()
+        and keys.shape == values.shape
         and all(x.device == keys.device and x.dtype == keys.dtype for x in stored)
         and all(x.stride(-1) == 1 for x in (*stored[:1], keys))
     )

@@ -58,7 +58,7 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
 
 def is_made_for(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     """On any device: for a GPU, or for Triton's interpreter."""
-    return are_supported(DTYPES, q, keys, values)
+    return keys.shape == values.shape and are_supported(DTYPES, q, keys, values)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:

@@ -59,7 +59,7 @@ class Undecodable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """Keys and values of a chunk's layer are [K, C, D] each."""
+    """Keys and values of a chunk's layer are [K, C, D] each; values may have another D."""
 
     dtype: torch.dtype
     n_tokens: int  # C
@@ -67,23 +67,29 @@ class ChunkShape:
 
     @classmethod
     def of(cls, kv: ChunkKV) -> ChunkShape:
-        return cls(kv.keys[0].dtype, kv.n_tokens, tuple(KVShape(len(x), x.shape[-1]) for x in kv.keys))
+        return cls(
+            kv.keys[0].dtype,
+            kv.n_tokens,
+            tuple(KVShape(len(k), k.shape[-1], v.shape[-1]) for k, v in zip(kv.keys, kv.values, strict=True)),
+        )
 
     @property
     def n_layers(self) -> int:
         return len(self.layers)
 
     @property
-    def of_every_layer(self) -> KVShape:
-        """The shape that all layers have. Raises ValueError if they differ."""
-        if len(set(self.layers)) > 1:
-            raise ValueError("its layers differ in shape, which this codec cannot store")
-        return self.layers[0]
+    def of_every_layer(self) -> tuple[int, int]:
+        """K and D of all layers. Raises ValueError if they differ, or values have another D."""
+        heads, dim, value_dim = self.layers[0]
+        if len(set(self.layers)) > 1 or dim != value_dim:
+            raise ValueError(
+                "its layers differ in shape, or keys and values do, which this codec cannot store"
+            )
+        return heads, dim
 
     def layer_bytes(self, l: int) -> int:
         """Bytes of layer l's keys and values, uncoded."""
-        heads, dim = self.layers[l]
-        return 2 * heads * self.n_tokens * dim * self.dtype.itemsize
+        return self.n_tokens * self.layers[l].numbers * self.dtype.itemsize
 
     @property
     def n_bytes(self) -> int:
@@ -217,8 +223,8 @@ class LayerDecoder:
     def layer(self, l: int, segment: Buffer) -> Pair:
         if self.shape.n_tokens:
             return self.codec.decode(self.shape, l, segment)
-        heads, dim = self.shape.layers[l]
-        keys, values = torch.empty(2, heads, 0, dim, dtype=self.shape.dtype)
+        heads, *dims = self.shape.layers[l]
+        keys, values = (torch.empty(heads, 0, dim, dtype=self.shape.dtype) for dim in dims)
         return keys, values
 
 

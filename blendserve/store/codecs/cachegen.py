@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV, stacked
+from blendserve.core import ChunkKV, KVShape, stacked
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
 from blendserve.models.model import DecoderModel
@@ -98,7 +98,8 @@ class CacheGen(Codec):
         return raw_bytes // 5
 
     def fits(self, shape: ChunkShape) -> bool:
-        return (shape.n_layers, *shape.layers[0]) == self._shape and len(set(shape.layers)) == 1
+        n_layers, heads, dim = self._shape
+        return shape.layers == (KVShape(heads, dim, dim),) * n_layers
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.fits(ChunkShape.of(kv)):

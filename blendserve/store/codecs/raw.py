@@ -47,14 +47,15 @@ class Raw(Codec):
 
     def segment(self, keys: torch.Tensor, values: torch.Tensor) -> Buffer:
         """Of one layer's keys and values [K, C, D]."""
-        both = torch.stack((keys.detach(), values.detach())).cpu()
-        return both.reshape(-1).view(torch.uint8).numpy().data
+        both = torch.cat((keys.detach().reshape(-1), values.detach().reshape(-1))).cpu()
+        return both.view(torch.uint8).numpy().data
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         """Views over the segment."""
-        heads, dim = shape.layers[l]
-        keys, values = aligned(segment, shape.dtype).view(2, heads, shape.n_tokens, dim)
-        return keys, values
+        heads, dim, value_dim = shape.layers[l]
+        sizes = [heads * shape.n_tokens * d for d in (dim, value_dim)]
+        keys, values = torch.split(aligned(segment, shape.dtype), sizes)
+        return keys.view(heads, shape.n_tokens, dim), values.view(heads, shape.n_tokens, value_dim)
 
 
 def aligned(segment: Buffer, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:

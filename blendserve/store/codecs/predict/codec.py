@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, KVShape
 from blendserve.errors import StoreError
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
@@ -75,8 +75,8 @@ class Predict(Codec):
         return raw_bytes // EXPECTED[self.coding.level - 1]
 
     def fits(self, shape: ChunkShape) -> bool:
-        n_layers, *of_each = self.tables.shape[1:].tolist()
-        return bool(shape.layers == (tuple(of_each),) * n_layers)
+        n_layers, heads, dim = self.tables.shape[1:].tolist()
+        return bool(shape.layers == (KVShape(heads, dim, dim),) * n_layers)
 
     def encode(self, kv: ChunkKV) -> list[Buffer]:
         if not self.fits(ChunkShape.of(kv)):

@@ -12,7 +12,6 @@ a few dozen tokens would dominate the mean (docs/research/decisions.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -78,7 +77,7 @@ def sensitivity(
     starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
     if not starts:
         return None
-    n = math.prod(model.kv_shapes[0])
+    n = model.kv_shapes[0].numbers // 2
     total = torch.zeros(model.n_layers, 2, n, n)
     generator = torch.Generator().manual_seed(0)
     for start in starts:
