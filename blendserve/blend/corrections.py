@@ -101,7 +101,7 @@ class FittedCorrection(Correction, ABC):
         prior, depth = self.prior(l) if self.prior else None, l / (len(self.ropes) - 1)
         share = sum(tokens.recomputed_per_chunk) / max(1, sum(map(len, self.spans)))
         keys, values = (x[:, self._here] for x in stored)
-        params = self.params(2 * keys.shape[-1], depth, prior is not None, share)
+        params = self.params(keys.shape[-1] + values.shape[-1], depth, prior is not None, share)
         correct(keys, values, tokens, self._ropes[l], self.rotary, params, prior)
         return True
 

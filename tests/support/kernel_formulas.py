@@ -83,12 +83,9 @@ def correct(
     params: CorrectionParams, prior: Prior | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Head after head, token after token; the ridge by least squares with rows added for the penalty."""
-    at, others, n, dim = (
-        fresh.recomputed_index,
-        fresh.reused_index,
-        len(fresh.recomputed_index),
-        keys.shape[-1],
-    )
+    at, others, n = fresh.recomputed_index, fresh.reused_index, len(fresh.recomputed_index)
+    dims = [keys.shape[-1], values.shape[-1]]
+    width, dim = sum(dims), dims[0]
     old = torch.cat([turned(keys, rope, rotary, inverse=True), values.double()], dim=-1)
     new_keys = turned(fresh.keys[:, fresh.row_index], rope.at(at), rotary, inverse=True)
     new = torch.cat([new_keys, fresh.values[:, fresh.row_index].double()], dim=-1)
@@ -99,16 +96,16 @@ def correct(
     foreign = torch.tensor(fresh.context_weight, dtype=torch.float64)[:, None]
 
     def halves(key: Any, value: Any) -> Tensor:
-        return torch.tensor([key] * dim + [value] * dim, dtype=torch.float64)
+        return torch.tensor([key] * dims[0] + [value] * dims[1], dtype=torch.float64)
 
     scale, out = halves(params.key_scale, params.value_scale), [keys.double(), values.double()]
     for head in range(len(keys)):
         stored, rest = old[head], old[head][others]
-        moved, shift = new[head] - stored[at], torch.zeros(len(others), 2 * dim, dtype=torch.float64)
+        moved, shift = new[head] - stored[at], torch.zeros(len(others), width, dtype=torch.float64)
         if prior is not None:
             expected = foreign[which] * (stored[at] @ prior.weights[head].double() + prior.constant[head])
             shares = []
-            for e, m in zip(expected.chunk(2, -1), moved.chunk(2, -1), strict=True):
+            for e, m in zip(torch.split(expected, dims, -1), torch.split(moved, dims, -1), strict=True):
                 trust = params.prior_shrinkage / max(1, n)
                 slope = (float((e * m).sum() / (e * e).sum()) + trust) / (1 + trust) if e.any() else 1.0
                 shares.append(min(1.0, max(0.0, slope)))
@@ -126,13 +123,12 @@ def correct(
             centre = stored[at].mean(0)
             x, x_other = foreign[which] * (stored[at] - centre), foreign[which_other] * (rest - centre)
             sizes = []
-            for centred, whole in zip(
-                x.chunk(2, -1), (foreign[which] * stored[at]).chunk(2, -1), strict=True
-            ):
+            wholes = torch.split(foreign[which] * stored[at], dims, -1)
+            for centred, whole in zip(torch.split(x, dims, -1), wholes, strict=True):
                 spread, length = float(centred.square().mean()), float(whole.square().mean())
                 sizes.append(max(spread, length / 4096, 1e-12) ** 0.5)
             x, x_other = x / halves(*sizes), x_other / halves(*sizes)
-            added = params.penalty**0.5 * torch.eye(2 * dim, dtype=torch.float64)
+            added = params.penalty**0.5 * torch.eye(width, dtype=torch.float64)
             y = torch.cat([moved - mean[which], torch.zeros_like(added)])
             shift += scale * (x_other @ torch.linalg.lstsq(torch.cat([x, added]), y).solution)
         out[0][head, others] += turned(shift[:, :dim], rope.at(others), rotary)

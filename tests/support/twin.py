@@ -192,7 +192,7 @@ def correction(
             reused_per_chunk=per_chunk(others),
             context_weight=outside,
         )
-        penalty = 16.0 * stored[0].shape[-1]  # 8 for each number of a token's key and value
+        penalty = 8.0 * sum(x.shape[-1] for x in stored)  # 8 for each number of a token's key and value
         if known:
             dare = 0.8 + 0.2 * min(1.0, len(inside) / n_tokens / 0.15)
             of_keys = dare * (0.85 - 0.35 * l / max(1, n_layers - 1))
