@@ -178,6 +178,7 @@ FAMILIES: dict[str, Family] = {
     "cohere2_moe": Family("Command A MoE",
                           **COHERE, norm="rms or layer", windows="typed", experts=True, rotates=_slides_or_is_dense),
     "cwm": Family("Code World Model", windows="typed"),
+    "deepseek_v2": Family("DeepSeek V2, V2-Lite", **LATENT, experts=True, rotary=WIDE_INTERLEAVED, wide_rope=True),
     "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", **LATENT, experts=True),
     "dots1": Family("dots.llm1", **NORMED_EXPERTS, windows="typed"),
     "ernie4_5": Family("ERNIE 4.5", **ERNIE),
@@ -194,11 +195,11 @@ FAMILIES: dict[str, Family] = {
     "internlm3": Family("InternLM 3"),
     "iquestcoder": Family("IQuest-Coder"),
     "jais2": Family("Jais 2", norm="layer", **UNGATED),
-    "laguna": Family("Laguna with as many heads in every layer",
-                     **NORMED_EXPERTS, windows="typed", typed_rope=True, gate="g_proj"),
+    "laguna": Family("Laguna", **NORMED_EXPERTS, windows="typed", typed_rope=True, gate="g_proj"),
     "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
     "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
     "ministral3": Family("Ministral 3", windows="all", scaled_queries=True),
+    "mistral4": Family("Mistral Small 4", **LATENT, experts=True, scaled_queries=True),
     "nemotron": Family("Nemotron, Minitron", norm="layer, plus one", **UNGATED),
     "olmo": Family("OLMo 1", norm="layer", wide_rope=True),
     "olmoe": Family("OLMoE", qk_norm="width", experts=True),
@@ -213,13 +214,22 @@ FAMILIES: dict[str, Family] = {
 # fmt: on
 
 # Vision-language checkpoints: their text model is used, whose own type must be in FAMILIES.
-TOWERS = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+TOWERS = {
+    "kimi_k25",
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+}
 
 MLA = "its form of multi-head latent attention is not built in"
 RECURRENT = "it has recurrent layers: a chunk's state is not built in"
 ENCODER = "it is not a decoder alone: its input is not causal"
 REFUSALS = {
-    MLA: "deepseek_v2 deepseek_v32 minicpm3 longcat_flash mistral4 kimi_k25",
+    MLA: "deepseek_v32 minicpm3 longcat_flash",
     RECURRENT: (
         "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
         "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe olmo_hybrid kimi_linear minimax"
@@ -281,12 +291,6 @@ def _refused_setting(config: Any) -> tuple[str, str]:
         )
     if others := _other_layers(config):
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
-    heads = getattr(config, "num_attention_heads_per_layer", None) or ()
-    if set(heads) - {config.num_attention_heads}:
-        return (
-            "num_attention_heads_per_layer",
-            "its layers differ in their number of heads, which is not built in",
-        )
     found = (row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED)
     return next(found, ("", ""))
 

@@ -38,7 +38,8 @@ class RopeAngles:
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
         kind = parameters.get("rope_type", "default")
         if kind == "default":
-            n = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            share = 1.0 if family.latent else parameters.get("partial_rotary_factor", 1.0)  # of whole heads
+            n = int(head_dim * share)
             steps = torch.arange(0, n, 2, dtype=torch.float) / n
             self._frequencies, self._scale = 1.0 / (parameters["rope_theta"] ** steps), 1.0
         else:
@@ -270,7 +271,9 @@ class LatentAttention:
         up = parts.tensors[f"{name}.kv_b_proj.weight"].view(self._n_heads, -1, config.kv_lora_rank)
         self._key_up, self._value_up = up[:, : self._plain], up[:, self._plain :]  # [H, D, C]
         pairs = torch.arange(self._rope).view(-1, 2)
-        self._order = pairs.mT.flatten() if config.rope_interleave else None  # neighbours to halves
+        self._order = (
+            pairs.mT.flatten() if getattr(config, "rope_interleave", False) else None
+        )  # neighbours to halves
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed rows [S, E] -> queries [S, H, C + R], keys [S, 1, R] and values [S, 1, C], before RoPE."""

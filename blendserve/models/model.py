@@ -109,7 +109,8 @@ class DecoderModel:
         self.native_layers = dict[tuple[bool, int], Any]()  # by few rows and threads (native.py)
         self.native_decoders = dict[bool, Any]()  # by int8 (runner.py)
         self.n_layers: int = config.num_hidden_layers
-        self.n_heads: int = config.num_attention_heads
+        by_layer = getattr(config, "num_attention_heads_per_layer", None)
+        self.query_heads: list[int] = by_layer or [config.num_attention_heads] * self.n_layers
         self.kv_shapes, self.kv_sources = kv_layout(
             config
         )  # of the layers that keep KV; whose KV each layer reads
@@ -173,12 +174,14 @@ class DecoderModel:
     @cached_property
     def attention_forms(self) -> list[tuple[int, int | None]]:
         """Of each layer: query heads that share a kv head, H / K, and its sliding window."""
-        return [(self.n_heads // self.kv_shape(l).heads, spec.window) for l, spec in enumerate(self.specs)]
+        return [
+            (self.query_heads[l] // self.kv_shape(l).heads, spec.window) for l, spec in enumerate(self.specs)
+        ]
 
     def qkv_sizes(self, l: int) -> list[int]:
         """How many numbers layer l projects to queries, keys and values."""
         heads, dim, value_dim = self.kv_shape(l)
-        return [self.n_heads * dim, heads * dim, heads * value_dim]
+        return [self.query_heads[l] * dim, heads * dim, heads * value_dim]
 
     @property
     def windows(self) -> set[int | None]:
@@ -188,7 +191,7 @@ class DecoderModel:
     @property
     def attention_backends(self) -> tuple[str, str]:
         """The attention kernels of its first layer: for contiguous rows, and for rows anywhere."""
-        heads = self.n_heads, *self.kv_shapes[0][:2]
+        heads = self.query_heads[0], *self.kv_shapes[0][:2]
         return attention_backends(*heads, self.dtype, self.device, self.specs[0])
 
     @property

@@ -77,7 +77,12 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     """The weights as native calls read them. Raises ValueError, naming the form that has no kernel."""
     if model.rotary != HALVES or model.family.wide_rope:
         raise ValueError("RoPE is not by halves, or in fp32")
-    if model.family.latent or not model.has_equal_layers or model.n_kv_layers < model.n_layers:
+    if (
+        model.family.latent
+        or len(set(model.query_heads)) > 1
+        or not model.has_equal_layers
+        or model.n_kv_layers < model.n_layers
+    ):
         raise ValueError("layers differ in shape, or read the KV of others")
     if model.family.parallel or model.family.qk_norm == "width" or model.family.gate:
         raise ValueError(
@@ -96,7 +101,7 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
         specs=model.specs,
         norm=weight,
         head=_linear(model.lm_head),
-        n_heads=model.n_heads,
+        n_heads=model.query_heads[0],
         n_kv_heads=model.kv_shapes[0].heads,
         head_dim=model.kv_shapes[0].dim,
         inner=model.config.intermediate_size,

@@ -85,6 +85,24 @@ def own_rotary(decoder: DecoderModel, l: int) -> Any:
     return next(x for x in model.model.rotary_embs if x.config.rope_parameters["rope_theta"] == base)
 
 
+def own_rotation(
+    decoder: DecoderModel, l: int, positions: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines [S, R] of layer l's module, and x [heads, S, R] rotated by the model's function."""
+    model: Any = decoder.reference
+    layer_type = (decoder.config.layer_types[l],) if decoder.family.typed_rope else ()
+    angles = own_rotary(decoder, l)(x, positions[None], *layer_type)
+    module: Any = sys.modules[type(model.model.layers[l].self_attn).__module__]
+    if isinstance(angles, torch.Tensor):  # DeepSeek V2's are complex numbers
+        return angles[0].real.repeat_interleave(2, -1), module.apply_rotary_emb(x[None], x[None], angles)[0][
+            0
+        ]
+    takes_two = "k" in signature(module.apply_rotary_pos_emb).parameters
+    given = (x[None], x[None]) if takes_two else (x[None],)
+    rotated = module.apply_rotary_pos_emb(*given, *angles)
+    return angles[0][0], (rotated[0] if takes_two else rotated)[0]
+
+
 @torch.inference_mode()
 def check_norms_and_rotation(decoder: DecoderModel) -> None:
     """In bf16, where forms of norms and rotation differ by their roundings: every bit is the model's own."""
@@ -100,24 +118,18 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
             if norm is not None:
                 assert torch.equal(call_norm(norm, rows)[1], getattr(own, called)(rows))
         if ours.qk_norms and family.qk_norm == "head":
-            q, norm = heads[:, : decoder.n_heads], own.self_attn.q_norm
+            q, norm = heads[:, : decoder.query_heads[l]], own.self_attn.q_norm
             assert torch.equal(norm_heads(ours.qk_norms[0], q), norm(q))
         if ropes[l].cos.shape[-1]:
-            layer_type = (decoder.config.layer_types[l],) if family.typed_rope else ()
-            cos, sin = own_rotary(decoder, l)(rows, positions[None], *layer_type)
             width = ropes[l].cos.shape[-1]
-            assert torch.equal(
-                ropes[l].cos, cos[0].repeat(1, width // cos.shape[-1])
-            )  # gpt-oss has each angle once
             turned = heads.transpose(0, 1)[..., :width]
-            rotate = sys.modules[type(own.self_attn).__module__].apply_rotary_pos_emb
-            takes_two = "k" in signature(rotate).parameters
-            expected = (
-                rotate(turned[None], turned[None], cos, sin)[0]
-                if takes_two
-                else rotate(turned[None], cos, sin)
-            )[0]
-            assert torch.equal(decoder.rotate(turned, ropes[l]), expected)
+            cos, expected = own_rotation(decoder, l, positions, turned)
+            cos = cos.repeat(1, width // cos.shape[-1])  # gpt-oss has each angle once
+            bound = (
+                0.02 if "v2" in decoder.config.model_type else 0.0
+            )  # its complex numbers have other last bits
+            for mine, theirs in ((ropes[l].cos, cos), (decoder.rotate(turned, ropes[l]), expected)):
+                assert distance(mine, theirs) <= bound
     assert torch.equal(call_norm(decoder.norm, rows)[1], model.model.norm(rows))
 
 
@@ -167,7 +179,7 @@ DYNAMIC, SHORT = rope("dynamic", factor=2.0), {"original_max_position_embeddings
 LONGROPE = rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=2.0, **SHORT)
 FACTORS = {"short_mscale": 1.1, "long_mscale": 1.2}
 BOTH = {**tiny.TYPED_ROPE["rope_parameters"], "full_attention": DYNAMIC["rope_parameters"]}
-NO_DECODERS = "deepseek_v3 mamba jamba qwen3_next gpt2 bloom gemma3n_text mllama t5 pegasus persimmon"
+NO_DECODERS = "deepseek_v32 mamba jamba qwen3_next gpt2 bloom gemma3n_text mllama t5 pegasus persimmon"
 REFUSED_BY = [
     ("rope_parameters", config("llama", **DYNAMIC)),
     ("rope_parameters", config("phi3", **LONGROPE)),
@@ -177,7 +189,6 @@ REFUSED_BY = [
     ("layer_types", config("qwen2", layer_types=["chunked_attention"] * 4)),
     *(("clip_qkv", config(kind, clip_qkv=8.0)) for kind in ("olmo", "olmoe")),
     ("use_parallel_residual", config("stablelm", use_parallel_residual=True)),
-    ("num_attention_heads_per_layer", config("laguna", num_attention_heads_per_layer=[4, 4, 8, 4])),
     ("qk_layernorm", config("stablelm", qk_layernorm=True)),
     *(("model_type", AutoConfig.for_model(kind)) for kind in NO_DECODERS.split()),
     ("model_type", tiny.tower("mistral3", tiny.PIXTRAL, "gpt2")),

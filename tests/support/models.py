@@ -112,6 +112,7 @@ TINY: dict[str, dict[str, Any]] = {
     "afmoe": {**GATED, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
     "afmoe-unscaled": {**GATED, "num_dense_layers": 3, "attention_bias": True},
     "laguna": {**GATED, **PARTIALLY_TYPED, "gating": "per-element"},
+    "laguna-layers": {**GATED, **TYPED_ROPE, "num_attention_heads_per_layer": [4, 2, 6, 4]},
     "laguna-heads": {**GATED, **TYPED_ROPE, "gating": "per-head", "attention_bias": True},
     "glm4_moe_lite": {**LATENT, **GROUPED},
     "granite_swa": SWASH,
@@ -140,6 +141,7 @@ TINY: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "prefix_dense_intermediate_size": 40,
     },
     "cwm": {**SLIDES, **LLAMA3},
+    "deepseek_v2": {**LATENT, **GROUPED, "topk_method": "greedy"},
     "deepseek_v3": {**LATENT, **GROUPED, "q_lora_rank": None, "rope_interleave": False, **BIASED},
     "deepseek_v3-yarn": {
         **LATENT, **GROUPED,
@@ -162,6 +164,11 @@ TINY: dict[str, dict[str, Any]] = {
     "mellum": {**EXPERTS, **SLIDES, **TYPED_ROPE, **BIASED},
     "minimax_m2": {**EXPERTS, **PARTIAL},
     "ministral3": {**SCALED, **WINDOWED},
+    "mistral4": {
+        **LATENT, **GROUPED, "head_dim": 24, **rope("yarn", factor=16.0, original_max_position_embeddings=CONTEXT // 16,
+                                                    llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=1.0),
+    },
+    "mistral4-plain": {**LATENT, **GROUPED, "head_dim": 24},
     "nemotron": {**BIASED, **PARTIAL},
     "olmo": BIASED,
     "olmoe": {**EXPERTS, **BIASED, "norm_topk_prob": True},
@@ -201,6 +208,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text-tower": ("gemma3", SIGLIP),
     "gemma4_text-tower": ("gemma4", GEMMA_4_EYES),
     "mistral-tower": ("mistral3", PIXTRAL),
+    "mistral4": ("mistral3", PIXTRAL),
+    "mistral4-plain": ("mistral3", PIXTRAL),
     "ministral3-tower": ("mistral3", PIXTRAL),
 }
 # One of each kind of difference, for properties that take many examples.
