@@ -134,15 +134,9 @@ _ALL: Sequence[KernelOp[..., Any]] = (
 OPERATIONS = {operation.name: operation for operation in _ALL}
 
 
-def attention_backends(
-    n_heads: int, n_kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
-) -> tuple[str, str]:
-    """Names of the attention backends for such heads: of contiguous rows and of scattered ones."""
-    q = torch.zeros(n_heads, 64, dim, dtype=dtype, device=device)
-    keys = torch.zeros(n_kv_heads, 128, dim, dtype=dtype, device=device)
-    plans = (
-        plan_rows(at.to(device), n_heads // n_kv_heads, spec.window, at)
-        for at in (torch.arange(64), 2 * torch.arange(64))
-    )
-    contiguous, anywhere = (attend.select(q, keys, keys, spec, plan).name for plan in plans)
+def attention_backends(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> tuple[str, str]:
+    """Names of the attention backends for such rows q [H, S, D] over [K, 2 S, D]: contiguous, and scattered."""
+    group, rows = len(q) // len(keys), torch.arange(q.shape[1])
+    plans = (plan_rows(at.to(q.device), group, spec.window, at) for at in (rows, 2 * rows))
+    contiguous, anywhere = (attend.select(q, keys, values, spec, plan).name for plan in plans)
     return contiguous, anywhere

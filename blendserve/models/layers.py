@@ -19,6 +19,7 @@ from blendserve.models.families import Family
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
 DEFAULT_EPS = 1e-5
+LATENT_EPS = 1e-6  # of latents, in the code of all families that have them
 
 Function = Callable[[Tensor], Tensor]
 
@@ -120,9 +121,10 @@ class Parts:
             return cast(Function, module)
         return Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str, eps: float | None = None) -> Norm:
+        """eps: in place of the configuration's."""
         weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
-        form, eps = self.family.norm, self._eps
+        form, eps = self.family.norm, self._eps if eps is None else eps
         if form == "rms or layer":  # by the epsilon that the configuration has
             form = RMS if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
         if isinstance(form, NormForm):
@@ -265,9 +267,12 @@ class LatentAttention:
         self._plain, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self._compress: tuple[Function, Norm] | None = None
         if config.q_lora_rank:
-            self._compress = linear(f"{name}.q_a_proj"), parts.norm(f"{name}.q_a_layernorm")
+            self._compress = linear(f"{name}.q_a_proj"), parts.norm(f"{name}.q_a_layernorm", LATENT_EPS)
         self._query = linear(f"{name}.{'q_b_proj' if config.q_lora_rank else 'q_proj'}")
-        self._down, self._norm = linear(f"{name}.kv_a_proj_with_mqa"), parts.norm(f"{name}.kv_a_layernorm")
+        self._down, self._norm = (
+            linear(f"{name}.kv_a_proj_with_mqa"),
+            parts.norm(f"{name}.kv_a_layernorm", LATENT_EPS),
+        )
         up = parts.tensors[f"{name}.kv_b_proj.weight"].view(self._n_heads, -1, config.kv_lora_rank)
         self._key_up, self._value_up = up[:, : self._plain], up[:, self._plain :]  # [H, D, C]
         pairs = torch.arange(self._rope).view(-1, 2)

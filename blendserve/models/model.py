@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -191,8 +192,23 @@ class DecoderModel:
     @property
     def attention_backends(self) -> tuple[str, str]:
         """The attention kernels of its first layer: for contiguous rows, and for rows anywhere."""
-        heads = self.query_heads[0], *self.kv_shapes[0][:2]
-        return attention_backends(*heads, self.dtype, self.device, self.specs[0])
+        heads, *dims = self.kv_shapes[0]
+        kv = (torch.zeros(heads, 128, dim, dtype=self.dtype, device=self.device) for dim in dims)
+        keys, values = self.attended_kv(0, *kv)
+        return attention_backends(
+            keys.new_zeros(self.query_heads[0], 64, keys.shape[-1]), keys, values, self.specs[0]
+        )
+
+    @property
+    def kv_layers(self) -> str:
+        """What its layers keep of a token, in words."""
+        runs = [(shape, len(list(group))) for shape, group in groupby(sorted(self.kv_shapes))]
+        told = (
+            f"{n} layers x {heads} x {dim if dim == value_dim else f'({dim} + {value_dim})'}"
+            for (heads, dim, value_dim), n in runs
+        )
+        shared = self.n_layers - self.n_kv_layers
+        return ", ".join((*told, *([f"{shared} layers that read others'"] if shared else [])))
 
     @property
     def kv_bytes_per_token(self) -> int:

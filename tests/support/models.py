@@ -60,7 +60,7 @@ GEMMA_4 = {
 }
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8, "rms_norm_eps": 1e-3,  # latents have another
 }
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
