@@ -10,11 +10,9 @@ is in families.py. transformers' own model is the reference: gate, tests and met
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -24,8 +22,9 @@ from torch import Tensor, nn
 from blendserve.core import KVShape
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
-from blendserve.kernels.types import Activation, AttentionSpec, Rope, Ropes
-from blendserve.models.families import Family, check_supported, slides
+from blendserve.kernels.types import Activation, Rope, Ropes
+from blendserve.models.attention_forms import attention_spec, kv_layout, rope_of, setting_of, turn_of
+from blendserve.models.families import Family, check_supported
 from blendserve.models.layers import (
     Function,
     LatentAttention,
@@ -119,22 +118,22 @@ class DecoderModel:
         self.vocab_size: int = config.vocab_size
         self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
         self.specs = [
-            _attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
+            attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
         parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
         self._layer_embeddings = LayerEmbeddings.of(parts)
         self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
-        self.residual_scale = _setting(config, family.residual_scale)
+        self.residual_scale = setting_of(config, family.residual_scale)
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
-        self._logits_cap = _setting(config, family.logits_softcap)
+        self._logits_cap = setting_of(config, family.logits_softcap)
         self.rotary = family.rotary
-        self._turns = [_turn(config, family, l) for l in range(self.n_layers)]
+        self._turns = [turn_of(config, family, l) for l in range(self.n_layers)]
         dtype = torch.float32 if family.wide_rope else self.dtype
         self._angles = {
-            turn: RopeAngles(*_rope_of(config, family, turn), self.kv_shape(l).dim, family, dtype)
+            turn: RopeAngles(*rope_of(config, family, turn), self.kv_shape(l).dim, family, dtype)
             for l, turn in enumerate(self._turns)
             if turn is not None
         }
@@ -326,29 +325,6 @@ class DecoderModel:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def kv_layout(config: Any) -> tuple[tuple[KVShape, ...], list[int]]:
-    """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
-    n, heads = config.num_hidden_layers, config.num_attention_heads
-    shapes, sources = [], list(range(n))
-    if check_supported(config).latent:
-        return (KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank),) * n, sources
-    for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
-        layer = layer_settings(config, l)
-        dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        shapes.append(KVShape(layer.num_key_value_heads, dim, dim))
-    for l in range(len(shapes), n):  # each reads the KV of the last layer of its type
-        sources[l] = max(m for m in range(len(shapes)) if config.layer_types[m] == config.layer_types[l])
-    return tuple(shapes), sources
-
-
-def layer_settings(config: Any, l: int) -> Any:
-    """The configuration of layer l, where a model's layers have settings of their own."""
-    by_layer = getattr(config, "per_layer_config", None)
-    if isinstance(by_layer, Mapping):  # as in config.json
-        return SimpleNamespace(**{**vars(config), **by_layer.get(str(l), {})})
-    return config if by_layer is None or not config.is_heterogeneous else by_layer[l]
-
-
 def _layer(parts: Parts, name: str) -> DecoderLayer:
     family, attention = parts.family, f"{name}.self_attn"
 
@@ -380,47 +356,14 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
     )
 
 
-def _setting(config: Any, name: str | None) -> float | None:
-    """A number from the configuration, None where the family has none or the model sets none."""
-    return None if name is None else cast("float | None", getattr(config, name))
-
-
 def _embedding_scale(config: Any, family: Family, dtype: torch.dtype) -> float | None:
     if family.embedding_scale == "sqrt(hidden_size)":
         return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))  # rounded, as Gemma does
     if family.embedding_scale == "mup_enabled":
         return float(config.hidden_size**0.5) if config.mup_enabled else None
-    return _setting(config, family.embedding_scale)
+    return setting_of(config, family.embedding_scale)
 
 
 def _logits_factor(config: Any, family: Family) -> float | None:
-    divisor = _setting(config, family.logits_divisor)
-    return _setting(config, family.logits_scale) if divisor is None else 1 / divisor
-
-
-def _turn(config: Any, family: Family, l: int) -> str | None:
-    """The RoPE angles of layer l: None = none, "" = the model's only ones, else those of this layer type, or base."""
-    if family.rope_bases:
-        return str(config.layer_rope_theta[l]) if config.layer_rope_theta[l] else None
-    if not family.rotates(config, l):
-        return None
-    return str(config.layer_types[l]) if family.typed_rope else ""
-
-
-def _rope_of(config: Any, family: Family, turn: str) -> tuple[Any, str]:
-    """A configuration with these angles' parameters, and the layer type that has them, "" = all."""
-    if not family.rope_bases:
-        return config, turn
-    config = copy(config)
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": float(turn)}
-    return config, ""
-
-
-def _attention_spec(
-    config: Any, family: Family, l: int, head_dim: int, tensors: Mapping[str, Tensor]
-) -> AttentionSpec:
-    has_window = family.windows == "all" or (family.windows == "typed" and slides(config, l))
-    scale = family.attention_scale(config) if family.attention_scale else head_dim**-0.5
-    window = config.sliding_window if has_window else None
-    sinks = tensors[f"model.layers.{l}.self_attn.sinks"].float() if family.sinks else None
-    return AttentionSpec(scale, window, _setting(config, family.softcap), sinks)
+    divisor = setting_of(config, family.logits_divisor)
+    return setting_of(config, family.logits_scale) if divisor is None else 1 / divisor
