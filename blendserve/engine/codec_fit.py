@@ -46,7 +46,8 @@ def writing_codec(config: Config, model: LoadedModel, prompts: PromptBuilder, st
     made: type[Codec] = CODECS.load(name)
     if made.needs_equal_layers and not model.decoder.has_equal_layers:
         raise ConfigError(
-            f"store.codec={name} stores KV of layers of one shape, and those of {model.name} differ: use raw or int8",
+            f"store.codec={name} needs keys and values of one shape in all layers, and {model.name} has others: "
+            "use raw or int8",
             setting="store.codec",
         )
     if not made.needs_tables:
