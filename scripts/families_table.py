@@ -58,10 +58,17 @@ def plan(family: Family) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
+def kept(family: Family) -> str:
+    """How many numbers a layer keeps of a token."""
+    if family.latent:
+        return "`qk_rope_head_dim` + `kv_lora_rank`"
+    return "2 K D; K and D by layer" if family.v_norm else "2 K D"
+
+
 def parts() -> dict[str, str]:
     """The generated parts of the page, by their marks."""
     families = [
-        f"| `{kind}` | {family.models} | {plan(family)} | {REAL.get(kind, '')} |"
+        f"| `{kind}` | {family.models} | {plan(family)} | {kept(family)} | {REAL.get(kind, 'tiny models')} |"
         for kind, family in sorted(FAMILIES.items())
     ]
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -71,7 +78,11 @@ def parts() -> dict[str, str]:
     settings = [f"| {reason} | `{setting}` |" for setting, reason in sorted(REFUSED_SETTINGS.items())]
     return {
         "families": "\n".join(
-            ["| `model_type` | models | layers | run with |", "|---|---|---|---|", *families]
+            [
+                "| `model_type` | models | layers | KV of a token and layer | proven on |",
+                "|---|---|---|---|---|",
+                *families,
+            ]
         ),
         "towers": names(TOWERS),
         "ropes": names(MOVABLE_ROPE),

@@ -77,7 +77,7 @@ class Claim(Settings):
     where: Mapping[str, Any] = Field({}, description="Labels of the row.")
     baseline: Mapping[str, Any] | None = Field(None, description="Labels of the case to compare with.")
     compare: Literal["speedup", "ratio"] = Field("speedup", description="Baseline / this, or the inverse.")
-    fact: str | None = Field(None, description="Fact of a bench's groups; the largest counts.")
+    fact: str | None = Field(None, description="Fact of a bench's groups; the worst by the target counts.")
     path: tuple[str, ...] = Field((), description="Keys of the figure in a command's JSON.")
     target: str = Field(description="Such as >= 12.", pattern=r"^(>=|<=) -?\d+(\.\d+)?$")
 
@@ -95,7 +95,8 @@ class Claim(Settings):
             column = Column(self.says, self.metric, baseline=self.baseline, compare=self.compare)
             return select(result, column, self.where)
         if self.fact:
-            return [max(g["facts"][self.fact] for g in result["groups"] if self.fact in g["facts"])]
+            worst = min if self.target.startswith(">=") else max
+            return [worst(g["facts"][self.fact] for g in result["groups"] if self.fact in g["facts"])]
         found = reduce(operator.getitem, self.path, result)
         return [found["low"], found["mean"], found["high"]] if isinstance(found, dict) else [float(found)]
 
