@@ -122,9 +122,8 @@ class _BlendPass:
         if kept is not None:
             left = kept.to(rows.device.device)
             self.rows = Rows(rows.host[kept], rows.device[left])
-        if (
-            l == self._model.n_kv_layers - 1
-        ):  # no KV is left to make: only the last row goes on, which is never dropped
+        if l == self._model.n_kv_layers - 1:
+            # No KV is left to make: only the last row goes on, which is never dropped.
             self._row_layers += self._model.n_layers - self._model.n_kv_layers
             self._run(self.rows.last)
             return slice(-1, None)

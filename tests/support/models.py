@@ -102,6 +102,7 @@ TINY: dict[str, dict[str, Any]] = {
         **GEMMA_4, **EXPERTS, "enable_moe_block": True, "top_k_experts": 2, "final_logit_softcapping": 5.0,
     },
     "gemma4_unified_text": {**GEMMA_4, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+    "gemma4_unified_text-tower": GEMMA_4,
     "phi3": {},
     "phi3-partial": PARTIAL,
     "phi3-window": WINDOWED,
@@ -147,6 +148,7 @@ TINY: dict[str, dict[str, Any]] = {
         **LATENT, **GROUPED,
         **rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
     },
+    "deepseek_v3-tower": {**LATENT, **GROUPED},
     "dots1": {**GROUPED, **SLIDES, **BIASED},
     "ernie4_5": {"use_bias": True},
     "ernie4_5_moe": {
@@ -197,6 +199,14 @@ GEMMA_4_EYES = {
     "head_dim": 8,
     "patch_size": 4,
 }
+KIMI_EYES = {
+    "model_type": "kimi_k25_vision",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
 QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 QWEN3_EYES = {**QWEN_EYES, "deepstack_visual_indexes": [0]}
@@ -207,6 +217,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe_text": ("qwen3_vl_moe", QWEN3_EYES),
     "gemma3_text-tower": ("gemma3", SIGLIP),
     "gemma4_text-tower": ("gemma4", GEMMA_4_EYES),
+    "gemma4_unified_text-tower": ("gemma4_unified", {"model_type": "gemma4_unified_vision"}),
+    "deepseek_v3-tower": ("kimi_k25", KIMI_EYES),
     "mistral-tower": ("mistral3", PIXTRAL),
     "mistral4": ("mistral3", PIXTRAL),
     "mistral4-plain": ("mistral3", PIXTRAL),
