@@ -229,10 +229,15 @@ MLA = "its form of multi-head latent attention is not built in"
 RECURRENT = "it has recurrent layers: a chunk's state is not built in"
 ENCODER = "it is not a decoder alone: its input is not causal"
 REFUSALS = {
-    MLA: "deepseek_v32 minicpm3 longcat_flash",
+    MLA: "minicpm3 longcat_flash",
+    "it selects keys by an indexer, which is not built in": (
+        "deepseek_v32 glm_moe_dsa glm5_next hy_v4 minimax_m3_vl_text mistral_large4_text qwen4_exp_text"
+    ),
+    "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
     RECURRENT: (
         "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
-        "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe olmo_hybrid kimi_linear minimax"
+        "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text lfm2 lfm2_moe lfm3 olmo_hybrid "
+        "kimi_linear minimax"
     ),
     "its positions are added to the input, so that a key cannot be moved": (
         "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
@@ -245,6 +250,8 @@ REFUSALS = {
     "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
     "it subtracts one attention from another, which is not built in": "diffllama",
     "it masks keys by their values": "doge",
+    "its norms have several epsilons, which is not built in": "muse_glimmer_text",
+    "its layers differ in the number of kv heads and their dims, which is not built in for this type": "mimo_v2_flash",
 }
 REFUSED = {kind: reason for reason, kinds in REFUSALS.items() for kind in kinds.split()}
 
