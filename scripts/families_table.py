@@ -17,6 +17,8 @@ PLAN = {
     "experts_beside": "experts beside the MLP in some models",
     "shared_mlp": "shared expert",
     "v_norm": "v norms",
+    "value_dim": "values of other dims than keys",
+    "value_scale": "scaled values",
     "layer_inputs": "embeddings by layer in some models",
     "layer_scale": "scaled layers",
     "fused_qkv": "fused qkv",
@@ -62,6 +64,8 @@ def kept(family: Family) -> str:
     """How many numbers a layer keeps of a token."""
     if family.latent:
         return "`qk_rope_head_dim` + `kv_lora_rank`"
+    if family.value_dim:
+        return f"K (D + `{family.value_dim}`); K by layer"
     return "2 K D; K and D by layer" if family.v_norm else "2 K D"
 
 

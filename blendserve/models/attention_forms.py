@@ -23,12 +23,14 @@ def kv_layout(config: Any) -> tuple[tuple[KVShape, ...], list[int]]:
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
     n, heads = config.num_hidden_layers, config.num_attention_heads
     shapes, sources = [], list(range(n))
-    if check_supported(config).latent:
+    family = check_supported(config)
+    if family.latent:
         return (KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank),) * n, sources
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
         layer = layer_settings(config, l)
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        shapes.append(KVShape(layer.num_key_value_heads, dim, dim))
+        value_dim = int(setting_of(layer, family.value_dim) or dim)
+        shapes.append(KVShape(family.kv_heads(layer, l), dim, value_dim))
     for l in range(len(shapes), n):  # each reads the KV of the last layer of its type
         sources[l] = max(m for m in range(len(shapes)) if config.layer_types[m] == config.layer_types[l])
     return tuple(shapes), sources
@@ -66,5 +68,6 @@ def attention_spec(
     has_window = family.windows == "all" or (family.windows == "typed" and slides(config, l))
     scale = family.attention_scale(config) if family.attention_scale else head_dim**-0.5
     window = config.sliding_window if has_window else None
-    sinks = tensors[f"model.layers.{l}.self_attn.sinks"].float() if family.sinks else None
-    return AttentionSpec(scale, window, setting_of(config, family.softcap), sinks)
+    sinks = tensors.get(f"model.layers.{l}.self_attn.sinks") if family.sinks else None
+    softcap = setting_of(config, family.softcap)
+    return AttentionSpec(scale, window, softcap, None if sinks is None else sinks.float())

@@ -24,6 +24,14 @@ def _always(config: Any, l: int) -> bool:
     return True
 
 
+def _kv_heads(config: Any, l: int) -> int:
+    return int(config.num_key_value_heads)
+
+
+def _twice_if_it_slides(config: Any, l: int) -> int:
+    return int(config.num_key_value_heads) * (1 + slides(config, l))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family's layers. Names are of modules and settings in transformers' model; None = there is none."""
@@ -47,14 +55,18 @@ class Family:
     gate: Gate | None = None  # of attention's output, by head or by dim
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     v_norm: bool = False  # of each head, without weights
+    kv_heads: Callable[[Any, int], int] = _kv_heads  # of a layer
+    value_dim: str | None = None  # setting with the dims of a value; None: as of a key
+    value_scale: str | None = None
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
-    sinks: bool = False  # attention has one a head
+    sinks: bool = False  # attention has one a head, in the layers that have weights for it
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
     rotary: Rotary = HALVES
     wide_rope: bool = False  # cos and sin stay in fp32
     rotates: Callable[[Any, int], bool] = _always  # whether a layer has RoPE at all
     typed_rope: bool = False  # other angles for each layer type
+    rope_share: float = 1.0  # of a head's dims, where rope_parameters does not say
     scaled_queries: bool = False  # by their position, if rope_parameters has llama_4_scaling_beta
     rope_bases: bool = False  # config.layer_rope_theta has one for each layer; 0 = no RoPE
     layer_inputs: bool = (
@@ -197,6 +209,9 @@ FAMILIES: dict[str, Family] = {
     "jais2": Family("Jais 2", norm="layer", **UNGATED),
     "laguna": Family("Laguna", **NORMED_EXPERTS, windows="typed", typed_rope=True, gate="g_proj"),
     "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
+    "mimo_v2_flash": Family("MiMo V2 Flash", experts=True, windows="typed", sinks=True, typed_rope=True,
+                            kv_heads=_twice_if_it_slides, value_dim="v_head_dim",
+                            value_scale="attention_value_scale", rope_share=0.334),
     "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
     "ministral3": Family("Ministral 3", windows="all", scaled_queries=True),
     "mistral4": Family("Mistral Small 4", **LATENT, experts=True, scaled_queries=True),
@@ -251,7 +266,6 @@ REFUSALS = {
     "it subtracts one attention from another, which is not built in": "diffllama",
     "it masks keys by their values": "doge",
     "its norms have several epsilons, which is not built in": "muse_glimmer_text",
-    "its layers differ in the number of kv heads and their dims, which is not built in for this type": "mimo_v2_flash",
 }
 REFUSED = {kind: reason for reason, kinds in REFUSALS.items() for kind in kinds.split()}
 

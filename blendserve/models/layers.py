@@ -39,7 +39,9 @@ class RopeAngles:
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
         kind = parameters.get("rope_type", "default")
         if kind == "default":
-            share = 1.0 if family.latent else parameters.get("partial_rotary_factor", 1.0)  # of whole heads
+            share = (
+                1.0 if family.latent else parameters.get("partial_rotary_factor", family.rope_share)
+            )  # of whole heads
             n = int(head_dim * share)
             steps = torch.arange(0, n, 2, dtype=torch.float) / n
             self._frequencies, self._scale = 1.0 / (parameters["rope_theta"] ** steps), 1.0

@@ -126,6 +126,7 @@ class DecoderModel:
         self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = setting_of(config, family.residual_scale)
+        self._value_scale = setting_of(config, family.value_scale)
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
         self._logits_cap = setting_of(config, family.logits_softcap)
@@ -267,13 +268,16 @@ class DecoderModel:
         q, k, v = made if len(made) == 3 else torch.split(made[0], self.qkv_sizes(l), dim=-1)
         if layer.qk_norms and self.family.qk_norm == "width":
             q, k = (call_norm(norm, x)[1] for norm, x in zip(layer.qk_norms, (q, k), strict=True))
-        dim = self.kv_shape(l).dim
-        q, k, v = (x.view(len(x), x.shape[1] // dim, dim) for x in (q, k, v))
+        _, dim, value_dim = self.kv_shape(l)
+        q, k = (x.view(len(x), x.shape[1] // dim, dim) for x in (q, k))
+        v = v.view(len(v), v.shape[1] // value_dim, value_dim)
         if layer.qk_norms and self.family.qk_norm == "head":
             q, *own = (norm_heads(norm, x) for norm, x in zip(layer.qk_norms, (q, k), strict=False))
             k = own[0] if own else k
         if layer.v_norm is not None:
             v = norm_heads(layer.v_norm, v)
+        if self._value_scale is not None:
+            v = v * self._value_scale
         return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
 
     def finish(self, l: int, hidden: States, attended: Tensor) -> States:

@@ -37,6 +37,9 @@ def dense(decoder: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], tor
     ropes, states, kv = decoder.rope(positions), [decoder.embed(torch.tensor(ids))], []
     for l, spec in enumerate(decoder.specs):
         rows = decoder.project(l, states[-1])
+        if decoder.kv_sources[l] == l:
+            heads, *dims = decoder.kv_shape(l)
+            assert [tuple(x.shape) for x in (rows.k, rows.v)] == [(heads, len(ids), dim) for dim in dims]
         kv.append((decoder.rotate(rows.k, ropes[l]), rows.v))
         q = decoder.rotate_queries(l, rows.q, ropes[l])
         k, v = decoder.attended_kv(l, *kv[decoder.kv_sources[l]])

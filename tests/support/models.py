@@ -164,6 +164,10 @@ TINY: dict[str, dict[str, Any]] = {
     "iquestcoder": BIASED,
     "jais2": {},
     "mellum": {**EXPERTS, **SLIDES, **TYPED_ROPE, **BIASED},
+    "mimo_v2_flash": {
+        **GROUPED, **SLIDES, **PARTIALLY_TYPED, "num_attention_heads": 8, "v_head_dim": 12, "attention_value_scale": 0.7,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
     "minimax_m2": {**EXPERTS, **PARTIAL},
     "ministral3": {**SCALED, **WINDOWED},
     "mistral4": {
@@ -232,7 +236,7 @@ KINDS = [
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 # Also layers that keep KV of other shapes than others, or none, and latents.
-BLEND_KINDS = [*EQUAL_KINDS, "gemma4_text", "gemma4_text-shared", "glm4_moe_lite"]
+BLEND_KINDS = [*EQUAL_KINDS, "gemma4_text", "gemma4_text-shared", "glm4_moe_lite", "mimo_v2_flash"]
 
 
 def config(kind: str, **settings: Any) -> Any:
