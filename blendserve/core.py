@@ -111,7 +111,7 @@ class ChunkKV:
     values: Layers  # [L, K, C, D]
     ids: TokenIds = field(
         default=(), kw_only=True
-    )  # [C]; () if unknown: codecs may leave out what these determine
+    )  # [C], or () if unknown; codecs leave out what they determine
 
     @property
     def n_layers(self) -> int:
@@ -179,9 +179,7 @@ class Prompt:
     suffix: TokenIds
     is_plain: bool = False
     runs: tuple[Run, ...] = ()  # of a plain prompt: ascending, in prompt positions, none overlapping
-    texts: tuple[
-        Span, ...
-    ] = ()  # of a plain prompt: what its client wrote, ascending; no template, no answers
+    texts: tuple[Span, ...] = ()  # of a plain prompt: what its client wrote, ascending; no template
 
     @classmethod
     def plain(cls, ids: TokenIds, runs: tuple[Run, ...] = (), texts: tuple[Span, ...] = ()) -> Prompt:
