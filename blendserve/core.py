@@ -93,9 +93,9 @@ def join_layers(layers: Sequence[torch.Tensor]) -> Layers:
 
 def stacked(layers: Layers) -> torch.Tensor:
     """As one tensor [L, K, C, D]. Raises ValueError for layers that differ in shape."""
-    if not isinstance(layers, torch.Tensor):
-        raise ValueError("these layers differ in shape")
-    return layers
+    if isinstance(layers, torch.Tensor):
+        return layers
+    raise ValueError("these layers differ in shape")
 
 
 def map_layers(change: Callable[[torch.Tensor], torch.Tensor], layers: Layers) -> Layers:
@@ -109,9 +109,7 @@ class ChunkKV:
 
     keys: Layers  # [L, K, C, D], before RoPE
     values: Layers  # [L, K, C, D]
-    ids: TokenIds = field(
-        default=(), kw_only=True
-    )  # [C], or () if unknown; codecs leave out what they determine
+    ids: TokenIds = field(default=(), kw_only=True)  # [C], or () if unknown; codecs use them
 
     @property
     def n_layers(self) -> int:
