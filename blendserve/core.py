@@ -87,8 +87,7 @@ Layers: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
 def join_layers(layers: Sequence[torch.Tensor]) -> Layers:
     """The tensors of all layers, [K, C, D] each."""
-    alike = all(x.shape == layers[0].shape for x in layers)
-    return torch.stack(tuple(layers)) if alike else tuple(layers)
+    return torch.stack(tuple(layers)) if len({x.shape for x in layers}) == 1 else tuple(layers)
 
 
 def stacked(layers: Layers) -> torch.Tensor:
