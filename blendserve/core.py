@@ -176,7 +176,7 @@ class Prompt:
     suffix: TokenIds
     is_plain: bool = False
     runs: tuple[Run, ...] = ()  # of a plain prompt: ascending, in prompt positions, none overlapping
-    texts: tuple[Span, ...] = ()  # of a plain prompt: what its client wrote, ascending; no template
+    texts: tuple[Span, ...] = ()  # of a plain prompt: its client's texts, ascending; no template, no answers
 
     @classmethod
     def plain(cls, ids: TokenIds, runs: tuple[Run, ...] = (), texts: tuple[Span, ...] = ()) -> Prompt:

@@ -44,8 +44,8 @@ class Counts:
 
     @classmethod
     def of(cls, decoder: DecoderModel) -> Counts | None:
-        """None for mixtures of experts, whose work depends on the tokens."""
-        if decoder.family.experts:
+        """None for mixtures of experts, whose work depends on the tokens, and for layers that differ in shape."""
+        if decoder.has_experts or not decoder.has_equal_layers or len(set(decoder.query_heads)) > 1:
             return None
         model = cast(Any, decoder.reference)
         linear = {n: m for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)}

@@ -214,7 +214,8 @@ class _Checks:
         model, kv, start = self.model, self.stored[0], len(self.prompt.prefix)
         here = torch.arange(start, start + kv.n_tokens, device=model.device)
         there, distances = here + model.context_limit - start - kv.n_tokens, []
-        for keys, a, b in zip(kv.keys, model.rope(here), model.rope(there), strict=False):
+        n = kv.n_layers
+        for keys, a, b in zip(kv.keys, model.rope(here)[:n], model.rope(there)[:n], strict=True):
             before = model.rotate(keys, a)
             moved = model.rotate(model.rotate(before, a.inverse), b)
             distances.append(_keys_distance(model.rotate(model.rotate(moved, b.inverse), a), before))
@@ -235,7 +236,7 @@ class _Checks:
         """
         n, distances = len(self.prompt), []
         for ours, own in ((kv.keys, self.own.keys), (kv.values, self.own.values)):
-            for mine, theirs in zip(ours, own, strict=False):
+            for mine, theirs in zip(ours[: self.model.n_kv_layers], own, strict=True):
                 a, b = mine[:, :n].float(), theirs[:, :n].float()
                 distances.append(float((a - b).norm() / b.norm().clamp_min(TINY)))
         return _worst(distances)

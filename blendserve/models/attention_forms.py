@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blendserve.core import KVShape
 from blendserve.kernels.types import AttentionSpec
-from blendserve.models.families import Family, check_supported, slides
+from blendserve.models.families import Family, slides
 
 
 def setting_of(config: Any, name: str | None) -> float | None:
@@ -19,11 +19,10 @@ def setting_of(config: Any, name: str | None) -> float | None:
     return None if name is None else cast("float | None", getattr(config, name))
 
 
-def kv_layout(config: Any) -> tuple[tuple[KVShape, ...], list[int]]:
+def kv_layout(config: Any, family: Family) -> tuple[tuple[KVShape, ...], list[int]]:
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
     n, heads = config.num_hidden_layers, config.num_attention_heads
     shapes, sources = [], list(range(n))
-    family = check_supported(config)
     if family.latent:
         return (KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank),) * n, sources
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):

@@ -46,9 +46,7 @@ class Family:
     mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
-    experts_beside: bool = (
-        False  # a mixture of experts beside the MLP, with norms of its own, if config.enable_moe_block
-    )
+    experts_beside: bool = False  # a mixture of experts beside the MLP, if config.enable_moe_block
     shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
     latent: bool = False  # keys and values of all heads are made of one latent (multi-head latent attention)
@@ -69,9 +67,7 @@ class Family:
     rope_share: float = 1.0  # of a head's dims, where rope_parameters does not say
     scaled_queries: bool = False  # by their position, if rope_parameters has llama_4_scaling_beta
     rope_bases: bool = False  # config.layer_rope_theta has one for each layer; 0 = no RoPE
-    layer_inputs: bool = (
-        False  # each layer adds an embedding of its own, if config.hidden_size_per_layer_input
-    )
+    layer_inputs: bool = False  # each layer has embeddings of its own, if config.hidden_size_per_layer_input
     layer_scale: str | None = None  # a number in the weights, of what each layer gives
     embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
     residual_scale: str | None = None

@@ -104,7 +104,7 @@ def slots(keys: Layers, values: Layers) -> list[KVCache]:
 
 
 def _numbers(model: DecoderModel, n_tokens: int) -> int:
-    """Keys and values of so many tokens."""
+    """How many numbers the keys and values of n_tokens are."""
     return n_tokens * sum(shape.numbers for shape in model.kv_shapes)
 
 

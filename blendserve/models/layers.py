@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
 from blendserve.kernels.types import Activation, Rope
@@ -39,10 +40,10 @@ class RopeAngles:
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
         kind = parameters.get("rope_type", "default")
         if kind == "default":
-            share = (
-                1.0 if family.latent else parameters.get("partial_rotary_factor", family.rope_share)
-            )  # of whole heads
-            n = int(head_dim * share)
+            share = parameters.get("partial_rotary_factor", family.rope_share)
+            n = (
+                head_dim if family.latent else int(head_dim * share)
+            )  # latent attention stores the rotated part alone
             steps = torch.arange(0, n, 2, dtype=torch.float) / n
             self._frequencies, self._scale = 1.0 / (parameters["rope_theta"] ** steps), 1.0
         else:
@@ -271,16 +272,19 @@ class LatentAttention:
         if config.q_lora_rank:
             self._compress = linear(f"{name}.q_a_proj"), parts.norm(f"{name}.q_a_layernorm", LATENT_EPS)
         self._query = linear(f"{name}.{'q_b_proj' if config.q_lora_rank else 'q_proj'}")
-        self._down, self._norm = (
-            linear(f"{name}.kv_a_proj_with_mqa"),
-            parts.norm(f"{name}.kv_a_layernorm", LATENT_EPS),
-        )
+        self._down = linear(f"{name}.kv_a_proj_with_mqa")
+        self._norm = parts.norm(f"{name}.kv_a_layernorm", LATENT_EPS)
+        if not isinstance(linear(f"{name}.kv_b_proj"), Linear):
+            raise ModelUnsupported(
+                "its weights are quantised, and latent attention needs those of kv_b_proj themselves: use a checkpoint "
+                "in bf16",
+                setting="model.name",
+            )
         up = parts.tensors[f"{name}.kv_b_proj.weight"].view(self._n_heads, -1, config.kv_lora_rank)
         self._key_up, self._value_up = up[:, : self._plain], up[:, self._plain :]  # [H, D, C]
-        pairs = torch.arange(self._rope).view(-1, 2)
-        self._order = (
-            pairs.mT.flatten() if getattr(config, "rope_interleave", False) else None
-        )  # neighbours to halves
+        self._order: Tensor | None = None  # from neighbours to halves
+        if getattr(config, "rope_interleave", False):
+            self._order = torch.arange(self._rope, device=up.device).view(-1, 2).mT.flatten()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed rows [S, E] -> queries [S, H, C + R], keys [S, 1, R] and values [S, 1, C], before RoPE."""

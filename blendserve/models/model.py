@@ -112,7 +112,7 @@ class DecoderModel:
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         self.query_heads: list[int] = by_layer or [config.num_attention_heads] * self.n_layers
         self.kv_shapes, self.kv_sources = kv_layout(
-            config
+            config, family
         )  # of the layers that keep KV; whose KV each layer reads
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
@@ -156,6 +156,11 @@ class DecoderModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.embeddings.dtype
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has a mixture of experts; what it launches depends on the row."""
+        return self.family.experts or any(layer.beside_mlp for layer in self.layers)
 
     @property
     def n_kv_layers(self) -> int:

@@ -166,7 +166,7 @@ class Runner:
         """
         # What a mixture of experts launches depends on the row.
         self._caches = slots(keys, values)
-        can = model.device.type == "cuda" and not model.family.experts and len(self._caches) <= MAX_CACHES
+        can = model.device.type == "cuda" and not model.has_experts and len(self._caches) <= MAX_CACHES
         pays = can and new_tokens >= MIN_NEW_TOKENS
         self._model, self._keys, self._values = model, keys, values
         self._capture = capture or (CudaGraph if pays else None)

@@ -205,6 +205,20 @@ def test_models_that_cannot_be_blended_are_refused_by_the_setting(setting: str, 
     assert error.value.setting == setting
 
 
+def test_latent_attention_over_quantised_weights_is_refused() -> None:
+    """Its up-projection is read as a matrix, and those of quantised checkpoints are scaled elsewhere."""
+
+    class Scaled(torch.nn.Linear):
+        pass
+
+    model = tiny.tiny_model.__wrapped__("youtu")
+    model.config.quantization_config = {"quant_method": "toy"}
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Scaled
+    with pytest.raises(ModelUnsupported, match="quantised"):
+        DecoderModel.of(model)
+
+
 def test_every_family_has_a_tiny_model_and_refused_names_are_real_and_no_family() -> None:
     assert {name.partition("-")[0] for name in TINY} == set(FAMILIES)
     assert set(REFUSED) - set(CONFIG_MAPPING) == set()
