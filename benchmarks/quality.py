@@ -28,7 +28,7 @@ from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig, ServeConfig
-from blendserve.core import Document, map_layers, run
+from blendserve.core import Document, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.calibrate import losses, made_questions
 from blendserve.engine.checks import Checks
@@ -36,6 +36,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Failed, Request
 from blendserve.engine.verify import Verifier
 from blendserve.evaluate.datasets import load
+from blendserve.kv import map_layers
 from blendserve.quality.controller import Controller
 from blendserve.quality.risk import interval
 from blendserve.quality.target import Loss, Target

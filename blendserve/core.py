@@ -10,7 +10,7 @@ Shape letters, used in every signature and trailing comment of the package:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -66,75 +66,6 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-class KVShape(NamedTuple):
-    """What one layer keeps of a token: K keys of D numbers each, and K values."""
-
-    heads: int  # K
-    dim: int  # D
-    value_dim: int  # of a value; D in most models
-
-    @property
-    def numbers(self) -> int:
-        """Of all its keys and values."""
-        return self.heads * (self.dim + self.value_dim)
-
-
-Layers: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
-"""A tensor [K, C, D] of each layer: one [L, K, C, D] if their shapes are equal, else L of them."""
-
-
-def join_layers(layers: Sequence[torch.Tensor]) -> Layers:
-    """The tensors of all layers, [K, C, D] each."""
-    return torch.stack(tuple(layers)) if len({x.shape for x in layers}) == 1 else tuple(layers)
-
-
-def stacked(layers: Layers) -> torch.Tensor:
-    """As one tensor [L, K, C, D]. Raises ValueError for layers that differ in shape."""
-    if isinstance(layers, torch.Tensor):
-        return layers
-    raise ValueError("these layers differ in shape")
-
-
-def map_layers(change: Callable[[torch.Tensor], torch.Tensor], layers: Layers) -> Layers:
-    """The layers after `change`, which is given all of them at once if their shapes are equal: [..., C, D]."""
-    return change(layers) if isinstance(layers, torch.Tensor) else tuple(map(change, layers))
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkKV:
-    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/chunk_kv.py, kept by store/."""
-
-    keys: Layers  # [L, K, C, D], before RoPE
-    values: Layers  # [L, K, C, D]
-    ids: TokenIds = field(default=(), kw_only=True)  # [C], or () if unknown; codecs use them
-
-    @property
-    def n_layers(self) -> int:
-        return len(self.keys)
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.keys[0].shape[1])
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for side in (self.keys, self.values) for x in side)
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
-        """The KV after `change` of its tensors, [..., C, D]."""
-        return ChunkKV(map_layers(change, self.keys), map_layers(change, self.values))
-
-    def tokens(self, start: int, stop: int) -> ChunkKV:
-        """A part of its tokens, as views."""
-        return self.map(lambda x: x[..., start:stop, :])
-
-    @classmethod
-    def joined(cls, parts: Sequence[ChunkKV]) -> ChunkKV:
-        """All tokens of these, in memory of its own."""
-        sides = ([getattr(part, side) for part in parts] for side in ("keys", "values"))
-        return cls(*(join_layers([torch.cat(x, dim=1) for x in zip(*side, strict=True)]) for side in sides))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ PLAN = {
     "layer_inputs": "embeddings by layer in some models",
     "layer_scale": "scaled layers",
     "fused_qkv": "fused qkv",
+    "recurrent": "recurrent layers",
     "latent": "multi-head latent attention",
     "parallel": "parallel attention and MLP",
     "attention_scale": "scaled scores",
@@ -62,6 +63,8 @@ def plan(family: Family) -> str:
 
 def kept(family: Family) -> str:
     """How many numbers a layer keeps of a token."""
+    if family.recurrent:
+        return "2 K D; a state map of a chunk in recurrent layers"
     if family.latent:
         return "`qk_rope_head_dim` + `kv_lora_rank`"
     if family.value_dim:

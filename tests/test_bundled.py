@@ -13,9 +13,10 @@ import pytest
 from blendserve.blend import prefill
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, ModelConfig, PromptConfig
-from blendserve.core import Passage, run, stacked
+from blendserve.core import Passage, run
 from blendserve.engine import gate
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.kv import stacked
 from blendserve.models.loader import load_model
 from blendserve.models.reference import model_forward
 from blendserve.models.sources import BUNDLED

@@ -22,12 +22,12 @@ from blendserve.bench.runner import Bench, PromptBenchConfig, open_model
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive
-from blendserve.core import ChunkKV
 from blendserve.engine.codec_fit import fit, self_generated_text
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import team
+from blendserve.kv import ChunkKV
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import BENCHED, CODECS, codec_word, every_codec, parse_codec
 from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore, read_record

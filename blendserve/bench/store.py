@@ -18,7 +18,7 @@ from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms
 from blendserve.bench.page_cache import drop
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.config import Positive
-from blendserve.core import ChunkKV
+from blendserve.kv import ChunkKV
 from blendserve.models.loader import read_configuration
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, chunk_key
 from blendserve.store.codecs.raw import Raw

@@ -24,10 +24,11 @@ from blendserve.blend.priors import PriorStore
 from blendserve.blend.refine import refine, rows_to_refine
 from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
+from blendserve.core import BlendReport, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
+from blendserve.kv import ChunkKV
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, FULL_REUSE
@@ -250,10 +251,11 @@ class Blender:
         view, n_kept = TensorView(prefix.kv, is_placed=True), prefix.n_kept
         layout = lay_out(prompt, view, found, sources, first_is_exact=first_is_exact, n_kept=n_kept)
         if prompt.runs:
-            return reuse_runs(layout, fetch, n_layers, self._token_saves_s(prompt, blend, [0]))
-        if not blend.near or blend.method == "prefix" or fetch.trouble:
-            return layout
-        return reuse_near(layout, fetch, self.near, n_layers, self._token_saves_s(prompt, blend, requests))
+            layout = reuse_runs(layout, fetch, n_layers, self._token_saves_s(prompt, blend, [0]))
+        elif blend.near and blend.method != "prefix" and not fetch.trouble:
+            saves_s = self._token_saves_s(prompt, blend, requests)
+            layout = reuse_near(layout, fetch, self.near, n_layers, saves_s)
+        return layout.with_seams(self.model.seam)
 
     def _token_saves_s(
         self, prompt: Prompt, blend: BlendConfig, chunks: Collection[int], is_costed: bool = True

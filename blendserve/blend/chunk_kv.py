@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV, Layers, Steps, TokenIds, join_layers, run
+from blendserve.core import Steps, TokenIds, run
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.ops import attend_chunks
 from blendserve.kernels.types import Rope
-from blendserve.models.forward import run_layers
+from blendserve.kv import ChunkKV, Layers, join_layers
+from blendserve.models.forward import LayerPass, run_layers
 from blendserve.models.model import DecoderModel, Projected
 from blendserve.store import ChunkKey, chunk_key
 from blendserve.store.key import TAG_BYTES, namespace_tag
@@ -56,9 +58,18 @@ class ChunkKeys:
 class ChunkComputer:
     """Computes the KV of chunks after one context. Thread-safe."""
 
-    def __init__(self, model: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
-        """context_kv: the KV of `context`, its keys after RoPE; computed when it is first needed if None."""
-        self.model, self.context = model, context
+    def __init__(
+        self,
+        model: DecoderModel,
+        context: TokenIds,
+        context_kv: ChunkKV | None = None,
+        is_moved: bool = True,
+    ) -> None:
+        """context_kv: the KV of `context`, its keys after RoPE; computed when it is first needed if None.
+
+        is_moved: whether the chunks may stand elsewhere; else a recurrent layer's state map is its state behind them.
+        """
+        self.model, self.context, self._is_moved = model, context, is_moved
         self._prepared: tuple[ChunkKV, Layers] | None = None  # the context's KV, and its keys after RoPE
         if context_kv:
             self._prepared = context_kv, context_kv.keys
@@ -81,7 +92,7 @@ class ChunkComputer:
         if self._prepared is None:
             model, kv = self.model, _empty(self.model, ())
             if self.context:
-                kv = (yield from ChunkComputer(model, ()).steps([self.context]))[0]
+                kv = (yield from ChunkComputer(model, (), is_moved=False).steps([self.context]))[0]
             self._prepared = kv, placed(model, kv).keys
         return self._prepared[0]
 
@@ -89,7 +100,8 @@ class ChunkComputer:
         """The same with keys after RoPE."""
         yield from self.prepare()
         assert self._prepared
-        return ChunkKV(self._prepared[1], self._prepared[0].values)
+        kv = self._prepared[0]
+        return ChunkKV(self._prepared[1], kv.values, recurrent=kv.recurrent)
 
     def stream(self, chunks: Iterable[TokenIds]) -> Iterator[ChunkKV]:
         """The KV of each chunk in order, computed a stack at a time; a stack is read before it is computed."""
@@ -109,7 +121,7 @@ class ChunkComputer:
         out = [_empty(self.model, ids) for ids in chunks]
         if any(chunks):
             ids = torch.tensor([i for ids in chunks for i in ids], device=self.model.device)
-            layers = _StackPass(self.model, out, context_keys, context_kv.values)
+            layers = _StackPass(self.model, out, context_keys, context_kv.values, self._is_moved)
             yield from run_layers(self.model, self.model.embed(ids), layers)
         return out
 
@@ -117,8 +129,8 @@ class ChunkComputer:
 def placed(model: DecoderModel, kv: ChunkKV, start: int = 0) -> ChunkKV:
     """The KV with its keys after RoPE, for tokens from a position on."""
     ropes = model.rope(torch.arange(start, start + kv.n_tokens, device=model.device))
-    keys = [model.rotate(k, ropes[l]) for l, k in enumerate(kv.keys)]
-    return ChunkKV(join_layers(keys) if kv.n_tokens else kv.keys, kv.values)
+    keys = [k if l in kv.recurrent else model.rotate(k, ropes[l]) for l, k in enumerate(kv.keys)]
+    return ChunkKV(join_layers(keys) if kv.n_tokens else kv.keys, kv.values, recurrent=kv.recurrent)
 
 
 def in_stacks(chunks: Iterable[TokenIds], max_tokens: int) -> Iterator[list[TokenIds]]:
@@ -133,15 +145,20 @@ def in_stacks(chunks: Iterable[TokenIds], max_tokens: int) -> Iterator[list[Toke
         yield stack
 
 
-class _StackPass:
+class _StackPass(LayerPass):
     """Chunks side by side, each attending to [context | itself]. Keeps their KV before RoPE."""
 
     def __init__(
-        self, model: DecoderModel, out: Sequence[ChunkKV], context_keys: Layers, context_values: Layers
+        self,
+        model: DecoderModel,
+        out: Sequence[ChunkKV],
+        context_keys: Layers,
+        context_values: Layers,
+        is_moved: bool,
     ) -> None:
-        """context_keys, context_values [L, K, F, D], keys after RoPE."""
-        self._model, self._context = model, (context_keys, context_values)
-        lengths, n_context = [kv.n_tokens for kv in out], context_keys[0].shape[1]
+        """context_keys, context_values [L, K, F, D], keys after RoPE. is_moved: as of ChunkComputer."""
+        self._model, self._context, self._is_moved = model, (context_keys, context_values), is_moved
+        lengths, n_context = [kv.n_tokens for kv in out], context_keys[model.attention_layer].shape[1]
         starts = [0, *accumulate(lengths)]
         self._out = list(zip(out, starts, strict=False))
         self._stack = ChunkStack([n for n in lengths if n], n_context, model.device)
@@ -166,13 +183,28 @@ class _StackPass:
         )
         return attend_chunks(q, *own, context, self._model.specs[l], self._stack)
 
+    def recur(self, l: int, x: Tensor) -> Tensor:
+        mixer, parts = self._model.mixer(l), list[Tensor]()
+        before = mixer.after(mixer.empty, self._context[0][l], self._context[1][l])
+        for kv, at in self._out:
+            rows = x[at : at + kv.n_tokens]
+            if self._is_moved:
+                added, made = mixer.run_chunk(rows, before)
+            else:
+                added, behind = mixer.run(rows, before)
+                made = mixer.packed(behind)
+            for side, part in zip((kv.keys, kv.values), made, strict=True):
+                side[l].copy_(part)
+            parts.append(added)
+        return torch.cat(parts)
+
 
 def _empty(model: DecoderModel, ids: TokenIds) -> ChunkKV:
-    def side(dims: Sequence[int]) -> Layers:
-        shapes = [(shape.heads, len(ids), dim) for shape, dim in zip(model.kv_shapes, dims, strict=True)]
-        if len(set(shapes)) == 1:
-            return torch.empty((len(shapes), *shapes[0]), dtype=model.dtype, device=model.device)
-        return tuple(torch.empty(shape, dtype=model.dtype, device=model.device) for shape in shapes)
+    """Room for a chunk's KV; state maps are those of no tokens behind nothing."""
+    new = partial(torch.zeros if model.recurrent else torch.empty, dtype=model.dtype, device=model.device)
 
-    keys, values = (side([shape[i] for shape in model.kv_shapes]) for i in (1, 2))
-    return ChunkKV(keys, values, ids=tuple(ids))
+    def side(i: int) -> Layers:
+        shapes = [(shape.heads, n_rows, shape[i]) for shape, n_rows in model.chunk_layers(len(ids))]
+        return new((len(shapes), *shapes[0])) if len(set(shapes)) == 1 else tuple(map(new, shapes))
+
+    return ChunkKV(side(1), side(2), ids=tuple(ids), recurrent=model.recurrent)

@@ -25,8 +25,9 @@ from blendserve.blend.layout import Layout, State, lay_out
 from blendserve.blend.policies import Policy, make_policy, n_scoring_rows
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, join_layers, run
+from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.kernels.autotune import machine
+from blendserve.kv import ChunkKV, join_layers
 from blendserve.models.model import DecoderModel
 from blendserve.paths import cached_file, write_cached
 from blendserve.registry import FULL_REUSE, POLICIES
@@ -168,17 +169,19 @@ def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> Layou
 
     def noise(n: int) -> TensorView:
         # One head's, for all of its width: drawing takes longer than all else.
-        dims = {d for _, *dims in model.kv_shapes for d in dims}
-        one = {d: torch.randn(n, d, dtype=model.dtype, device=model.device) for d in dims}
+        layers = model.chunk_layers(n)
+        sizes = {(rows, d) for (_, *dims), rows in layers for d in dims}
+        one = {size: torch.randn(size, dtype=model.dtype, device=model.device) for size in sizes}
         sides = [
-            [one[shape[i]].expand(shape.heads, -1, -1).contiguous() for shape in model.kv_shapes]
+            [one[rows, shape[i]].expand(shape.heads, -1, -1).contiguous() for shape, rows in layers]
             for i in (1, 2)
         ]
-        return TensorView(ChunkKV(*map(join_layers, sides)))
+        return TensorView(ChunkKV(*map(join_layers, sides), recurrent=model.recurrent))
 
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []
     prompt = Prompt(draw(4), tuple(Chunk(draw(n)) for n in sizes), draw(n_suffix))
-    return lay_out(prompt, noise(4) if sizes else None, {i: noise(n) for i, n in enumerate(sizes)})
+    views = {i: noise(n) for i, n in enumerate(sizes)}
+    return lay_out(prompt, noise(4) if sizes else None, views).with_seams(model.seam)
 
 
 def _timed(
@@ -187,7 +190,8 @@ def _timed(
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
     layout = synthetic_prompt(model, rows, keys)
     plain, scored = BlendConfig(**FULL_REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
-    for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
+    has_choice = keys and rows < room // 20 and not model.recurrent
+    for blend in (plain, scored) if has_choice else (plain,):
         start = clock()
         logits = run(blend_prefill(model, layout, blend)).logits
         float(logits[0])  # reading a number waits for the device

@@ -55,6 +55,7 @@ class Segment:
     view: ChunkView | None = None  # where KV is read from, whether the method uses it or not
     offset: int = 0  # where the segment starts in the view
     source: str = ""  # local | remote | computed
+    is_seam: bool = False  # fresh, as a state map begins behind it
     donor: ChunkKey | None = None  # the stored chunk that the view belongs to, of a run
     miss: Miss | None = (
         None  # why the chunk's own KV, or that of a chunk found in a plain prompt, is not here
@@ -145,6 +146,24 @@ class Layout:
         """The state of stored KV that is used from position `start` on, read from `offset` tokens into its chunk."""
         is_exact = self.first_is_exact and start == len(self.prompt.prefix) and not offset
         return State.EXACT if is_exact else State.REUSED
+
+    def with_seams(self, n: int) -> Layout:
+        """For a model with state maps: of a chunk, its first n tokens are fresh, or all of it if its end is not used."""
+
+        def parts(segment: Segment) -> Iterator[Segment]:
+            view, span, offset = segment.view, segment.span, segment.offset
+            if view is None or segment.chunk is None or segment.state is State.FRESH or not n:
+                yield segment
+                return
+            cut = len(span)  # the map is of the tokens from the n-th on, to the last one
+            if offset <= n and offset + len(span) == view.n_tokens:
+                cut = min(n - offset, len(span))
+            middle, is_seam = span.start + cut, cut < len(span)
+            yield replace(segment, span=Span(span.start, middle), state=State.FRESH, is_seam=is_seam)
+            yield replace(segment, span=Span(middle, span.stop), offset=offset + cut)
+
+        cut = (part for segment in self.segments for part in parts(segment) if len(part.span))
+        return replace(self, segments=tuple(cut)) if n else self
 
     def for_method(self, method: Method) -> Layout:
         """The same with the segments that a method does not use left fresh: prefix caching moves nothing."""

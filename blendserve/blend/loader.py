@@ -57,9 +57,19 @@ class KVLoader:
                 for s in self._segments:
                     if s.is_placed:
                         self.cache.write(l, slice(s.span.start, s.span.stop), *self._tokens(layer, s))
-                for (keys, _), is_counted in zip(layer, self._is_counted, strict=True):
-                    self.bytes_loaded += is_counted * 2 * keys.numel() * keys.element_size()
+                self._count(layer)
             self._placed[l] = True
+
+    def state_maps(self, l: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """The state maps of recurrent layer l, by where their tokens start. Once for each layer; raises as `place`."""
+        with self._clock.stage("load"):
+            layer = self._reader.take(l)
+            self._count(layer)
+        return {s.span.start: layer[self._nth[id(s.view)]] for s in self._segments}
+
+    def _count(self, layer: Layer) -> None:
+        for pair, is_counted in zip(layer, self._is_counted, strict=True):
+            self.bytes_loaded += is_counted * sum(x.numel() * x.element_size() for x in pair)
 
     def _tokens(self, layer: Layer, segment: Segment) -> tuple[Tensor, Tensor]:
         """Keys and values [K, n, D] of a segment's tokens."""

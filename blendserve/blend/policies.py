@@ -16,6 +16,7 @@ from torch import Tensor
 from blendserve.blend.layout import LayerKV, Layout, State
 from blendserve.config import BlendConfig
 from blendserve.errors import ConfigError
+from blendserve.models.model import DecoderModel
 from blendserve.registry import POLICIES
 
 
@@ -29,13 +30,33 @@ class Policy:
     def __init__(self, config: BlendConfig) -> None:
         self.config = config
 
-    def validate(self, n_layers: int) -> None:
-        """Raises ConfigError for settings that do not fit the policy, or a model of `n_layers` layers."""
+    def validate(self, model: DecoderModel) -> None:
+        """Raises ConfigError for settings that do not fit the policy, or the model."""
+        if model.recurrent and self.config.method not in ("full", "prefix"):
+            self._require_whole_chunks()
         if self.config.refine and not self.needs_scoring_pass:
             raise ConfigError(
                 f"setting 'blend.refine' cannot be {self.config.refine:g} with policy {self.config.policy!r}, which has "
                 "no scores of tokens: set it to 0, or set blend.policy to query",
                 setting="blend.refine",
+            )
+
+    def _require_whole_chunks(self) -> None:
+        """Raises ConfigError for settings that choose among a chunk's tokens: a state map is of all of them."""
+        blend = self.config
+        choosing = {
+            "quality": blend.quality is not None,
+            "max_kl": blend.max_kl is not None,
+            "ratio": self.has_ratio and blend.ratio not in (0.0, 1.0),
+            "correction": blend.correction != "none",
+            "refine": blend.refine > 0,
+        }
+        if name := next((name for name, is_set in choosing.items() if is_set), None):
+            raise ConfigError(
+                f"setting 'blend.{name}' cannot be {getattr(blend, name)!r} with recurrent layers, whose chunks are "
+                "reused whole but for their first tokens: set blend.ratio to 0, or to 1 for exact answers, and "
+                "blend.correction to none",
+                setting=f"blend.{name}",
             )
 
     def n_selected(self, layout: Layout) -> int:
@@ -89,9 +110,9 @@ class DeviationPolicy(Policy):
 
     has_check_layers = True
 
-    def validate(self, n_layers: int) -> None:
-        super().validate(n_layers)
-        layers = self.config.check_layers
+    def validate(self, model: DecoderModel) -> None:
+        super().validate(model)
+        layers, n_layers = self.config.check_layers, model.n_kv_layers
         if not 0 < max(layers, default=0) < n_layers:
             raise ConfigError(
                 f"setting 'blend.check_layers' cannot be {list(layers)}: name at least one layer, "
@@ -149,6 +170,15 @@ class ChunkHeadPolicy(Policy):
         for span in layout.spans(State.REUSED):
             ranks[span.start : span.stop] = -torch.arange(len(span))
         return ranks
+
+
+def defaults_for(blend: BlendConfig, model: DecoderModel) -> BlendConfig:
+    """The settings, with defaults that fit the model: chunks with state maps are reused whole, and not corrected."""
+    if not model.recurrent or blend.has_target:
+        return blend
+    fitting = {"ratio": 0.0, "correction": "none"}
+    fields = BlendConfig.model_fields
+    return blend.with_values(**{k: v for k, v in fitting.items() if getattr(blend, k) == fields[k].default})
 
 
 def make_policy(config: BlendConfig) -> Policy:

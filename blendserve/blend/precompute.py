@@ -15,9 +15,10 @@ from typing import Literal
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, in_stacks
 from blendserve.blend.donors import DonorIndex
-from blendserve.core import ChunkKV, Steps, TokenIds
+from blendserve.core import Steps, TokenIds
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.write_queue import write_behind
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord
 from blendserve.store.base import Progress
 from blendserve.store.codecs.base import Codec
@@ -190,7 +191,7 @@ class ChunkWriter:
 
     def expected_bytes(self, n_tokens: int) -> int:
         """Of a chunk of that many tokens, as stored."""
-        return self.codec.expected_bytes(n_tokens * self.chunks.model.kv_bytes_per_token)
+        return self.codec.expected_bytes(self.chunks.model.chunk_bytes(n_tokens))
 
     def stored_bytes(self) -> dict[ChunkKey, int]:
         """Of each stored chunk of the namespace."""

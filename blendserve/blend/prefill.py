@@ -9,7 +9,7 @@ prefill; with everything chosen it equals it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from blendserve.core import Steps
 from blendserve.kernels.ops import attend, attend_with_scores
 from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Prior, Rope
-from blendserve.models.forward import run_layers
+from blendserve.models.forward import LayerPass, run_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
 from blendserve.registry import CORRECTIONS
@@ -64,8 +64,9 @@ def blend_prefill(
     chunk; ConfigError for settings of the policy that do not fit the model.
     """
     policy, n, device = make_policy(blend), layout.n_tokens, model.device
-    policy.validate(model.n_kv_layers)
+    policy.validate(model)
     cache, clock = cache or KVCache(model, n), clock or Clock(device)
+    cache.forget_states()
     ids = torch.tensor(layout.prompt.ids, dtype=torch.long, device=device)
     ropes, spans = model.rope(torch.arange(n, device=device)), layout.spans(State.REUSED)
     with closing(KVLoader(model, cache, layout.loaded, ropes, clock)) as loader:
@@ -83,7 +84,7 @@ def blend_prefill(
         return layers.result(model.logits(hidden[-1:])[0])
 
 
-class _BlendPass:
+class _BlendPass(LayerPass):
     """The active rows of one request, through the layers."""
 
     def __init__(
@@ -102,6 +103,7 @@ class _BlendPass:
         self._is_corrected = False  # in any layer
         self._row_layers = 0 if scores is None else n_scoring_rows(layout) * self._model.n_layers
         self.rows = Rows.on(self._model.device, active)  # up to the last layer that keeps KV
+        self._stretches = list(_stretches(layout, active)) if self._model.recurrent else []
         self._run(self.rows)
 
     def rope(self, l: int) -> Rope:
@@ -136,6 +138,20 @@ class _BlendPass:
         keys, values = cache.keys[l][:, :n], cache.values[l][:, :n]
         return attend(q, *self._model.attended_kv(l, keys, values), self._model.specs[l], self._plans[l])
 
+    def recur(self, l: int, x: Tensor) -> Tensor:
+        self._row_layers += len(self.rows)
+        mixer, maps, parts = self._model.mixer(l), self._loader.state_maps(l), list[Tensor]()
+        state, done = mixer.empty, 0
+        for start, stop, is_mapped in self._stretches:
+            if is_mapped:
+                state = mixer.after(state, *maps[start])
+            else:
+                added, state = mixer.run(x[done : done + stop - start], state)
+                parts.append(added)
+                done += stop - start
+        self._cache.keep_state(l, self._layout.n_tokens, state)
+        return torch.cat(parts)
+
     def result(self, logits: Tensor) -> PassResult:
         """logits [V]: after the last layer."""
         rows, loader = self.rows.host, self._loader
@@ -166,6 +182,16 @@ class _BlendPass:
         return torch.cat([(~is_candidate).nonzero()[:, 0], which[kept]]).sort().values
 
 
+def _stretches(layout: Layout, active: Tensor) -> Iterator[tuple[int, int, bool]]:
+    """A prompt as stretches: start, stop, and whether its state map is used; the others' tokens all run."""
+    runs = torch.zeros(layout.n_tokens, dtype=torch.bool)
+    runs[active] = True
+    for start, stop in ((s.span.start, s.span.stop) for s in layout.segments):
+        if not bool((runs[start:stop] == runs[start]).all()):
+            raise ValueError("a part of a state map's tokens cannot be recomputed")
+        yield start, stop, not bool(runs[start])
+
+
 def suffix_scores(ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor]:
     """The scoring pass: the suffix runs alone over the stored KV, and scores each token by what the suffix takes from it.
 
@@ -182,7 +208,7 @@ def suffix_scores(ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor
     return layers.scores.cpu().masked_fill(~layout.reusable, torch.nan)
 
 
-class _SuffixPass:
+class _SuffixPass(LayerPass):
     """Suffix rows over the stored KV. Tokens without KV (missing chunks, the end of a chunk) are hidden."""
 
     def __init__(self, layout: Layout, loader: KVLoader) -> None:

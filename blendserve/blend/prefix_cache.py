@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from blendserve.blend.chunk_kv import ChunkComputer, placed
-from blendserve.core import ChunkKV, Steps, TokenIds
+from blendserve.core import Steps, TokenIds
+from blendserve.kv import ChunkKV
 from blendserve.models.kv_cache import KVCache
 
 
@@ -66,7 +67,8 @@ class PrefixCache:
             prefix, n = known, known.kv.n_tokens
         if n < len(ids):
             model = self._own.model
-            new = (yield from ChunkComputer(model, ids[:n], prefix.kv).steps([ids[n:]]))[0]
+            computer = ChunkComputer(model, ids[:n], prefix.kv, is_moved=False)
+            new = (yield from computer.steps([ids[n:]]))[0]
             n_exact = prefix.n_exact if prefix.n_kept else len(ids)
             prefix = replace(prefix, kv=ChunkKV.joined((prefix.kv, placed(model, new, n))), n_exact=n_exact)
             self._add(owner, ids, prefix)
@@ -77,6 +79,8 @@ class PrefixCache:
 
         ids: a beginning of the tokens that the request's cache holds.
         """
+        if self._own.model.recurrent:
+            return  # the state behind the prompt and all but the last token of an answer, which runs no more
         n, cached = self._longest(owner, ids, exact=False)
         if n < len(ids) <= self.cap_bytes // self._own.model.kv_bytes_per_token:
             kv = cache.beginning(self._own.model, len(ids)).map(torch.Tensor.clone)
@@ -88,15 +92,20 @@ class PrefixCache:
 
     def _longest(self, owner: str, ids: TokenIds, exact: bool) -> tuple[int, PrefixKV | None]:
         """Tokens in common with the cached prefix that has most, and it; None = the engine's own."""
-        n, longest = _n_common(ids, self._own.context), None
+        n, longest = self._n_common(ids, self._own.context), None
         with self._lock:
             for key, prefix in self._cached.items():
-                m = _n_common(ids, key[1]) if key[0] == owner else 0
+                m = self._n_common(ids, key[1]) if key[0] == owner else 0
                 if (m := min(m, prefix.n_exact) if exact else m) > n:
                     n, longest = m, key
             if longest:
                 self._cached.move_to_end(longest)
             return n, self._cached[longest] if longest else None
+
+    def _n_common(self, ids: TokenIds, cached: TokenIds) -> int:
+        """Tokens that a prefix can take from a cached one: all it has in common, or with states the whole one or none."""
+        n = _n_common(ids, cached)
+        return n if n == len(cached) or not self._own.model.recurrent else 0
 
     @property
     def n_bytes(self) -> int:

@@ -29,20 +29,10 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out, preceding_share
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import (
-    Chunk,
-    ChunkKV,
-    KVShape,
-    Layers,
-    Prompt,
-    Span,
-    TokenIds,
-    join_layers,
-    map_layers,
-    run,
-)
+from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
+from blendserve.kv import ChunkKV, KVShape, Layers, join_layers, map_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.registry import FULL_REUSE

@@ -21,7 +21,7 @@ from blendserve.core import Steps, TokenIds
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
-from blendserve.models.forward import run_layers
+from blendserve.models.forward import LayerPass, run_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
 
@@ -42,7 +42,7 @@ def refine(model: DecoderModel, ids: TokenIds, rows: Tensor, cache: KVCache) -> 
     yield from run_layers(model, model.embed(torch.tensor(ids, device=model.device)[rows]), layers)
 
 
-class _RefinePass:
+class _RefinePass(LayerPass):
     """Rows over a cache that holds the whole prompt, up to the last layer that keeps KV, whose output is not read."""
 
     def __init__(self, model: DecoderModel, cache: KVCache, rows: Rows, n_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -65,8 +65,13 @@ def _look_ups(layout: Layout) -> list[tuple[int, Segment]]:
     Of a plain prompt: of each chunk that was found in its text.
     """
     if layout.prompt.is_plain:
-        return list(enumerate(s for s in layout.segments if s.donor))
-    return [(i, segments[0]) for i, segments in layout.chunks()]
+        return list(enumerate(s for s in layout.segments if s.donor and not s.is_seam))
+    return [(i, _telling(segments)) for i, segments in layout.chunks()]
+
+
+def _telling(segments: Sequence[Segment]) -> Segment:
+    """The segment of a chunk that says what was found of it."""
+    return next((segment for segment in segments if not segment.is_seam), segments[0])
 
 
 def _reused_spans(layout: Layout) -> Iterator[ReusedSpan]:
@@ -109,8 +114,9 @@ def _parts(plan: PrefillPlan, near: Mapping[int | None, NearChunk]) -> Iterator[
     for kind, group in groupby(layout.segments, key=lambda s: _kind(layout, s, runs)):
         segments = list(group)
         i, span = kind[1], Span(segments[0].span.start, segments[-1].span.stop)
-        source, code, reason = _why(plan, kind[0], segments[0], near.get(i))
-        is_used = code is Reason.NEAR or segments[0].is_stored
+        telling = _telling(segments)
+        source, code, reason = _why(plan, kind[0], telling, near.get(i))
+        is_used = code is Reason.NEAR or telling.is_stored
         donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor) if is_used else ()
         reason = reason[:1].upper() + reason[1:] + ("" if reason.endswith(".") else ".")
         yield Part(kind[0], i, span, source, code, reason, donors)
@@ -119,7 +125,8 @@ def _parts(plan: PrefillPlan, near: Mapping[int | None, NearChunk]) -> Iterator[
 def _kind(layout: Layout, segment: Segment, runs: Mapping[int, int] | None) -> tuple[str, int | None]:
     """Of the part that a segment belongs to, with its number. runs: numbers of a plain prompt's chunks by position."""
     if segment.chunk is not None:
-        i = segment.chunk if runs is None else runs.get(segment.span.start)
+        at = segment.span.stop if segment.is_seam else segment.span.start
+        i = segment.chunk if runs is None else runs.get(at)
         return "text" if i is None else "passage", i
     is_suffix = layout.n_suffix > 0 and segment.span.stop == layout.n_tokens
     return "suffix" if is_suffix else "kept" if segment.state is State.KEPT else "prefix", None

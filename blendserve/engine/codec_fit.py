@@ -50,6 +50,11 @@ def writing_codec(config: Config, model: LoadedModel, prompts: PromptBuilder, st
             "use raw or int8",
             setting="store.codec",
         )
+    if model.decoder.recurrent and not made.keeps_states:
+        raise ConfigError(
+            f"store.codec={name} does not store states of recurrent layers, and {model.name} has such layers: use raw",
+            setting="store.codec",
+        )
     if not made.needs_tables:
         return made.with_tables(level)
     if (codec := _with_tables(made, level, store, store.blobs.current(name, model.fingerprint))) is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import synthetic_prompt
+from blendserve.blend.policies import defaults_for
 from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config
@@ -70,6 +71,7 @@ class Engine:
         fetcher: brings chunks of the store to prompts; default: one without copies. Chunks are stored raw; `open` and
         `build` set the codec of the settings.
         """
+        config = config.replace("blend", defaults_for(config.blend, model.decoder))
         self.config, self.model, self.store, self.index = config, model, store, index
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(model.tokenizer, config.prompt)
@@ -240,8 +242,8 @@ class Engine:
         """
         decoder = self.model.decoder
         search = search or (lambda question, top_k: self._index().search(question, top_k))
-        limits, clock = (decoder.n_kv_layers, room or decoder.context_limit), clock or Clock(decoder.device)
-        prepared = prepare_request(request, self.config, *limits, self.prompts, search, clock)
+        room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
+        prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)
         self._check_near(prepared.blend)
         if not (prepared.blend.has_target or self.config.blend.has_target):
             return prepared

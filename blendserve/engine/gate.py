@@ -36,6 +36,7 @@ from torch import Tensor
 from blendserve import __version__
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out
+from blendserve.blend.policies import defaults_for
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
@@ -187,7 +188,7 @@ class _Checks:
         yield GateRow(
             "layer-0 keys: moved to their place they are forward's",
             self._first_keys_distance(reused.cache),
-            max(1e-5, 2 * eps),
+            self.kv_bound if self.model.attention_layer else max(1e-5, 2 * eps),
         )
         whole = self._prefill(0, has_prefix=False, ratio=1.0)
         after = append(self.model, whole.cache, len(self.prompt), (self.following,))[0]
@@ -205,9 +206,11 @@ class _Checks:
     def _prefill(self, n_stored: int, has_prefix: bool = True, **options: Any) -> PassResult:
         """Blend when the first `n_stored` chunks are stored."""
         views = {i: TensorView(kv) for i, kv in enumerate(self.stored[:n_stored])}
-        layout = lay_out(self.prompt, TensorView(self.stored_prefix) if has_prefix else None, views)
+        prefix = TensorView(self.stored_prefix) if has_prefix else None
+        layout = lay_out(self.prompt, prefix, views).with_seams(self.model.seam)
         cache = KVCache(self.model, len(self.prompt) + 1)
-        return run(blend_prefill(self.model, layout, BlendConfig(method="blend", **options), cache))
+        blend = defaults_for(BlendConfig(method="blend", **options), self.model)
+        return run(blend_prefill(self.model, layout, blend, cache))
 
     def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""
@@ -215,17 +218,19 @@ class _Checks:
         here = torch.arange(start, start + kv.n_tokens, device=model.device)
         there, distances = here + model.context_limit - start - kv.n_tokens, []
         n = kv.n_layers
-        for keys, a, b in zip(kv.keys, model.rope(here)[:n], model.rope(there)[:n], strict=True):
+        for l, keys, a, b in zip(range(n), kv.keys, model.rope(here)[:n], model.rope(there)[:n], strict=True):
+            if l in model.recurrent:
+                continue
             before = model.rotate(keys, a)
             moved = model.rotate(model.rotate(before, a.inverse), b)
             distances.append(_keys_distance(model.rotate(model.rotate(moved, b.inverse), a), before))
         return _worst(distances)
 
     def _first_keys_distance(self, cache: KVCache) -> float:
-        """Layer-0 keys of the chunks, as a prefill placed them."""
-        distances = []
-        for span in self.prompt.spans:
-            ours, own = (keys[:, span.start : span.stop] for keys in (cache.keys[0], self.own.keys[0]))
+        """Keys of the chunks in the first attention layer as placed; above recurrent layers, of one chunk."""
+        l, distances = self.model.attention_layer, list[float]()
+        for span in self.prompt.spans[: 1 if l else None]:
+            ours, own = (keys[:, span.start : span.stop] for keys in (cache.keys[l], self.own.keys[l]))
             distances.append(_keys_distance(ours, own))
         return _worst(distances)
 
@@ -237,6 +242,8 @@ class _Checks:
         n, distances = len(self.prompt), []
         for ours, own in ((kv.keys, self.own.keys), (kv.values, self.own.values)):
             for mine, theirs in zip(ours[: self.model.n_kv_layers], own, strict=True):
+                if not len(theirs):
+                    continue  # of a recurrent layer
                 a, b = mine[:, :n].float(), theirs[:, :n].float()
                 distances.append(float((a - b).norm() / b.norm().clamp_min(TINY)))
         return _worst(distances)

@@ -16,6 +16,7 @@ from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Pr
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
+from blendserve.models.model import DecoderModel
 from blendserve.quality.controller import Controller
 from blendserve.quality.target import Loss
 from blendserve.registry import nearest
@@ -91,19 +92,19 @@ class PreparedRequest:
 def prepare_request(
     request: Request,
     config: Config,
-    n_layers: int,
+    model: DecoderModel,
     room: int,
     prompts: PromptBuilder,
     search: Search,
     clock: Clock,
 ) -> PreparedRequest:
-    """n_layers: of the model. room: tokens for prompt and answer.
+    """room: tokens for prompt and answer.
 
     Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
     """
     base = config.blend.without_target() if chooses_work(request.blend) else config.blend
     blend, decode = base.with_values(**request.blend), config.decode.with_values(**request.decode)
-    make_policy(blend).validate(n_layers)
+    make_policy(blend).validate(model)
     if request.plain is not None:
         prompt = _plain_prompt(request.plain, room, prompts, decode)
         return PreparedRequest(prompt, (), blend, decode, clock, request.scope, request.learns)

@@ -63,7 +63,7 @@ class Scheduler:
     ) -> None:
         """throttle: of background tasks. clock: gives seconds; decides when running requests decode."""
         self._n_layers, self._pool, self._observer = model.decoder.n_layers, pool, observer
-        self._runner = Runner(model.decoder, pool.keys, pool.values)
+        self._runner = Runner(model.decoder, pool.keys, pool.values, caches=pool.caches)
         self._gap_s, self._prefill_steps = gap_s, prefill_share / (1 - prefill_share)  # per decoding step
         self._waiting, self._queue = FairQueue[Sequence](), queue
         self._prefills: list[Sequence] = []  # at most two; the last one runs

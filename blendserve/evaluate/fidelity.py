@@ -19,11 +19,12 @@ from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.config import DecodeConfig
-from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds, run
+from blendserve.core import BlendReport, Prompt, TokenIds, run
 from blendserve.engine.generate import generate
 from blendserve.engine.verify import with_end
 from blendserve.errors import StoreError
 from blendserve.evaluate.methods import FULL, MethodSpec
+from blendserve.kv import ChunkKV
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding

@@ -48,7 +48,7 @@ class Runner:
                 setting="decode.temperature" if self._decode.temperature else "decode.stop",
             )
         for method in methods:
-            make_policy(method.blend).validate(engine.model.decoder.n_kv_layers)
+            make_policy(method.blend).validate(engine.model.decoder)
         self._engine, self._source, self._stores = engine, source, stores
         self._full = next(m for m in methods if m.name == FULL)
         self._others = [m for m in methods if m.name != FULL]

@@ -18,13 +18,14 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.priors import Priors
 from blendserve.config import KVContext
-from blendserve.core import ChunkKV, Prompt, TokenIds
+from blendserve.core import Prompt, TokenIds
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import MethodSpec
 from blendserve.evaluate.run_dir import RunDir
+from blendserve.kv import ChunkKV
 from blendserve.registry import CODECS, CORRECTIONS
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.base import Codec

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV
+from blendserve.kv import ChunkKV
 
 
 class Event(Protocol):

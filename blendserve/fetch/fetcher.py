@@ -20,7 +20,6 @@ from functools import partial
 from typing import TypeAlias
 from weakref import WeakSet
 
-from blendserve.core import ChunkKV
 from blendserve.errors import BlendserveError, ChunkLost, CorruptRecord, StoreError, StoreVersion
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
@@ -28,6 +27,7 @@ from blendserve.fetch.plan import Planner, plan
 from blendserve.fetch.source import ANY, RemoteSource, StoreSource
 from blendserve.fetch.tiered import TieredStore
 from blendserve.fetch.transfer import Compute, Remote, Transfer
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Miss, Snapshot, StoreStats, TensorView
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW, UNREACHABLE

@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, StoreError
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
 from blendserve.fetch.link import StallDetector
 from blendserve.fetch.plan import Candidate, Plan, Planner, plan
 from blendserve.fetch.source import RemoteSource
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, Miss, open_view
 from blendserve.store.bounded import Deadline
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Tables

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
 from blendserve.fetch.copy_stream import CopyStream, HostCopy
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, KVStore
 from blendserve.store.codecs.base import Codec
 

@@ -9,14 +9,22 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from blendserve.core import KVShape
 from blendserve.kernels.types import AttentionSpec
-from blendserve.models.families import Family, slides
+from blendserve.kv import KVShape
+from blendserve.models.families import RECURRENT_TYPES, Family, slides
 
 
 def setting_of(config: Any, name: str | None) -> float | None:
     """A number from the configuration, None where the family has none or the model sets none."""
     return None if name is None else cast("float | None", getattr(config, name))
+
+
+NO_KV = KVShape(0, 1, 1)  # of a recurrent layer
+
+
+def is_recurrent(config: Any, family: Family, l: int) -> bool:
+    """Whether layer l has a state in place of KV."""
+    return family.recurrent is not None and config.layer_types[l] in RECURRENT_TYPES
 
 
 def kv_layout(config: Any, family: Family) -> tuple[tuple[KVShape, ...], list[int]]:
@@ -26,6 +34,9 @@ def kv_layout(config: Any, family: Family) -> tuple[tuple[KVShape, ...], list[in
     if family.latent:
         return (KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank),) * n, sources
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
+        if is_recurrent(config, family, l):
+            shapes.append(NO_KV)
+            continue
         layer = layer_settings(config, l)
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         value_dim = int(setting_of(layer, family.value_dim) or dim)
@@ -47,7 +58,7 @@ def turn_of(config: Any, family: Family, l: int) -> str | None:
     """The RoPE angles of layer l: None = none, "" = the model's only ones, else those of this layer type, or base."""
     if family.rope_bases:
         return str(config.layer_rope_theta[l]) if config.layer_rope_theta[l] else None
-    if not family.rotates(config, l):
+    if is_recurrent(config, family, l) or not family.rotates(config, l):
         return None
     return str(config.layer_types[l]) if family.typed_rope else ""
 

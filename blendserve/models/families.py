@@ -16,7 +16,7 @@ from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
 from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
-Gate = Literal["gate_proj", "g_proj"]  # in layers.py
+Gate = Literal["gate_proj", "g_proj", "q_proj"]  # in layers.py
 OtherNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer", "rms by power"]  # in layers.py
 
 
@@ -47,10 +47,15 @@ class Family:
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
     experts_beside: bool = False  # a mixture of experts beside the MLP, if config.enable_moe_block
+    experts_if: str | None = None  # setting, 0 of which leaves them out
     shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
+    recurrent: str | None = None  # the mixer of its recurrent layers
+    matrix_state: bool = False  # a state changes by a matrix, not by a number of each head
     latent: bool = False  # keys and values of all heads are made of one latent (multi-head latent attention)
-    gate: Gate | None = None  # of attention's output, by head or by dim
+    gate: Gate | None = (
+        None  # of attention's output, by head or by dim; q_proj: each head's queries, then its gate
+    )
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     v_norm: bool = False  # of each head, without weights
     kv_heads: Callable[[Any, int], int] = _kv_heads  # of a layer
@@ -144,6 +149,13 @@ GRANITE_MOE: dict[str, Any] = {**GRANITE, "mlp": "block_sparse_moe", "experts": 
 SWASH: dict[str, Any] = {"windows": "typed", "sinks": True, "rope_bases": True}
 UNGATED: dict[str, Any] = {"mlp_layers": ("up_proj", "down_proj")}
 LATENT: dict[str, Any] = {"latent": True, "attention_scale": _latent_scale}
+DELTA_NET: dict[str, Any] = {
+    "norm": GEMMA_RMS,
+    "qk_norm": "head",
+    "gate": "q_proj",
+    "recurrent": "linear_attn",
+    "matrix_state": True,
+}
 NORMED_EXPERTS: dict[str, Any] = {"qk_norm": "head", "experts": True}
 
 # fmt: off
@@ -215,6 +227,12 @@ FAMILIES: dict[str, Family] = {
     "olmo": Family("OLMo 1", norm="layer", wide_rope=True),
     "olmoe": Family("OLMoE", qk_norm="width", experts=True),
     "phimoe": Family("Phi-3.5-MoE with default RoPE", windows="all", norm="layer", experts=True),
+    "granitemoehybrid": Family("Granite 4 with Mamba-2 layers", **GRANITE_MOE, recurrent="mamba",
+                               rotates=lambda config, l: config.position_embedding_type == "rope",
+                               experts_if="num_local_experts", shared_mlp="shared_mlp"),
+    "qwen3_5_text": Family("Qwen3.5, 3.6, text only", **DELTA_NET),
+    "qwen3_5_moe_text": Family("Qwen3.5, 3.6 MoE, text only", **DELTA_NET, experts=True),
+    "qwen3_next": Family("Qwen3-Next, Qwen3-Coder-Next", **DELTA_NET, experts=True),
     "qwen2_5_vl_text": Family("Qwen2.5-VL, text only", windows="typed"),
     "qwen3_vl_text": Family("Qwen3-VL, text only", qk_norm="head"),
     "qwen3_vl_moe_text": Family("Qwen3-VL-MoE, text only", **NORMED_EXPERTS),
@@ -232,12 +250,14 @@ TOWERS = {
     "gemma4_unified",
     "mistral3",
     "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_vl",
     "qwen3_vl_moe",
 }
 
 MLA = "its form of multi-head latent attention is not built in"
-RECURRENT = "it has recurrent layers: a chunk's state is not built in"
+RECURRENT = "its recurrent layers are not built in"
 ENCODER = "it is not a decoder alone: its input is not causal"
 REFUSALS = {
     MLA: "minicpm3 longcat_flash",
@@ -247,7 +267,7 @@ REFUSALS = {
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
     RECURRENT: (
         "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
-        "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text lfm2 lfm2_moe lfm3 olmo_hybrid "
+        "lfm2 lfm2_moe lfm3 olmo_hybrid "
         "kimi_linear minimax"
     ),
     "its positions are added to the input, so that a key cannot be moved": (
@@ -280,6 +300,7 @@ ALLOWED = None, False, "vision"  # values of these; "vision": for the tokens of 
 MOVABLE_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+RECURRENT_TYPES = {"linear_attention", "conv"}  # of families with a recurrent mixer
 
 
 def check_supported(config: Any) -> Family:
@@ -306,7 +327,8 @@ def _refused_setting(config: Any) -> tuple[str, str]:
             f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
             f"(types {', '.join(sorted(MOVABLE_ROPE))} can)"
         )
-    if others := _other_layers(config):
+    others = _other_layers(config) - (RECURRENT_TYPES if FAMILIES[config.model_type].recurrent else set())
+    if others:
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
     found = (row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED)
     return next(found, ("", ""))

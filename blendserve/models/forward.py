@@ -11,39 +11,44 @@ decoding, and forced answers   here                      rows behind one or many
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from blendserve.core import Layers, Steps, run
+from blendserve.core import Steps, run
 from blendserve.kernels.ops import attend, attend_at
 from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
+from blendserve.kv import Layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Hidden, Projected, States
 from blendserve.models.native import native_layers
 from blendserve.models.thread_tuner import layer_series
 
 
-class LayerPass(Protocol):
+class LayerPass(ABC):
     """What one pass over the layers does between a layer's two halves; a layer without KV of its own writes none."""
 
+    @abstractmethod
     def rope(self, l: int) -> Rope:
         """cos and sin of the rows that enter layer l."""
-        ...
 
+    @abstractmethod
     def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
         """Keep the rows' fresh KV; `keys` [K, S, D] are rotated -> which rows go on, by index; None = all of them."""
-        ...
 
+    @abstractmethod
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         """Rotated queries [H, S, D] of the rows that go on -> [S, H * D]; None: what would follow is not read."""
-        ...
+
+    def recur(self, l: int, x: Tensor) -> Tensor:
+        """In place of all these, of a recurrent layer: normed rows [S, E] -> what its mixer adds to them, [S, E]."""
+        raise NotImplementedError("this pass is not for recurrent layers")
 
 
 def run_layers(model: DecoderModel, hidden: States, layers: LayerPass) -> Steps[States]:
@@ -61,6 +66,8 @@ def run_layers(model: DecoderModel, hidden: States, layers: LayerPass) -> Steps[
 
 def _run_layer(model: DecoderModel, l: int, hidden: States, layers: LayerPass) -> States | None:
     """Hidden states behind layer l of the rows that go on; None: they are not read."""
+    if model.layers[l].mixer is not None:
+        return model.finish(l, hidden, layers.recur(l, model.normed(l, hidden)))
     rope, native = layers.rope(l), native_layers(model, len(hidden))
     if native and not isinstance(hidden, Hidden):
         *before_rope, q, keys = native.qkv(l, hidden, rope)
@@ -90,7 +97,7 @@ class Row:
     token: int
 
 
-class _AppendPass:
+class _AppendPass(LayerPass):
     """Rows behind what their caches hold; those of one cache at consecutive positions attend together."""
 
     def __init__(self, model: DecoderModel, rows: Sequence[Row]) -> None:
@@ -117,6 +124,15 @@ class _AppendPass:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def recur(self, l: int, x: Tensor) -> Tensor:
+        mixer, parts = self._model.mixer(l), list[Tensor]()
+        for cache, part, positions in self._runs:
+            before = cache.state(l, positions.start) if positions.start else mixer.empty
+            added, after = mixer.run(x[part], before)
+            cache.keep_state(l, positions.stop, after)
+            parts.append(added)
+        return torch.cat(parts)
+
 
 def _runs(rows: Sequence[Row]) -> Iterator[tuple[KVCache, slice, slice]]:
     """Runs of rows at consecutive positions of one cache: cache, rows, positions."""
@@ -133,7 +149,7 @@ def run_rows(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
     return model.logits(run(run_layers(model, hidden, _AppendPass(model, rows))))
 
 
-class _CapturedPass:
+class _CapturedPass(LayerPass):
     """One row each of B requests at positions that only the device knows, as a graph replays them."""
 
     def __init__(self, model: DecoderModel, keys: Layers, values: Layers, at: Tensor, slot: Tensor) -> None:

@@ -3,6 +3,7 @@
 keys, values  [L, K, T + new tokens, D], keys after RoPE at their true positions; of a pool [slots, L, K, tokens, D]
 
 Where layers differ in K and D, each has a tensor of its own; a layer that reads the KV of an earlier one has that one's.
+A recurrent layer has a state instead, behind the prompt and behind the latest token.
 
 Fresh memory costs more than what is written to it: the system clears it page by page, which takes several times as long
 as filling it. So the memory of the last cache that is not referred to any more is kept, one in a process.
@@ -20,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blendserve.core import ChunkKV, Layers, map_layers
+from blendserve.kv import ChunkKV, Layers, map_layers
 from blendserve.models.model import DecoderModel
+from blendserve.models.recurrent import State
 
 ALIGNMENT = 64  # bytes
 MAX_EXCESS = 4  # times what is asked for: more memory is not held for it
@@ -38,18 +40,35 @@ class KVCache:
         memory = recycled_empty((_numbers(model, capacity),), model.dtype, model.device)
         self.keys, self.values = _layers(memory, model, (), capacity)
         self.capacity = capacity
+        self._states: dict[int, dict[int, State]] = {}
 
     @classmethod
     def over(cls, keys: Layers, values: Layers) -> KVCache:
         """A cache over existing memory: keys, values [L, K, capacity, D]."""
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.capacity = keys, values, int(keys[0].shape[1])
+        cache._states = {}
         return cache
 
     def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:
         """Put rotated keys and values [K, S, D] of layer l at these positions."""
         self.keys[l][:, at] = keys
         self.values[l][:, at] = values
+
+    def state(self, l: int, at: int) -> State:
+        """Recurrent layer l's state behind the first `at` tokens. Raises KeyError if it is not kept."""
+        return self._states[l][at]
+
+    def keep_state(self, l: int, at: int, state: State) -> None:
+        """Keep the state behind `at` tokens, beside that of the prefill, from which answers may be decoded again."""
+        states = self._states.setdefault(l, {})
+        for other in [*states][1:]:
+            del states[other]
+        states[at] = state
+
+    def forget_states(self) -> None:
+        """Another prompt follows."""
+        self._states = {}
 
     def beginning(self, model: DecoderModel, n: int) -> ChunkKV:
         """The first n tokens of the layers that keep KV, as views; keys after RoPE."""

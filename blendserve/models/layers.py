@@ -16,6 +16,7 @@ from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
 from blendserve.kernels.types import Activation, Rope
 from blendserve.models.families import Family
+from blendserve.models.recurrent import RecurrentMixer
 
 # The names that configurations have for epsilon. OLMo 1 has it in its code.
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
@@ -26,6 +27,7 @@ Function = Callable[[Tensor], Tensor]
 
 GATES: dict[str, Function] = {  # by the name of their linear layer
     "gate_proj": torch.sigmoid,
+    "q_proj": torch.sigmoid,
     "g_proj": lambda x: F.softplus(x.float()).to(x.dtype),
 }
 
@@ -144,15 +146,38 @@ class Parts:
 
     def gate(self, name: str) -> Function:
         """x [S, E] -> factors of attention's output, [S, H] or [S, H * D]"""
-        made, activation = self.linear(name), GATES[name.rpartition(".")[2]]
-        return lambda x: activation(made(x))
+        called = name.rpartition(".")[2]
+        made = self.half(name, 1) if called == "q_proj" else self.linear(name)
+        return lambda x: GATES[called](made(x))
+
+    def half(self, name: str, which: int) -> Linear:
+        """Of a linear layer that gives each head's queries and then its gate: the rows of the first, or of the second."""
+        whole = self.linear(name)
+        if not isinstance(whole, Linear):
+            raise ModelUnsupported(
+                "its weights are quantised, and its queries and gates are cut out of them: use a checkpoint in bf16",
+                setting="model.name",
+            )
+        n, parts = self.config.num_attention_heads, (whole.weight, whole.bias)
+        halves = (p if p is None else p.view(n, 2, -1, *p.shape[1:])[:, which] for p in parts)
+        weight, bias = (p if p is None else p.reshape(-1, *p.shape[2:]) for p in halves)
+        assert weight is not None
+        return Linear(weight, bias)
+
+    def mixer(self, name: str) -> RecurrentMixer:
+        """Of a recurrent layer."""
+        hidden = self.tensors["model.embed_tokens.weight"][:1]
+        with torch.inference_mode():
+            return RecurrentMixer(self.module(name), self.family.matrix_state, hidden)
 
     def mlp(self, name: str) -> Function:
         """x [S, E] -> [S, E]"""
-        if self.family.experts:  # each family has a router of its own
-            names = [name]
-            if self.family.shared_mlp and self.config.shared_intermediate_size:
-                names.append(f"{name.rpartition('.')[0]}.{self.family.shared_mlp}")
+        family = self.family
+        if family.experts:  # each family has a router of its own
+            has_experts = not family.experts_if or getattr(self.config, family.experts_if)
+            names = [name] if has_experts else []
+            if family.shared_mlp and self.config.shared_intermediate_size:
+                names.append(f"{name.rpartition('.')[0]}.{family.shared_mlp}")
             return partial(_experts, [self.module(each) for each in names])
         *inner, down = (self.linear(f"{name}.{part}") for part in self.family.mlp_layers)
         is_gated = len(inner) == 2 or self.family.mlp_layers[0] == "gate_up_proj"

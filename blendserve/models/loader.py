@@ -21,6 +21,7 @@ from blendserve.models import fast_load
 from blendserve.models.families import TOWERS, check_supported
 from blendserve.models.model import DecoderModel
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
+from blendserve.models.recurrent import SEAM
 from blendserve.models.reference import TextTower
 from blendserve.models.runner import decode_in_int8
 from blendserve.models.sources import DEFAULT, bundled_folder, first_line, quiet, source_of
@@ -170,6 +171,8 @@ def _fingerprint(config: Any, tensors: Mapping[str, Tensor]) -> str:
 
 def _digest(config: Any) -> xxhash.xxh3_128:
     settings = {k: v for k, v in config.to_dict().items() if k not in VOLATILE}
+    if check_supported(config).recurrent:
+        settings["seam"] = SEAM  # stored state maps begin behind it
     return xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode())
 
 

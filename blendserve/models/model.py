@@ -19,11 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blendserve.core import KVShape
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import Activation, Rope, Ropes
-from blendserve.models.attention_forms import attention_spec, kv_layout, rope_of, setting_of, turn_of
+from blendserve.kv import KVShape
+from blendserve.models.attention_forms import (
+    attention_spec,
+    is_recurrent,
+    kv_layout,
+    rope_of,
+    setting_of,
+    turn_of,
+)
 from blendserve.models.families import Family, check_supported
 from blendserve.models.layers import (
     Function,
@@ -34,6 +41,7 @@ from blendserve.models.layers import (
     call_norm,
     norm_heads,
 )
+from blendserve.models.recurrent import SEAM, RecurrentMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class DecoderLayer:
     qk_norms: tuple[Norm, ...]
     v_norm: Norm | None
     latent: LatentAttention | None  # in place of these
+    mixer: RecurrentMixer | None  # in place of attention and `o`
     gate: Function | None  # of attention's output
     o: Function
     after_attention: Norm | None
@@ -114,6 +123,7 @@ class DecoderModel:
         self.kv_shapes, self.kv_sources = kv_layout(
             config, family
         )  # of the layers that keep KV; whose KV each layer reads
+        self.recurrent = frozenset(l for l in range(self.n_layers) if is_recurrent(config, family, l))
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
@@ -121,7 +131,7 @@ class DecoderModel:
             attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
         parts = Parts(config, family, tensors, lambda: self.reference)
-        self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
+        self.layers = [_layer(parts, f"model.layers.{l}", l in self.recurrent) for l in range(self.n_layers)]
         self._layer_embeddings = LayerEmbeddings.of(parts)
         self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
@@ -138,6 +148,9 @@ class DecoderModel:
             for l, turn in enumerate(self._turns)
             if turn is not None
         }
+        self.attention_layer = next(
+            l for l in range(self.n_layers) if l not in self.recurrent
+        )  # the first one
 
     @classmethod
     def of(cls, reference: nn.Module) -> DecoderModel:
@@ -160,7 +173,9 @@ class DecoderModel:
     @property
     def has_experts(self) -> bool:
         """Whether any layer has a mixture of experts; what it launches depends on the row."""
-        return self.family.experts or any(layer.beside_mlp for layer in self.layers)
+        family = self.family
+        has_none = family.experts_if is not None and not getattr(self.config, family.experts_if)
+        return (family.experts and not has_none) or any(layer.beside_mlp for layer in self.layers)
 
     @property
     def n_kv_layers(self) -> int:
@@ -180,14 +195,30 @@ class DecoderModel:
     @cached_property
     def attention_forms(self) -> list[tuple[int, int | None]]:
         """Of each layer: query heads that share a kv head, H / K, and its sliding window."""
+        attention = [self.attention_layer if l in self.recurrent else l for l in range(self.n_layers)]
+        return [(self.query_heads[l] // self.kv_shape(l).heads, self.specs[l].window) for l in attention]
+
+    def chunk_layers(self, n_tokens: int) -> list[tuple[KVShape, int]]:
+        """What each layer keeps of a chunk: a shape, and how many rows, n_tokens or those of a state map."""
+        mixers = {l: self.mixer(l) for l in self.recurrent}
         return [
-            (self.query_heads[l] // self.kv_shape(l).heads, spec.window) for l, spec in enumerate(self.specs)
+            (mixers[l].shape, mixers[l].n_rows) if l in mixers else (shape, n_tokens)
+            for l, shape in enumerate(self.kv_shapes)
         ]
+
+    def chunk_bytes(self, n_tokens: int) -> int:
+        """What a chunk of that many tokens takes, uncoded."""
+        return sum(n * shape.numbers for shape, n in self.chunk_layers(n_tokens)) * self.dtype.itemsize
 
     def qkv_sizes(self, l: int) -> list[int]:
         """How many numbers layer l projects to queries, keys and values."""
         heads, dim, value_dim = self.kv_shape(l)
         return [self.query_heads[l] * dim, heads * dim, heads * value_dim]
+
+    @property
+    def seam(self) -> int:
+        """How many tokens at a chunk's beginning are computed in every prompt."""
+        return SEAM if self.recurrent else 0
 
     @property
     def windows(self) -> set[int | None]:
@@ -197,23 +228,26 @@ class DecoderModel:
     @property
     def attention_backends(self) -> tuple[str, str]:
         """The attention kernels of its first layer: for contiguous rows, and for rows anywhere."""
-        heads, *dims = self.kv_shapes[0]
+        l = self.attention_layer
+        heads, *dims = self.kv_shapes[l]
         kv = (torch.zeros(heads, 128, dim, dtype=self.dtype, device=self.device) for dim in dims)
-        keys, values = self.attended_kv(0, *kv)
+        keys, values = self.attended_kv(l, *kv)
         return attention_backends(
-            keys.new_zeros(self.query_heads[0], 64, keys.shape[-1]), keys, values, self.specs[0]
+            keys.new_zeros(self.query_heads[l], 64, keys.shape[-1]), keys, values, self.specs[l]
         )
 
     @property
     def kv_layers(self) -> str:
         """What its layers keep of a token, in words."""
-        runs = [(shape, len(list(group))) for shape, group in groupby(sorted(self.kv_shapes))]
+        runs = [(shape, len(list(group))) for shape, group in groupby(sorted(self.kv_shapes)) if shape.heads]
         told = (
             f"{n} layers x {heads} x {dim if dim == value_dim else f'({dim} + {value_dim})'}"
             for (heads, dim, value_dim), n in runs
         )
-        shared = self.n_layers - self.n_kv_layers
-        return ", ".join((*told, *([f"{shared} layers that read others'"] if shared else [])))
+        shared, states = self.n_layers - self.n_kv_layers, len(self.recurrent)
+        others = [f"{shared} layers that read others'"] if shared else []
+        others += [f"{states} recurrent layers with {self.chunk_bytes(0):,} bytes a chunk"] if states else []
+        return ", ".join((*told, *others))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -256,13 +290,23 @@ class DecoderModel:
             return keys, values
         return torch.cat([values, keys], dim=-1), values
 
+    def mixer(self, l: int) -> RecurrentMixer:
+        """Of a recurrent layer."""
+        mixer = self.layers[l].mixer
+        assert mixer is not None
+        return mixer
+
+    def normed(self, l: int, hidden: States) -> Tensor:
+        """What attention or the mixer of layer l reads: hidden [S, E] -> [S, E]."""
+        x = hidden.x if isinstance(hidden, Hidden) else hidden
+        return call_norm(self.layers[l].before_attention, x)[1]
+
     def project(self, l: int, hidden: States) -> Projected:
         """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE.
 
         A layer that reads the KV of another has no keys and values: K is 0.
         """
-        layer = self.layers[l]
-        x = call_norm(layer.before_attention, hidden.x if isinstance(hidden, Hidden) else hidden)[1]
+        layer, x = self.layers[l], self.normed(l, hidden)
         if layer.latent is not None:
             return Projected(*(part.transpose(0, 1) for part in layer.latent.project(x)))
         made = [part(x) for part in layer.qkv]
@@ -286,7 +330,7 @@ class DecoderModel:
         return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
 
     def finish(self, l: int, hidden: States, attended: Tensor) -> States:
-        """Second half of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
+        """Second half of layer l: hidden [S, E] and what attention [S, H * D] or a mixer [S, E] gave -> hidden [S, E]."""
         if isinstance(hidden, Hidden):
             x = self._finish(l, hidden.x, attended, hidden.by_layer[:, l])
             return Hidden(x, hidden.by_layer)
@@ -334,14 +378,18 @@ class DecoderModel:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _layer(parts: Parts, name: str) -> DecoderLayer:
+def _no_o(x: Tensor) -> Tensor:
+    return x
+
+
+def _layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
     family, attention = parts.family, f"{name}.self_attn"
 
     def norm(called: str | None) -> Norm | None:
         return None if called is None else parts.norm(f"{name}.{called}")
 
     qkv: tuple[str, ...] = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    qkv = () if family.latent else qkv
+    qkv = () if family.latent or is_recurrent else qkv
     if family.v_norm:  # as a layer has them
         qkv = tuple(part for part in qkv if f"{attention}.{part}.weight" in parts.tensors)
     beside = parts.experts_beside(name)
@@ -349,12 +397,16 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
     norms_qk = family.qk_norm != "no" and f"{attention}.q_norm.weight" in parts.tensors
     return DecoderLayer(
         before_attention=norm(family.before_attention),
-        qkv=tuple(parts.linear(f"{attention}.{part}") for part in qkv),
+        qkv=tuple(
+            parts.half(f"{attention}.{x}", 0) if x == family.gate else parts.linear(f"{attention}.{x}")
+            for x in qkv
+        ),
         qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk"[: len(qkv)]) if norms_qk else (),
         v_norm=parts.norm(f"{attention}.v_norm") if family.v_norm and len(qkv) > 1 else None,
         latent=parts.latent(attention) if family.latent else None,
-        gate=parts.gate(f"{attention}.{family.gate}") if family.gate else None,
-        o=parts.linear(f"{attention}.o_proj"),
+        mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
+        gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
+        o=_no_o if is_recurrent else parts.linear(f"{attention}.o_proj"),
         after_attention=norm(family.after_attention),
         before_mlp=None if family.parallel else norm(family.before_mlp),
         mlp=parts.mlp(f"{name}.{family.mlp}"),

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from blendserve.core import Layers, TokenIds, join_layers
+from blendserve.core import TokenIds
+from blendserve.kv import Layers, join_layers
 from blendserve.models.model import DecoderModel
 
 
@@ -26,8 +27,6 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
 
     nudge: a seed; every number of the embeddings is then off by one rounding step of the dtype, up or down by chance.
     """
-    from transformers import DynamicCache
-
     reference = cast(Any, model.reference)
     embedded = reference.get_input_embeddings()(torch.tensor([ids], device=model.device))
     if nudge is not None:
@@ -35,16 +34,35 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
         sign = 2 * torch.randint(0, 2, embedded.shape, generator=generator) - 1
         eps = torch.finfo(embedded.dtype).eps
         embedded = (embedded.float() * (1 + eps * sign.to(embedded.device))).to(embedded.dtype)
-    cache = DynamicCache()  # of nothing but full layers: windows are masks, and nothing is dropped
+    cache = full_cache(model)
     inputs = {"inputs_embeds": embedded, **cache_argument(reference, cache)}
     if getattr(model.config, "hidden_size_per_layer_input", None):
         inputs["per_layer_inputs"] = reference.model.get_per_layer_inputs(
             torch.tensor([ids], device=model.device)
         )
     output = reference(**inputs, use_cache=True, logits_to_keep=2)
+    return Forward(output.logits[0], *kv_of(model, cache))
+
+
+def full_cache(model: DecoderModel) -> Any:
+    """A cache for the model's own forward that drops nothing: windows are masks. Recurrent layers need their own kind."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config) if model.recurrent else DynamicCache()
+
+
+def kv_of(model: DecoderModel, cache: Any) -> tuple[Layers, Layers]:
+    """The keys after RoPE and values [L, K, T, D] of transformers' own cache; K is 0 in a recurrent layer."""
     parts = ("values", "keys") if model.family.latent else ("keys", "values")  # latents are its cache's keys
-    keys, values = (join_layers([getattr(x, part)[0] for x in cache.layers]) for part in parts)
-    return Forward(output.logits[0], keys, values)
+    attention = cache.layers[model.attention_layer]
+    none = attention.keys[0][:0, :, :1]
+    keys, values = (
+        join_layers(
+            [none if l in model.recurrent else getattr(x, part)[0] for l, x in enumerate(cache.layers)]
+        )
+        for part in parts
+    )
+    return keys, values
 
 
 class OwnDecoding:

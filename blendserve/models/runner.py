@@ -20,12 +20,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from blendserve.core import Layers, map_layers, stacked
 from blendserve.errors import ConfigError
 from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.kernels.selfcheck import cpu_status
+from blendserve.kv import Layers, map_layers, stacked
 from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache, slots
 from blendserve.models.model import DecoderModel
@@ -157,16 +157,17 @@ class Runner:
         n_used: int = 0,
         new_tokens: int = MIN_NEW_TOKENS,
         capture: Capture | None = None,
+        caches: Sequence[KVCache] = (),
     ) -> None:
         """keys, values [B, L, K, T, D], of which `n_used` tokens are filled; or L of [B, K, T, D], if layers differ.
 
-        new_tokens: of an answer, at most.
-
-        capture: by default a CUDA graph, where that pays.
+        new_tokens: of an answer, at most. capture: by default a CUDA graph, where that pays. caches: over these keys and
+        values, if others run rows in them, too.
         """
-        # What a mixture of experts launches depends on the row.
-        self._caches = slots(keys, values)
-        can = model.device.type == "cuda" and not model.has_experts and len(self._caches) <= MAX_CACHES
+        # What a mixture of experts launches depends on the row; a state is another tensor after each step.
+        self._caches = caches or slots(keys, values)
+        is_fixed = not (model.has_experts or model.recurrent)
+        can = model.device.type == "cuda" and is_fixed and len(self._caches) <= MAX_CACHES
         pays = can and new_tokens >= MIN_NEW_TOKENS
         self._model, self._keys, self._values = model, keys, values
         self._capture = capture or (CudaGraph if pays else None)
@@ -181,7 +182,7 @@ class Runner:
     def over(cls, model: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> Runner:
         """Of one cache, for `step`."""
         keys, values = (map_layers(lambda x: x[None], side) for side in (cache.keys, cache.values))
-        return cls(model, keys, values, n_used, new_tokens)
+        return cls(model, keys, values, n_used, new_tokens, caches=[cache])
 
     def draft_room(self, n_requests: int) -> int:
         """How many draft tokens of each of `n_requests` fit one step; 0 where a row more costs too much.

@@ -6,7 +6,8 @@
     segment  the codec's bytes of the layer (codecs/)                               checksums are xxh3-64
 
 That is format 3, of keys and values that are all [K, C, D]. Where their shapes differ, the header is of format 4: K and D
-of the first layer, and (K 4 | D of keys 4 | D of values 4) of each layer before the lengths.
+of the first layer, and (K 4 | D of keys 4 | D of values 4) of each layer before the lengths. Where some layers have a
+state map it is of format 5: (rows of a state map 4, or 0) of each layer follow.
 
 The header's own checksum is checked first. It covers the key, so a header under another key is damage. Then every
 field is checked against the others. The first six bytes and the last eight mean the same in every format, so a header of
@@ -28,12 +29,13 @@ import numpy as np
 import torch
 import xxhash
 
-from blendserve.core import ChunkKV, KVShape, TokenIds
+from blendserve.core import TokenIds
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
+from blendserve.kv import ChunkKV, KVShape
 from blendserve.store.codecs.base import NAME_BYTES, Buffer, ChunkShape, Codec, Coding, known_codec
 
 MAGIC = b"BSKV"
-FORMAT, FORMAT_BY_LAYER = 3, 4
+FORMAT, FORMAT_BY_LAYER, FORMAT_WITH_STATES = 3, 4, 5
 DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -42,7 +44,7 @@ _FIELDS = struct.Struct(f"<4sHHIIII{NAME_BYTES}sI16s")
 _SUM = struct.Struct("<Q")
 _SHAPE = struct.Struct("<III")
 _LAYER = struct.Struct("<QQ")
-ID_BYTES = 4
+ID_BYTES = ROWS_BYTES = 4
 SMALLEST = _PRELUDE.size + _SUM.size
 
 
@@ -175,12 +177,12 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
     try:
         if magic != MAGIC or version < 1:
             raise ValueError(f"it starts with {magic!r} and format {version}")
-        if version not in (FORMAT, FORMAT_BY_LAYER):
+        if version not in (FORMAT, FORMAT_BY_LAYER, FORMAT_WITH_STATES):
             newer = "upgrade blendserve, or give this version a store of its own (store.location)"
             remedy = newer if version > FORMAT else "run `blendserve precompute` to store it again"
             raise StoreVersion(
-                f"chunk {key.hex()} was stored in format {version}, this blendserve reads formats {FORMAT} and "
-                f"{FORMAT_BY_LAYER}: {remedy}"
+                f"chunk {key.hex()} was stored in format {version}, this blendserve reads formats {FORMAT} to "
+                f"{FORMAT_WITH_STATES}: {remedy}"
             )
         header = _parse(body)
         if codec := known_codec(header.coding.codec):
@@ -213,7 +215,12 @@ def validate_kv(kv: ChunkKV) -> None:
             raise StoreError(f"a layer's KV is [K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
     if not 0 < len(kv.keys) == len(kv.values):
         raise StoreError(f"a chunk has keys of {len(kv.keys)} layers and values of {len(kv.values)}")
-    if len(of := {(x.dtype, x.shape[1]) for x in kv.keys}) > 1:
+    if (
+        len(
+            of := {(x.dtype, kv.n_tokens if l in kv.recurrent else x.shape[1]) for l, x in enumerate(kv.keys)}
+        )
+        > 1
+    ):
         raise StoreError(f"a chunk's layers must have one dtype and one number of tokens, not {of}")
     if (dtype := kv.keys[0].dtype) not in CODE_OF:
         raise StoreError(
@@ -236,27 +243,32 @@ def _pack(shape: ChunkShape, coding: Coding) -> bytes:
     heads, dim, value_dim = shape.layers[0]
     dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, heads, dim, shape.n_tokens)
     differ = len(set(shape.layers)) > 1 or dim != value_dim
-    version = FORMAT_BY_LAYER if differ else FORMAT
+    version = FORMAT_WITH_STATES if shape.state_rows else FORMAT_BY_LAYER if differ else FORMAT
     fields = _FIELDS.pack(MAGIC, version, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
-    return fields + b"".join(_SHAPE.pack(*layer) for layer in shape.layers if differ)
+    layers = b"".join(_SHAPE.pack(*layer) for layer in shape.layers if version != FORMAT)
+    return fields + layers + np.asarray(shape.state_rows, "<u4").tobytes()
 
 
 def _parse(body: bytes) -> Header:
     """A header without its checksum. Raises ValueError, struct.error."""
     _, version, dtype, n_layers, heads, dim, n_tokens, codec, level, tables = _FIELDS.unpack_from(body)
-    end = _FIELDS.size + (n_layers * _SHAPE.size if version == FORMAT_BY_LAYER else 0)
+    rows_at = _FIELDS.size + (n_layers * _SHAPE.size if version != FORMAT else 0)
+    end = rows_at + (n_layers * ROWS_BYTES if version == FORMAT_WITH_STATES else 0)
     ids_at = end + n_layers * _LAYER.size
     if len(body) not in (ids_at, ids_at + n_tokens * ID_BYTES):
         raise ValueError(
             f"it has {len(body)} bytes, which do not fit {n_layers} layers and {n_tokens} tokens"
         )
     shapes = [KVShape(heads, dim, dim)] * n_layers
-    if version == FORMAT_BY_LAYER:
-        shapes = [KVShape(*sizes) for sizes in _SHAPE.iter_unpack(body[_FIELDS.size : end])]
+    if version != FORMAT:
+        shapes = [KVShape(*sizes) for sizes in _SHAPE.iter_unpack(body[_FIELDS.size : rows_at])]
+    state_rows = tuple(np.frombuffer(body[rows_at:end], "<u4").tolist())
+    if version == FORMAT_WITH_STATES and all(state_rows):
+        raise ValueError("no layer has KV")
     if dtype not in DTYPES or not shapes or not all(map(all, shapes)):
         raise ValueError(f"dtype {dtype}, layers of {shapes}")
     segments = struct.unpack_from(f"<{2 * n_layers}Q", body, end)
     token_ids = tuple(np.frombuffer(body[ids_at:], "<u4").tolist())
     coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
-    shape = ChunkShape(DTYPES[dtype], n_tokens, tuple(shapes))
+    shape = ChunkShape(DTYPES[dtype], n_tokens, tuple(shapes), state_rows)
     return Header(shape, coding, segments[::2], segments[1::2], body[:end], token_ids)

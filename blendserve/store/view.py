@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from blendserve.core import ChunkKV, join_layers
 from blendserve.errors import CorruptRecord
+from blendserve.kv import ChunkKV, join_layers
 from blendserve.store.codecs.base import Codec, Miss, Pair, Tables, Undecodable, codec_for
 from blendserve.store.record import ChunkRecord
 
@@ -124,4 +124,5 @@ def decode(record: ChunkRecord, tables: Tables = lambda hash: None) -> ChunkKV:
     """A copy of all layers. Raises CorruptRecord, Undecodable."""
     view = RecordView(record, tables)
     keys, values = zip(*(view.layer(l) for l in range(view.n_layers)), strict=True)
-    return ChunkKV(join_layers(keys), join_layers(values), ids=record.token_ids)
+    sides = join_layers(keys), join_layers(values)
+    return ChunkKV(*sides, ids=record.token_ids, recurrent=record.shape.recurrent)

@@ -16,9 +16,10 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.blend.match import EDGE, MIN_SPAN
 from blendserve.config import BlendConfig, Method
-from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run, stacked
+from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Request
+from blendserve.kv import stacked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
 from blendserve.store import MemoryStore

@@ -106,7 +106,8 @@ import os
 from pathlib import Path
 import torch
 from blendserve.blend.layout import lay_out
-from blendserve.core import Chunk, ChunkKV, Prompt
+from blendserve.core import Chunk, Prompt
+from blendserve.kv import ChunkKV
 from blendserve.kernels import reference
 from blendserve.models.model import DecoderModel
 from blendserve.store.view import TensorView

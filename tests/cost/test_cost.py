@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.core import ChunkKV
 from blendserve.cost import STORED, CostConfig, estimates, with_store
 from blendserve.errors import InputError
+from blendserve.kv import ChunkKV
 from blendserve.store import MemoryStore
 from tests.golden import research
 from tests.support.stores import put_kv

@@ -29,8 +29,9 @@ import torch
 from blendserve.blend import precompute
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import STACK_TOKENS
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.core import TokenIds
 from blendserve.errors import CorruptRecord
+from blendserve.kv import ChunkKV
 from blendserve.models.model import DecoderModel
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Snapshot
 from blendserve.store.view import decode

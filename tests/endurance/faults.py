@@ -24,8 +24,9 @@ from benchmarks.support.proxy import LinkConditions, Proxy
 from benchmarks.support.valkey import Server
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ValkeyConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, run
+from blendserve.core import Chunk, Prompt, run
 from blendserve.errors import StoreError
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.policies import LRU

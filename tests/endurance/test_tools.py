@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from blendserve.config import ServeConfig
-from blendserve.core import ChunkKV, stacked
 from blendserve.engine.engine import Engine
+from blendserve.kv import ChunkKV, stacked
 from blendserve.store import LMDBStore
 from tests.endurance import crash, faults, soak_serving
 from tests.endurance import soak as reuse

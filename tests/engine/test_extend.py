@@ -13,10 +13,10 @@ from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout
 from blendserve.blend.policies import Policy
 from blendserve.config import Config
-from blendserve.core import ChunkKV, stacked
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels.rows import Rows
+from blendserve.kv import ChunkKV, stacked
 from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Coding, Pair

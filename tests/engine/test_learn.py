@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import ServeConfig
-from blendserve.core import Answer, Prompt, Run, Span, TokenIds, run, stacked
+from blendserve.core import Answer, Prompt, Run, Span, TokenIds, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.chat import Chat
 from blendserve.engine.engine import Engine
 from blendserve.engine.learn import BURST_S, LEAST, MOST, TOKENS_PER_S, Learner, LearntChunks
 from blendserve.engine.request import Observer, PrefillDone, Request
+from blendserve.kv import stacked
 from blendserve.store import MemoryStore
 from blendserve.store.view import decode
 from tests.support.blending import some_ids, tiny_blender

@@ -14,13 +14,14 @@ import torch
 
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, ServeConfig
-from blendserve.core import Passage, run, stacked
+from blendserve.core import Passage, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.calibrate import losses, made_questions
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Observer, Request
 from blendserve.engine.verify import Verifier
 from blendserve.errors import InputError, StoreUnavailable
+from blendserve.kv import stacked
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.quality.controller import Controller

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig
-from blendserve.core import ChunkKV, run
+from blendserve.core import run
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import COMPUTED, Hold
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.source import StoreSource
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, MemoryStore, read_record
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW

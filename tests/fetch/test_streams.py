@@ -17,11 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull
 from blendserve.fetch.layers import HOST_AHEAD, LayerReader
 from blendserve.fetch.write_queue import write_behind
 from blendserve.kernels import team
+from blendserve.kv import ChunkKV
 from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.codecs.int8 import Int8

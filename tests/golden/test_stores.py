@@ -17,8 +17,8 @@ import lmdb
 import pytest
 import torch
 
-from blendserve.core import stacked
 from blendserve.kdn.catalog import CollectionCatalog
+from blendserve.kv import stacked
 from blendserve.store import KVStore, LMDBStore, read_record
 from blendserve.store.valkey_client import library
 from tests.support.stores import has, key_of, read

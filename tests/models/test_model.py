@@ -36,6 +36,12 @@ def dense(decoder: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], tor
     positions = torch.arange(len(ids))
     ropes, states, kv = decoder.rope(positions), [decoder.embed(torch.tensor(ids))], []
     for l, spec in enumerate(decoder.specs):
+        if l in decoder.recurrent:
+            mixer = decoder.mixer(l)
+            added, _ = mixer.run(decoder.normed(l, states[-1]), mixer.empty)
+            states.append(decoder.finish(l, states[-1], added))
+            kv.append((states[-1], states[-1]))
+            continue
         rows = decoder.project(l, states[-1])
         if decoder.kv_sources[l] == l:
             heads, *dims = decoder.kv_shape(l)
@@ -59,24 +65,55 @@ def check_every_layer(decoder: DecoderModel) -> Any:
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_layer_is_the_models_own(name: str) -> None:
-    decoder, kind = tiny_decoder(name), name.partition("-")[0]
+    decoder = tiny_decoder(name)
     said = check_every_layer(decoder)
     assert distance(said.logits[0, 1:], said.logits[0, :-1]) > 0.1
     layers = said.past_key_values.layers
     assert len(layers) == decoder.n_kv_layers
     assert len(decoder.specs) == decoder.n_layers
+    layers = [x for l, x in enumerate(layers) if l not in decoder.recurrent]
     shapes = [(x.keys.shape, x.values.shape) for x in layers]
     if decoder.family.latent:  # transformers' cache has the latents as keys, and the keys as values
         shapes = [(values, keys) for keys, values in shapes]
-    wanted = [[(1, heads, len(IDS), dim) for dim in dims] for heads, *dims in decoder.kv_shapes]
+    kept = [shape for l, shape in enumerate(decoder.kv_shapes) if l not in decoder.recurrent]
+    wanted = [[(1, heads, len(IDS), dim) for dim in dims] for heads, *dims in kept]
     assert shapes == [tuple(pair) for pair in wanted]
     sides = (side for x in layers for side in (x.keys, x.values))
     assert decoder.kv_bytes_per_token == sum(side[0, :, 0].numel() * 4 for side in sides)
     assert decoder.context_limit == tiny.CONTEXT
     parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
-    has_experts = FAMILIES[kind].experts or getattr(decoder.config, "enable_moe_block", False)
-    assert has_experts == any(part.endswith("experts") for part in parts)
+    assert decoder.has_experts == any(part.endswith("experts") for part in parts)
     check_norms_and_rotation(tiny_decoder(name, torch.bfloat16))
+    check_state_maps(decoder)
+
+
+@torch.inference_mode()
+def check_state_maps(decoder: DecoderModel) -> None:
+    """A chunk's map, made behind one state, gives what its tokens give behind any other; the seam's tokens run."""
+    for l in decoder.recurrent:
+        mixer, seeded = decoder.mixer(l), torch.Generator().manual_seed(l)
+        states = []
+        for n in (9, 30):  # of other tokens before
+            rows = torch.randn(n, decoder.config.hidden_size, generator=seeded)
+            states.append(mixer.run(rows, mixer.empty)[1])
+        chunk = torch.randn(50, decoder.config.hidden_size, generator=seeded)
+        added, made = mixer.run_chunk(chunk, states[0])
+        assert [tuple(x.shape[:2]) for x in made] == [(mixer.shape.heads, mixer.n_rows)] * 2
+        for state in states:
+            out, after = mixer.run(chunk, state)
+            if state is states[0]:
+                assert_near(added, out)
+            head, seam = mixer.run(chunk[: decoder.seam], state)
+            assert_near(head, out[: decoder.seam])
+            composed = mixer.after(seam, *made)
+            assert_near(composed.memory, after.memory)
+            assert torch.equal(composed.inputs, after.inputs)
+            if after.memory.numel():
+                assert distance(mixer.after(state, *made).memory, after.memory) > 1e-3
+        whole = mixer.after(
+            states[1], *mixer.packed(after)
+        )  # a state in place of a map forgets what stood before
+        assert_near(whole.memory, after.memory)
 
 
 def own_rotary(decoder: DecoderModel, l: int) -> Any:
@@ -136,6 +173,18 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
     assert torch.equal(call_norm(decoder.norm, rows)[1], model.model.norm(rows))
 
 
+# What a family that is described wrongly may end with.
+ALL_ERRORS = (
+    AssertionError,
+    AttributeError,
+    TypeError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    ModelUnsupported,
+)
+
+
 def peculiarities() -> list[tuple[str, str]]:
     """(model_type, field) wherever a family's plan is not Llama's."""
     llama = FAMILIES["llama"]
@@ -161,7 +210,8 @@ def test_each_peculiarity_of_a_family_is_needed(
             try:
                 check_every_layer(DecoderModel.of(tiny_model(name)))
                 check_norms_and_rotation(DecoderModel.of(tiny_model(name, torch.bfloat16)))
-            except (AssertionError, AttributeError, TypeError, RuntimeError, KeyError, ValueError):
+                check_state_maps(DecoderModel.of(tiny_model(name)))
+            except ALL_ERRORS:
                 noticed.append(name)
     assert noticed
 
@@ -182,7 +232,7 @@ DYNAMIC, SHORT = rope("dynamic", factor=2.0), {"original_max_position_embeddings
 LONGROPE = rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=2.0, **SHORT)
 FACTORS = {"short_mscale": 1.1, "long_mscale": 1.2}
 BOTH = {**tiny.TYPED_ROPE["rope_parameters"], "full_attention": DYNAMIC["rope_parameters"]}
-NO_DECODERS = "deepseek_v32 mamba jamba qwen3_next gpt2 bloom gemma3n_text mllama t5 pegasus persimmon"
+NO_DECODERS = "deepseek_v32 mamba jamba zamba2 gpt2 bloom gemma3n_text mllama t5 pegasus persimmon"
 REFUSED_BY = [
     ("rope_parameters", config("llama", **DYNAMIC)),
     ("rope_parameters", config("phi3", **LONGROPE)),

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.core import stacked
 from blendserve.errors import ConfigError
 from blendserve.kernels import team
 from blendserve.kernels.cpu.decoder import INT8_GROUP
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.selfcheck import cpu_status
+from blendserve.kv import stacked
 from blendserve.models import forward, runner
 from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache

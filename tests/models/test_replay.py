@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from blendserve.core import stacked
+from blendserve.kv import stacked
 from blendserve.models.forward import Row, run_captured
 from blendserve.models.kv_cache import ALIGNMENT, CachePool, KVCache, recycled_empty
 from blendserve.models.model import DecoderModel

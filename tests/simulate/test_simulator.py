@@ -18,7 +18,8 @@ from blendserve.blend.cost import count_work
 from blendserve.blend.layout import lay_out
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt
+from blendserve.core import Chunk, Prompt
+from blendserve.kv import ChunkKV
 from blendserve.routing import Replica, ranked
 from blendserve.simulate import workload
 from blendserve.simulate.cache import ChunkDirectory, key_of

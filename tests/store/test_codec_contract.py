@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.core import ChunkKV, KVShape, stacked
 from blendserve.errors import CorruptRecord, InputError, StoreError
+from blendserve.kv import ChunkKV, KVShape, stacked
 from blendserve.registry import CODECS
 from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, known_codec

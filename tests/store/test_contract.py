@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.config import StoreConfig
-from blendserve.core import ChunkKV, stacked
 from blendserve.errors import ConfigError, StoreFull, StoreUnavailable
 from blendserve.fetch import TieredStore, open_store
+from blendserve.kv import ChunkKV, stacked
 from blendserve.store import KVStore, LMDBStore, MemoryStore, Miss, VerifyReport, open_view, read_record
 from blendserve.store.codecs.base import forget_ready, tables_hash
 from blendserve.store.merge import merge

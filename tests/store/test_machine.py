@@ -14,8 +14,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
+from blendserve.kv import ChunkKV
 from blendserve.store import Snapshot
 from blendserve.store.key import ChunkKey, namespace_tag
 from blendserve.store.view import decode

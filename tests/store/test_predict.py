@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.core import ChunkKV, stacked
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import loaded
+from blendserve.kv import ChunkKV, stacked
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.rans import ONE

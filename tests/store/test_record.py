@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from blendserve.core import ChunkKV, KVShape, Layers
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
+from blendserve.kv import ChunkKV, KVShape, Layers
 from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import ChunkShape, Coding
 from blendserve.store.codecs.raw import Raw

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
@@ -18,18 +17,11 @@ from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
-from blendserve.core import (
-    PLAIN_SUFFIX,
-    BlendReport,
-    Chunk,
-    Layers,
-    Prompt,
-    TokenIds,
-    join_layers,
-    run,
-)
+from blendserve.core import PLAIN_SUFFIX, BlendReport, Chunk, Prompt, TokenIds, run
+from blendserve.kv import Layers, join_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
+from blendserve.models.reference import full_cache, kv_of
 from blendserve.store import KVStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
@@ -94,7 +86,7 @@ def model_says(decoder: DecoderModel, ids: TokenIds, **options: Any) -> Any:
     """`model.forward` on a whole prompt, with a cache that drops nothing (windows are masks, not evictions)."""
     inputs = torch.tensor([ids])
     model: Any = decoder.reference
-    return model(input_ids=inputs, past_key_values=DynamicCache(), use_cache=True, **options)
+    return model(input_ids=inputs, past_key_values=full_cache(decoder), use_cache=True, **options)
 
 
 def model_logits(decoder: DecoderModel, prompt: Prompt) -> Tensor:
@@ -104,9 +96,7 @@ def model_logits(decoder: DecoderModel, prompt: Prompt) -> Tensor:
 
 def model_kv(decoder: DecoderModel, ids: TokenIds) -> tuple[Layers, Layers]:
     """The model's own cache, [L, K, T, D] each, keys after RoPE."""
-    layers = model_says(decoder, ids).past_key_values.layers
-    sides = join_layers([x.keys[0] for x in layers]), join_layers([x.values[0] for x in layers])
-    return (sides[1], sides[0]) if decoder.family.latent else sides  # its cache has the latents as keys
+    return kv_of(decoder, model_says(decoder, ids).past_key_values)
 
 
 def distance(a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor]) -> float:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from blendserve.core import ChunkKV, join_layers
+from blendserve.kv import ChunkKV, join_layers
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Tables, tables_hash
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.raw import Raw

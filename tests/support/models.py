@@ -50,6 +50,17 @@ GROUPED = {
     **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }
 GATED = {**EXPERTS, **SLIDES, "shared_expert_intermediate_size": 40}
+HYBRID_TYPES = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+DELTA_NET = {
+    "layer_types": HYBRID_TYPES, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+}
+MAMBA = {
+    "layer_types": ["full_attention", "linear_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
+    "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 16, "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+}
 GEMMA = {**SLIDES, "query_pre_attn_scalar": 8}
 GEMMA_4 = {
     **SLIDES, "global_head_dim": 32, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
@@ -88,6 +99,11 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3-window": SLIDES_IF_USED,
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
     "qwen3_moe-window": {**EXPERTS, **WINDOWED, "use_sliding_window": True},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
+    "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
+    "granitemoehybrid": {**GRANITE, **MAMBA},
+    "granitemoehybrid-rope": {**GRANITE, **MAMBA, "position_embedding_type": "rope", "num_local_experts": 4},
     "gemma": {},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma2-uncapped": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
@@ -233,6 +249,8 @@ KINDS = [
     *("llama-yarn", "mistral-window", "gemma2", "gemma3_text"),
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
+# With recurrent layers.
+HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope"]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 # Also layers that keep KV of other shapes than others, or none, and latents.
@@ -267,8 +285,10 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A random model; the same object every time, so tests must not change it."""
     model = from_config(tiny_config(name))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases: among ones and zeros many mistakes would not show
+        for name_of, parameter in model.named_parameters():
+            if name_of.endswith("A_log"):  # states last, as in trained models
+                parameter.uniform_(-6, -3)
+            elif parameter.dim() == 1:  # norms and biases: among ones and zeros many mistakes would not show
                 parameter += 0.3 * torch.rand_like(parameter)
         for name_of, buffer in model.named_buffers():
             if name_of.endswith("layer_scalar"):  # Gemma 4's

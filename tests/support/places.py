@@ -19,13 +19,13 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from blendserve.config import ValkeyConfig
-from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.source import StoreSource
 from blendserve.fetch.tiered import TieredStore, Write
 from blendserve.fetch.write_queue import write_behind
+from blendserve.kv import ChunkKV
 from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.raw import Raw

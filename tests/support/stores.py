@@ -14,10 +14,10 @@ from typing import Any
 import lmdb
 import torch
 
-from blendserve.core import ChunkKV, join_layers
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.fetch.copies import CopyCache
 from blendserve.fetch.incoming import ChunkRequest
+from blendserve.kv import ChunkKV, join_layers
 from blendserve.store import ChunkRecord, KVStore, LMDBStore, Snapshot
 from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Buffer, Codec

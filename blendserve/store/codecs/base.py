@@ -22,8 +22,9 @@ from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
 import torch
 
-from blendserve.core import ChunkKV, KVShape, TokenIds
+from blendserve.core import TokenIds
 from blendserve.errors import CorruptBlob, StoreUnavailable
+from blendserve.kv import ChunkKV, KVShape
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CODECS
 
@@ -64,6 +65,8 @@ class ChunkShape:
     dtype: torch.dtype
     n_tokens: int  # C
     layers: tuple[KVShape, ...]
+    state_rows: tuple[int, ...] = ()
+    """Of each layer the rows of its state map, 0 = it keeps KV; () = all do."""
 
     @classmethod
     def of(cls, kv: ChunkKV) -> ChunkShape:
@@ -71,7 +74,19 @@ class ChunkShape:
             kv.keys[0].dtype,
             kv.n_tokens,
             tuple(KVShape(len(k), k.shape[-1], v.shape[-1]) for k, v in zip(kv.keys, kv.values, strict=True)),
+            tuple(k.shape[1] if l in kv.recurrent else 0 for l, k in enumerate(kv.keys))
+            if kv.recurrent
+            else (),
         )
+
+    @property
+    def recurrent(self) -> frozenset[int]:
+        """Layers with a state map."""
+        return frozenset(l for l, n in enumerate(self.state_rows) if n)
+
+    def n_rows(self, l: int) -> int:
+        """Of layer l: C, or those of its state map."""
+        return (self.state_rows[l] if self.state_rows else 0) or self.n_tokens
 
     @property
     def n_layers(self) -> int:
@@ -81,7 +96,7 @@ class ChunkShape:
     def of_every_layer(self) -> tuple[int, int]:
         """K and D of all layers. Raises ValueError if they differ, or values have another D."""
         heads, dim, value_dim = self.layers[0]
-        if len(set(self.layers)) > 1 or dim != value_dim:
+        if len(set(self.layers)) > 1 or self.state_rows or dim != value_dim:
             raise ValueError(
                 "its layers differ in shape, or keys and values do, which this codec cannot store"
             )
@@ -89,7 +104,7 @@ class ChunkShape:
 
     def layer_bytes(self, l: int) -> int:
         """Bytes of layer l's keys and values, uncoded."""
-        return self.n_tokens * self.layers[l].numbers * self.dtype.itemsize
+        return self.n_rows(l) * self.layers[l].numbers * self.dtype.itemsize
 
     @property
     def n_bytes(self) -> int:
@@ -136,6 +151,7 @@ class Codec(ABC):
     default_level: ClassVar[int] = 0
     needs_tables: ClassVar[bool] = False
     needs_equal_layers: ClassVar[bool] = False  # all of one shape
+    keeps_states: ClassVar[bool] = False  # and state maps
     coding: Coding  # of the records that it writes
 
     @classmethod
@@ -221,7 +237,7 @@ class LayerDecoder:
     shape: ChunkShape
 
     def layer(self, l: int, segment: Buffer) -> Pair:
-        if self.shape.n_tokens:
+        if self.shape.n_rows(l):
             return self.codec.decode(self.shape, l, segment)
         heads, *dims = self.shape.layers[l]
         keys, values = (torch.empty(heads, 0, dim, dtype=self.shape.dtype) for dim in dims)

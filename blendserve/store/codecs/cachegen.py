@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV, KVShape, stacked
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
+from blendserve.kv import ChunkKV, KVShape, stacked
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
 from blendserve.store.codecs.raw import aligned

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from blendserve.core import ChunkKV
+from blendserve.kv import ChunkKV
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
 
 # torch warns once per process that a read-only buffer could be written to: suppress it here
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 class Raw(Codec):
     """No coding."""
 
-    random_access = True
+    random_access = keeps_states = True
     coding = Coding("raw")
 
     @classmethod
@@ -53,9 +53,9 @@ class Raw(Codec):
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
         """Views over the segment."""
         heads, dim, value_dim = shape.layers[l]
-        sizes = [heads * shape.n_tokens * d for d in (dim, value_dim)]
-        keys, values = torch.split(aligned(segment, shape.dtype), sizes)
-        return keys.view(heads, shape.n_tokens, dim), values.view(heads, shape.n_tokens, value_dim)
+        n = shape.n_rows(l)
+        keys, values = torch.split(aligned(segment, shape.dtype), [heads * n * d for d in (dim, value_dim)])
+        return keys.view(heads, n, dim), values.view(heads, n, value_dim)
 
 
 def aligned(segment: Buffer, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
-from blendserve.core import Prompt, stacked
+from blendserve.core import Prompt
 from blendserve.evaluate.methods import parse_methods
+from blendserve.kv import stacked
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.core import stacked
 from blendserve.fetch.copy_stream import CopyStream, HostCopy
 from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
+from blendserve.kv import stacked
 from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 

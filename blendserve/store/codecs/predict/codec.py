@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV, KVShape
 from blendserve.errors import StoreError
+from blendserve.kv import ChunkKV, KVShape
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
 from blendserve.store.codecs.predict import rans

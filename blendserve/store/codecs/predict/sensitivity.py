@@ -22,7 +22,7 @@ from blendserve.core import TokenIds, run
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Rope
-from blendserve.models.forward import run_layers
+from blendserve.models.forward import LayerPass, run_layers
 from blendserve.models.model import DecoderModel, Projected
 
 CHUNK, BEHIND = 320, 96  # tokens of the chunk, and of the text that attends to it
@@ -30,7 +30,7 @@ WINDOW = CHUNK + BEHIND
 TINY = 1e-30  # information of a token that no token attends to
 
 
-class _Pass:
+class _Pass(LayerPass):
     """A pass over n tokens of a text that keeps their KV before RoPE.
 
     before: a pass over the tokens in front of them, with gradients to its KV. only_first: stop after layer 0's KV.

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, cat
 
-from blendserve.core import ChunkKV, stacked
+from blendserve.kv import ChunkKV, stacked
 from blendserve.store.codecs.predict.rans import CLASSES, CONTEXTS, ONE, SIZES, SYMBOLS, LayerMap, RansModel
 
 BIT = 0.11  # squared steps of error that a bit must remove: about as much as a finer step (research/decisions.md)

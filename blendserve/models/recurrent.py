@@ -1,0 +1,141 @@
+"""Recurrent layers of hybrid models: transformers' own mixer, over states that are kept, moved and composed.
+
+A layer's state S [H, N, M] changes with every token by an affine map, so a chunk's tokens are one such map:
+
+    S behind = A S before + B     A is a matrix of each head (gated delta nets), or a number of each head (Mamba-2)
+
+Beside it stand the last inputs of a short convolution. A chunk keeps A, B and these inputs, whatever its length. Composed
+over the chunks of a prompt they give the state behind it, as HYPIC has it (arXiv 2607.01299). Exact is the composition,
+given a layer's inputs; those of upper layers depend on what stands before a chunk, as reused KV does.
+
+The convolution looks across a chunk's beginning: even in layer 0 the first tokens' contribution depends on what stands
+before them. So a map is of the tokens from SEAM on, and the first SEAM tokens of a chunk are computed in every prompt.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blendserve.kv import KVShape
+
+SEAM = 16  # tokens; at least a convolution's taps less one
+ARGUMENTS = "cache_params", "past_key_values", "cache"  # names that modules have for their cache
+
+
+class State(NamedTuple):
+    """What a layer keeps of all tokens before."""
+
+    memory: Tensor  # [H, N, M] in fp32; N is 0 in a layer that is a convolution alone
+    inputs: Tensor  # [F, taps - 1], the last ones of the convolution
+
+
+class RecurrentMixer:
+    """One layer's mixer. A state map is a pair of tensors [H, R, .], as a layer's keys and values are:
+
+    keys      A [H, N, N], or in each row a head's number [H, N, 1]
+    values    B [H, N, M], and below it the convolution's inputs, filled up with zeros
+    """
+
+    def __init__(self, module: Any, is_matrix: bool, hidden: Tensor) -> None:
+        """module: called as it is. hidden [1, E]: any row, which tells the state's shape."""
+        self._module, self._is_matrix = module, is_matrix
+        self._argument = next(name for name in ARGUMENTS if name in signature(module.forward).parameters)
+        slot = _Slot(None)
+        module(hidden[None], **{self._argument: slot})
+        inputs = slot.inputs[0]
+        memory = inputs.new_zeros(1, 0, len(inputs)) if slot.memory is None else slot.memory[0]
+        self.empty = State(torch.zeros_like(memory), torch.zeros_like(inputs))
+        heads, self._rows, width = memory.shape
+        below = -(-inputs.numel() // (heads * width))
+        dim = self._rows if is_matrix and self._rows else 1
+        self.shape, self.n_rows = KVShape(heads, dim, width), self._rows + below  # of a state map, R
+
+    def run(self, x: Tensor, before: State) -> tuple[Tensor, State]:
+        """Normed rows [S, E] behind a state -> what the layer adds to them [S, E], and the state behind them."""
+        if not len(x):
+            return x, before
+        out, (after,) = self._run(x, [before])
+        return out, after
+
+    def run_chunk(self, x: Tensor, before: State) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A chunk's rows [C, E] -> what the layer adds to them, and their state map; zeros for SEAM tokens or fewer."""
+        out, state = self.run(x[:SEAM], before)
+        if len(x) <= SEAM:
+            return out, self.packed(state)
+        heads, n, width = state.memory.shape
+        probes = [state, state._replace(memory=torch.zeros_like(state.memory))]
+        for start in (
+            range(0, n, width) if self._is_matrix else range(1)
+        ):  # as many columns of the identity as fit
+            one = torch.ones_like(state.memory)
+            if self._is_matrix:
+                one = torch.eye(n, device=x.device)[:, start : start + width]
+                one = torch.nn.functional.pad(one, (0, width - one.shape[1])).expand(heads, -1, -1)
+            probes.append(state._replace(memory=one))
+        more, (_, without, *with_one) = self._run(x[SEAM:], probes)
+        factors = [probe.memory - without.memory for probe in with_one]
+        factor = torch.cat(factors, dim=-1)[..., :n] if self._is_matrix else factors[0][..., :1]
+        return torch.cat([out, more]), self.packed(without, factor)
+
+    def packed(self, state: State, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The state map A S + B of a factor A and a state B. Without one A is 0: the state whatever stands before."""
+        heads, dim, width = self.shape
+        keys, values = (state.inputs.new_zeros(heads, self.n_rows, d) for d in (dim, width))
+        if factor is not None:
+            keys[:, : self._rows] = factor
+        values[:, : self._rows] = state.memory
+        below = state.inputs.new_zeros(heads * (self.n_rows - self._rows) * width)
+        below[: state.inputs.numel()] = state.inputs.flatten()
+        values[:, self._rows :] = below.view(heads, -1, width)
+        return keys, values
+
+    def after(self, before: State, keys: Tensor, values: Tensor) -> State:
+        """The state behind the tokens of a state map."""
+        factor, memory = (x[:, : self._rows].float() for x in (keys, values))
+        moved = factor @ before.memory if self._is_matrix else factor * before.memory
+        inputs = values[:, self._rows :].reshape(-1)[: before.inputs.numel()].view(before.inputs.shape)
+        return State((moved + memory).to(before.memory.dtype), inputs)
+
+    def _run(self, x: Tensor, before: list[State]) -> tuple[Tensor, list[State]]:
+        """Rows [S, E] behind each of some states -> what the layer adds behind the first one, and the states behind."""
+        slot = _Slot(State(*map(torch.stack, zip(*before, strict=True))))
+        out = self._module(x.expand(len(before), -1, -1), **{self._argument: slot})
+        out = out[0] if isinstance(out, tuple) else out
+        memory = torch.stack([state.memory for state in before]) if slot.memory is None else slot.memory
+        return out[0], [State(*each) for each in zip(memory, slot.inputs, strict=True)]
+
+
+class _Slot:
+    """The cache of one layer and some requests B, by the calls that transformers' mixers make."""
+
+    inputs: Tensor  # [B, F, taps - 1]
+    memory: Tensor | None  # [B, H, N, M]
+
+    def __init__(self, before: State | None) -> None:
+        """before: with a dim B in front."""
+        self._is_empty, self.memory = before is None, None
+        if before is not None:
+            self.inputs, self.memory = before.inputs, before.memory if before.memory.numel() else None
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
+        return None if self._is_empty else self.inputs
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
+        return self.memory
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return True  # so that a single token takes the way of several, which changes nothing in place
+
+    def update_conv_state(self, x: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
+        n = conv_kernel_size - 1
+        before = x.new_zeros(*x.shape[:2], n) if self._is_empty else self.inputs.to(x.dtype)
+        joined = torch.cat([before, x], dim=-1)
+        self.inputs = joined[..., -n:]
+        return joined
+
+    def update_recurrent_state(self, memory: Tensor, *_: Any, **__: Any) -> None:
+        self.memory = memory
