@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
 from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
-Gate = Literal["gate_proj", "g_proj", "q_proj"]  # in layers.py
+Gate = Literal["gate_proj", "g_proj", "g_proj by softplus", "q_proj"]  # in layers.py
 OtherNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer", "rms by power"]  # in layers.py
 
 
@@ -42,6 +42,9 @@ class Family:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     norm: NormForm | OtherNorm = RMS  # of all its norms
+    names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of modules that are called otherwise than Llama's
     mlp: str = "mlp"
     mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
@@ -79,6 +82,10 @@ class Family:
     logits_scale: str | None = None
     logits_divisor: str | None = None
     logits_softcap: str | None = None
+
+    def called(self, name: str) -> str:
+        """The family's name of a module that Llama has."""
+        return self.names.get(name, name)
 
 
 def slides(config: Any, l: int) -> bool:
@@ -148,6 +155,18 @@ GLM: dict[str, Any] = {"rotary": INTERLEAVED, "mlp_layers": ("gate_up_proj", "do
 GRANITE_MOE: dict[str, Any] = {**GRANITE, "mlp": "block_sparse_moe", "experts": True}
 SWASH: dict[str, Any] = {"windows": "typed", "sinks": True, "rope_bases": True}
 UNGATED: dict[str, Any] = {"mlp_layers": ("up_proj", "down_proj")}
+LFM: dict[str, Any] = {
+    "before_attention": "operator_norm",
+    "before_mlp": "ffn_norm",
+    "mlp": "feed_forward",
+    "qk_norm": "head",
+    "recurrent": "conv",
+    "names": {"norm": "embedding_norm"},
+}
+LFM_2: dict[str, Any] = {
+    **LFM,
+    "names": {**LFM["names"], "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+}
 LATENT: dict[str, Any] = {"latent": True, "attention_scale": _latent_scale}
 DELTA_NET: dict[str, Any] = {
     "norm": GEMMA_RMS,
@@ -215,7 +234,12 @@ FAMILIES: dict[str, Family] = {
     "internlm3": Family("InternLM 3"),
     "iquestcoder": Family("IQuest-Coder"),
     "jais2": Family("Jais 2", norm="layer", **UNGATED),
-    "laguna": Family("Laguna", **NORMED_EXPERTS, windows="typed", typed_rope=True, gate="g_proj"),
+    "laguna": Family("Laguna", **NORMED_EXPERTS, windows="typed", typed_rope=True,
+                     gate="g_proj by softplus"),
+    "lfm2": Family("LFM2, LFM2.5", **LFM_2, mlp_layers=("w1", "w3", "w2")),
+    "lfm2_moe": Family("LFM2 MoE", **LFM_2, experts=True),
+    "lfm3": Family("LFM3", **LFM, mlp_layers=("w1", "w3", "w2"), after_attention="post_operator_norm", after_mlp="post_ffn_norm", gate="g_proj",
+                   windows="typed", typed_rope=True, wide_rope=True),
     "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
     "mimo_v2_flash": Family("MiMo V2 Flash", experts=True, windows="typed", sinks=True, typed_rope=True,
                             kv_heads=_twice_if_it_slides, value_dim="v_head_dim",
@@ -267,7 +291,7 @@ REFUSALS = {
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
     RECURRENT: (
         "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
-        "lfm2 lfm2_moe lfm3 olmo_hybrid "
+        "olmo_hybrid "
         "kimi_linear minimax"
     ),
     "its positions are added to the input, so that a key cannot be moved": (
@@ -291,6 +315,11 @@ REFUSED_SETTINGS = {
     "clip_qkv": "it clips queries, keys and values, which is not built in",
     "qk_layernorm": "each of its heads has a norm of its own, which is not built in",
     "use_parallel_residual": "its attention and MLP read the same input, which is not built in for this type",
+}
+
+REQUIRED_SETTINGS = {
+    "use_sandwich_norm": "it has no norms of what its layers add",
+    "use_attention_gate": "its attention has no gate",
 }
 
 ALLOWED = None, False, "vision"  # values of these; "vision": for the tokens of a picture alone
@@ -330,8 +359,9 @@ def _refused_setting(config: Any) -> tuple[str, str]:
     others = _other_layers(config) - (RECURRENT_TYPES if FAMILIES[config.model_type].recurrent else set())
     if others:
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
-    found = (row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED)
-    return next(found, ("", ""))
+    found = [row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED]
+    found += [row for row in REQUIRED_SETTINGS.items() if not getattr(config, row[0], True)]
+    return next(iter(found), ("", ""))
 
 
 def _refused_type(config: Any) -> str:

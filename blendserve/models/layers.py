@@ -25,11 +25,9 @@ LATENT_EPS = 1e-6  # of latents, in the code of all families that have them
 
 Function = Callable[[Tensor], Tensor]
 
-GATES: dict[str, Function] = {  # by the name of their linear layer
-    "gate_proj": torch.sigmoid,
-    "q_proj": torch.sigmoid,
-    "g_proj": lambda x: F.softplus(x.float()).to(x.dtype),
-}
+
+def _softplus(x: Tensor) -> Tensor:
+    return F.softplus(x.float()).to(x.dtype)
 
 
 class RopeAngles:
@@ -145,10 +143,11 @@ class Parts:
         return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, eps))
 
     def gate(self, name: str) -> Function:
-        """x [S, E] -> factors of attention's output, [S, H] or [S, H * D]"""
-        called = name.rpartition(".")[2]
-        made = self.half(name, 1) if called == "q_proj" else self.linear(name)
-        return lambda x: GATES[called](made(x))
+        """x [S, E] -> factors of attention's output, [S, H] or [S, H * D]. name: with a Gate at its end."""
+        name, _, by = name.partition(" by ")
+        made = self.half(name, 1) if name.endswith("q_proj") else self.linear(name)
+        activation = _softplus if by else torch.sigmoid
+        return lambda x: activation(made(x))
 
     def half(self, name: str, which: int) -> Linear:
         """Of a linear layer that gives each head's queries and then its gate: the rows of the first, or of the second."""
@@ -208,7 +207,7 @@ class Parts:
         return gate, projection, self.norm(f"{name}.post_per_layer_input_norm"), self._activation(name)
 
     def _activation(self, name: str) -> Activation:
-        called = getattr(self.config, "hidden_activation", None) or self.config.hidden_act
+        called = getattr(self.config, "hidden_activation", None) or getattr(self.config, "hidden_act", "silu")
         if called == "silu":
             return F.silu
         if called == "xielu":  # which has weights

@@ -133,7 +133,7 @@ class DecoderModel:
         parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [_layer(parts, f"model.layers.{l}", l in self.recurrent) for l in range(self.n_layers)]
         self._layer_embeddings = LayerEmbeddings.of(parts)
-        self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
+        self.norm, self.lm_head = parts.norm(f"model.{family.called('norm')}"), parts.linear("lm_head")
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = setting_of(config, family.residual_scale)
         self._value_scale = setting_of(config, family.value_scale)
@@ -394,19 +394,22 @@ def _layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
         qkv = tuple(part for part in qkv if f"{attention}.{part}.weight" in parts.tensors)
     beside = parts.experts_beside(name)
     # Cohere's are optional.
-    norms_qk = family.qk_norm != "no" and f"{attention}.q_norm.weight" in parts.tensors
+    q_norm, k_norm = (family.called(x) for x in ("q_norm", "k_norm"))
+    norms_qk = family.qk_norm != "no" and f"{attention}.{q_norm}.weight" in parts.tensors
     return DecoderLayer(
         before_attention=norm(family.before_attention),
         qkv=tuple(
             parts.half(f"{attention}.{x}", 0) if x == family.gate else parts.linear(f"{attention}.{x}")
             for x in qkv
         ),
-        qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk"[: len(qkv)]) if norms_qk else (),
+        qk_norms=tuple(parts.norm(f"{attention}.{x}") for x in (q_norm, k_norm)[: len(qkv)])
+        if norms_qk
+        else (),
         v_norm=parts.norm(f"{attention}.v_norm") if family.v_norm and len(qkv) > 1 else None,
         latent=parts.latent(attention) if family.latent else None,
         mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
-        o=_no_o if is_recurrent else parts.linear(f"{attention}.o_proj"),
+        o=_no_o if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
         after_attention=norm(family.after_attention),
         before_mlp=None if family.parallel else norm(family.before_mlp),
         mlp=parts.mlp(f"{name}.{family.mlp}"),

@@ -46,9 +46,13 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
 
 def full_cache(model: DecoderModel) -> Any:
     """A cache for the model's own forward that drops nothing: windows are masks. Recurrent layers need their own kind."""
-    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    return DynamicCache(config=model.config) if model.recurrent else DynamicCache()
+    if not model.recurrent:
+        return DynamicCache()
+    cache = DynamicCache(config=model.config)
+    cache.layers = [x if l in model.recurrent else DynamicLayer() for l, x in enumerate(cache.layers)]
+    return cache
 
 
 def kv_of(model: DecoderModel, cache: Any) -> tuple[Layers, Layers]:

@@ -26,7 +26,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.random import ModuloTokenizer
 from tests.support.blending import OneOff, some_prompt
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_model
-from tests.support.models import KINDS, TINY, config, from_config, tiny_decoder, tiny_model
+from tests.support.models import HYBRIDS, KINDS, TINY, config, from_config, tiny_decoder, tiny_model
 from tests.support.tokenizers import bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
@@ -40,7 +40,7 @@ def failed(decoder: DecoderModel) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, FP32) for name in TINY), *((name, BF16) for name in KINDS)]
+    ("name", "dtype"), [*((name, FP32) for name in TINY), *((name, BF16) for name in (*KINDS, *HYBRIDS))]
 )
 def test_every_family_passes(name: str, dtype: torch.dtype) -> None:
     assert failed(tiny_decoder(name, dtype)) == set()

@@ -120,7 +120,7 @@ def own_rotary(decoder: DecoderModel, l: int) -> Any:
     """The model's module that gives the angles of layer l."""
     model: Any = decoder.reference
     if not decoder.family.rope_bases:
-        return model.model.rotary_emb
+        return getattr(model.model, "rotary_emb", None) or model.model.pos_emb  # LFM2-MoE
     base = decoder.config.layer_rope_theta[l]
     return next(x for x in model.model.rotary_embs if x.config.rope_parameters["rope_theta"] == base)
 
@@ -158,7 +158,7 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
             if norm is not None:
                 assert torch.equal(call_norm(norm, rows)[1], getattr(own, called)(rows))
         if ours.qk_norms and family.qk_norm == "head":
-            q, norm = heads[:, : decoder.query_heads[l]], own.self_attn.q_norm
+            q, norm = heads[:, : decoder.query_heads[l]], getattr(own.self_attn, family.called("q_norm"))
             assert torch.equal(norm_heads(ours.qk_norms[0], q), norm(q))
         if ropes[l].cos.shape[-1]:
             width = ropes[l].cos.shape[-1]
@@ -170,7 +170,9 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
             )  # its complex numbers have other last bits
             for mine, theirs in ((ropes[l].cos, cos), (decoder.rotate(turned, ropes[l]), expected)):
                 assert distance(mine, theirs) <= bound
-    assert torch.equal(call_norm(decoder.norm, rows)[1], model.model.norm(rows))
+    assert torch.equal(
+        call_norm(decoder.norm, rows)[1], getattr(model.model, decoder.family.called("norm"))(rows)
+    )
 
 
 # What a family that is described wrongly may end with.

@@ -61,13 +61,17 @@ MAMBA = {
     "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 16, "num_local_experts": 0,
     "shared_intermediate_size": 40,
 }
+CONV = {
+    "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+}
 GEMMA = {**SLIDES, "query_pre_attn_scalar": 8}
+GEMMA_4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 GEMMA_4 = {
     **SLIDES, "global_head_dim": 32, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
+    "rope_parameters": GEMMA_4_ROPE,
 }
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -104,6 +108,12 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
     "granitemoehybrid": {**GRANITE, **MAMBA},
     "granitemoehybrid-rope": {**GRANITE, **MAMBA, "position_embedding_type": "rope", "num_local_experts": 4},
+    "lfm2": CONV,
+    "lfm2_moe": {**EXPERTS, **CONV, "num_dense_layers": 1},
+    "lfm3": {
+        **CONV, **WINDOWED, "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "conv_L_cache": 7,
+        "rope_parameters": GEMMA_4_ROPE,
+    },
     "gemma": {},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma2-uncapped": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
@@ -250,7 +260,7 @@ KINDS = [
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
 # With recurrent layers.
-HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope"]
+HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "lfm2", "lfm3"]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 # Also layers that keep KV of other shapes than others, or none, and latents.
