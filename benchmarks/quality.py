@@ -2,7 +2,8 @@
 
     promise   an index is calibrated on some prompts; others are then answered, and compared with full prefill one by one
     drift     the same with a wrong correction prior: checks until the alarm, and the agreement behind it
-    load      requests with pauses: the time to the first token when every answer is checked, and when none is
+    load      requests one after another, with pauses in which a check may run: the time to the first token when every
+              answer is checked, and when none is
 
 Questions are made of the titles of passages, each of another passage than calibration's; of a data set with questions,
 also its own. The prefill is timed against full prefill of the same prompt, in turns.
@@ -57,8 +58,8 @@ class QualityConfig(BenchConfig):
     parts: tuple[Literal["promise", "drift", "load"], ...] = Field(
         ("promise", "drift", "load"), description="Parts to run."
     )
-    served: Positive = Field(40, description="Number of requests of a round under load.")
-    busy: float = Field(0.6, gt=0, lt=1, description="Share of the time in which one is answered, about.")
+    served: Positive = Field(40, description="Number of requests of a round beside checks.")
+    pause: float = Field(1.5, gt=0, description="Mean pause between them, in times of an answer.")
     after: Positive = Field(40, description="Number of prompts behind the alarm.")
 
 
@@ -202,7 +203,7 @@ def _load(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> Gr
     start = time.perf_counter()
     for question in questions[:3]:
         engine.answer(question)
-    gap_s, n = (time.perf_counter() - start) / 3 / config.busy, itertools.count()
+    pause_s, n = (time.perf_counter() - start) / 3 * config.pause, itertools.count()
 
     def serve(share: float) -> Metrics:
         seen, draw, done = FirstTokens(), random.Random(next(n) // 2), threading.Semaphore(0)
@@ -216,9 +217,8 @@ def _load(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> Gr
         batch.scheduler.start()
         try:
             for question in draw.choices(questions, k=config.served):
-                time.sleep(draw.expovariate(1 / gap_s))
+                time.sleep(draw.expovariate(1 / pause_s))
                 batch.scheduler.submit(batch.sequence(engine.prepare(Request(question)), emit))
-            for _ in range(config.served):
                 done.acquire()
         finally:
             batch.scheduler.stop()

@@ -202,6 +202,7 @@ def _number(value: float | str, factor: float) -> str:
 
 EXACT = ("full prefill", "cached prefix", "first cached chunk", "every chunk at ratio 1.0", "decoding")
 APPROXIMATE = ("later cached chunks at a ratio below 1.0",)
+APPROXIMATE_STATES = ("later cached chunks, which are reused whole but for their first tokens",)
 OWN_FORWARD = ("full prefill by the model's own forward",)
 
 
@@ -230,7 +231,7 @@ def doctor(settings: Config) -> Output:
     found = {
         **checks.to_dict(),
         "exact": EXACT if checks.passed else OWN_FORWARD,
-        "approximate": APPROXIMATE if checks.passed else (),
+        "approximate": (APPROXIMATE_STATES if decoder.recurrent else APPROXIMATE) if checks.passed else (),
         "kv_bytes_per_token": decoder.kv_bytes_per_token,
         "kv_layers": decoder.kv_layers,
         "context_tokens": decoder.context_limit,

@@ -24,6 +24,7 @@ MOST = 127
 class Int8(Raw):
     """About half of 16-bit KV."""
 
+    keeps_states = False
     coding = Coding("int8")
 
     @classmethod
