@@ -2,7 +2,8 @@
 
     seconds = passes * base + rows * a + pairs * b + loaded * c
 
-passes: over the layers, the policy's scoring pass included; rows: token rows run through the layers; pairs: (row, key)
+passes: over the layers, the policy's scoring pass included, and a chunk's first tokens, which recurrent layers run apart;
+rows: token rows run through the layers; pairs: (row, key)
 pairs attended; loaded: tokens read, rotated and placed. The four constants are kept in the user's cache folder, for each
 machine, model and thread count. Work is counted in closed form from the segments of a layout, without tensors.
 CacheBlend's controller (arXiv 2405.16444, section 5) chooses a ratio from the same kind of model.
@@ -65,7 +66,8 @@ def count_rows(layout: Layout, selected: int) -> Work:
     """The work of one pass over the fresh tokens and this number of the reusable ones."""
     fresh = layout.spans(State.FRESH)
     pairs = sum(map(_keys, fresh)) + selected * _mean_keys(layout)
-    return Work(1, sum(map(len, fresh)) + selected, pairs, layout.n_loaded)
+    n_seams = sum(segment.is_seam for segment in layout.segments)
+    return Work(1 + n_seams, sum(map(len, fresh)) + selected, pairs, layout.n_loaded)
 
 
 def chunk_work(n: int, context: int) -> Work:
