@@ -67,6 +67,35 @@ def test_layers_of_any_shapes_round_trip(
     assert [len(segment) for segment in segments] == sizes
 
 
+@given(st.integers(0, 9), st.lists(st.sampled_from([0, 13, 15]), min_size=1, max_size=4), st.integers(1, 3))
+def test_state_maps_round_trip_beside_kv(tokens: int, rows: list[int], heads: int) -> None:
+    """rows: of a layer's state map, 0 = it keeps KV."""
+    assume(0 in rows and any(rows))
+    layers = [chunk_by_layer(n or tokens, [(heads, 2, 4)]) for n in rows]
+    sides = (
+        tuple(side[0] for side in sides) for sides in ([x.keys for x in layers], [x.values for x in layers])
+    )
+    kv = ChunkKV(*sides, recurrent=frozenset(l for l, n in enumerate(rows) if n))
+    header, segments = encode(KEY, kv)
+    assert header[4] == 5  # its format
+    found = record.decode_header(KEY, header)
+    assert (found.shape, found.shape.recurrent, found.shape.n_tokens) == (
+        ChunkShape.of(kv),
+        kv.recurrent,
+        tokens,
+    )
+    assert same(decode(KEY, header, segments), kv)
+    assert [len(segment) for segment in segments] == [(n or tokens) * heads * 24 for n in rows]
+    for lie in (tuple(n or 1 for n in rows), (0,) * len(rows)):  # no layer keeps KV; all do
+        at = 52 + 12 * len(rows)  # behind the fields and the shapes
+        changed = [(at + 4 * l, "I", n) for l, n in enumerate(lie)]
+        raw = header
+        for change in changed:
+            raw = relabelled(KEY, raw, change)
+        with pytest.raises(CorruptRecord):
+            decode(KEY, raw, segments)
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "ids"),
     [
@@ -136,7 +165,7 @@ def test_lies_that_agree_with_each_other_are_damage() -> None:
 
 def test_another_format_is_not_damage() -> None:
     header, later = encode(KEY, chunk())[0], struct.pack("<4sH", b"BSKV", 7)
-    relabels = [relabelled(KEY, header, (4, "H", version)) for version in (1, 2, 5, 65535)]
+    relabels = [relabelled(KEY, header, (4, "H", version)) for version in (1, 2, 6, 65535)]
     for raw in (*relabels, sealed(KEY, later + b"any other fields" * 9), sealed(KEY, later)):
         with pytest.raises(StoreVersion):
             record.decode_header(KEY, raw)
