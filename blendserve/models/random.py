@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from blendserve.errors import ModelError
+from blendserve.models.attention_forms import layer_settings
 from blendserve.models.families import check_supported
 
 RANDOM = "random:"
@@ -56,7 +57,7 @@ def shape_config(name: str) -> Any:
     Raises ModelError for a name that is neither, or numbers that fit no model; ModelUnsupported.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     shape = next((shape for called, shape in SHAPES.items() if called.lower() == name.lower()), None)
     file = Path(name) / "config.json"
@@ -82,13 +83,19 @@ def shape_config(name: str) -> Any:
         raise ModelError(f"the shape in {file} cannot be used: {' '.join(str(error).split())}") from None
     check_supported(config)
     config = config.get_text_config()
+    first = layer_settings(config, 0)
     for size in SIZES[1:]:
-        if getattr(config, size, 1) < 1:
-            raise ModelError(f"shape {name!r} has {size} {getattr(config, size)}: it must be at least 1")
-    if config.num_attention_heads % config.num_key_value_heads:
+        if getattr(first, size, 1) < 1:
+            raise ModelError(f"shape {name!r} has {size} {getattr(first, size)}: it must be at least 1")
+    if first.num_attention_heads % first.num_key_value_heads:
         raise ModelError(
-            f"shape {name!r} has {config.num_attention_heads} query heads, which {config.num_key_value_heads} kv heads "
+            f"shape {name!r} has {first.num_attention_heads} query heads, which {first.num_key_value_heads} kv heads "
             "cannot share evenly"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"shape {name!r} is of type {config.model_type}, which transformers has as a part of vision checkpoints "
+            "alone: give a shape of a text model"
         )
     return config
 
