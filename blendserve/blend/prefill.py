@@ -103,7 +103,7 @@ class _BlendPass(LayerPass):
         self._is_corrected = False  # in any layer
         self._row_layers = 0 if scores is None else n_scoring_rows(layout) * self._model.n_layers
         self.rows = Rows.on(self._model.device, active)  # up to the last layer that keeps KV
-        self._stretches = list(_stretches(layout, active)) if self._model.recurrent else []
+        self._stretches = list(_stretches(layout, active, self._model.seam)) if self._model.recurrent else []
         self._run(self.rows)
 
     def rope(self, l: int) -> Rope:
@@ -182,14 +182,19 @@ class _BlendPass(LayerPass):
         return torch.cat([(~is_candidate).nonzero()[:, 0], which[kept]]).sort().values
 
 
-def _stretches(layout: Layout, active: Tensor) -> Iterator[tuple[int, int, bool]]:
-    """A prompt as stretches: start, stop, and whether its state map is used; the others' tokens all run."""
+def _stretches(layout: Layout, active: Tensor, seam: int) -> Iterator[tuple[int, int, bool]]:
+    """A prompt as stretches: start, stop, and whether its state map is used; the others' tokens all run.
+
+    Raises ValueError for a state map of which a part runs, or that does not begin behind its chunk's seam.
+    """
     runs = torch.zeros(layout.n_tokens, dtype=torch.bool)
     runs[active] = True
-    for start, stop in ((s.span.start, s.span.stop) for s in layout.segments):
-        if not bool((runs[start:stop] == runs[start]).all()):
-            raise ValueError("a part of a state map's tokens cannot be recomputed")
-        yield start, stop, not bool(runs[start])
+    for segment in layout.segments:
+        start, stop = segment.span.start, segment.span.stop
+        is_mapped, offset = not bool(runs[start]), 0 if segment.chunk is None else seam
+        if is_mapped and (segment.offset != offset or bool(runs[start:stop].any())):
+            raise ValueError("a state map is used whole, from its chunk's seam on")
+        yield start, stop, is_mapped
 
 
 def suffix_scores(ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor]:

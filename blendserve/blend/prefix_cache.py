@@ -80,7 +80,7 @@ class PrefixCache:
         ids: a beginning of the tokens that the request's cache holds.
         """
         if self._own.model.recurrent:
-            return  # the state behind the prompt and all but the last token of an answer, which runs no more
+            return  # a state is of all the tokens that ran, and an answer's last one did not
         n, cached = self._longest(owner, ids, exact=False)
         if n < len(ids) <= self.cap_bytes // self._own.model.kv_bytes_per_token:
             kv = cache.beginning(self._own.model, len(ids)).map(torch.Tensor.clone)
