@@ -42,6 +42,10 @@ class Family:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     norm: NormForm | OtherNorm = RMS  # of all its norms
+    plain_norm: OtherNorm | None = (
+        None  # in its place the norm of queries, keys and embeddings, without weights, and the last
+    )
+    post_eps: str | None = None  # setting with the epsilon of the norms after attention and MLP
     names: Mapping[str, str] = field(
         default_factory=dict
     )  # of modules that are called otherwise than Llama's
@@ -102,6 +106,10 @@ def _slides_or_is_dense(config: Any, l: int) -> bool:
     return bool(is_dense) or slides(config, l)
 
 
+def _qk_scale(config: Any) -> float:
+    return float(config.head_dim**-0.5 * config.qk_scale_factor)
+
+
 def _latent_scale(config: Any) -> float:
     """Of all dims of a query, and of YaRN's, which DeepSeek applies here instead of to cos and sin."""
     rope = config.rope_parameters
@@ -131,6 +139,14 @@ GEMMA_2: dict[str, Any] = {
     "attention_scale": lambda config: config.query_pre_attn_scalar**-0.5,
     "windows": "typed",
     "logits_softcap": "final_logit_softcapping",
+}
+MUSE: dict[str, Any] = {
+    **GEMMA_2,
+    "embedding_scale": None,
+    "qk_norm": "head",
+    "attention_scale": _qk_scale,
+    "plain_norm": "rms by power",
+    "names": {"q_norm": "qk_norm", "k_norm": "qk_norm"},
 }
 GEMMA_4: dict[str, Any] = {
     **GEMMA_2,
@@ -247,6 +263,9 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
     "ministral3": Family("Ministral 3", windows="all", scaled_queries=True),
     "mistral4": Family("Mistral Small 4", **LATENT, experts=True, scaled_queries=True),
+    "muse_glimmer_text": Family("Muse Glimmer 30B, text only", **MUSE, post_eps="post_norm_eps", gate="gate_proj",
+                                logits_scale="output_multiplier",
+                                rotates=lambda config, l: bool(config.layer_rope_theta[l])),
     "nemotron": Family("Nemotron, Minitron", norm="layer, plus one", **UNGATED),
     "olmo": Family("OLMo 1", norm="layer", wide_rope=True),
     "olmoe": Family("OLMoE", qk_norm="width", experts=True),
@@ -268,16 +287,8 @@ FAMILIES: dict[str, Family] = {
 
 # Vision-language checkpoints: their text model is used, whose own type must be in FAMILIES.
 TOWERS = {
-    "kimi_k25",
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-    "mistral3",
-    "qwen2_5_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
+    *("gemma3", "gemma4", "gemma4_unified", "kimi_k25", "mistral3", "muse_glimmer"),
+    *("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
 }
 
 MLA = "its form of multi-head latent attention is not built in"
@@ -305,7 +316,6 @@ REFUSALS = {
     "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
     "it subtracts one attention from another, which is not built in": "diffllama",
     "it masks keys by their values": "doge",
-    "its norms have several epsilons, which is not built in": "muse_glimmer_text",
 }
 REFUSED = {kind: reason for reason, kinds in REFUSALS.items() for kind in kinds.split()}
 

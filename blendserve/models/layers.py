@@ -124,10 +124,11 @@ class Parts:
             return cast(Function, module)
         return Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
-    def norm(self, name: str, eps: float | None = None) -> Norm:
-        """eps: in place of the configuration's."""
+    def norm(self, name: str, eps: float | None = None, is_plain: bool = False) -> Norm:
+        """eps: in place of the configuration's. is_plain: of the family's plain form, if it has one."""
         weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
         form, eps = self.family.norm, self._eps if eps is None else eps
+        form = self.family.plain_norm or form if is_plain else form
         if form == "rms or layer":  # by the epsilon that the configuration has
             form = RMS if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
         if isinstance(form, NormForm):

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
-from blendserve.kernels.types import Activation, Rope, Ropes
+from blendserve.kernels.types import Rope, Ropes
 from blendserve.kv import KVShape
 from blendserve.models.attention_forms import (
     attention_spec,
@@ -31,10 +30,9 @@ from blendserve.models.attention_forms import (
     setting_of,
     turn_of,
 )
+from blendserve.models.decoder_layer import make_layer
 from blendserve.models.families import Family, check_supported
 from blendserve.models.layers import (
-    Function,
-    LatentAttention,
     LayerEmbeddings,
     Parts,
     RopeAngles,
@@ -70,36 +68,6 @@ class Hidden:
 States: TypeAlias = "Tensor | Hidden"  # hidden states of rows [S, E], as the steps below hand them on
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer's parts, in the order in which they run; None or () = the family has none there."""
-
-    before_attention: Norm | None
-    # Three linear layers, or one that gives all; two if values are keys before their norm, of queries alone if the layer
-    # reads the KV of another.
-    qkv: tuple[Function, ...]
-    qk_norms: tuple[Norm, ...]
-    v_norm: Norm | None
-    latent: LatentAttention | None  # in place of these
-    mixer: RecurrentMixer | None  # in place of attention and `o`
-    gate: Function | None  # of attention's output
-    o: Function
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    mlp: Function  # an MLP, or the module of a mixture of experts
-    after_mlp: Norm | None
-    beside_mlp: (
-        tuple[Norm, Function] | None
-    )  # a norm of the MLP's output, and experts that read what its norm reads
-    layer_input: tuple[Function, Function, Norm, Activation] | None  # of the layer's own embedding
-    scale: Tensor | None  # of what the layer gives
-
-    @property
-    def norms(self) -> list[Norm]:
-        norms = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, *self.qk_norms
-        return [norm for norm in norms if norm is not None]
-
-
 class DecoderModel:
     """The steps of one model. Any number of requests may share it: it keeps nothing of a call but bound native calls."""
 
@@ -131,12 +99,18 @@ class DecoderModel:
             attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
         parts = Parts(config, family, tensors, lambda: self.reference)
-        self.layers = [_layer(parts, f"model.layers.{l}", l in self.recurrent) for l in range(self.n_layers)]
+        self.layers = [
+            make_layer(parts, f"model.layers.{l}", l in self.recurrent) for l in range(self.n_layers)
+        ]
         self._layer_embeddings = LayerEmbeddings.of(parts)
-        self.norm, self.lm_head = parts.norm(f"model.{family.called('norm')}"), parts.linear("lm_head")
+        self.norm, self.lm_head = (
+            parts.norm(f"model.{family.called('norm')}", is_plain=True),
+            parts.linear("lm_head"),
+        )
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = setting_of(config, family.residual_scale)
         self._value_scale = setting_of(config, family.value_scale)
+        self._embedding_norm = parts.norm("", is_plain=True) if family.plain_norm else None
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
         self._logits_cap = setting_of(config, family.logits_softcap)
@@ -255,7 +229,7 @@ class DecoderModel:
 
     def embed(self, ids: Tensor) -> States:
         """Token ids [S] -> hidden [S, E]."""
-        hidden = F.embedding(ids, self.embeddings)
+        hidden = call_norm(self._embedding_norm, F.embedding(ids, self.embeddings))[1]
         hidden = hidden if self._embedding_scale is None else hidden * self._embedding_scale
         return Hidden(hidden, self._layer_embeddings(ids, hidden)) if self._layer_embeddings else hidden
 
@@ -376,48 +350,6 @@ class DecoderModel:
         if factor is not None:
             logits = logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def _no_o(x: Tensor) -> Tensor:
-    return x
-
-
-def _layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
-    family, attention = parts.family, f"{name}.self_attn"
-
-    def norm(called: str | None) -> Norm | None:
-        return None if called is None else parts.norm(f"{name}.{called}")
-
-    qkv: tuple[str, ...] = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    qkv = () if family.latent or is_recurrent else qkv
-    if family.v_norm:  # as a layer has them
-        qkv = tuple(part for part in qkv if f"{attention}.{part}.weight" in parts.tensors)
-    beside = parts.experts_beside(name)
-    # Cohere's are optional.
-    q_norm, k_norm = (family.called(x) for x in ("q_norm", "k_norm"))
-    norms_qk = family.qk_norm != "no" and f"{attention}.{q_norm}.weight" in parts.tensors
-    return DecoderLayer(
-        before_attention=norm(family.before_attention),
-        qkv=tuple(
-            parts.half(f"{attention}.{x}", 0) if x == family.gate else parts.linear(f"{attention}.{x}")
-            for x in qkv
-        ),
-        qk_norms=tuple(parts.norm(f"{attention}.{x}") for x in (q_norm, k_norm)[: len(qkv)])
-        if norms_qk
-        else (),
-        v_norm=parts.norm(f"{attention}.v_norm") if family.v_norm and len(qkv) > 1 else None,
-        latent=parts.latent(attention) if family.latent else None,
-        mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
-        gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
-        o=_no_o if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
-        after_attention=norm(family.after_attention),
-        before_mlp=None if family.parallel else norm(family.before_mlp),
-        mlp=parts.mlp(f"{name}.{family.mlp}"),
-        after_mlp=norm(family.after_mlp),
-        beside_mlp=None if beside is None else (parts.norm(f"{name}.post_feedforward_layernorm_1"), beside),
-        layer_input=parts.layer_input(name),
-        scale=parts.tensors[f"{name}.{family.layer_scale}"] if family.layer_scale else None,
-    )
 
 
 def _embedding_scale(config: Any, family: Family, dtype: torch.dtype) -> float | None:

@@ -23,8 +23,9 @@ from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import linear
 from blendserve.kernels.rotary import HALVES
+from blendserve.models.decoder_layer import DecoderLayer
 from blendserve.models.layers import MLP, Linear
-from blendserve.models.model import DecoderLayer, DecoderModel
+from blendserve.models.model import DecoderModel
 
 _TITLES = {f"{level.title} kernel": level for level in LEVELS.values()}
 

@@ -105,6 +105,7 @@ class TextTower(nn.Module):
         """input_ids or inputs_embeds, and what transformers' models take -> its output, with logits [1, S, V]"""
         output = self.model(**inputs)
         logits: Tensor = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        logits = logits * getattr(self.config, "output_multiplier", 1.0)
         cap = getattr(self.config, "final_logit_softcapping", None)
         output["logits"] = logits if cap is None else cap * (logits / cap).tanh()
         return output

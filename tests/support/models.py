@@ -203,6 +203,10 @@ TINY: dict[str, dict[str, Any]] = {
                                                     llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=1.0),
     },
     "mistral4-plain": {**LATENT, **GROUPED, "head_dim": 24},
+    "muse_glimmer_text": {
+        **SLIDES, "post_norm_eps": 1e-2, "qk_scale_factor": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 5.0,
+        "layer_rope_theta": [1e4, 0, 1e4, 100.0],
+    },
     "nemotron": {**BIASED, **PARTIAL},
     "olmo": BIASED,
     "olmoe": {**EXPERTS, **BIASED, "norm_topk_prob": True},
@@ -239,6 +243,7 @@ KIMI_EYES = {
     "num_attention_heads": 2,
     "patch_size": 4,
 }
+MUSE_EYES = {**EYES, "patch_size": 4}
 PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
 QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 QWEN3_EYES = {**QWEN_EYES, "deepstack_visual_indexes": [0]}
@@ -252,6 +257,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text-tower": ("gemma3", SIGLIP),
     "gemma4_text-tower": ("gemma4", GEMMA_4_EYES),
     "gemma4_unified_text-tower": ("gemma4_unified", {"model_type": "gemma4_unified_vision"}),
+    "muse_glimmer_text": ("muse_glimmer", MUSE_EYES),
     "deepseek_v3-tower": ("kimi_k25", KIMI_EYES),
     "mistral-tower": ("mistral3", PIXTRAL),
     "mistral4": ("mistral3", PIXTRAL),
