@@ -32,7 +32,7 @@ class Policy:
 
     def validate(self, model: DecoderModel) -> None:
         """Raises ConfigError for settings that do not fit the policy, or the model."""
-        if model.recurrent and self.config.method not in ("full", "prefix"):
+        if model.recurrent and self.config.method in ("auto", "blend"):
             self._require_whole_chunks()
         if self.config.refine and not self.needs_scoring_pass:
             raise ConfigError(

@@ -189,9 +189,14 @@ class Engine:
         """Measure what every ratio loses on prompts of the index, so that `blend.quality` can choose one.
 
         questions: users' own; without any, some are made of the passages. `progress(prompts done, prompts in all)`; what
-        was measured stays if it is stopped. Raises InputError, StoreError.
+        was measured stays if it is stopped. Raises InputError, StoreError, ConfigError.
         """
         self.gate.require()
+        if self.model.decoder.recurrent:
+            raise ConfigError(
+                f"there is no ratio to choose for {self.model.name}: chunks of recurrent layers are reused whole",
+                setting="blend.quality",
+            )
         return calibrate(self, prompts, questions, progress)
 
     def missing(
