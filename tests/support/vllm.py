@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers as tk
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, Config, ModelConfig
@@ -22,42 +23,56 @@ from blendserve.core import Prompt, TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.fetch import open_storage
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.sources import bundled_folder
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-VOCAB, LENGTH, BLOCK = 49152, 2048, 32  # tokens of the bundled tokenizer, of a context, of a block
+VOCAB, LENGTH, BLOCK = 320, 2048, 32  # tokens of the vocabulary, of a context, of a block
 # fmt: off
 BASE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 12,
+    "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6,
     "num_key_value_heads": 6, "head_dim": 32, "max_position_embeddings": LENGTH, "initializer_range": 0.15,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True,
 }
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SLIDES = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {},  # biases
-    "qwen3": {},  # norms of queries and keys
-    "gemma3_text": {**SLIDES, "query_pre_attn_scalar": 8, "tie_word_embeddings": True, "rope_parameters": {
+    "qwen2": GROUPED,  # biases
+    "qwen3": GROUPED,  # norms of queries and keys
+    "gemma3_text": {**GROUPED, **SLIDES, "query_pre_attn_scalar": 8, "tie_word_embeddings": True, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         "full_attention": {"rope_type": "default", "rope_theta": 1e4},
     }},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []},
+    "qwen3_moe": {
+        **GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [],
+    },
 }
 # fmt: on
 
 
 def make_model(kind: str, folder: Path) -> Path:
-    """A random model with the bundled tokenizer, as a folder."""
+    """A random model with a tokenizer, as a folder."""
     config = AutoConfig.for_model(kind, **{**BASE, **KINDS[kind]})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((bundled_folder() / name).read_bytes())
+    byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, without a chat template."""
+    letters = sorted(tk.pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>"]
+    made = tk.Tokenizer(tk.models.BPE({word: n for n, word in enumerate([*special, *letters])}, []))
+    made.pre_tokenizer, made.decoder = (
+        tk.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        tk.decoders.ByteLevel(),
+    )
+    pad, bos, eos = special
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos)
 
 
 class Own:
@@ -106,7 +121,7 @@ class Served:
     scheduler: Any
 
     def ask(
-        self, *prompts: Sequence[int], params: Any = None, new: int = 4, keep: bool = False
+        self, *prompts: Sequence[int], params: Any = None, new: int = 1, keep: bool = False
     ) -> list[Answer]:
         """Answers to prompts that are sent at once. params: the `blendserve` of their kv_transfer_params, one or a list.
 
@@ -132,16 +147,51 @@ class Served:
     def one(self, ids: Sequence[int], params: Any = None, **options: Any) -> Answer:
         return self.ask(ids, params=params, **options)[0]
 
+    def steps_during(self, ids: Sequence[int]) -> int:
+        """Steps of the engine until a prompt's first token, while another request decodes: it gets a token in each."""
+        assert self.llm.reset_prefix_cache()
+        engine = self.llm.llm_engine
+        engine.add_request("other", {"prompt_token_ids": list(words(20, 3))}, _greedy(64))
+        engine.step()
+        engine.add_request("job", {"prompt_token_ids": list(ids)}, _greedy(1))
+        n_steps, n_tokens, is_done = 0, -1, False
+        while not is_done:
+            n_steps += 1
+            by_name = {output.request_id: output for output in engine.step()}
+            n_other = len(by_name["other"].outputs[0].token_ids) if "other" in by_name else n_tokens
+            is_done = "job" in by_name
+            assert n_other > n_tokens or n_steps == 1 or is_done
+            n_tokens = n_other
+        engine.abort_request(["other"], internal=False)
+        self.drain()
+        return n_steps
+
+    def abort_after(self, n_steps: int, ids: Sequence[int]) -> None:
+        """Send a prompt, and end it after some steps of the engine."""
+        engine = self.llm.llm_engine
+        engine.add_request("job", {"prompt_token_ids": list(ids)}, _greedy(4))
+        for _ in range(n_steps):
+            engine.step()
+        engine.abort_request(["job"], internal=False)
+        self.drain()
+
+    def drain(self) -> None:
+        """Step until all is done, and what was aborted is freed."""
+        for _ in range(8):
+            self.llm.llm_engine.step()
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+
     @property
     def runner(self) -> Any:
         """The worker's job runner."""
         return self.connector.queue.runner
 
-    def poison(self) -> None:
-        """Fill all blocks with NaN; call it while no request runs, after the prefix cache was reset."""
-        assert self.llm.reset_prefix_cache()
-        for layer in self.runner.passes.layers:
-            layer.kv_cache.fill_(float("nan"))
+
+def _greedy(n: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False)
 
 
 def _answer(output: Any) -> Answer:
@@ -161,7 +211,11 @@ def serving(
     from vllm import LLM
     from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import (
+        ensure_kv_transfer_shutdown,
+        get_kv_transfer_group,
+        has_kv_transfer_group,
+    )
 
     settings = {"store": str(store), "precomputed": True, **(extra or {})}
     transfer = {
@@ -181,11 +235,45 @@ def serving(
     llm = LLM(model=str(folder), kv_transfer_config=KVTransferConfig(**transfer), **{**usual, **options})
     try:
         core = llm.llm_engine.engine_core.engine_core
-        yield Served(llm, get_kv_transfer_group(), core.scheduler)
+        yield Served(llm, get_kv_transfer_group() if has_kv_transfer_group() else None, core.scheduler)
     finally:
+        ensure_kv_transfer_shutdown()
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+
+
+@dataclass
+class World:
+    """A model, chunks that blendserve's engine stored, and both engines over them."""
+
+    own: Own
+    chunks: list[TokenIds]
+    served: Served
+
+    def prompt(self, *parts: int | TokenIds, suffix: int = 40, seed: int = 7) -> TokenIds:
+        """The context, chunks by number and other text, and a question."""
+        ids = [i for part in parts for i in (self.chunks[part] if isinstance(part, int) else part)]
+        return (*self.own.context, *ids, *words(suffix, seed))
+
+    def full(self, ids: TokenIds) -> Tensor:
+        """Log probabilities [V] of the first token by our engine's full prefill."""
+        return self.own.prefill(ids, BlendConfig(method="full")).result.logits.log_softmax(-1)
+
+
+CHUNK_TOKENS = 90, 80, 110, 75, 95, 105, 85, 80, 115, 100, 97, 100, *(85,) * 12  # enough to fit priors
+
+
+@contextmanager
+def world_of(
+    kind: str, base: Path, extra: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[World]:
+    """Everything in the folder `base`. extra: settings of the connector. options: of vLLM."""
+    own = Own(make_model(kind, base / "model"), base / "kv")
+    chunks = [words(n, seed) for seed, n in enumerate(CHUNK_TOKENS)]
+    own.store_chunks(chunks)
+    with serving(base / "model", base / "kv", extra, **options) as served:
+        yield World(own, chunks, served)
 
 
 def kl(exact: Tensor, other: Tensor) -> float:

@@ -68,12 +68,12 @@ class JobRunner:
                         break
                     except StoreError as error:
                         fetch.drop(error)  # the next layout does without that chunk, or without the store
-        pages.clear_tail()
         return report
 
     def _store(self, job: Job, pages: Pages) -> Report:
         """Compute the chunk at the end of the prompt, behind its context, and store it."""
         n, start = len(job.ids), job.context_tokens
+        pages.clear(torch.arange(n))
         capture = self.capture(job.ids, min(job.start, start), start, pages)
         self.records.put(job.keys(job.ids[start:]), capture.chunk(job.ids[start:]))
         return Report(tokens_stored=n - start)
@@ -124,6 +124,7 @@ class _Blend:
         self._rest = without_start(self._whole, self._job.start)
 
     def run(self) -> Report:
+        self._clear()
         scores = self._score() if self._policy.is_scored(self._rest) else None
         rest, kept, first = self._rest, self._policy.select(self._rest, scores), 0
         for l in self._policy.check_layers:
@@ -139,6 +140,12 @@ class _Blend:
             rows=len(rows),
             correction=correction,
         )
+
+    def _clear(self) -> None:
+        """Of positions that a pass may read before they are written: those without KV, and what shares their block."""
+        absent, n, size = self._rest.fresh.clone(), len(self._prompt.prefix), self._passes.block_size
+        absent[n : n + -n % size] = True  # a pass over the prefix alone reads its last block to the end
+        self._pages.clear(absent.nonzero()[:, 0])
 
     def _rows(self, selected: Tensor) -> Tensor:
         """Positions to run: selected ones and those without KV, but for the last token."""

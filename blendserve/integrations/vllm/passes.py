@@ -107,15 +107,18 @@ class Pages:
         """Put keys, after RoPE, and values [K, S, D] of layer l at positions [S]. Those before `start` are left out."""
         self._write(l, self.slots[at], keys, values)
 
-    def clear_tail(self) -> None:
-        """Zeros behind the prompt: kernels that read whole blocks must find numbers there."""
+    def clear(self, at: Tensor) -> None:
+        """Zeros at positions [N] without KV yet, and behind the prompt: kernels that read whole blocks need numbers.
+
+        A weight of 0 does not hide a NaN, and vLLM does not clear blocks that a connector fills.
+        """
+        at = torch.cat([self.slots[at.to(self.slots.device)], self._tail])
         for l, layer in enumerate(self._layers):
-            dims = layer.head_size, layer.head_size_v
-            zeros = (
-                self._tail.new_zeros(layer.num_kv_heads, len(self._tail), dim, dtype=layer.dtype)
-                for dim in dims
+            shape = layer.num_kv_heads, len(at)
+            sides = (
+                at.new_zeros(*shape, dim, dtype=layer.dtype) for dim in (layer.head_size, layer.head_size_v)
             )
-            self._write(l, self._tail, *zeros)
+            self._write(l, at, *sides)
 
     def _write(self, l: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         layer: Any = self._layers[l]

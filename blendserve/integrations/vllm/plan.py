@@ -121,7 +121,7 @@ class Planner:
         self._plans[request.request_id] = plan
         first = next((run.span.start for run in plan.runs if not self._is_exact(run, plan)), None)
         if first is not None:
-            self._salt(request, first // self._hash_block, plan)
+            self._salt(request, first // self._hash_block, plan.blend)
 
     def claim(self, request_id: str, start: int) -> int:
         """Tokens that a job will make behind the `start` tokens that vLLM has cached."""
@@ -188,21 +188,17 @@ class Planner:
     def _is_exact(self, run: Run, plan: _Plan) -> bool:
         return run.offset == 0 and self._keys.context == plan.ids[: run.span.start]
 
-    def _salt(self, request: VllmRequest, first: int, plan: _Plan) -> None:
-        """Go on from another hash at block `first`; later ones inherit it, and so do `cache_salt` and adapters before."""
-        hashes, size = request.block_hashes, self._hash_block
-        if first >= len(hashes):
-            return
-        donors = [(run.span.start, run.donor, run.offset) for run in plan.runs]
-        seed = (
-            hashes[first],
-            plan.ids[first * size : (first + 1) * size],
-            donors,
-            plan.blend.model_dump_json(),
-        )
-        del hashes[first:]
-        hashes.append(hashlib.sha256(repr(seed).encode()).digest())
-        request.update_block_hashes()
+    def _salt(self, request: VllmRequest, first: int, blend: BlendConfig) -> None:
+        """Go on from another hash at block `first`; later ones inherit it, as they inherit `cache_salt` from before.
+
+        Prompts that begin with the same chunks share these blocks, whatever their questions: a conversation goes on.
+        """
+        hashes = request.block_hashes
+        if first < len(hashes):
+            seed = hashes[first], self._keys.fingerprint, self._keys.namespace, blend.model_dump_json()
+            del hashes[first:]
+            hashes.append(hashlib.sha256(repr(seed).encode()).digest())
+            request.update_block_hashes()
 
 
 def failed(error: BaseException) -> Report:

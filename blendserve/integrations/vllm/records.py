@@ -98,7 +98,7 @@ class Records:
     """Reads and writes the chunks of one store. Raises what `storage` raises, and ConfigError."""
 
     def __init__(self, config: Config, device: torch.device, ranks: Ranks) -> None:
-        self.store, self._fetcher = storage(config, device)
+        self.store, self.fetcher = storage(config, device)
         self._ranks = ranks
         name, level = parse_codec(config.store.codec)
         made = CODECS.load(name)
@@ -112,7 +112,7 @@ class Records:
     @contextmanager
     def fetch(self, prompt: Prompt) -> Iterator[Fetch]:
         """The chunks of a prompt's runs, as far as every rank can read them."""
-        with self._fetcher.fetch(donor_requests(prompt, None)) as fetch:
+        with self.fetcher.fetch(donor_requests(prompt, None)) as fetch:
             if self._ranks.n > 1:
                 keys = list(dict.fromkeys(run.donor for run in prompt.runs))
                 copies = [self._copy(fetch, key) for key in keys]
