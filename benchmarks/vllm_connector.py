@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from benchmarks.support.clients import CLIENTS, QUESTION, Ask, Wire, chat, user
+from benchmarks.support.clients import CLIENTS, QUESTION, Ask, Body, Wire, chat, user
 from benchmarks.support.vllm_server import VllmServer
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, speedup, table
@@ -154,7 +154,7 @@ def _decoding(config: VllmConfig, work: Workload, wires: Mapping[str, Wire]) -> 
         drawn = random.Random(next(numbers))
         texts = [passage.text for passage in drawn.sample(work.passages, config.chunks)]
         other = Wire(wire.url[: -len("/v1")], config.model, 1)
-        body = {"messages": [user("\n\n".join([*texts, QUESTION]))]}
+        body: Body = {"messages": [user("\n\n".join([*texts, QUESTION]))]}
         if beside == "a full prefill":
             body["kv_transfer_params"] = {"blendserve": "exact"}
         job = threading.Thread(target=other.stream, args=(chat()._replace(body=body), lambda text: None))

@@ -29,7 +29,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-VOCAB, LENGTH, BLOCK = 320, 2048, 32  # tokens of the vocabulary, of a context, of a block
+VOCAB, LENGTH, BLOCK = 384, 2048, 32  # tokens of the vocabulary, of a context, of a block
 # fmt: off
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -205,7 +205,11 @@ def _answer(output: Any) -> Answer:
 
 @contextmanager
 def serving(
-    folder: Path, store: Path, extra: Mapping[str, Any] | None = None, **options: Any
+    folder: Path,
+    store: Path,
+    extra: Mapping[str, Any] | None = None,
+    failure_policy: str = "recompute",
+    **options: Any,
 ) -> Iterator[Served]:
     """vLLM in this process over the chunks that `Own` stored."""
     from vllm import LLM
@@ -219,7 +223,7 @@ def serving(
 
     settings = {"store": str(store), "precomputed": True, **(extra or {})}
     transfer = {
-        **{"kv_connector": "BlendConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"},
+        **{"kv_connector": "BlendConnector", "kv_role": "kv_both", "kv_load_failure_policy": failure_policy},
         "kv_connector_extra_config": settings,
     }
     usual = {

@@ -41,9 +41,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--port", str(port), "--enforce-eager"]
-    command += ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32", "--host", "127.0.0.1"]
-    command += ["--kv-transfer-config", json.dumps(transfer), "--served-model-name", "tiny"]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port)]
+    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "2048", "--block-size", "32"]
+    command += [
+        "--kv-transfer-config",
+        json.dumps(transfer),
+        "--served-model-name",
+        "tiny",
+        "--host",
+        "127.0.0.1",
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}

@@ -87,7 +87,7 @@ class JobRunner:
         """
         rows = torch.arange(first, len(ids) if stop is None else stop)
         capture = Capture(self.passes.whole, self.ranks, start, int(rows[-1]) + 1)
-        for part in rows.split(self.passes.max_rows):
+        for part in torch.split(rows, self.passes.max_rows):
 
             def keep(l: int, q: Tensor, k: Tensor, v: Tensor) -> None:
                 capture.add(l, part, k, v)  # noqa: B023  used in this round alone
@@ -212,7 +212,7 @@ class _Blend:
             name = "none"
         corrector: type[Correction] = CORRECTIONS.load(name)
         spans, prior = rest.spans(State.REUSED), self._prior() if corrector.uses_prior else None
-        for part in rows.split(self._passes.max_rows):
+        for part in torch.split(rows, self._passes.max_rows):
             with closing(self._loader(rest, model, self._ranks.own)) as loader:
                 fix = corrector(model.rotary, loader.ropes, spans, prior) if spans else None
                 hook = self._place(Rows.on(model.device, part), first, loader, fix, see, check_layer)
@@ -245,7 +245,7 @@ class _Blend:
     def _prior(self) -> Callable[[int], Prior] | None:
         """Of a layer, for this rank's heads; None if the store has none."""
         priors, heads = self._runner.priors(self._job), self._ranks.kv_heads
-        return priors and (lambda l: Prior(*(x[heads] for x in priors.layer(l))))
+        return None if priors is None else lambda l: Prior(*(x[heads] for x in priors.layer(l)))
 
     def _loader(self, layout: Layout, model: ServedModel, view: Callable[[ChunkView], ChunkView]) -> KVLoader:
         """Over memory for one layer at a time. view: the heads of a chunk that are read."""

@@ -229,7 +229,7 @@ def _calling_model() -> Any:
     """The model of the runner that registers its caches. Raises ModelUnsupported."""
     frame = sys._getframe(1)
     while frame is not None:
-        runner = frame.f_locals.get("self")
+        runner: Any = frame.f_locals.get("self")
         if hasattr(runner, "model") and hasattr(runner, "kv_cache_config"):
             return runner.model
         frame = frame.f_back  # type: ignore[assignment]

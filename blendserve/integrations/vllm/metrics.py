@@ -38,7 +38,7 @@ class BlendStats(KVConnectorStats):
         return dict(self.data)
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data

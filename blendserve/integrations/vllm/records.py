@@ -65,7 +65,8 @@ class Ranks:
             keys, values = view.layer(l)
             return keys[self.kv_heads], values[self.kv_heads]
 
-        return view.reading(read)
+        sizes = view.n_layers, view.n_tokens, view.n_bytes, view.raw_bytes
+        return ChunkView(*sizes, view.version, read, view.in_memory, view.is_placed)
 
     def gather_kv(self, x: Tensor) -> Tensor:
         """Keys or values [K, ...] of all heads, from this rank's."""
