@@ -39,18 +39,20 @@ from blendserve.models.sources import source_of
 from blendserve.timing import Clock
 
 PLAIN, BLENDED = "vLLM", "vLLM with the connector"
-LAYOUT = "chat with passages"
+LAYOUT, LANGCHAIN = "chat with passages", "LangChain"
 
 
 class VllmConfig(BenchConfig):
     """Time to first token and decoding of `vllm serve`."""
 
+    clients: tuple[str, ...] = Field((LAYOUT, LANGCHAIN), description="Clients.")
     vllm: Path = Field(Path("build/vllm/bin/vllm"), description="Program `vllm` of another environment.")
     chunks: Positive = Field(6, description="Number of passages in a prompt.")
     passages: Positive = Field(18, description="Number of stored passages.")
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
     repeats: Positive = Field(20, description="Number of questions.")
     unrelated: Positive = Field(10, description="Number of prompts without stored text.")
+    beside: Positive = Field(5, description="Number of answers that decode beside a job.")
     decoded: Positive = Field(96, description="Length of the answer that decodes beside a job, in tokens.")
     slice_tokens: int = Field(256, ge=0, description="Work of a job in one step, in tokens of a prefill.")
     eager: bool = Field(False, description="Run vLLM without compilation.")
@@ -88,7 +90,8 @@ def groups(config: VllmConfig, log: SampleLog) -> Iterator[Group]:
         wires = {name: Wire(server.url, config.model, config.new_tokens) for name, server in servers.items()}
         asks: dict[str, dict[str, Ask]] = {LAYOUT: {name: _paste(wire) for name, wire in wires.items()}}
         if importlib.util.find_spec("langchain_openai"):
-            asks["LangChain"] = {name: CLIENTS["langchain"].connect(wire) for name, wire in wires.items()}
+            asks[LANGCHAIN] = {name: CLIENTS["langchain"].connect(wire) for name, wire in wires.items()}
+        asks = {client: by_server for client, by_server in asks.items() if client in config.clients}
         for client, by_server in asks.items():
             numbers = {name: counter() for name in by_server}
             cases = [
@@ -142,7 +145,7 @@ def _unrelated(config: VllmConfig, work: Workload, wires: Mapping[str, Wire]) ->
         return _timed(partial(wires[name].stream, chat(user(" ".join(words)))))
 
     cases = [Case({"server": name}, partial(run, name)) for name in wires]
-    return Group({"client": "other text"}, cases, repeats=config.unrelated)
+    return Group({"client": "other text"}, cases, repeats=config.unrelated, warm_up=False)
 
 
 def _decoding(config: VllmConfig, work: Workload, wires: Mapping[str, Wire]) -> Group:
@@ -176,7 +179,7 @@ def _decoding(config: VllmConfig, work: Workload, wires: Mapping[str, Wire]) -> 
         }
 
     cases = [Case({"beside": what}, partial(run, what)) for what in ("nothing", "a job", "a full prefill")]
-    return Group({"client": "decoding"}, cases, repeats=max(3, config.unrelated // 3))
+    return Group({"client": "decoding"}, cases, repeats=config.beside, warm_up=False)
 
 
 TABLES = (
