@@ -1,6 +1,6 @@
 """`python -m benchmarks vllm_connector`: `vllm serve` with BlendConnector, against the same vLLM without it.
 
-    BLENDSERVE's environment: python -m benchmarks vllm_connector --vllm build/vllm/bin/vllm
+    make test-vllm && python -m benchmarks vllm_connector      # with the vLLM of the tests
 
 Clients are LangChain's chain, as its documentation has it, and a chat with pasted passages. The connector's server has
 computed and stored all passages (`blendserve warm`). Each question brings some of them in a new order. Both servers cache
@@ -46,7 +46,7 @@ class VllmConfig(BenchConfig):
     """Time to first token and decoding of `vllm serve`."""
 
     clients: tuple[str, ...] = Field((LAYOUT, LANGCHAIN), description="Clients.")
-    vllm: Path = Field(Path("build/vllm/bin/vllm"), description="Program `vllm` of another environment.")
+    vllm: Path = Field(Path("build/vllm/bin/python"), description="Python of an environment that has vLLM.")
     chunks: Positive = Field(6, description="Number of passages in a prompt.")
     passages: Positive = Field(18, description="Number of stored passages.")
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")

@@ -1,4 +1,7 @@
-"""`vllm serve` in a process of its own, by the `vllm` of another environment."""
+"""vLLM's server in a process of its own, by the Python of another environment.
+
+It is what `vllm serve` runs. That command asks for a package called vllm, and fails with the CPU build from PyPI.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class VllmServer:
 
     def __init__(
         self,
-        vllm: Path,
+        python: Path,
         model: str,
         log: Path,
         connector: Mapping[str, Any] | None = None,
@@ -36,7 +39,16 @@ class VllmServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = [str(vllm), "serve", model, "--host", "127.0.0.1", "--port", str(port), *options]
+        command = [
+            str(python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--port",
+            str(port),
+        ]
+        command += ["--host", "127.0.0.1", *options]
         if connector is not None:
             transfer = {
                 **{"kv_connector": "BlendConnector", "kv_role": "kv_both"},

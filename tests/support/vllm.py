@@ -36,7 +36,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 6, "head_dim": 32, "max_position_embeddings": LENGTH, "initializer_range": 0.15,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True,
 }
-GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GROUPED = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 SLIDES = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},

