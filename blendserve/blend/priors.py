@@ -34,6 +34,7 @@ from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
 from blendserve.kv import ChunkKV, KVShape, Layers, join_layers, map_layers
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.kv_model import KVModel
 from blendserve.models.model import DecoderModel
 from blendserve.registry import FULL_REUSE
 from blendserve.store import KVStore
@@ -54,13 +55,13 @@ class Priors:
     constants: Layers  # [L - 1, K, 2D]
 
     @classmethod
-    def of_nothing(cls, model: DecoderModel) -> Priors:
+    def of_nothing(cls, model: KVModel) -> Priors:
         """No deviation at all; as fast as other priors."""
         made = {name: torch.zeros(shape, device=model.device) for name, shape in _shapes(model).items()}
         return cls._of(made, model)
 
     @classmethod
-    def _of(cls, parts: Mapping[str, Tensor], model: DecoderModel) -> Priors:
+    def _of(cls, parts: Mapping[str, Tensor], model: KVModel) -> Priors:
         """Of the tensors that a blob has."""
         if model.has_equal_layers:
             return cls(parts["weights"], parts["constants"])
@@ -85,7 +86,7 @@ class Priors:
         return save(tensors)
 
     @classmethod
-    def from_bytes(cls, raw: bytes, model: DecoderModel) -> Priors:
+    def from_bytes(cls, raw: bytes, model: KVModel) -> Priors:
         """Raises ValueError for bytes that are no priors of this model."""
         try:
             parts = load(raw)
@@ -96,7 +97,7 @@ class Priors:
         return cls._of({name: x.to(model.device, torch.float32) for name, x in parts.items()}, model)
 
 
-def _shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
+def _shapes(model: KVModel) -> dict[str, tuple[int, ...]]:
     """Of the tensors in a blob, by name: one of each kind for all layers, or one for each layer if these differ."""
     lead: tuple[int, ...] = (model.n_kv_layers - 1,) if model.has_equal_layers else ()
     found = dict[str, tuple[int, ...]]()
@@ -106,15 +107,14 @@ def _shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
     return found
 
 
-class PriorStore:
-    """The priors of one model and chunk context in a store. Thread-safe."""
+class StoredPriors:
+    """The priors that a store has for one model and chunk context. Thread-safe."""
 
     def __init__(
-        self, model: DecoderModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
+        self, model: KVModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
     ) -> None:
         """context: what chunks are computed after."""
-        self._model, self._store = model, store
-        self._prefix, self._context = prefix, context
+        self._kv_model, self._store = model, store
         digest = xxhash.xxh3_64_hexdigest(str((prefix, context)).encode())
         self._owner = f"{fingerprint}/{digest}"
         self._priors: Priors | None = None
@@ -131,6 +131,29 @@ class PriorStore:
     def hash(self) -> bytes | None:
         """The hash of the store's priors; None if it has none. Raises StoreError."""
         return self._store.blobs.current(NAME, self._owner)
+
+    def use(self, priors: Priors | None) -> None:
+        """Use these from now on, whatever the store has."""
+        with self._lock:
+            self._priors, self._is_loaded = priors, True
+
+    def _load(self) -> Priors | None:
+        try:
+            hash = self.hash()
+            raw = None if hash is None else self._store.blobs.get(hash)
+            return None if raw is None else Priors.from_bytes(raw, self._kv_model)
+        except (ValueError, CorruptBlob):
+            return None
+
+
+class PriorStore(StoredPriors):
+    """The same for a model that can fit some."""
+
+    def __init__(
+        self, model: DecoderModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
+    ) -> None:
+        super().__init__(model, fingerprint, store, prefix, context)
+        self._model, self._prefix, self._context = model, prefix, context
 
     def learn(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> None:
         """Fit priors on a corpus and store them, unless the store has some. Raises StoreError."""
@@ -157,19 +180,6 @@ class PriorStore:
             done += len(prompt)
             progress(done, total)
         return fit.solve()
-
-    def use(self, priors: Priors | None) -> None:
-        """Use these from now on, whatever the store has."""
-        with self._lock:
-            self._priors, self._is_loaded = priors, True
-
-    def _load(self) -> Priors | None:
-        try:
-            hash = self.hash()
-            raw = None if hash is None else self._store.blobs.get(hash)
-            return None if raw is None else Priors.from_bytes(raw, self._model)
-        except (ValueError, CorruptBlob):
-            return None
 
 
 def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list[Prompt]:

@@ -4,7 +4,7 @@ app.py      the file of each command, errors to exit codes     options.py    set
 core.py     demo, index, precompute, ask                       server.py     serve, keys
 store.py    store, codec                                       kdn.py        kdn
 research.py evaluate, simulate, cost, doctor                   bench.py      bench
-reference.py  pages of docs/reference
+reference.py  pages of docs/reference                         warm.py       warm (a vLLM server)
 """
 
 from blendserve.cli.app import main

@@ -24,6 +24,7 @@ FILES = {  # command -> its file
     **{"calibrate": "quality"},
     **{"evaluate": "research", "serve": "server", "keys": "server", "kdn": "kdn", "store": "store"},
     **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
+    **{"warm": "warm"},
 }
 COMMANDS = Registry("command", {name: f"blendserve.cli.{file}:{name}" for name, file in FILES.items()})
 

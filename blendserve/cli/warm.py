@@ -1,0 +1,87 @@
+"""`blendserve warm`: the chunks of a corpus, computed and stored by a vLLM server with the connector."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from blendserve import console
+from blendserve.cli.core import CorpusArg
+from blendserve.cli.options import option, single_command, with_settings
+from blendserve.config import Config
+from blendserve.console import Output
+from blendserve.errors import InputError
+
+UrlArg = Annotated[str, typer.Argument(help="Address of the vLLM server, such as http://127.0.0.1:8000.")]
+TIMEOUT_S = 600.0  # of one chunk, behind the server's other requests
+REMEDY = "start it with BlendConnector, and give its settings file here, too"
+
+log = logging.getLogger(__name__)
+
+
+@single_command
+@with_settings("model.name", "retrieve.chunk_tokens")
+def warm(
+    url: UrlArg,
+    corpus: CorpusArg,
+    settings: Config,
+    limit: int | None = option(None, "Number of passages to store; all if not set.", min=1),
+) -> Output:
+    """Store the KV of a corpus's chunks by a vLLM server.
+
+    The server computes them with its own model, and stores them where its connector looks for chunks. Give the model
+    and the settings file (-c) of the server: chunks are computed after the same context. The exit code is 1 if a chunk
+    was not stored.
+    """
+    from blendserve.engine.prompt import PromptBuilder  # torch and all the rest: seconds
+    from blendserve.models.loader import load_tokenizer
+
+    prompts = PromptBuilder(load_tokenizer(settings.model), settings.prompt)
+    chunks = passages_of(corpus, settings, prompts)[:limit]
+    done = {"chunks": len(chunks), "stored": 0, "tokens": 0}
+    with (
+        httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
+        console.progress("Storing", "chunks") as update,
+    ):
+        model = _call(http, "GET", "/v1/models")["data"][0]["id"]
+        for n, ids in enumerate(chunks, start=1):
+            body = {"model": model, "prompt": [*prompts.kv_context, *ids], "max_tokens": 1}
+            answer = _call(
+                http, "POST", "/v1/completions", {**body, "kv_transfer_params": {"blendserve": "store"}}
+            )
+            report = (answer.get("kv_transfer_params") or {}).get("blendserve") or {}
+            if error := report.get("error"):
+                log.warning("a chunk was not stored: %s", error)
+            done["stored"] += bool(report.get("tokens_stored"))
+            done["tokens"] += report.get("tokens_stored", 0)
+            update(n, len(chunks))
+    missing = done["chunks"] - done["stored"]
+    text = f"{done['stored']} chunks stored ({done['tokens']:,} tokens), {missing} not stored"
+    return Output(done, f"{text}: {REMEDY}" if missing else text, int(missing > 0))
+
+
+def passages_of(corpus: Path, settings: Config, prompts: Any) -> list[tuple[int, ...]]:
+    """The token ids of a corpus's distinct chunks, as `blendserve index build` splits it. Raises CorpusError."""
+    from blendserve.retrieve import TokenCounter, read_documents  # torch and all the rest: seconds
+    from blendserve.retrieve.chunker import split
+
+    counter = TokenCounter(settings.model.name, "", lambda passage: len(prompts.chunk(passage)))
+    most = settings.retrieve.chunk_tokens
+    passages = [p for document in read_documents(corpus) for p in split(document, most, counter.count)]
+    return list(dict.fromkeys(ids for ids in prompts.chunk_ids(passages) if ids))
+
+
+def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Raises InputError."""
+    try:
+        answer = http.request(method, path, json=body)
+        answer.raise_for_status()
+        return answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise InputError(
+            f"the vLLM server at {http.base_url} does not answer {path}: {error}", setting="url"
+        ) from None

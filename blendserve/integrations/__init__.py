@@ -1,0 +1,1 @@
+"""blendserve inside other engines."""

@@ -1,0 +1,86 @@
+"""Jobs one after another, in slices, on the thread and the stream of vLLM's steps.
+
+    step        decode, then a slice of the job | decode, then the next slice | ...
+
+A job runs in a greenlet: it is suspended in a hook, within the model's forward, and no second thread has
+OpenMP threads or a CUDA stream of its own. Any error ends the job, never the engine: vLLM prefills the prompt itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from greenlet import getcurrent, greenlet
+from vllm.forward_context import get_forward_context, override_forward_context
+
+from blendserve.integrations.vllm.plan import Job, Report, failed
+
+log = logging.getLogger(__name__)
+CANCELLED = "the request ended"
+
+
+class Runner(Protocol):
+    """Runs a job to its end; calls `pause` where it may be suspended."""
+
+    def run(self, job: Job) -> Report: ...
+
+
+def pause() -> None:
+    """Suspend the running job until the next step."""
+    parent = getcurrent().parent
+    assert parent is not None
+    parent.switch()
+
+
+class JobQueue:
+    """Jobs of one worker, first come, first served."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._waiting = deque[Job]()
+        self._running: tuple[Job, greenlet] | None = None
+        self._reports: dict[str, Report] = {}
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        self._waiting.extend(jobs)
+
+    def step(self) -> None:
+        """Run jobs until one is suspended, or none is left."""
+        while self._running or self._waiting:
+            if self._running is None:
+                job = self._waiting.popleft()
+                self._running = job, greenlet(lambda job=job: self._run(job))
+            _, running = self._running
+            with override_forward_context(get_forward_context()):  # a job restores the one that it began in
+                running.switch()
+            if not running.dead:
+                return
+            self._running = None
+
+    def cancel(self, request_ids: Collection[str]) -> None:
+        """These requests have ended: their jobs end, too, and count as done."""
+        for job in [job for job in self._waiting if job.request_id in request_ids]:
+            self._waiting.remove(job)
+            self._reports[job.request_id] = Report(error=CANCELLED)
+        if self._running and self._running[0].request_id in request_ids:
+            job, running = self._running
+            with override_forward_context(None):
+                running.throw()
+            self._running = None
+            self._reports[job.request_id] = Report(error=CANCELLED)
+
+    def take_reports(self) -> dict[str, Report]:
+        """Of the jobs that have ended since the last call, by request."""
+        reports, self._reports = self._reports, {}
+        return reports
+
+    def _run(self, job: Job) -> None:
+        try:
+            report = self.runner.run(job)
+        except Exception as error:
+            log.warning("vLLM prefills request %s, as its job failed", job.request_id, exc_info=True)
+            report = failed(error)
+        self._reports[job.request_id] = report
