@@ -3,7 +3,7 @@
     scheduler   on_new_request -> get_num_new_matched_tokens -> update_state_after_alloc -> build_connector_meta   plan.py
     worker      register_kv_caches; start_load_kv after each step's forward -> get_transfer_results   jobs.py, blending.py
 
-All loads are asynchronous: nobody waits for a job but its own request, and a failed one is prefilled by vLLM. Where the
+All loads are asynchronous: only its own request waits for a job, and a failed one is prefilled by vLLM. Where the
 model or its set-up is not supported, the reason is logged, and vLLM serves as if there were no connector.
 """
 

@@ -56,7 +56,7 @@ class Report:
     """What a job did, in tokens. Sent back to the scheduler, and to the client as kv_transfer_params."""
 
     tokens_matched: int = 0  # of stored chunks, that vLLM had not cached
-    tokens_recomputed: int = 0  # of these, those that the policy chose
+    tokens_recomputed: int = 0  # of these, chosen by the policy
     tokens_approximate: int = 0  # of these, the others that do not stand where they were computed
     tokens_stored: int = 0
     rows: int = 0  # through the model in the last pass
