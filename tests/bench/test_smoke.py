@@ -25,7 +25,6 @@ from benchmarks.support.clients import CLIENTS as PLAIN_CLIENTS
 from benchmarks.support.clients import Wire
 from benchmarks.support.hostile import GAVE_UP, NO_ANSWER
 from benchmarks.support.valkey import binary
-from benchmarks.vllm_connector import VllmConfig
 from blendserve import console
 from blendserve.bench.harness import Result, read_result, render, samples_of
 from blendserve.bench.roofline import measure_rates
@@ -44,17 +43,13 @@ from tests.support.http import Server
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
 HOSTILE = "benchmarks.noisy_neighbor"
-SEVERAL_PROCESSES = (
-    "delivery",
-    "sharing",
-    "cpu_contention",
-    "startup",
-    "engines",
-    "ray_routing",
-    "vllm_connector",
-)
+SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "engines", "ray_routing")
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
-NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
+ELSEWHERE = {
+    "serving",
+    "benchmarks.vllm_connector",
+}  # vLLM needs an environment and weights of its own: tests/vllm
+NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name not in ELSEWHERE]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
 Run = Callable[[str], Result]
 
@@ -79,8 +74,6 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     def result(name: str) -> Result:
         if name == "benchmarks.ray_routing" and find_spec("ray") is None:
             pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
-        if name == "benchmarks.vllm_connector" and not VllmConfig().vllm.is_file():
-            pytest.skip("vLLM is not installed: make test-vllm")
         if name.removeprefix("benchmarks.") in ("network", "sharing", "ray_routing") and binary() is None:
             pytest.skip("there is no valkey-server here")
         if name not in known:
