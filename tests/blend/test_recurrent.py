@@ -29,6 +29,7 @@ from tests.support.blending import (
     check_report,
     model_kv,
     model_logits,
+    model_says,
     some_ids,
     some_prompt,
     tiny_blender,
@@ -97,6 +98,21 @@ def test_reused_chunks_run_their_first_tokens_alone_and_answers_go_on_from_the_s
     assert_near(torch.cat(one_by_one), together, BOUND)  # from the prefill's state, which is kept
     with pytest.raises(KeyError):
         run_rows(decoder, [Row(cache, n + 3, 5)])
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_state_behind_a_prompt_is_that_of_transformers_own_cache(name: str) -> None:
+    decoder, prompt = tiny_decoder(name), some_prompt([40, 30], suffix=7)
+    chunks = [chunk.ids for chunk in prompt.chunks]
+    own = model_says(decoder, prompt.ids).past_key_values
+    for stored in ([], chunks[:1]):  # nothing, and the chunk right behind the prefix
+        done = tiny_blender(None, *stored, decoder=decoder).run(prompt, REUSE)
+        for l in decoder.recurrent:
+            state, layer = done.result.cache.state(l, len(prompt)), own.layers[l]
+            n_inputs = state.inputs.shape[-1]
+            assert_near(state.inputs, layer.conv_states[0][0][..., -n_inputs:], BOUND)
+            if state.memory.numel():
+                assert_near(state.memory, layer.recurrent_states[0][0], BOUND)
 
 
 def test_decoding_several_requests_at_once_keeps_their_states_apart() -> None:
