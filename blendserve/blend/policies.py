@@ -16,7 +16,7 @@ from torch import Tensor
 from blendserve.blend.layout import LayerKV, Layout, State
 from blendserve.config import BlendConfig
 from blendserve.errors import ConfigError
-from blendserve.models.kv_model import KVModel
+from blendserve.models.kv_model import ModelLayers
 from blendserve.registry import POLICIES
 
 
@@ -30,7 +30,7 @@ class Policy:
     def __init__(self, config: BlendConfig) -> None:
         self.config = config
 
-    def validate(self, model: KVModel) -> None:
+    def validate(self, model: ModelLayers) -> None:
         """Raises ConfigError for settings that do not fit the policy, or the model."""
         if model.recurrent and self.config.method in ("auto", "blend"):
             self._require_whole_chunks()
@@ -110,7 +110,7 @@ class DeviationPolicy(Policy):
 
     has_check_layers = True
 
-    def validate(self, model: KVModel) -> None:
+    def validate(self, model: ModelLayers) -> None:
         super().validate(model)
         layers, n_layers = self.config.check_layers, model.n_kv_layers
         if not 0 < max(layers, default=0) < n_layers:
@@ -172,7 +172,7 @@ class ChunkHeadPolicy(Policy):
         return ranks
 
 
-def defaults_for(blend: BlendConfig, model: KVModel) -> BlendConfig:
+def defaults_for(blend: BlendConfig, model: ModelLayers) -> BlendConfig:
     """The settings, with defaults that fit the model: chunks with state maps are reused whole, and not corrected."""
     if not model.recurrent or blend.has_target:
         return blend

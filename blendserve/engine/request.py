@@ -16,7 +16,7 @@ from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Pr
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
-from blendserve.models.model import DecoderModel
+from blendserve.models.kv_model import ModelLayers
 from blendserve.quality.controller import Controller
 from blendserve.quality.target import Loss
 from blendserve.registry import nearest
@@ -92,7 +92,7 @@ class PreparedRequest:
 def prepare_request(
     request: Request,
     config: Config,
-    model: DecoderModel,
+    model: ModelLayers,
     room: int,
     prompts: PromptBuilder,
     search: Search,

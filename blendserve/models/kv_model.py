@@ -13,23 +13,27 @@ from blendserve.kernels.types import AttentionSpec, Ropes
 from blendserve.kv import KVShape
 
 
-class KVModel(Protocol):
-    """A model that another engine may run. `DecoderModel` is one."""
-
-    @property
-    def device(self) -> torch.device: ...
+class ModelLayers(Protocol):
+    """What settings of blending are checked against."""
 
     @property
     def n_kv_layers(self) -> int:
         """Number of layers that keep KV, the lowest ones."""
 
     @property
-    def kv_shapes(self) -> Sequence[KVShape]:
-        """Of these layers."""
-
-    @property
     def recurrent(self) -> frozenset[int]:
         """Layers that have a state in place of KV."""
+
+
+class KVModel(ModelLayers, Protocol):
+    """A model that another engine may run. `DecoderModel` is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """Of these layers."""
 
     @property
     def has_equal_layers(self) -> bool:

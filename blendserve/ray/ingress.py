@@ -65,7 +65,7 @@ class RayEngineClient(EngineClient):
         if query.check:
             raise InputError("a cluster does not check answers: leave out `check`", setting="check")
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
-        limits = self._facts.n_layers, self.max_tokens
+        limits = self._facts, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self.prompts, search, clock
         prepared = await self.collections.executor.run(tenant.name, prepare_request, *arguments)
         of_model = self._facts.fingerprint, self._facts.dtype, self.prompts.kv_context

@@ -40,7 +40,8 @@ class ModelFacts:
     name: str
     fingerprint: str
     dtype: str
-    n_layers: int
+    n_kv_layers: int
+    recurrent: frozenset[int]
     max_tokens: int  # of a request's prompt and answer
 
 
@@ -59,7 +60,8 @@ class EngineReplica:
         """Of its model."""
         model, decoder = self._engine.model, self._engine.model.decoder
         n_tokens = self._batch.pool.n_tokens
-        return ModelFacts(model.name, model.fingerprint, str(decoder.dtype), decoder.n_kv_layers, n_tokens)
+        layers = decoder.n_kv_layers, decoder.recurrent
+        return ModelFacts(model.name, model.fingerprint, str(decoder.dtype), *layers, n_tokens)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """The report that Ray Serve collects for routers: chunks in memory and load."""
