@@ -273,7 +273,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         "blending is correct with this model" if checks.passed else f"cannot blend: {checks.failure}",
         f"exact: {', '.join(found['exact'])}",
         f"approximate: {', '.join(found['approximate']) or 'nothing'}",
-        f"kv bytes per token: {found['kv_bytes_per_token']:,} ({found['kv_layers']}, heads x dims of keys and values)",
+        f"kv bytes per token: {found['kv_bytes_per_token']:,} ({found['kv_layers']})",
         f"context tokens: {found['context_tokens']:,}",
         f"costs for method auto: {costs['per_row'] * 1e3:.3g} ms per computed token, "
         f"{costs['per_loaded'] * 1e6:.3g} us per loaded token, {costs['per_pair'] * 1e9:.3g} ns per attention pair, "

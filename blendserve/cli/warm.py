@@ -43,10 +43,7 @@ def warm(
     prompts = PromptBuilder(load_tokenizer(settings.model), settings.prompt)
     chunks = passages_of(corpus, settings, prompts)[:limit]
     done = {"chunks": len(chunks), "stored": 0, "tokens": 0}
-    with (
-        httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
-        console.progress("Storing", "chunks") as update,
-    ):
+    with _client(url) as http, console.progress("Storing", "chunks") as update:
         model = _call(http, "GET", "/v1/models")["data"][0]["id"]
         for n, ids in enumerate(chunks, start=1):
             body = {"model": model, "prompt": [*prompts.kv_context, *ids], "max_tokens": 1}
@@ -75,6 +72,14 @@ def passages_of(corpus: Path, settings: Config, prompts: Any) -> list[tuple[int,
     return list(dict.fromkeys(ids for ids in prompts.chunk_ids(passages) if ids))
 
 
+def _client(url: str) -> httpx.Client:
+    """Raises InputError."""
+    try:
+        return httpx.Client(base_url=url, timeout=TIMEOUT_S)
+    except httpx.InvalidURL as error:
+        raise InputError(f"{url!r} is no address of a server: {error}", setting="url") from None
+
+
 def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """Raises InputError."""
     try:
@@ -83,5 +88,6 @@ def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | Non
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise InputError(
-            f"the vLLM server at {http.base_url} does not answer {path}: {error}", setting="url"
+            f"the vLLM server at {http.base_url} does not answer {path}: {str(error).splitlines()[0]}",
+            setting="url",
         ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.types import Activation
@@ -33,7 +33,7 @@ class DecoderLayer:
     after_mlp: Norm | None
     beside_mlp: (
         tuple[Norm, Function] | None
-    )  # a norm of the MLP's output, and experts that read what its norm reads
+    )  # norm of the MLP's output; experts that read what the MLP's norm reads
     layer_input: tuple[Function, Function, Norm, Activation] | None  # of the layer's own embedding
     scale: Tensor | None  # of what the layer gives
 
@@ -43,11 +43,8 @@ class DecoderLayer:
         return [norm for norm in norms if norm is not None]
 
 
-def _no_o(x: Tensor) -> Tensor:
-    return x
-
-
 def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
+    """Layer `name` of the model. Raises KeyError for a missing tensor, ModelUnsupported."""
     family, attention = parts.family, f"{name}.self_attn"
 
     def norm(called: str | None, eps: float | None = None) -> Norm | None:
@@ -76,7 +73,7 @@ def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
         latent=parts.latent(attention) if family.latent else None,
         mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
-        o=_no_o if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
+        o=nn.Identity() if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
         after_attention=norm(family.after_attention, post_eps),
         before_mlp=None if family.parallel else norm(family.before_mlp),
         mlp=parts.mlp(f"{name}.{family.mlp}"),

@@ -215,12 +215,14 @@ class DecoderModel:
         """What its layers keep of a token, in words."""
         runs = [(shape, len(list(group))) for shape, group in groupby(sorted(self.kv_shapes)) if shape.heads]
         told = (
-            f"{n} layers x {heads} x {dim if dim == value_dim else f'({dim} + {value_dim})'}"
+            f"{n} layers x {heads} heads x {dim if dim == value_dim else f'({dim} + {value_dim})'} dims"
             for (heads, dim, value_dim), n in runs
         )
         shared, states = self.n_layers - self.n_kv_layers, len(self.recurrent)
         others = [f"{shared} layers that read others'"] if shared else []
-        others += [f"{states} recurrent layers with {self.chunk_bytes(0):,} bytes a chunk"] if states else []
+        others += (
+            [f"{self.chunk_bytes(0):,} bytes more a chunk for {states} recurrent layers"] if states else []
+        )
         return ", ".join((*told, *others))
 
     @property

@@ -5,11 +5,11 @@ A layer's state S [H, N, M] changes with every token by an affine map, so a chun
     S behind = A S before + B     A is a matrix of each head (gated delta nets), or a number of each head (Mamba-2)
 
 Beside it stand the last inputs of a short convolution. A chunk keeps A, B and these inputs, whatever its length. Composed
-over the chunks of a prompt they give the state behind it, as HYPIC has it (arXiv 2607.01299). Exact is the composition,
-given a layer's inputs; those of upper layers depend on what stands before a chunk, as reused KV does.
+over the chunks of a prompt they give the state behind it, as in HYPIC (arXiv 2607.01299). The composition is exact for
+given inputs of the layer. The inputs of upper layers depend on what stands before a chunk, as reused KV does.
 
-The convolution looks across a chunk's beginning: even in layer 0 the first tokens' contribution depends on what stands
-before them. So a map is of the tokens from SEAM on, and the first SEAM tokens of a chunk are computed in every prompt.
+The convolution reads across a chunk's beginning: even in layer 0, what the first tokens contribute depends on the tokens
+before them. So the map covers the tokens from SEAM on, and every prompt computes the first SEAM tokens of each chunk.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from blendserve.kv import KVShape
 
@@ -68,18 +69,14 @@ class RecurrentMixer:
             return out, self.packed(state)
         heads, n, width = state.memory.shape
         probes = [state, state._replace(memory=torch.zeros_like(state.memory))]
-        for start in (
-            range(0, n, width) if self._is_matrix else range(1)
-        ):  # as many columns of the identity as fit
-            one = torch.ones_like(state.memory)
-            if self._is_matrix:
-                one = torch.eye(n, device=x.device)[:, start : start + width]
-                one = torch.nn.functional.pad(one, (0, width - one.shape[1])).expand(heads, -1, -1)
-            probes.append(state._replace(memory=one))
+        ones = [torch.ones_like(state.memory)]
+        if self._is_matrix:  # the identity, as many of its columns at a time as a state has
+            columns = torch.split(torch.eye(n, device=x.device), width, dim=1)
+            ones = [pad(part, (0, width - part.shape[1])).expand(heads, -1, -1) for part in columns]
+        probes += [state._replace(memory=one) for one in ones]
         more, (_, without, *with_one) = self._run(x[SEAM:], probes)
-        factors = [probe.memory - without.memory for probe in with_one]
-        factor = torch.cat(factors, dim=-1)[..., :n] if self._is_matrix else factors[0][..., :1]
-        return torch.cat([out, more]), self.packed(without, factor)
+        factor = torch.cat([probe.memory - without.memory for probe in with_one], dim=-1)
+        return torch.cat([out, more]), self.packed(without, factor[..., : self.shape.dim])
 
     def packed(self, state: State, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The state map A S + B of a factor A and a state B. Without one A is 0: the state whatever stands before."""

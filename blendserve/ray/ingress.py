@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from blendserve.blend.chunk_kv import ChunkKeys
+from blendserve.blend.policies import defaults_for
 from blendserve.config import Config, ServeConfig
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, token_counter
@@ -54,6 +55,7 @@ class RayEngineClient(EngineClient):
                 setting="blend.quality",
             )
         self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
+        config = config.replace("blend", defaults_for(config.blend, self._facts))
         super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
         self.collections = TenantCollections(library, retrieval)

@@ -44,12 +44,8 @@ class Ranks:
     def __init__(self, n_kv_heads: int) -> None:
         """n_kv_heads: of the model, all ranks together. Ranks share a head where there are fewer."""
         group = get_tp_group()
-        self.n, self.rank, self._group, self._n_kv_heads = (
-            group.world_size,
-            group.rank_in_group,
-            group,
-            n_kv_heads,
-        )
+        self.n, self.rank = group.world_size, group.rank_in_group
+        self._group, self._n_kv_heads = group, n_kv_heads
 
     @property
     def kv_heads(self) -> slice:
