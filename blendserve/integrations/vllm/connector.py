@@ -36,7 +36,7 @@ from blendserve.integrations.vllm.plan import Job, Planner, Report
 if TYPE_CHECKING:
     from blendserve.integrations.vllm.jobs import JobQueue
 
-VERSIONS = (0, 32), (0, 34)  # from, and below
+VERSIONS = (0, 32), (0, 33)  # from, and below: those that tests/vllm runs on
 log = logging.getLogger(__name__)
 
 
