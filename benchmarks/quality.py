@@ -26,7 +26,6 @@ from pydantic import Field
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
-from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig, ServeConfig
 from blendserve.core import Document, run
@@ -102,7 +101,7 @@ class Prompts:
         request = self._engine.prepare(Request(next(self._questions)))
         verifier = Verifier(self._engine.model, self._engine.blender, request.prompt, request.decode)
         work = {"full_s": verifier.full(), "served_s": verifier.prefill(request.blend)}
-        seconds, done = dict[str, float](), dict[str, Prefilled]()
+        seconds, done = dict[str, float](), dict[str, Any]()
         for name in sorted(work, reverse=len(self.served) % 2 == 1):
             start = time.perf_counter()
             done[name] = run(work[name])

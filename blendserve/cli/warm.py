@@ -82,12 +82,14 @@ def _client(url: str) -> httpx.Client:
 
 def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """Raises InputError."""
+    from blendserve.models.sources import first_line  # torch and all the rest: seconds
+
     try:
         answer = http.request(method, path, json=body)
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise InputError(
-            f"the vLLM server at {http.base_url} does not answer {path}: {str(error).splitlines()[0]}",
+            f"the vLLM server at {http.base_url} does not answer {path}: {first_line(error)}",
             setting="url",
         ) from None

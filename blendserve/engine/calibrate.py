@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from blendserve.blend.blender import Prefilled
-from blendserve.core import Passage, Steps, run
+from blendserve.core import Passage, Steps, T, run
 from blendserve.engine.request import Request
 from blendserve.engine.verify import Verifier
 from blendserve.errors import InputError
@@ -63,7 +62,7 @@ def losses(engine: Engine, question: str) -> tuple[dict[float, Loss], dict[str, 
     verifier = Verifier(engine.model, engine.blender, request.prompt, request.decode)
     found, seconds = dict[float, Loss](), dict[str, float]()
 
-    def timed(name: str, steps: Steps[Prefilled]) -> Prefilled:
+    def timed(name: str, steps: Steps[T]) -> T:
         start = time.perf_counter()
         done = run(steps)
         seconds[name] = time.perf_counter() - start

@@ -86,7 +86,8 @@ class Checks:
         start, request = time.perf_counter(), pending.request
         ratios = pending.controller.checked_ratios
         served = None if request.blend.method == "prefix" else request.blend.min_ratio
-        verifier = Verifier(self._model, pending.blender, request.prompt, request.decode)
+        about = pending.blender, request.prompt, request.decode
+        verifier = Verifier(self._model, *about, in_short_steps=True)
         losses: dict[float, Loss] = {}
         try:
             for ratio in ratios:

@@ -30,6 +30,8 @@ from blendserve.models.model import DecoderModel, Hidden, Projected, States
 from blendserve.models.native import native_layers
 from blendserve.models.thread_tuner import layer_series
 
+ROWS_PER_STEP = 128  # of `feed`: a step takes about as long as one of decoding
+
 
 class LayerPass(ABC):
     """What one pass over the layers does between a layer's two halves; a layer without KV of its own writes none."""
@@ -119,8 +121,8 @@ class _AppendPass(LayerPass):
         spec = self._specs[l]
         runs = zip(self._runs, self._plans, strict=True)
         parts = [
-            attend(q[:, part], *self._model.attended_kv(l, cache.keys[l], cache.values[l]), spec, plans[l])
-            for (cache, part, _), plans in runs
+            attend(q[:, part], *self._model.attended_kv(l, *_beginning(cache, l, at.stop)), spec, plans[l])
+            for (cache, part, at), plans in runs
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -132,6 +134,11 @@ class _AppendPass(LayerPass):
             cache.keep_state(l, positions.stop, after)
             parts.append(added)
         return torch.cat(parts)
+
+
+def _beginning(cache: KVCache, l: int, n: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [K, n, D] of layer l: what is behind them may be no numbers."""
+    return cache.keys[l][:, :n], cache.values[l][:, :n]
 
 
 def _runs(rows: Sequence[Row]) -> Iterator[tuple[KVCache, slice, slice]]:
@@ -147,6 +154,21 @@ def run_rows(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
     """Run each row's token at its position, append its KV -> logits [B, V]. The cache must have room."""
     hidden = model.embed(torch.tensor([row.token for row in rows], device=model.device))
     return model.logits(run(run_layers(model, hidden, _AppendPass(model, rows))))
+
+
+@torch.inference_mode()
+def feed(model: DecoderModel, cache: KVCache, tokens: Sequence[int]) -> Steps[Tensor]:
+    """Full prefill, ROWS_PER_STEP rows at a time -> logits [V] after the last token.
+
+    Equal to one pass over all rows, to rounding; its steps are shorter, so that other work waits less.
+    """
+    hidden = model.embed(torch.tensor(tokens[:0], dtype=torch.long, device=model.device))
+    for start in range(0, len(tokens), ROWS_PER_STEP):
+        part = tokens[start : start + ROWS_PER_STEP]
+        rows = [Row(cache, start + i, token) for i, token in enumerate(part)]
+        hidden = model.embed(torch.tensor(part, device=model.device))
+        hidden = yield from run_layers(model, hidden, _AppendPass(model, rows))
+    return model.logits(hidden[-1:])[0]
 
 
 class _CapturedPass(LayerPass):

@@ -22,13 +22,17 @@ from blendserve.engine.request import Completed, Observer, Request
 from blendserve.engine.verify import Verifier
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.kv import stacked
+from blendserve.models import forward
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.quality.controller import Controller
 from blendserve.quality.target import RATIOS, Loss
 from blendserve.store import MemoryStore
+from tests.support.blending import assert_near, model_kv, model_says, some_ids
 from tests.support.engines import PASSAGES, QUESTIONS, toy_engine
 from tests.support.http import DOCUMENTS, index
+from tests.support.models import BLEND_KINDS, tiny_decoder
 
 BLEND = {"method": "blend", "quality": 0.6, "check": 1.0}
 GOOD, BAD = Loss(0.99, 0.01), Loss(0.2, 1.0)
@@ -78,14 +82,29 @@ def test_losses_are_those_of_asking_full_prefill_token_by_token(tmp_path: Path) 
                 assert answer.token_ids == made.answer(question, method="full").token_ids
 
 
+@pytest.mark.parametrize("name", BLEND_KINDS)
+def test_full_prefill_in_short_steps_is_full_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "ROWS_PER_STEP", 32)
+    decoder, ids = tiny_decoder(name), some_ids(100)
+    cache = KVCache(decoder, 120)
+    cache.fill(float("nan"))
+    assert_near(run(forward.feed(decoder, cache, ids)), model_says(decoder, ids).logits[0, -1])
+    kept = cache.beginning(decoder, len(ids))
+    for ours, own in zip((kept.keys, kept.values), model_kv(decoder, ids), strict=True):
+        assert_near(ours, own)
+
+
+@pytest.mark.parametrize("in_short_steps", [False, True])
 @pytest.mark.parametrize("method", ["full", "prefix"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_exact_methods_verify_clean(tmp_path: Path, method: Any, temperature: float) -> None:
+def test_exact_methods_verify_clean(
+    tmp_path: Path, method: Any, temperature: float, in_short_steps: bool
+) -> None:
     made = engine(tmp_path)
     request = made.prepare(
         Request(QUESTIONS[1], blend={"method": method}, decode={"temperature": temperature})
     )
-    verifier = Verifier(made.model, made.blender, request.prompt, request.decode)
+    verifier = Verifier(made.model, made.blender, request.prompt, request.decode, in_short_steps)
     done = run(verifier.prefill(request.blend))
     found = run(verifier.verify(done))
     assert found.loss.agreement == pytest.approx(1.0, abs=1e-6)
