@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from blendserve.models.families import FAMILIES, MOVABLE_ROPE, REFUSED, REFUSED_SETTINGS, TOWERS, Family
+from blendserve.models.families import FAMILIES, Family
+from blendserve.models.refusals import MOVABLE_ROPE, REFUSED, REFUSED_SETTINGS, TOWERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 REAL = {"llama": "SmolLM2 135M", "gemma3_text": "Gemma 3 270M"}
@@ -23,6 +24,7 @@ PLAN = {
     "layer_scale": "scaled layers",
     "fused_qkv": "fused qkv",
     "recurrent": "recurrent layers",
+    "llama_norms": "norms before in recurrent layers",
     "latent": "multi-head latent attention",
     "parallel": "parallel attention and MLP",
     "attention_scale": "scaled scores",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.types import Activation
 from blendserve.models.attention_forms import setting_of
+from blendserve.models.families import Family
 from blendserve.models.layers import Function, LatentAttention, Parts
 from blendserve.models.recurrent import RecurrentMixer
 
@@ -46,6 +47,7 @@ class DecoderLayer:
 def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
     """Layer `name` of the model. Raises KeyError for a missing tensor, ModelUnsupported."""
     family, attention = parts.family, f"{name}.self_attn"
+    norms = Family("") if is_recurrent and family.llama_norms else family
 
     def norm(called: str | None, eps: float | None = None) -> Norm | None:
         return None if called is None else parts.norm(f"{name}.{called}", eps)
@@ -61,7 +63,7 @@ def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
     norms_qk = family.qk_norm != "no" and (has_weights or family.plain_norm is not None)
     post_eps = setting_of(parts.config, family.post_eps)
     return DecoderLayer(
-        before_attention=norm(family.before_attention),
+        before_attention=norm(norms.before_attention),
         qkv=tuple(
             parts.half(f"{attention}.{x}", 0) if x == family.gate else parts.linear(f"{attention}.{x}")
             for x in qkv
@@ -74,10 +76,10 @@ def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
         mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
         o=nn.Identity() if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
-        after_attention=norm(family.after_attention, post_eps),
-        before_mlp=None if family.parallel else norm(family.before_mlp),
+        after_attention=norm(norms.after_attention, post_eps),
+        before_mlp=None if family.parallel else norm(norms.before_mlp),
         mlp=parts.mlp(f"{name}.{family.mlp}"),
-        after_mlp=norm(family.after_mlp, post_eps),
+        after_mlp=norm(norms.after_mlp, post_eps),
         beside_mlp=None if beside is None else (parts.norm(f"{name}.post_feedforward_layernorm_1"), beside),
         layer_input=parts.layer_input(name),
         scale=parts.tensors[f"{name}.{family.layer_scale}"] if family.layer_scale else None,

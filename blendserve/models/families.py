@@ -1,4 +1,4 @@
-"""The supported model families, as a table of how their layers differ from Llama's, and the refused ones with reasons.
+"""The supported model families, as a table of how their layers differ from Llama's. What is refused is in refusals.py.
 
 A layer is   x + attention(norm(x)),  then  x + mlp(norm(x)),   with norms, scales and windows that differ by family.
 To support one more, add a line to FAMILIES and a tiny model of it to tests/support/models.py: the tests compare every
@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import GEMMA_RMS, LATE_RMS, RMS, NormForm
 from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rotary
 
 Gate = Literal["gate_proj", "g_proj", "g_proj by softplus", "q_proj"]  # in layers.py
 OtherNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer", "rms by power"]  # in layers.py
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+RECURRENT_TYPES = {"linear_attention", "conv"}  # of families with a recurrent mixer
 
 
 def _always(config: Any, l: int) -> bool:
@@ -59,6 +61,7 @@ class Family:
     fused_qkv: bool = False  # one qkv_proj instead of three
     recurrent: str | None = None  # the mixer of its recurrent layers
     matrix_state: bool = False  # a state changes by a matrix, not by a number of each head
+    llama_norms: bool = False  # recurrent layers have norms where Llama has them, in place of those above
     latent: bool = False  # keys and values of all heads are made of one latent (multi-head latent attention)
     gate: Gate | None = (
         None  # of attention's output, by head or by dim; q_proj: each head's queries, then its gate
@@ -273,6 +276,10 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family("Granite 4 with Mamba-2 layers", **GRANITE_MOE, recurrent="mamba",
                                rotates=lambda config, l: config.position_embedding_type == "rope",
                                experts_if="num_local_experts", shared_mlp="shared_mlp"),
+    "bamba": Family("Bamba", recurrent="mamba", before_mlp="pre_ff_layernorm", mlp="feed_forward",
+                    names={"norm": "final_layernorm"}),
+    "olmo_hybrid": Family("OLMo Hybrid", **OLMO, recurrent="linear_attn", matrix_state=True, llama_norms=True,
+                          rotates=lambda config, l: config.rope_parameters["rope_theta"] is not None),
     "qwen3_5_text": Family("Qwen3.5, 3.6, text only", **DELTA_NET),
     "qwen3_5_moe_text": Family("Qwen3.5, 3.6 MoE, text only", **DELTA_NET, experts=True),
     "qwen3_next": Family("Qwen3-Next, Qwen3-Coder-Next", **DELTA_NET, experts=True),
@@ -284,110 +291,3 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family("StableLM 2 1.6B, Zephyr 3B", norm="layer"),
 }
 # fmt: on
-
-# Vision-language checkpoints: their text model is used, whose own type must be in FAMILIES.
-TOWERS = {
-    *("gemma3", "gemma4", "gemma4_unified", "kimi_k25", "mistral3", "muse_glimmer"),
-    *("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
-}
-
-MLA = "its form of multi-head latent attention is not built in"
-RECURRENT = "its recurrent layers are not built in"
-ENCODER = "it is not a decoder alone: its input is not causal"
-REFUSALS = {
-    MLA: "minicpm3 longcat_flash",
-    "it selects keys by an indexer, which is not built in": (
-        "deepseek_v32 glm_moe_dsa glm5_next hy_v4 minimax_m3_vl_text mistral_large4_text qwen4_exp_text"
-    ),
-    "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
-    RECURRENT: (
-        "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
-        "olmo_hybrid "
-        "kimi_linear minimax"
-    ),
-    "its positions are added to the input, so that a key cannot be moved": (
-        "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
-    ),
-    "its positions are a bias on attention scores (ALiBi), which is not built in": "bloom mpt",
-    "its layers mix several streams of hidden states, which is not built in": "gemma3n gemma3n_text",
-    "it attends within blocks of a fixed length, which is not built in": "llama4 llama4_text",
-    "its text model is not proven: use a text-only checkpoint of the family": "qwen2_vl mllama llava",
-    ENCODER: "bert roberta t5 bart whisper",
-    "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
-    "it subtracts one attention from another, which is not built in": "diffllama",
-    "it masks keys by their values": "doge",
-}
-REFUSED = {kind: reason for reason, kinds in REFUSALS.items() for kind in kinds.split()}
-
-# Settings that some checkpoints of a supported type have, and why these are refused.
-REFUSED_SETTINGS = {
-    "use_bidirectional_attention": "its attention is not causal",
-    "clip_qkv": "it clips queries, keys and values, which is not built in",
-    "qk_layernorm": "each of its heads has a norm of its own, which is not built in",
-    "use_parallel_residual": "its attention and MLP read the same input, which is not built in for this type",
-}
-
-REQUIRED_SETTINGS = {
-    "use_sandwich_norm": "it has no norms of what its layers add",
-    "use_attention_gate": "its attention has no gate",
-}
-
-ALLOWED = None, False, "vision"  # values of these; "vision": for the tokens of a picture alone
-
-# RoPE types whose angles depend on the position alone, so that a key can be moved. Dynamic NTK and longrope change their
-# frequencies with the sequence length: a stored key would be right for one length only.
-MOVABLE_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-RECURRENT_TYPES = {"linear_attention", "conv"}  # of families with a recurrent mixer
-
-
-def check_supported(config: Any) -> Family:
-    """The family of a model's configuration. Raises ModelUnsupported with the reason."""
-    kind = str(getattr(config, "model_type", "?"))
-    if kind in TOWERS:
-        return check_supported(config.get_text_config())
-    setting, reason = _refused_setting(config) if kind in FAMILIES else ("model_type", _refused_type(config))
-    if reason:
-        raise ModelUnsupported(
-            f"model type {kind!r} cannot be blended: {reason}. Supported are {', '.join(sorted(FAMILIES))}; "
-            "docs/how-to/extend.md tells how to add a family",
-            setting=setting,
-        )
-    return FAMILIES[kind]
-
-
-def _refused_setting(config: Any) -> tuple[str, str]:
-    """The first setting that the family's row does not cover, and why; ("", "") if there is none."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, Mapping)]  # one set for each layer type
-    for rope in {str(p.get("rope_type", "default")) for p in nested or [parameters]} - MOVABLE_ROPE:
-        return "rope_parameters", (
-            f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
-            f"(types {', '.join(sorted(MOVABLE_ROPE))} can)"
-        )
-    others = _other_layers(config) - (RECURRENT_TYPES if FAMILIES[config.model_type].recurrent else set())
-    if others:
-        return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
-    found = [row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED]
-    found += [row for row in REQUIRED_SETTINGS.items() if not getattr(config, row[0], True)]
-    return next(iter(found), ("", ""))
-
-
-def _refused_type(config: Any) -> str:
-    """Why a model of a type without a row is refused."""
-    if reason := REFUSED.get(config.model_type):
-        return reason
-    if getattr(config, "is_encoder_decoder", False):
-        return ENCODER
-    if getattr(config, "kv_lora_rank", None):
-        return MLA
-    return (
-        RECURRENT
-        if _other_layers(config) or hasattr(config, "ssm_cfg")
-        else "blending is not proven right on it"
-    )
-
-
-def _other_layers(config: Any) -> set[str]:
-    return set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES

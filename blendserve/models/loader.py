@@ -18,11 +18,11 @@ from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError, ModelError
 from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load
-from blendserve.models.families import TOWERS, check_supported
 from blendserve.models.model import DecoderModel
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.recurrent import SEAM
 from blendserve.models.reference import TextTower
+from blendserve.models.refusals import TOWERS, check_supported
 from blendserve.models.runner import decode_in_int8
 from blendserve.models.sources import DEFAULT, bundled_folder, first_line, quiet, source_of
 from blendserve.models.tokenizer import Tokenizer, agree

@@ -31,7 +31,7 @@ from blendserve.models.attention_forms import (
     turn_of,
 )
 from blendserve.models.decoder_layer import make_layer
-from blendserve.models.families import Family, check_supported
+from blendserve.models.families import Family
 from blendserve.models.layers import (
     LayerEmbeddings,
     Parts,
@@ -40,6 +40,7 @@ from blendserve.models.layers import (
     norm_heads,
 )
 from blendserve.models.recurrent import SEAM, RecurrentMixer
+from blendserve.models.refusals import check_supported
 
 
 @dataclass(frozen=True, slots=True)

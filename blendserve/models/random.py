@@ -14,7 +14,7 @@ import torch
 
 from blendserve.errors import ModelError
 from blendserve.models.attention_forms import layer_settings
-from blendserve.models.families import check_supported
+from blendserve.models.refusals import check_supported
 
 RANDOM = "random:"
 TILE = 4_194_301  # numbers that are drawn and then repeated; a prime, so that the rows of a matrix differ

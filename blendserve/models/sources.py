@@ -19,7 +19,7 @@ import torch
 from blendserve.errors import ModelError
 from blendserve.models import fast_load, gguf
 from blendserve.models.adapter import Adapter
-from blendserve.models.families import check_supported
+from blendserve.models.refusals import check_supported
 from blendserve.paths import cache_folder
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from blendserve.blend.prefix_cache import PrefixCache
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, run
 from blendserve.errors import ConfigError
+from blendserve.kv import Layers
 from blendserve.models import model as model_module
 from blendserve.models import recurrent
 from blendserve.models.forward import Row, run_rows
@@ -39,6 +40,12 @@ from tests.support.stores import ROOMY
 
 REUSE = BlendConfig(method="blend", ratio=0.0, correction="none")
 BOUND = 3e-5  # on logits of about 4
+
+
+def assert_same_kv(ours: Layers, own: Layers) -> None:
+    """To rounding, which grows with the numbers."""
+    largest = max(float(x.abs().max()) for x in own if x.numel())
+    assert_near(ours, own, BOUND * max(1.0, largest / 4))
 
 
 def kl_to_full(name: str, n_prompts: int = 6) -> float:
@@ -77,7 +84,7 @@ def test_a_prompt_is_exact_if_its_tokens_run_or_stand_where_they_were_computed(
         check_report(done.report, prompt)
         kept = done.result.cache.beginning(decoder, len(prompt))
         for ours, own in zip((kept.keys, kept.values), model_kv(decoder, prompt.ids), strict=True):
-            assert_near(ours, own, BOUND)
+            assert_same_kv(ours, own)
     assert all_run.report.tokens_reused == 0
 
 
@@ -140,7 +147,7 @@ def test_a_prefix_that_is_cached_whole_is_continued_and_another_computed(name: s
         assert found.reused == reused
         for ours, own in zip((found.kv.keys, found.kv.values), model_kv(decoder, ids), strict=True):
             attention = [l for l in range(decoder.n_layers) if l not in decoder.recurrent]
-            assert_near([ours[l] for l in attention], [own[l] for l in attention], BOUND)
+            assert_same_kv(*(tuple(side[l] for l in attention) for side in (ours, own)))
         prompt = Prompt(ids, (), some_ids(5))
         done = tiny_blender(decoder=decoder, prefix=PREFIX).run(prompt, REUSE, prefix_kv=None)
         assert_near(done.result.logits, model_logits(decoder, prompt), BOUND)

@@ -18,10 +18,11 @@ from blendserve.core import TokenIds
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import plan_rows
-from blendserve.models.families import FAMILIES, REFUSED, Family, check_supported
+from blendserve.models.families import FAMILIES, Family
 from blendserve.models.layers import call_norm, norm_heads
 from blendserve.models.model import DecoderModel, Hidden
 from blendserve.models.reference import TextTower
+from blendserve.models.refusals import REFUSED, check_supported
 from tests.support import models as tiny
 from tests.support.blending import assert_near, distance, model_says, some_ids
 from tests.support.models import CHECKPOINTS, TINY, config, rope, tiny_config, tiny_decoder, tiny_model
@@ -152,9 +153,10 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
     positions = torch.arange(9) * 37 + 1
     family, ropes = decoder.family, decoder.rope(positions)
     for l, (ours, own) in enumerate(zip(decoder.layers, model.model.layers, strict=True)):
+        places = Family("") if family.llama_norms and l in decoder.recurrent else family
         heads = rows.view(9, -1, decoder.kv_shape(l).dim)
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-            called, norm = getattr(family, name), getattr(ours, name)
+            called, norm = getattr(places, name), getattr(ours, name)
             if norm is not None:
                 assert torch.equal(call_norm(norm, rows)[1], getattr(own, called)(rows))
         if ours.qk_norms and family.qk_norm == "head":

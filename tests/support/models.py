@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from blendserve.models.families import TOWERS
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import TextTower
+from blendserve.models.refusals import TOWERS
 
 CONTEXT, WINDOW = 256, 24
 # fmt: off
@@ -57,8 +57,10 @@ DELTA_NET = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
 }
 MAMBA = {
-    "layer_types": ["full_attention", "linear_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
-    "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 16, "num_local_experts": 0,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}
+GRANITE_4 = {
+    **MAMBA, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 0,
     "shared_intermediate_size": 40,
 }
 CONV = {
@@ -108,8 +110,11 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text-tower": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
     "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
-    "granitemoehybrid": {**GRANITE, **MAMBA},
-    "granitemoehybrid-rope": {**GRANITE, **MAMBA, "position_embedding_type": "rope", "num_local_experts": 4},
+    "granitemoehybrid": {**GRANITE, **GRANITE_4},
+    "granitemoehybrid-rope": {**GRANITE, **GRANITE_4, "position_embedding_type": "rope", "num_local_experts": 4},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "olmo_hybrid": {**DELTA_NET, **rope()},
+    "olmo_hybrid-nope": {**DELTA_NET, **rope(rope_theta=None)},
     "lfm2": CONV,
     "lfm2_moe": {**EXPERTS, **CONV, "num_dense_layers": 1},
     "lfm3": {
@@ -270,7 +275,7 @@ KINDS = [
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
 # With recurrent layers.
-HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "lfm2", "lfm3"]
+HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid", "lfm2", "lfm3"]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 # Also layers that keep KV of other shapes than others, or none, and latents.
