@@ -54,6 +54,7 @@ def plan(family: Family) -> str:
     words = [NORMS[family.before_attention is not None, family.after_attention is not None]]
     words += ["LayerNorm"] if isinstance(family.norm, str) else []
     words += ["interleaved RoPE"] if family.rotary.neighbours else []
+    words += [] if family.mlp else ["attention, a mixer or an MLP in each"]
     words += ["MLP without gate"] if family.mlp_layers[0] in {"up_proj", "c_fc"} else []
     words += [QK_NORM[family.qk_norm]] if family.qk_norm in QK_NORM else []
     words += [WINDOWS[family.windows]] if family.windows in WINDOWS else []

@@ -23,7 +23,7 @@ NO_KV = KVShape(0, 1, 1)  # of a recurrent layer
 
 
 def is_recurrent(config: Any, family: Family, l: int) -> bool:
-    """Whether layer l has a state in place of KV."""
+    """Whether layer l has a state in place of KV, which is empty if it is an MLP alone."""
     return family.recurrent is not None and config.layer_types[l] in RECURRENT_TYPES
 
 

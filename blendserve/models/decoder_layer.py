@@ -30,7 +30,7 @@ class DecoderLayer:
     o: Function
     after_attention: Norm | None
     before_mlp: Norm | None
-    mlp: Function  # an MLP, or the module of a mixture of experts
+    mlp: Function | None  # an MLP, or the module of a mixture of experts
     after_mlp: Norm | None
     beside_mlp: (
         tuple[Norm, Function] | None
@@ -46,7 +46,8 @@ class DecoderLayer:
 
 def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
     """Layer `name` of the model. Raises KeyError for a missing tensor, ModelUnsupported."""
-    family, attention = parts.family, f"{name}.self_attn"
+    family = parts.family
+    attention = f"{name}.{family.called('self_attn')}"
     norms = Family("") if is_recurrent and family.llama_norms else family
 
     def norm(called: str | None, eps: float | None = None) -> Norm | None:
@@ -78,7 +79,7 @@ def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
         o=nn.Identity() if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
         after_attention=norm(norms.after_attention, post_eps),
         before_mlp=None if family.parallel else norm(norms.before_mlp),
-        mlp=parts.mlp(f"{name}.{family.mlp}"),
+        mlp=parts.mlp(f"{name}.{family.mlp}") if family.mlp else None,
         after_mlp=norm(norms.after_mlp, post_eps),
         beside_mlp=None if beside is None else (parts.norm(f"{name}.post_feedforward_layernorm_1"), beside),
         layer_input=parts.layer_input(name),

@@ -19,11 +19,15 @@ Gate = Literal["gate_proj", "g_proj", "g_proj by softplus", "q_proj"]  # in laye
 OtherNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer", "rms by power"]  # in layers.py
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-RECURRENT_TYPES = {"linear_attention", "conv"}  # of families with a recurrent mixer
+RECURRENT_TYPES = {"linear_attention", "conv", "mlp", "moe"}  # of families with a recurrent mixer
 
 
 def _always(config: Any, l: int) -> bool:
     return True
+
+
+def _never(config: Any, l: int) -> bool:
+    return False
 
 
 def _kv_heads(config: Any, l: int) -> int:
@@ -51,7 +55,7 @@ class Family:
     names: Mapping[str, str] = field(
         default_factory=dict
     )  # of modules that are called otherwise than Llama's
-    mlp: str = "mlp"
+    mlp: str | None = "mlp"  # None: a layer is one part alone, attention, a mixer or an MLP
     mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
@@ -278,6 +282,9 @@ FAMILIES: dict[str, Family] = {
                                experts_if="num_local_experts", shared_mlp="shared_mlp"),
     "bamba": Family("Bamba", recurrent="mamba", before_mlp="pre_ff_layernorm", mlp="feed_forward",
                     names={"norm": "final_layernorm"}),
+    "nemotron_h": Family("Nemotron-H, Nemotron 3 Nano", norm=LATE_RMS, before_attention="norm", before_mlp=None, mlp=None,
+                         recurrent="mixer", rotates=_never,
+                         names={"self_attn": "mixer", "embed_tokens": "embeddings", "norm": "norm_f"}),
     "olmo_hybrid": Family("OLMo Hybrid", **OLMO, recurrent="linear_attn", matrix_state=True, llama_norms=True,
                           rotates=lambda config, l: config.rope_parameters["rope_theta"] is not None),
     "qwen3_5_text": Family("Qwen3.5, 3.6, text only", **DELTA_NET),

@@ -108,6 +108,7 @@ class Parts:
     ) -> None:
         """reference: gives transformers' model, for the parts that are called as they are."""
         self.config, self.family, self.tensors, self.reference = config, family, tensors, reference
+        self.embeddings = tensors[f"model.{family.called('embed_tokens')}.weight"]  # [V, E]
         eps = (getattr(config, name, None) for name in EPS)
         self._eps: float = next((value for value in eps if value is not None), DEFAULT_EPS)
         self.called = list[str]()  # modules of the reference
@@ -166,9 +167,8 @@ class Parts:
 
     def mixer(self, name: str) -> RecurrentMixer:
         """Of a recurrent layer."""
-        hidden = self.tensors["model.embed_tokens.weight"][:1]
         with torch.inference_mode():
-            return RecurrentMixer(self.module(name), self.family.matrix_state, hidden)
+            return RecurrentMixer(self.module(name), self.family.matrix_state, self.embeddings[:1])
 
     def mlp(self, name: str) -> Function:
         """x [S, E] -> [S, E]"""
@@ -258,7 +258,7 @@ class LayerEmbeddings:
     """Each layer's own embeddings of a prompt's tokens (Gemma 4): of the token, and projected from the model's."""
 
     def __init__(self, parts: Parts) -> None:
-        config, dtype = parts.config, parts.tensors["model.embed_tokens.weight"].dtype
+        config, dtype = parts.config, parts.embeddings.dtype
         self._n_layers, self._width = config.num_hidden_layers, config.hidden_size_per_layer_input
         self._table = parts.tensors["model.embed_tokens_per_layer.weight"]  # [V, L * I]
         self._project = parts.linear("model.per_layer_model_projection")

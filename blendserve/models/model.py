@@ -95,11 +95,11 @@ class DecoderModel:
         self.recurrent = frozenset(l for l in range(self.n_layers) if is_recurrent(config, family, l))
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
-        self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
+        parts = Parts(config, family, tensors, lambda: self.reference)
+        self.embeddings = parts.embeddings  # [V, E]
         self.specs = [
             attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
-        parts = Parts(config, family, tensors, lambda: self.reference)
         self.layers = [
             make_layer(parts, f"model.layers.{l}", l in self.recurrent) for l in range(self.n_layers)
         ]
@@ -145,12 +145,12 @@ class DecoderModel:
     def dtype(self) -> torch.dtype:
         return self.embeddings.dtype
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         """Whether any layer has a mixture of experts; what it launches depends on the row."""
-        family = self.family
-        has_none = family.experts_if is not None and not getattr(self.config, family.experts_if)
-        return (family.experts and not has_none) or any(layer.beside_mlp for layer in self.layers)
+        parts = ((name, self.reference.get_submodule(name)) for name in self.reference_parts)
+        names = (f"{name}.{inner}".rstrip(".") for name, part in parts for inner, _ in part.named_modules())
+        return any(name.endswith(".experts") for name in names)
 
     @property
     def n_kv_layers(self) -> int:
@@ -219,7 +219,8 @@ class DecoderModel:
             f"{n} layers x {heads} heads x {dim if dim == value_dim else f'({dim} + {value_dim})'} dims"
             for (heads, dim, value_dim), n in runs
         )
-        shared, states = self.n_layers - self.n_kv_layers, len(self.recurrent)
+        shared = self.n_layers - self.n_kv_layers
+        states = sum(self.mixer(l).has_state for l in self.recurrent)
         others = [f"{shared} layers that read others'"] if shared else []
         others += (
             [f"{self.chunk_bytes(0):,} bytes more a chunk for {states} recurrent layers"] if states else []
@@ -330,6 +331,8 @@ class DecoderModel:
             between, x = hidden + added, call_norm(layer.before_attention, hidden)[1]
         else:
             between, x = call_norm(layer.before_mlp, hidden, added)
+        if layer.mlp is None:
+            return between
         x = layer.mlp(x)
         if layer.beside_mlp is not None:
             norm, experts = layer.beside_mlp

@@ -4,7 +4,8 @@ A layer's state S [H, N, M] changes with every token by an affine map, so a chun
 
     S behind = A S before + B     A is a matrix of each head (gated delta nets), or a number of each head (Mamba-2)
 
-Beside it stand the last inputs of a short convolution. A chunk keeps A, B and these inputs, whatever its length. Composed
+Beside it stand the last inputs of a short convolution. A chunk keeps A, B and these inputs, whatever its length. A layer
+that is an MLP alone is such a layer with an empty state, of which a chunk keeps one row of zeros. Composed
 over the chunks of a prompt they give the state behind it, as in HYPIC (arXiv 2607.01299). The composition is exact for
 given inputs of the layer. The inputs of upper layers depend on what stands before a chunk, as reused KV does.
 
@@ -15,7 +16,7 @@ before them. So the map covers the tokens from SEAM on, and every prompt compute
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -44,16 +45,19 @@ class RecurrentMixer:
     def __init__(self, module: Any, is_matrix: bool, hidden: Tensor) -> None:
         """module: called as it is. hidden [1, E]: any row, which tells the state's shape."""
         self._module, self._is_matrix = module, is_matrix
-        self._argument = next(name for name in ARGUMENTS if name in signature(module.forward).parameters)
+        arguments = signature(module.forward).parameters
+        self._argument = next((name for name in ARGUMENTS if name in arguments), None)  # None: an MLP alone
         slot = _Slot(None)
-        module(hidden[None], **{self._argument: slot})
+        slot.inputs = hidden[None, :, :0]
+        self._call(hidden[None], slot)
+        self.has_state = self._argument is not None
         inputs = slot.inputs[0]
         memory = inputs.new_zeros(1, 0, len(inputs)) if slot.memory is None else slot.memory[0]
         self.empty = State(torch.zeros_like(memory), torch.zeros_like(inputs))
         heads, self._rows, width = memory.shape
         below = -(-inputs.numel() // (heads * width))
         dim = self._rows if is_matrix and self._rows else 1
-        self.shape, self.n_rows = KVShape(heads, dim, width), self._rows + below  # of a state map, R
+        self.shape, self.n_rows = KVShape(heads, dim, width), max(1, self._rows + below)  # of a state map, R
 
     def run(self, x: Tensor, before: State) -> tuple[Tensor, State]:
         """Normed rows [S, E] behind a state -> what the layer adds to them [S, E], and the state behind them."""
@@ -64,9 +68,10 @@ class RecurrentMixer:
 
     def run_chunk(self, x: Tensor, before: State) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """A chunk's rows [C, E] -> what the layer adds to them, and their state map; zeros for SEAM tokens or fewer."""
-        out, state = self.run(x[:SEAM], before)
-        if len(x) <= SEAM:
+        if len(x) <= SEAM or not before.memory.numel():
+            out, state = self.run(x, before)
             return out, self.packed(state)
+        out, state = self.run(x[:SEAM], before)
         heads, n, width = state.memory.shape
         probes = [state, state._replace(memory=torch.zeros_like(state.memory))]
         ones = [torch.ones_like(state.memory)]
@@ -100,10 +105,14 @@ class RecurrentMixer:
     def _run(self, x: Tensor, before: list[State]) -> tuple[Tensor, list[State]]:
         """Rows [S, E] behind each of some states -> what the layer adds behind the first one, and the states behind."""
         slot = _Slot(State(*map(torch.stack, zip(*before, strict=True))))
-        out = self._module(x.expand(len(before), -1, -1), **{self._argument: slot})
-        out = out[0] if isinstance(out, tuple) else out
+        out = self._call(x.expand(len(before), -1, -1), slot)
         memory = torch.stack([state.memory for state in before]) if slot.memory is None else slot.memory
         return out[0], [State(*each) for each in zip(memory, slot.inputs, strict=True)]
+
+    def _call(self, x: Tensor, slot: _Slot) -> Tensor:
+        """Rows [B, S, E] behind the states of a slot -> what the layer adds to them, [B, S, E]."""
+        out = self._module(x, **({self._argument: slot} if self._argument else {}))
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
 
 class _Slot:

@@ -24,7 +24,7 @@ REFUSALS = {
     ),
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
     RECURRENT: (
-        "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba zamba zamba2 nemotron_h falcon_h1 "
+        "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba zamba zamba2 falcon_h1 "
         "kimi_linear minimax"
     ),
     "its positions are added to the input, so that a key cannot be moved": (

@@ -63,6 +63,11 @@ GRANITE_4 = {
     **MAMBA, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 0,
     "shared_intermediate_size": 40,
 }
+NEMOTRON_H = {
+    "time_step_min": 1e-9,  # transformers clamps time steps to it where several tokens run, not where one does
+    **GROUPED, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
+    "moe_shared_expert_intermediate_size": 40, "rescale_prenorm_residual": False,
+}
 CONV = {
     "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
 }
@@ -113,6 +118,10 @@ TINY: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**GRANITE, **GRANITE_4},
     "granitemoehybrid-rope": {**GRANITE, **GRANITE_4, "position_embedding_type": "rope", "num_local_experts": 4},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "nemotron_h": {**NEMOTRON_H, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "mlp_bias": True},
+    "nemotron_h-dense": {
+        **NEMOTRON_H, "layer_types": ["mlp", "linear_attention", "full_attention", "mlp", "full_attention"],
+    },
     "olmo_hybrid": {**DELTA_NET, **rope()},
     "olmo_hybrid-nope": {**DELTA_NET, **rope(rope_theta=None)},
     "lfm2": CONV,
@@ -275,7 +284,7 @@ KINDS = [
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
 # With recurrent layers.
-HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid", "lfm2", "lfm3"]
+HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid", "nemotron_h", "nemotron_h-dense", "lfm2", "lfm3"]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 # Also layers that keep KV of other shapes than others, or none, and latents.
