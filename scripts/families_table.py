@@ -67,7 +67,8 @@ def plan(family: Family) -> str:
 def kept(family: Family) -> str:
     """How many numbers a layer keeps of a token."""
     if family.recurrent:
-        return "2 K D; a state map of a chunk in recurrent layers"
+        kept = "`qk_rope_head_dim` + `kv_lora_rank`" if family.latent else "2 K D"
+        return f"{kept}; a state map of a chunk in recurrent layers"
     if family.latent:
         return "`qk_rope_head_dim` + `kv_lora_rank`"
     if family.value_dim:

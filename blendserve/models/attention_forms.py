@@ -31,11 +31,12 @@ def kv_layout(config: Any, family: Family) -> tuple[tuple[KVShape, ...], list[in
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
     n, heads = config.num_hidden_layers, config.num_attention_heads
     shapes, sources = [], list(range(n))
-    if family.latent:
-        return (KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank),) * n, sources
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
         if is_recurrent(config, family, l):
             shapes.append(NO_KV)
+            continue
+        if family.latent:
+            shapes.append(KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank))
             continue
         layer = layer_settings(config, l)
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads

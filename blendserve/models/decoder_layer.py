@@ -73,7 +73,7 @@ def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
         if norms_qk
         else (),
         v_norm=parts.norm(f"{attention}.v_norm") if family.v_norm and len(qkv) > 1 else None,
-        latent=parts.latent(attention) if family.latent else None,
+        latent=parts.latent(attention) if family.latent and not is_recurrent else None,
         mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
         o=nn.Identity() if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),

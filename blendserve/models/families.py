@@ -119,7 +119,7 @@ def _qk_scale(config: Any) -> float:
 
 def _latent_scale(config: Any) -> float:
     """Of all dims of a query, and of YaRN's, which DeepSeek applies here instead of to cos and sin."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if mscale and factor > 1 else 1.0
     return float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * stretch**2)
@@ -259,6 +259,8 @@ FAMILIES: dict[str, Family] = {
     "jais2": Family("Jais 2", norm="layer", **UNGATED),
     "laguna": Family("Laguna", **NORMED_EXPERTS, windows="typed", typed_rope=True,
                      gate="g_proj by softplus"),
+    "kimi_linear": Family("Kimi Linear", **LATENT, experts=True, recurrent="self_attn", matrix_state=True,
+                          rotates=_never),
     "lfm2": Family("LFM2, LFM2.5", **LFM_2, mlp_layers=("w1", "w3", "w2")),
     "lfm2_moe": Family("LFM2 MoE", **LFM_2, experts=True),
     "lfm3": Family("LFM3", **LFM, mlp_layers=("w1", "w3", "w2"), windows="typed", typed_rope=True, wide_rope=True,

@@ -23,10 +23,7 @@ REFUSALS = {
         "deepseek_v32 glm_moe_dsa glm5_next hy_v4 minimax_m3_vl_text mistral_large4_text qwen4_exp_text"
     ),
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
-    RECURRENT: (
-        "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba zamba zamba2 falcon_h1 "
-        "kimi_linear minimax"
-    ),
+    RECURRENT: ("mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba zamba zamba2 falcon_h1 minimax"),
     "its positions are added to the input, so that a key cannot be moved": (
         "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
     ),

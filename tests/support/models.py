@@ -84,6 +84,9 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "head_dim": 8, "rms_norm_eps": 1e-3,  # latents have another
 }
+KIMI = {
+    **LATENT, **GROUPED, "q_lora_rank": None, "layer_types": HYBRID_TYPES, "linear_head_dim": 16, "linear_num_heads": 4,
+}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }
@@ -117,6 +120,8 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40},
     "granitemoehybrid": {**GRANITE, **GRANITE_4},
     "granitemoehybrid-rope": {**GRANITE, **GRANITE_4, "position_embedding_type": "rope", "num_local_experts": 4},
+    "kimi_linear": {**KIMI, "q_lora_rank": 24, "attention_bias": True},
+    "kimi_linear-dense": {**KIMI, "mlp_layer_types": ["dense"] * 4},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "nemotron_h": {**NEMOTRON_H, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "mlp_bias": True},
     "nemotron_h-dense": {
@@ -284,7 +289,10 @@ KINDS = [
     *("phi3-partial", "olmo2", "smollm3", "cohere", "granite_swa"),
 ]
 # With recurrent layers.
-HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid", "nemotron_h", "nemotron_h-dense", "lfm2", "lfm3"]
+HYBRIDS = [
+    *("qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid"),
+    *("nemotron_h", "nemotron_h-dense", "kimi_linear-dense", "lfm2", "lfm3"),
+]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
 # Also layers that keep KV of other shapes than others, or none, and latents.
