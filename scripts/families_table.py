@@ -33,6 +33,7 @@ PLAN = {
     "gate": "gated attention",
     "logits_softcap": "capped logits",
     "typed_rope": "RoPE by layer type",
+    "turns_back": "RoPE by negative angles",
     "rope_bases": "RoPE by layer",
     "scaled_queries": "queries scaled by position",
     "embedding_scale": "scaled embeddings",
@@ -55,7 +56,7 @@ def plan(family: Family) -> str:
     words += ["LayerNorm"] if isinstance(family.norm, str) else []
     words += ["interleaved RoPE"] if family.rotary.neighbours else []
     words += [] if family.mlp else ["attention, a mixer or an MLP in each"]
-    words += ["MLP without gate"] if family.mlp_layers[0] in {"up_proj", "c_fc"} else []
+    words += ["MLP without gate"] if family.mlp_layers[0] in {"up_proj", "c_fc", "fc1"} else []
     words += [QK_NORM[family.qk_norm]] if family.qk_norm in QK_NORM else []
     words += [WINDOWS[family.windows]] if family.windows in WINDOWS else []
     without = family.rope_bases or family.rotates is not Family("").rotates

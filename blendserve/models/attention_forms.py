@@ -11,11 +11,13 @@ from torch import Tensor
 
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kv import KVShape
-from blendserve.models.families import RECURRENT_TYPES, Family, slides
+from blendserve.models.families import RECURRENT_TYPES, Family, Setting, slides
 
 
-def setting_of(config: Any, name: str | None) -> float | None:
+def setting_of(config: Any, name: Setting | None) -> float | None:
     """A number from the configuration, None where the family has none or the model sets none."""
+    if callable(name):
+        return name(config)
     return None if name is None else cast("float | None", getattr(config, name))
 
 

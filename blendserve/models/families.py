@@ -18,6 +18,8 @@ from blendserve.kernels.rotary import HALVES, INTERLEAVED, WIDE_INTERLEAVED, Rot
 Gate = Literal["gate_proj", "g_proj", "g_proj by softplus", "q_proj"]  # in layers.py
 OtherNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer", "rms by power"]  # in layers.py
 
+Setting = str | Callable[[Any], float]  # a number of the configuration: its name, or how it is computed
+
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 RECURRENT_TYPES = {"linear_attention", "conv", "mlp", "moe"}  # of families with a recurrent mixer
 
@@ -80,6 +82,7 @@ class Family:
     sinks: bool = False  # attention has one a head, in the layers that have weights for it
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
     rotary: Rotary = HALVES
+    turns_back: bool = False  # RoPE turns by negative angles
     wide_rope: bool = False  # cos and sin stay in fp32
     rotates: Callable[[Any, int], bool] = _always  # whether a layer has RoPE at all
     typed_rope: bool = False  # other angles for each layer type
@@ -89,9 +92,9 @@ class Family:
     layer_inputs: bool = False  # each layer has embeddings of its own, if config.hidden_size_per_layer_input
     layer_scale: str | None = None  # a number in the weights, of what each layer gives
     embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
-    residual_scale: str | None = None
+    residual_scale: Setting | None = None
     logits_scale: str | None = None
-    logits_divisor: str | None = None
+    logits_divisor: Setting | None = None
     logits_softcap: str | None = None
 
     def called(self, name: str) -> str:
@@ -253,10 +256,14 @@ FAMILIES: dict[str, Family] = {
     "granite_swa": Family("Granite Swash", **GRANITE, **SWASH),
     "granitemoe_swa": Family("Granite Swash MoE", **GRANITE_MOE, **SWASH, shared_mlp="shared_mlp"),
     "granitemoeshared": Family("Granite MoE with a shared expert", **GRANITE_MOE, shared_mlp="shared_mlp"),
+    "hyperclovax": Family("HyperCLOVA X SEED Think", **{**GRANITE, "logits_divisor": None},
+                          logits_scale="logits_scaling", after_attention="post_norm1", after_mlp="post_norm2"),
     "hy_v3": Family("Hunyuan 3", **NORMED_EXPERTS),
     "internlm3": Family("InternLM 3"),
     "iquestcoder": Family("IQuest-Coder"),
     "jais2": Family("Jais 2", norm="layer", **UNGATED),
+    "kolibri1": Family("Kolibri 1", **EXAONE, experts=True, after_attention="post_self_attn_layernorm",
+                       after_mlp="post_mlp_layernorm"),
     "laguna": Family("Laguna", **NORMED_EXPERTS, windows="typed", typed_rope=True,
                      gate="g_proj by softplus"),
     "kimi_linear": Family("Kimi Linear", **LATENT, experts=True, recurrent="self_attn", matrix_state=True,
@@ -269,19 +276,27 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family("MiMo V2 Flash", experts=True, windows="typed", sinks=True, typed_rope=True,
                             kv_heads=_twice_if_it_slides, value_dim="v_head_dim",
                             value_scale="attention_value_scale", rope_share=0.334),
+    "minicpm3": Family("MiniCPM3 with default RoPE", **LATENT, embedding_scale="scale_emb",
+                       residual_scale=lambda config: config.scale_depth / math.sqrt(config.num_hidden_layers),
+                       logits_divisor=lambda config: config.hidden_size / config.dim_model_base),
     "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
     "ministral3": Family("Ministral 3", windows="all", scaled_queries=True),
     "mistral4": Family("Mistral Small 4", **LATENT, experts=True, scaled_queries=True),
     "muse_glimmer_text": Family("Muse Glimmer 30B, text only", **MUSE, post_eps="post_norm_eps", gate="gate_proj",
                                 logits_scale="output_multiplier",
                                 rotates=lambda config, l: bool(config.layer_rope_theta[l])),
+    "nanochat": Family("nanochat", norm="rms by power", plain_norm="rms by power", qk_norm="head",
+                       mlp_layers=("fc1", "fc2"), turns_back=True, logits_softcap="final_logit_softcapping"),
     "nemotron": Family("Nemotron, Minitron", norm="layer, plus one", **UNGATED),
     "olmo": Family("OLMo 1", norm="layer", wide_rope=True),
     "olmoe": Family("OLMoE", qk_norm="width", experts=True),
+    "phi": Family("Phi-1, 1.5, 2", norm="layer", parallel=True, mlp_layers=("fc1", "fc2"),
+                  names={"o_proj": "dense", "norm": "final_layernorm"}),
     "phimoe": Family("Phi-3.5-MoE with default RoPE", windows="all", norm="layer", experts=True),
     "granitemoehybrid": Family("Granite 4 with Mamba-2 layers", **GRANITE_MOE, recurrent="mamba",
                                rotates=lambda config, l: config.position_embedding_type == "rope",
                                experts_if="num_local_experts", shared_mlp="shared_mlp"),
+    "axk1": Family("A.X K1", **LATENT, experts=True),
     "bamba": Family("Bamba", recurrent="mamba", before_mlp="pre_ff_layernorm", mlp="feed_forward",
                     names={"norm": "final_layernorm"}),
     "nemotron_h": Family("Nemotron-H, Nemotron 3 Nano", norm=LATE_RMS, before_attention="norm", before_mlp=None, mlp=None,
@@ -296,6 +311,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": Family("Qwen3-VL, text only", qk_norm="head"),
     "qwen3_vl_moe_text": Family("Qwen3-VL-MoE, text only", **NORMED_EXPERTS),
     "solar_open": Family("Solar Open", experts=True),
+    "vaultgemma": Family("VaultGemma", **{**GEMMA_2, "after_attention": None, "after_mlp": None},
+                         softcap="attn_logit_softcapping"),
     "youtu": Family("Youtu-LLM", **LATENT),
     "stablelm": Family("StableLM 2 1.6B, Zephyr 3B", norm="layer"),
 }

@@ -53,6 +53,8 @@ class RopeAngles:
             own = config if isinstance(config, PreTrainedConfig) else AutoConfig.for_model(**config.to_dict())
             by_type = {"layer_type": layer_type} if layer_type else {}
             self._frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](own, **by_type)
+        if family.turns_back:
+            self._frequencies = -self._frequencies
         self._interleaved, self._dtype = family.rotary.step == 2, dtype
         self._query_slope = parameters.get("llama_4_scaling_beta") if family.scaled_queries else None
         self._trained_length = parameters.get("original_max_position_embeddings")

@@ -15,15 +15,18 @@ TOWERS = {
 }
 
 MLA = "its form of multi-head latent attention is not built in"
-RECURRENT = "its recurrent layers are not built in"
 ENCODER = "it is not a decoder alone: its input is not causal"
 REFUSALS = {
-    MLA: "minicpm3 longcat_flash",
+    "each of its layers has two attentions, which is not built in": "longcat_flash",
     "it selects keys by an indexer, which is not built in": (
-        "deepseek_v32 glm_moe_dsa glm5_next hy_v4 minimax_m3_vl_text mistral_large4_text qwen4_exp_text"
+        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa glm5_next hy_v4 minimax_m3_vl_text mistral_large4_text "
+        "qwen4_exp_text"
     ),
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
-    RECURRENT: ("mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba zamba zamba2 falcon_h1 minimax"),
+    "it has no attention, so that there is no KV to reuse": "mamba mamba2 falcon_mamba rwkv xlstm",
+    "its recurrent layers are not built in": "recurrent_gemma jamba minimax",
+    "its layers have attention and a recurrent mixer side by side, which is not built in": "falcon_h1",
+    "its attention reads the embeddings beside what the layers before give, which is not built in": "zamba zamba2",
     "its positions are added to the input, so that a key cannot be moved": (
         "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
     ),
@@ -32,7 +35,7 @@ REFUSALS = {
     "it attends within blocks of a fixed length, which is not built in": "llama4 llama4_text",
     "its text model is not proven: use a text-only checkpoint of the family": "qwen2_vl mllama llava",
     ENCODER: "bert roberta t5 bart whisper",
-    "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
+    "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense hunyuan_v1_moe",
     "it subtracts one attention from another, which is not built in": "diffllama",
     "it masks keys by their values": "doge",
 }
@@ -42,11 +45,12 @@ REFUSED = {kind: reason for reason, kinds in REFUSALS.items() for kind in kinds.
 REFUSED_SETTINGS = {
     "use_bidirectional_attention": "its attention is not causal",
     "clip_qkv": "it clips queries, keys and values, which is not built in",
-    "qk_layernorm": "each of its heads has a norm of its own, which is not built in",
+    "qk_layernorm": "its norms of queries and keys are not built in",
     "use_parallel_residual": "its attention and MLP read the same input, which is not built in for this type",
 }
 
 REQUIRED_SETTINGS = {
+    "use_post_norm": "it has no norms of what its layers add",
     "use_sandwich_norm": "it has no norms of what its layers add",
     "use_attention_gate": "its attention has no gate",
 }
@@ -82,8 +86,8 @@ def _refused_setting(config: Any) -> tuple[str, str]:
             f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
             f"(types {', '.join(sorted(MOVABLE_ROPE))} can)"
         )
-    others = _other_layers(config) - (RECURRENT_TYPES if FAMILIES[config.model_type].recurrent else set())
-    if others:
+    known = LAYER_TYPES | (RECURRENT_TYPES if FAMILIES[config.model_type].recurrent else set())
+    if others := set(getattr(config, "layer_types", None) or ()) - known:
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
     found = [row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED]
     found += [row for row in REQUIRED_SETTINGS.items() if not getattr(config, row[0], True)]
@@ -98,12 +102,4 @@ def _refused_type(config: Any) -> str:
         return ENCODER
     if getattr(config, "kv_lora_rank", None):
         return MLA
-    return (
-        RECURRENT
-        if _other_layers(config) or hasattr(config, "ssm_cfg")
-        else "blending is not proven right on it"
-    )
-
-
-def _other_layers(config: Any) -> set[str]:
-    return set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    return "blending is not proven right on it"

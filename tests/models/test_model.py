@@ -246,7 +246,8 @@ REFUSED_BY = [
     ("layer_types", config("qwen2", layer_types=["chunked_attention"] * 4)),
     *(("clip_qkv", config(kind, clip_qkv=8.0)) for kind in ("olmo", "olmoe")),
     ("use_parallel_residual", config("stablelm", use_parallel_residual=True)),
-    ("qk_layernorm", config("stablelm", qk_layernorm=True)),
+    *(("qk_layernorm", config(kind, qk_layernorm=True)) for kind in ("stablelm", "phi")),
+    ("use_post_norm", config("hyperclovax", use_post_norm=False)),
     *(("model_type", AutoConfig.for_model(kind)) for kind in NO_DECODERS.split()),
     ("model_type", tiny.tower("mistral3", tiny.PIXTRAL, "gpt2")),
 ]
