@@ -302,8 +302,11 @@ HYBRIDS = [
 ]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
-# Also layers that keep KV of other shapes than others, or none, and latents.
-BLEND_KINDS = [*EQUAL_KINDS, "gemma4_text", "gemma4_text-shared", "glm4_moe_lite", "mimo_v2_flash"]
+# Also layers that keep KV of other shapes than others, or none, latents, and RoPE by negative angles.
+BLEND_KINDS = [
+    *EQUAL_KINDS,
+    *("gemma4_text", "gemma4_text-shared", "glm4_moe_lite", "mimo_v2_flash", "nanochat"),
+]
 
 
 def config(kind: str, **settings: Any) -> Any:
