@@ -2,10 +2,10 @@
 
     make test-vllm && python -m benchmarks vllm_connector      # with the vLLM of the tests
 
-Clients are LangChain's chain, as its documentation has it, and a chat with pasted passages. The connector's server has
-computed and stored all passages (`blendserve warm`). Each question brings some of them in a new order. Both servers cache
-prefixes. Questions run in turns, and ratios are of one round. The chat is also asked of our own server, of transformers
-and, where llama-cpp-python is installed (see engines.py), of llama.cpp: all run the same weights.
+The client is LangChain's chain, as its documentation has it. The connector's server has computed and stored all passages
+(`blendserve warm`). Each question brings some of them in a new order. Both servers cache prefixes. Questions run in
+turns, and ratios are of one round. A chat with pasted passages is asked of both, of our own server, of transformers and,
+where llama-cpp-python is installed (see engines.py), of llama.cpp: all run the same weights.
 
 Then prompts without stored text, in turns A B B A: what matching costs. At last the gaps between the tokens of an answer
 while another request's job runs in slices.
@@ -61,6 +61,7 @@ class VllmConfig(BenchConfig):
     passages: Positive = Field(18, description="Number of stored passages.")
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
     repeats: Positive = Field(20, description="Number of questions.")
+    rounds: Positive = Field(5, description="Number of questions to all engines.")
     unrelated: Positive = Field(40, description="Number of prompts without stored text.")
     beside: Positive = Field(5, description="Number of answers that decode beside a job.")
     decoded: Positive = Field(96, description="Length of the answer that decodes beside a job, in tokens.")
@@ -93,14 +94,14 @@ def groups(config: VllmConfig, log: SampleLog) -> Iterator[Group]:
         }
         _warm(config, servers[BLENDED].url, work, folder)
         wires = {name: Wire(server.url, config.model, config.new_tokens) for name, server in servers.items()}
-        if "questions" in config.parts and importlib.util.find_spec("langchain_openai"):
+        if "questions" in config.parts:
             chains = {name: CLIENTS["langchain"].connect(wire) for name, wire in wires.items()}
-            yield _questions(config, work, LANGCHAIN, {name: _through(ask) for name, ask in chains.items()})
-        if {"questions", "engines"} & set(config.parts):
+            answers = {name: _through(ask) for name, ask in chains.items()}
+            yield _questions(work, config.chunks, LANGCHAIN, answers)
+        if "engines" in config.parts:
             answers = {name: _through(_paste(wire)) for name, wire in wires.items()}
-            if "engines" in config.parts:
-                answers |= _other_engines(config, n_threads, work, folder, stack)
-            yield _questions(config, work, LAYOUT, answers)
+            answers |= _other_engines(config, n_threads, work, folder, stack)
+            yield _questions(work, config.chunks, LAYOUT, answers, config.rounds)
         if "other text" in config.parts:
             yield _unrelated(config, work, wires)
         if "decoding" in config.parts:
@@ -136,19 +137,21 @@ def _generate(config: VllmConfig, work: Workload, worker: WorkerProcess, texts: 
     return {"ttft_s": seconds[0], "token_s": float(np.median(np.diff(seconds)))}
 
 
-def _questions(config: VllmConfig, work: Workload, client: str, answers: Mapping[str, Answer]) -> Group:
+def _questions(
+    work: Workload, chunks: int, client: str, answers: Mapping[str, Answer], repeats: int | None = None
+) -> Group:
     """Passages and order follow from a question's number, so all engines get the same."""
 
     def run(numbers: Iterator[int], answer: Answer) -> Metrics:
-        return answer(_draw(config, work, next(numbers)))
+        return answer(_draw(work, chunks, next(numbers)))
 
     cases = [Case({"server": name}, partial(run, counter(), answer)) for name, answer in answers.items()]
-    return Group({"client": client}, cases)
+    return Group({"client": client}, cases, repeats=repeats)
 
 
-def _draw(config: VllmConfig, work: Workload, number: int) -> list[str]:
+def _draw(work: Workload, chunks: int, number: int) -> list[str]:
     """Texts of a question's passages."""
-    return [passage.text for passage in random.Random(number).sample(work.passages, config.chunks)]
+    return [passage.text for passage in random.Random(number).sample(work.passages, chunks)]
 
 
 def _pasted(texts: Sequence[str]) -> Sent:
@@ -205,7 +208,7 @@ def _decoding(config: VllmConfig, work: Workload, wires: Mapping[str, Wire]) -> 
 
     def run(beside: str) -> Metrics:
         at, first, clock = list[float](), dict[str, float](), Clock()
-        sent = _pasted(_draw(config, work, next(numbers)))
+        sent = _pasted(_draw(work, config.chunks, next(numbers)))
         other = sent._replace(body={**sent.body, **others[beside]})
 
         def ask() -> None:
