@@ -42,6 +42,9 @@ MEMORY = "memory read"
 READ = 1 << 28  # float32 numbers, 1 GiB: far more than caches hold
 BATCH = 512  # tokens of llama.cpp's prefill at a time
 
+Prompted = tuple[tuple[int, ...], int]
+"""Token ids, and the number of new tokens"""
+
 
 class EnginesConfig(BenchConfig):
     """Decoding by several engines."""
@@ -64,7 +67,7 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
     with scratch(config.folder) as folder:
         files = {name: folder / f"{kind}.gguf" for name, kind in LLAMA.items() if config.llama}
         for name, file in files.items():
-            convert(gguf_file(config), file, LLAMA[name])
+            convert(config.gguf or gguf_file(config.model), file, LLAMA[name])
         for threads, context in product(config.thread_counts, config.contexts):
             with ExitStack() as stack:
                 tasks = {name: (config, name, context, threads, files.get(name)) for name in engines}
@@ -74,16 +77,14 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
                 yield Group({"context": context, "threads": threads}, cases)
 
 
-def gguf_file(config: EnginesConfig) -> Path:
-    """Raises InputError where the model has none."""
-    if config.gguf:
-        return config.gguf
-    known = BUNDLED.get(config.model)
+def gguf_file(model: str) -> Path:
+    """Of a bundled model. Raises InputError where it has none."""
+    known = BUNDLED.get(model)
     spec = importlib.util.find_spec(known.packages[0]) if known else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in Path(folder).rglob(known.file if known else "")]
     if not files:
-        raise InputError(f"llama.cpp needs a GGUF file of {config.model}: give --gguf FILE")
+        raise InputError(f"llama.cpp needs a GGUF file of {model}: give --gguf FILE")
     return files[0]
 
 
@@ -143,22 +144,54 @@ def _start(
 
 def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[], tuple[float, ...]]:
     """Greedy decoding after a context that is prefilled once -> the time of each token."""
-    room = len(ids) + n + 1
-    make = importlib.import_module("llama_cpp").Llama
-    llama = make(file, n_ctx=room, n_batch=BATCH, n_threads=threads, n_threads_batch=threads, verbose=False)
-    llama.eval(ids)
-    first = int(llama.sample(temp=0.0))
+    llama = LlamaCpp(Path(file), len(ids) + n + 1, threads)
+    first = llama.prefill(ids)
+    return lambda: llama.decode(len(ids), first, n)
 
-    def decode() -> tuple[float, ...]:
-        llama.n_tokens = len(ids)  # the tokens after the context are overwritten
-        token, clock, at = first, Clock(), [0.0]
+
+class LlamaCpp:
+    """A model of llama-cpp-python, with room for this many tokens."""
+
+    def __init__(self, file: Path, room: int, threads: int) -> None:
+        make = importlib.import_module("llama_cpp").Llama
+        about = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        self._llama = make(str(file), n_ctx=room, n_batch=BATCH, **about)
+
+    def prefill(self, ids: tuple[int, ...]) -> int:
+        """From nothing -> the first token."""
+        self._llama.reset()
+        return self._next(ids)
+
+    def decode(self, context: int, token: int, n: int) -> tuple[float, ...]:
+        """The time of each of n tokens, this one the first, behind so many tokens; those after them are overwritten."""
+        self._llama.n_tokens = context
+        clock, at = Clock(), [0.0]
         for _ in range(n - 1):
-            llama.eval([token])
-            token = int(llama.sample(temp=0.0))
+            token = self._next((token,))
             at.append(clock.elapsed())
         return tuple(at)
 
-    return decode
+    def _next(self, ids: tuple[int, ...]) -> int:
+        self._llama.eval(ids)
+        return int(self._llama.sample(temp=0.0))
+
+
+def start_generator(
+    task: tuple[ModelConfig, Path | None],
+) -> tuple[str, Callable[[Prompted], tuple[float, ...]]]:
+    """A worker process: (token ids, number of new tokens) -> the time of each, of llama.cpp if there is a file."""
+    settings, file = task
+    model = load_model(settings)
+    if file is None:
+        return model.name, lambda asked: run_generate(model.decoder, *asked)[1]
+    llama = LlamaCpp(file, model.decoder.context_limit, settings.threads or 1)
+
+    def generate(asked: Prompted) -> tuple[float, ...]:
+        (ids, n), clock = asked, Clock()
+        first, ttft_s = llama.prefill(ids), clock.elapsed()
+        return tuple(ttft_s + at for at in llama.decode(len(ids), first, n))
+
+    return model.name, generate
 
 
 def _bytes(model: LoadedModel, context: int) -> int:

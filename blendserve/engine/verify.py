@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.prefill import PassResult
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, Steps, TokenIds
 from blendserve.engine.generate import generate
-from blendserve.models.forward import feed
+from blendserve.models.forward import append, feed
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
-from blendserve.models.runner import decode_each
-from blendserve.quality.fidelity import choices, forced, loss
+from blendserve.models.runner import append_each, decode_each
+from blendserve.quality.fidelity import Append, choices, decisions, forced, loss
 from blendserve.quality.target import Loss
 
 
@@ -40,7 +43,7 @@ class Verifier:
         decode: DecodeConfig,
         in_short_steps: bool = False,
     ) -> None:
-        """in_short_steps: whether full prefill runs in parts, as requests may wait for a step of it."""
+        """in_short_steps: whether full prefill runs in parts and an answer by layers: requests may wait for a step."""
         self._model, self._blender, self._prompt, self._decode = model, blender, prompt, decode
         self._in_short_steps = in_short_steps
         self._full: PassResult | None = None
@@ -64,17 +67,25 @@ class Verifier:
     def verify(self, done: Prefilled, answer: TokenIds | None = None) -> Steps[Verified]:
         """An answer over this prefill's cache. answer: as `with_end` has it; None: the greedy one is made."""
         full = yield from self.full()
-        decoder, n, first = self._model.decoder, len(self._prompt), done.result.logits
+        first = done.result.logits
         if len(done.to_refine):
-            done = yield from done.refine(decoder, self._prompt.ids)
+            done = yield from done.refine(self._model.decoder, self._prompt.ids)
         if answer is None:
             answer = yield from self.greedy(done.result)
-        along = forced(decoder, full.cache, n, full.logits, answer)
-        yield
-        own = forced(decoder, done.result.cache, n, first, answer, decode_each)
+        along = yield from self._forced(full.cache, full.logits, answer, append_each)
+        own = yield from self._forced(done.result.cache, first, answer, decode_each)
         temperature = 0.0 if self._decode.is_greedy else self._decode.temperature
         end = self._model.end_tokens
         return Verified(loss(along, own, answer, end, temperature), answer, tuple(choices(along, end)))
+
+    def _forced(self, cache: KVCache, first: Tensor, answer: TokenIds, step: Append) -> Steps[Tensor]:
+        """As quality/fidelity.py has it; a layer a step, if steps are short and weights the model's own."""
+        decoder, n = self._model.decoder, len(self._prompt)
+        if self._in_short_steps and not (step is decode_each and decoder.int8_decoding):
+            rows = decisions(cache, n, answer)
+            return torch.cat([first[None], (yield from append(decoder, rows))]) if rows else first[None]
+        yield
+        return forced(decoder, cache, n, first, answer, step)
 
     def greedy(self, result: PassResult) -> Steps[TokenIds]:
         """The likeliest answer over this prefill's cache, as `with_end` has it."""

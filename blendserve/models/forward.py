@@ -150,10 +150,16 @@ def _runs(rows: Sequence[Row]) -> Iterator[tuple[KVCache, slice, slice]]:
 
 
 @torch.inference_mode()
-def run_rows(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
-    """Run each row's token at its position, append its KV -> logits [B, V]. The cache must have room."""
+def append(model: DecoderModel, rows: Sequence[Row]) -> Steps[Tensor]:
+    """Run each row's token at its position, append its KV, a layer a step -> logits [B, V]. The cache must have room."""
     hidden = model.embed(torch.tensor([row.token for row in rows], device=model.device))
-    return model.logits(run(run_layers(model, hidden, _AppendPass(model, rows))))
+    hidden = yield from run_layers(model, hidden, _AppendPass(model, rows))
+    return model.logits(hidden)
+
+
+def run_rows(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
+    """`append` as one step."""
+    return run(append(model, rows))
 
 
 @torch.inference_mode()

@@ -18,6 +18,9 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.runner import append_each
 from blendserve.quality.target import Loss
 
+Append = Callable[[DecoderModel, Sequence[Row]], Tensor]
+"""Run rows, append their KV -> logits [B, V]"""
+
 
 def forced(
     decoder: DecoderModel,
@@ -25,17 +28,20 @@ def forced(
     at: int,
     first: Tensor,
     answer: Sequence[int],
-    step: Callable[[DecoderModel, Sequence[Row]], Tensor] = append_each,
+    step: Append = append_each,
 ) -> Tensor:
     """Logits [n, V] at each of the n decisions that led to `answer`, an end token included if it has one.
 
     `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds after them is overwritten.
     step: `append_each` with the model's own weights, or `decode_each` with the weights of decoding.
     """
-    if len(answer) < 2:
-        return first[None]
-    rows = [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])]
-    return torch.cat([first[None], step(decoder, rows)])
+    rows = decisions(cache, at, answer)
+    return torch.cat([first[None], step(decoder, rows)]) if rows else first[None]
+
+
+def decisions(cache: KVCache, at: int, answer: Sequence[int]) -> list[Row]:
+    """The rows whose logits decide the second and each later token of an answer behind `at` tokens."""
+    return [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])]
 
 
 def kl(reference: Tensor, other: Tensor) -> list[float]:

@@ -46,6 +46,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         "full_attention": {"rope_type": "default", "rope_theta": 1e4},
     }},
+    "deepseek_v2": {
+        "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 4,
+    },
     "qwen3_moe": {
         **GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [],
     },
@@ -121,11 +125,11 @@ class Served:
     scheduler: Any
 
     def ask(
-        self, *prompts: Sequence[int], params: Any = None, new: int = 1, keep: bool = False
+        self, *prompts: Sequence[int], params: Any = None, new: int = 1, keep: bool = False, **options: Any
     ) -> list[Answer]:
         """Answers to prompts that are sent at once. params: the `blendserve` of their kv_transfer_params, one or a list.
 
-        keep: what is in the prefix cache.
+        keep: what is in the prefix cache. options: of vLLM's generate.
         """
         from vllm import SamplingParams
 
@@ -140,7 +144,7 @@ class Served:
             for args in extra
         ]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(ids)} for ids in prompts], made, use_tqdm=False
+            [{"prompt_token_ids": list(ids)} for ids in prompts], made, use_tqdm=False, **options
         )
         return [_answer(output) for output in outputs]
 
@@ -167,12 +171,14 @@ class Served:
         return n_steps
 
     def abort_after(self, n_steps: int, ids: Sequence[int]) -> None:
-        """Send a prompt, and end it after some steps of the engine."""
+        """Send a prompt, and end it after some steps of the engine, in each of which another request decodes."""
         engine = self.llm.llm_engine
+        engine.add_request("other", {"prompt_token_ids": list(words(20, 3))}, _greedy(64))
+        engine.step()
         engine.add_request("job", {"prompt_token_ids": list(ids)}, _greedy(4))
         for _ in range(n_steps):
             engine.step()
-        engine.abort_request(["job"], internal=False)
+        engine.abort_request(["job", "other"], internal=False)
         self.drain()
 
     def drain(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,3 +55,19 @@ def test_wrong_settings_are_refused(world: World, extra: dict[str, object]) -> N
 
     with pytest.raises(ConfigError):
         Options.of(extra)
+
+
+@pytest.mark.parametrize("field", ["mm_features", "pooling_params", "prompt_embeds", "resumable"])
+def test_a_request_of_another_kind_is_not_planned(world: World, field: str) -> None:
+    """As the scheduler hands it over: the connector has no plan for it, and claims nothing."""
+    connector, ids = world.served.scheduler.connector, world.prompt(0, 1, 2)
+    plain = {"mm_features": [], "prompt_embeds": None, "pooling_params": None}
+    plain |= {"resumable": False, "skip_reading_prefix_cache": False, "kv_transfer_params": None}
+    for name, special in (("plain", {}), ("special", {field: [1]})):
+        request = SimpleNamespace(
+            request_id=name, prompt_token_ids=ids, block_hashes=[], **{**plain, **special}
+        )
+        connector.on_new_request(request)
+        n_claimed, _ = connector.get_num_new_matched_tokens(request, 0)
+        assert (n_claimed > 0) == (name == "plain")
+        connector.request_finished(request, [])

@@ -122,6 +122,32 @@ def test_slices_change_nothing_and_others_decode_between_them(world: World) -> N
     assert n_sliced >= steps + len(passes.layers)
 
 
+@pytest.mark.parametrize(("is_alone", "n_steps"), [(False, 6), (True, 2)])
+def test_a_step_that_computes_nothing_else_has_more_slices(is_alone: bool, n_steps: int) -> None:
+    """A job that pauses five times, in steps of one slice, or of three."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    from blendserve.integrations.vllm.jobs import JobQueue, pause
+    from blendserve.integrations.vllm.plan import Job, Report
+
+    class Pausing:
+        def run(self, job: Job) -> Report:
+            for _ in range(5):
+                pause()
+            return Report(rows=1)
+
+    queue, steps = JobQueue(Pausing(), slices_alone=3), 0
+    keys: Any = None
+    queue.add([Job("one", (1, 2), 0, (0,), keys, (), BlendConfig())])
+    with override_forward_context(ForwardContext.__new__(ForwardContext)):
+        while not (reports := queue.take_reports()):
+            queue.step(is_alone)
+            steps += 1
+    assert reports == {"one": Report(rows=1)}
+    assert steps == n_steps
+
+
 def test_an_aborted_request_frees_its_blocks(world: World) -> None:
     served, free = world.served, n_free(world.served)
     passes = served.runner.passes

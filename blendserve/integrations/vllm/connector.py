@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 from blendserve.errors import BlendserveError, ModelUnsupported
 from blendserve.integrations.vllm.metrics import BlendMetrics, BlendStats
 from blendserve.integrations.vllm.options import Options
-from blendserve.integrations.vllm.plan import Job, Planner, Report
+from blendserve.integrations.vllm.plan import Job, JobPlanner, Report
 
 if TYPE_CHECKING:
     from blendserve.integrations.vllm.jobs import JobQueue
@@ -45,6 +45,7 @@ class BlendMetadata(KVConnectorMetadata):
     """Jobs of a step, for every worker."""
 
     jobs: list[Job] = field(default_factory=list)
+    is_alone: bool = False  # vLLM itself computes nothing in this step
 
 
 @dataclass
@@ -66,13 +67,13 @@ class BlendConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for wrong settings, StoreError for a store that cannot be opened."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self.planner: Planner | None = None
+        self.planner: JobPlanner | None = None
         self.queue: JobQueue | None = None
         self._reports: dict[str, Report] = {}
-        self._declined = declined(vllm_config, kv_cache_config)
-        self._told = False
+        self.declined = declined(vllm_config, kv_cache_config)
+        self._told = False  # whether the scheduler knows why
         self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
-        if role == KVConnectorRole.SCHEDULER and not self._declined:
+        if role == KVConnectorRole.SCHEDULER and not self.declined:
             block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
             self.planner = self._options.planner(vllm_config.model_config, block)
         self._log_declined()
@@ -102,14 +103,15 @@ class BlendConnector(KVConnectorBase_V1):
             self.planner.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return BlendMetadata(self.planner.take_jobs() if self.planner else [])
+        is_alone = scheduler_output.total_num_scheduled_tokens == 0
+        return BlendMetadata(self.planner.take_jobs() if self.planner else [], is_alone)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if self.planner and isinstance(told, BlendReports):
             self.planner.done(told.reports)
             if told.declined:
-                self.planner, self._declined = None, told.declined
+                self.planner, self.declined = None, told.declined
                 self._log_declined()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -118,22 +120,22 @@ class BlendConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        if self._declined:
+        if self.declined:
             return
         try:
             self.queue = self._options.job_queue(self._vllm_config, self._kv_cache_config, _calling_model())
         except (BlendserveError, ImportError, AttributeError) as error:
-            self._declined = str(error)
+            self.declined = str(error)
             self._log_declined()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, BlendMetadata)
         if self.queue is None:
-            self._reports |= {job.request_id: Report(error=self._declined) for job in metadata.jobs}
+            self._reports |= {job.request_id: Report(error=self.declined) for job in metadata.jobs}
         else:
             self.queue.add(metadata.jobs)
-            self.queue.step()
+            self.queue.step(metadata.is_alone)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.queue:
@@ -147,7 +149,7 @@ class BlendConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> BlendReports | None:
         reports, self._reports = self._reports, {}
-        declined, self._told = "" if self._told else self._declined, True
+        declined, self._told = "" if self._told else self.declined, True
         return BlendReports(reports, declined) if reports or declined else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -164,8 +166,8 @@ class BlendConnector(KVConnectorBase_V1):
         return self._vllm_config.parallel_config.rank == 0
 
     def _log_declined(self) -> None:
-        if self._declined:
-            log.warning("blendserve serves as plain vLLM: %s", self._declined)
+        if self.declined:
+            log.warning("blendserve serves as plain vLLM: %s", self.declined)
 
     # ------------------------------------------------------------------ metrics
 
@@ -198,6 +200,9 @@ def declined(config: VllmConfig, kv_cache_config: Any) -> str:
         "models with a state (Mamba, linear attention) are not supported": model.has_inner_state
         or model.is_hybrid,
         "multimodal positions (M-RoPE) are not supported": model.uses_mrope,
+        "adapters (LoRA) are not supported: a job's rows would run with those of vLLM's last step": (
+            config.lora_config is not None
+        ),
         "draft models are not supported": spec is not None and spec.method != "ngram",
         "layers that share KV for fast prefill are not supported": cache.kv_sharing_fast_prefill,
         "layers keep KV in several groups of blocks": len(kv_cache_config.kv_cache_groups) != 1,
@@ -216,12 +221,7 @@ def _is_known_version() -> bool:
 
 def _unusual(request: Request) -> tuple[object, ...]:
     """What a request may have that is not blended."""
-    special = (
-        request.lora_request,
-        request.mm_features,
-        request.prompt_embeds is not None,
-        request.pooling_params,
-    )
+    special = request.mm_features, request.prompt_embeds is not None, request.pooling_params
     return *special, request.resumable, request.skip_reading_prefix_cache, request.prompt_token_ids is None
 
 

@@ -1,6 +1,6 @@
 """Jobs one after another, in slices, on the thread and the stream of vLLM's steps.
 
-    step        decode, then a slice of the job | decode, then the next slice | ...
+    step        decode, then a slice of the job | decode, then the next slice | nothing to decode: many slices
 
 A job runs in a greenlet: it is suspended in a hook, within the model's forward, and no second thread has
 OpenMP threads or a CUDA stream of its own. Any error ends the job, never the engine: vLLM prefills the prompt itself.
@@ -38,8 +38,9 @@ def pause() -> None:
 class JobQueue:
     """Jobs of one worker, first come, first served."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, runner: Runner, slices_alone: int = 1) -> None:
+        """slices_alone: how many a step may have in which vLLM computes nothing."""
+        self.runner, self._slices_alone = runner, slices_alone
         self._waiting = deque[Job]()
         self._running: tuple[Job, greenlet] | None = None
         self._reports: dict[str, Report] = {}
@@ -47,18 +48,20 @@ class JobQueue:
     def add(self, jobs: Iterable[Job]) -> None:
         self._waiting.extend(jobs)
 
-    def step(self) -> None:
-        """Run jobs until one is suspended, or none is left."""
-        while self._running or self._waiting:
+    def step(self, is_alone: bool = False) -> None:
+        """Run jobs until one was suspended as often as a step allows, or none is left."""
+        n_slices = self._slices_alone if is_alone else 1
+        while n_slices and (self._running or self._waiting):
             if self._running is None:
                 job = self._waiting.popleft()
                 self._running = job, greenlet(lambda job=job: self._run(job))
             _, running = self._running
             with override_forward_context(get_forward_context()):  # a job restores the one that it began in
                 running.switch()
-            if not running.dead:
-                return
-            self._running = None
+            if running.dead:
+                self._running = None
+            else:
+                n_slices -= 1
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """These requests have ended: their jobs end, too, and count as done."""

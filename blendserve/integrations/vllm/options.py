@@ -3,7 +3,7 @@
 kv_connector_extra_config   store        place of the chunks, as `store.location`
                             config       settings file of blendserve, for all else
                             precomputed  chunks are those of `blendserve precompute`, not of `blendserve warm`
-                            slice_tokens of a prefill, which a job may take of a step
+                            slice_tokens of a prefill, which a job may take of a step that computes other requests
                             SECTION.NAME any other setting, such as blend.ratio
 """
 
@@ -22,14 +22,14 @@ from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.config import Config, ModelConfig
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
-from blendserve.integrations.vllm.plan import Planner
+from blendserve.integrations.vllm.plan import JobPlanner
 from blendserve.integrations.vllm.records import Ranks, Records, storage
 from blendserve.models.loader import VOLATILE, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from blendserve.integrations.vllm.jobs import JobQueue
 
-OWN = {"store": "", "config": None, "precomputed": False, "slice_tokens": 256}
+OWN = {"store": "", "config": None, "precomputed": False, "slice_tokens": 64}
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.gguf"
 
@@ -67,13 +67,13 @@ class Options:
             )
         return cls(config, bool(own["precomputed"]), own["slice_tokens"])
 
-    def planner(self, model: Any, hash_block: int) -> Planner:
+    def planner(self, model: Any, hash_block: int) -> JobPlanner:
         """Of the scheduler's process. model: vLLM's ModelConfig. Raises ModelError, StoreError."""
         prompts = PromptBuilder(load_tokenizer(ModelConfig(name=model.tokenizer)), self.config.prompt)
         fingerprint = self._fingerprint(model)
         store, _ = storage(self.config, torch.device("cpu"))
         keys = ChunkKeys(fingerprint, str(model.dtype), prompts.kv_context, self.config.store.namespace)
-        return Planner(store, keys, prompts.prefix, self.config.blend, hash_block)
+        return JobPlanner(store, keys, prompts.prefix, self.config.blend, hash_block)
 
     def job_queue(self, vllm_config: Any, kv_cache_config: Any, model: Any) -> JobQueue:
         """Of a worker. model: vLLM's. Raises ModelUnsupported, StoreError, ConfigError."""
@@ -85,7 +85,11 @@ class Options:
         passes = Passes(vllm_config, kv_cache_config, model, pause)
         passes.slice_row_layers = self.slice_tokens * passes.model.n_kv_layers
         ranks = Ranks(vllm_config.model_config.get_total_num_kv_heads())
-        return JobQueue(JobRunner(passes, Records(self.config, passes.model.device, ranks), ranks))
+        slices_alone = (
+            -(-passes.max_rows // self.slice_tokens) if self.slice_tokens else 1
+        )  # as vLLM's own steps
+        runner = JobRunner(passes, Records(self.config, passes.model.device, ranks), ranks)
+        return JobQueue(runner, slices_alone)
 
     def _fingerprint(self, model: Any) -> str:
         """What stands for the model in the keys of chunks. Its own KV may differ from ours, by kernels and weights."""

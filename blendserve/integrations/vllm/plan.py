@@ -96,7 +96,7 @@ class _Plan:
         return sum(max(0, run.span.stop - max(start, run.span.start)) for run in self.runs)
 
 
-class Planner:
+class JobPlanner:
     """Plans the requests of one engine. For the scheduler's thread."""
 
     def __init__(
