@@ -4,13 +4,14 @@ A layer's state S [H, N, M] changes with every token by an affine map, so a chun
 
     S behind = A S before + B     A is a matrix of each head (gated delta nets), or a number of each head (Mamba-2)
 
-Beside it stand the last inputs of a short convolution. A chunk keeps A, B and these inputs, whatever its length. A layer
-that is an MLP alone is such a layer with an empty state, of which a chunk keeps one row of zeros. Composed
+Beside it stand the last inputs of a short convolution. A chunk keeps A, B and these inputs, whatever its length. Composed
 over the chunks of a prompt they give the state behind it, as in HYPIC (arXiv 2607.01299). The composition is exact for
 given inputs of the layer. The inputs of upper layers depend on what stands before a chunk, as reused KV does.
 
 The convolution reads across a chunk's beginning: even in layer 0, what the first tokens contribute depends on the tokens
 before them. So the map covers the tokens from SEAM on, and every prompt computes the first SEAM tokens of each chunk.
+
+A layer that is an MLP alone (Nemotron-H) is one with an empty state: a chunk keeps one row of zeros of it.
 """
 
 from __future__ import annotations
