@@ -61,7 +61,7 @@ def test_wrong_settings_are_refused(world: World, extra: dict[str, object]) -> N
 def test_a_request_of_another_kind_is_not_planned(world: World, field: str) -> None:
     """As the scheduler hands it over: the connector has no plan for it, and claims nothing."""
     connector, ids = world.served.scheduler.connector, world.prompt(0, 1, 2)
-    plain = {"mm_features": [], "prompt_embeds": None, "pooling_params": None}
+    plain: dict[str, object] = {"mm_features": [], "prompt_embeds": None, "pooling_params": None}
     plain |= {"resumable": False, "skip_reading_prefix_cache": False, "kv_transfer_params": None}
     for name, special in (("plain", {}), ("special", {field: [1]})):
         request = SimpleNamespace(

@@ -111,9 +111,9 @@ def test_a_job_that_fails_is_prefilled_by_vllm(world: World, monkeypatch: pytest
 
 def test_slices_change_nothing_and_others_decode_between_them(world: World) -> None:
     served, ids = world.served, world.prompt(0, 1, 2, 3)
-    whole = served.one(ids)
     passes = served.runner.passes
-    steps = served.steps_during(ids)
+    passes.slice_row_layers = 0
+    whole, steps = served.one(ids), served.steps_during(ids)
     passes.slice_row_layers = 1  # a pause at each layer
     sliced = served.one(ids)
     n_sliced = served.steps_during(ids)

@@ -171,7 +171,8 @@ class _Blend:
                     raise PassDone
                 return self._ranks.part(attended)
 
-            self._passes.run(self._job.ids, torch.arange(n - n_scoring_rows(self._whole), n), attend, None)
+            rows = torch.arange(n - n_scoring_rows(self._whole), n)
+            self._passes.run(self._job.ids, rows, attend, None, n_placed(self._whole))
         return suffix.reusable_scores
 
     def _compute_prefix(self) -> ChunkView:
@@ -216,7 +217,7 @@ class _Blend:
             with closing(self._loader(rest, model, self._ranks.own)) as loader:
                 fix = corrector(model.rotary, loader.ropes, spans, prior) if spans else None
                 hook = self._place(Rows.on(model.device, part), first, loader, fix, see, check_layer)
-                self._passes.run(self._job.ids, part, hook, self._pages)
+                self._passes.run(self._job.ids, part, hook, self._pages, n_placed(rest))
         return name
 
     def _place(
@@ -258,6 +259,11 @@ class _Blend:
 def loaded(layout: Layout) -> list[Segment]:
     """Segments that are read from views."""
     return [s for s in layout.loaded if s.view is not None]
+
+
+def n_placed(layout: Layout) -> int:
+    """Tokens whose stored KV each pass places."""
+    return sum(len(s.span) for s in loaded(layout))
 
 
 def without_start(layout: Layout, start: int) -> Layout:

@@ -29,7 +29,7 @@ from blendserve.models.loader import VOLATILE, load_model, load_tokenizer
 if TYPE_CHECKING:
     from blendserve.integrations.vllm.jobs import JobQueue
 
-OWN = {"store": "", "config": None, "precomputed": False, "slice_tokens": 64}
+OWN = {"store": "", "config": None, "precomputed": False, "slice_tokens": 16}
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.gguf"
 

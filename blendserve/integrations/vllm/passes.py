@@ -34,6 +34,7 @@ from blendserve.kv import KVShape
 
 MAX_RUNS = 1024  # of a pass; buffers of metadata builders are made for as many
 MIN_ROWS = 32  # a pass of fewer rows takes as long
+PLACED_PER_ROW = 32  # tokens whose stored KV a CPU places in the time of a row
 
 Hook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 """Before layer l attends: l, rotated q [H, S, D], rotated k and v [K, S, D] -> attention's output [S, H * D], or None to
@@ -142,10 +143,11 @@ class Passes:
         self.slice_row_layers = 0  # row-layers between two pauses; 0: none
         self._done_row_layers = 0
 
-    def run(self, ids: Sequence[int], at: Tensor, hook: Hook, pages: Pages | None) -> None:
+    def run(self, ids: Sequence[int], at: Tensor, hook: Hook, pages: Pages | None, n_placed: int = 0) -> None:
         """Run the tokens at these positions [S], ascending. pages: None where the hook computes all attention.
 
-        A PassDone of the hook ends the pass; other errors of the hook are raised.
+        n_placed: tokens whose stored KV the hook places at each layer. A PassDone of the hook ends the pass; other errors
+        of the hook are raised.
         """
         device = self.model.device
         positions = at.to(device)
@@ -159,17 +161,19 @@ class Passes:
             "intermediate_tensors": None,
             "inputs_embeds": None,
         }
-        with forward, self._hooks(hook, len(at)), suppress(PassDone):
+        work = max(len(at), MIN_ROWS) + n_placed // PLACED_PER_ROW
+        with forward, self._hooks(hook, len(at), work), suppress(PassDone):
             self._model(**inputs)
 
     @contextmanager
-    def _hooks(self, hook: Hook, n_rows: int) -> Iterator[None]:
+    def _hooks(self, hook: Hook, n_rows: int, work: int) -> Iterator[None]:
+        """work: of a layer, in rows."""
         ours, attended = get_forward_context(), dict[int, Tensor | None]()
 
         def before(l: int, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             if get_forward_context() is not ours:
                 return  # vLLM's own step, while this pass is suspended
-            self._count(max(n_rows, MIN_ROWS))
+            self._count(work)
             layer = self.layers[l]
             q, k, v = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
             heads = (q, layer.num_heads), (k, layer.num_kv_heads), (v, layer.num_kv_heads)
@@ -189,9 +193,9 @@ class Passes:
             for handle in handles:
                 handle.remove()
 
-    def _count(self, n_rows: int) -> None:
+    def _count(self, work: int) -> None:
         """Suspend the job when it has run its slice. The same on all ranks: rows are counted, not seconds."""
-        self._done_row_layers += n_rows
+        self._done_row_layers += work
         if self.slice_row_layers and self._done_row_layers >= self.slice_row_layers:
             self._done_row_layers = 0
             with override_forward_context(None):
