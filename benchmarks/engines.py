@@ -163,7 +163,7 @@ class LlamaCpp:
         return self._next(ids)
 
     def decode(self, context: int, token: int, n: int) -> tuple[float, ...]:
-        """The time of each of n tokens, this one the first, behind so many tokens; those after them are overwritten."""
+        """The time of each of n tokens behind a context of that length, `token` the first. Later KV is overwritten."""
         self._llama.n_tokens = context
         clock, at = Clock(), [0.0]
         for _ in range(n - 1):

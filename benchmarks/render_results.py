@@ -75,12 +75,11 @@ def engines_part(suite: Suite, results: Path) -> list[str]:
         return []
     config = result["config"]
     about = f"{config['chunks']} of {config['passages']} stored passages of {config['chunk_tokens']} tokens in a chat"
-    lines = [
-        "",
-        f"**Engines** (run `vllm`): {about}, one thread each, `{config['model']}`: medians (range).",
-        "",
-    ]
-    lines += ["| engine | TTFT ms | ms per token |", "|---|---|---|"]
+    form = f"{result['environment']['model']['dtype']}, llama.cpp as named"
+    title = (
+        f"**Engines** (run `vllm`): {about}, `{config['model']}` in {form}, one thread each: medians (range)."
+    )
+    lines = ["", title, "", "| engine | TTFT ms | ms per token |", "|---|---|---|"]
     labels = [labels for group in result["groups"] for labels, *_ in group["samples"]]
     for engine in dict.fromkeys(x["server"] for x in labels if x["client"] == ENGINES):
         where = {"client": ENGINES, "server": engine}

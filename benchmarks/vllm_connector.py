@@ -77,6 +77,8 @@ def groups(config: VllmConfig, log: SampleLog) -> Iterator[Group]:
         raise InputError(
             f"there is no vLLM at {config.vllm}: run make test-vllm, or give --vllm", setting="vllm"
         )
+    if "questions" in config.parts and importlib.util.find_spec("langchain_openai") is None:
+        raise InputError("LangChain is not installed: pip install 'blendserve[integrations]'")
     model, n_threads = open_model(config, log), config.threads or 1
     work = make_workload(model, config.passages, config.chunk_tokens, None, config.seed)
     dtype = str(model.decoder.dtype).removeprefix("torch.")
@@ -95,8 +97,7 @@ def groups(config: VllmConfig, log: SampleLog) -> Iterator[Group]:
         _warm(config, servers[BLENDED].url, work, folder)
         wires = {name: Wire(server.url, config.model, config.new_tokens) for name, server in servers.items()}
         if "questions" in config.parts:
-            chains = {name: CLIENTS["langchain"].connect(wire) for name, wire in wires.items()}
-            answers = {name: _through(ask) for name, ask in chains.items()}
+            answers = {name: _through(CLIENTS["langchain"].connect(wire)) for name, wire in wires.items()}
             yield _questions(work, config.chunks, LANGCHAIN, answers)
         if "engines" in config.parts:
             answers = {name: _through(_paste(wire)) for name, wire in wires.items()}

@@ -85,9 +85,8 @@ class Options:
         passes = Passes(vllm_config, kv_cache_config, model, pause)
         passes.slice_row_layers = self.slice_tokens * passes.model.n_kv_layers
         ranks = Ranks(vllm_config.model_config.get_total_num_kv_heads())
-        slices_alone = (
-            -(-passes.max_rows // self.slice_tokens) if self.slice_tokens else 1
-        )  # as vLLM's own steps
+        # Alone, a step may do as much for jobs as vLLM's own steps do for prefills.
+        slices_alone = max(1, passes.max_rows // self.slice_tokens) if self.slice_tokens else 1
         runner = JobRunner(passes, Records(self.config, passes.model.device, ranks), ranks)
         return JobQueue(runner, slices_alone)
 
