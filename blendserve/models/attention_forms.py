@@ -26,12 +26,19 @@ NO_KV = KVShape(0, 1, 1)  # of a recurrent layer
 
 def is_recurrent(config: Any, family: Family, l: int) -> bool:
     """Whether layer l has a state in place of KV, which is empty if it is an MLP alone."""
+    if family.side_by_side:
+        return l % 2 == 0
     return family.recurrent is not None and config.layer_types[l] in RECURRENT_TYPES
+
+
+def layer_count(config: Any, family: Family) -> int:
+    """How many layers a model has here."""
+    return int(config.num_hidden_layers) * (1 + family.side_by_side)
 
 
 def kv_layout(config: Any, family: Family) -> tuple[tuple[KVShape, ...], list[int]]:
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
-    n, heads = config.num_hidden_layers, config.num_attention_heads
+    n, heads = layer_count(config, family), config.num_attention_heads
     shapes, sources = [], list(range(n))
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
         if is_recurrent(config, family, l):

@@ -76,7 +76,9 @@ def make_layer(parts: Parts, name: str, is_recurrent: bool) -> DecoderLayer:
         latent=parts.latent(attention) if family.latent and not is_recurrent else None,
         mixer=parts.mixer(f"{name}.{family.recurrent}") if is_recurrent else None,
         gate=parts.gate(f"{attention}.{family.gate}") if family.gate and not is_recurrent else None,
-        o=nn.Identity() if is_recurrent else parts.linear(f"{attention}.{family.called('o_proj')}"),
+        o=parts.scaled(nn.Identity(), str(family.recurrent))
+        if is_recurrent
+        else parts.linear(f"{attention}.{family.called('o_proj')}"),
         after_attention=norm(norms.after_attention, post_eps),
         before_mlp=None if family.parallel else norm(norms.before_mlp),
         mlp=parts.mlp(f"{name}.{family.mlp}") if family.mlp else None,

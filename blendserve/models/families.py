@@ -66,6 +66,9 @@ class Family:
     shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
     recurrent: str | None = None  # the mixer of its recurrent layers
+    side_by_side: bool = (
+        False  # a layer has a mixer beside attention; here it is two layers, the mixer's first
+    )
     matrix_state: bool = False  # a state changes by a matrix, not by a number of each head
     llama_norms: bool = False  # recurrent layers have norms where Llama has them, in place of those above
     latent: bool = False  # keys and values of all heads are made of one latent (multi-head latent attention)
@@ -76,7 +79,6 @@ class Family:
     v_norm: bool = False  # of each head, without weights
     kv_heads: Callable[[Any, int], int] = _kv_heads  # of a layer
     value_dim: str | None = None  # setting with the dims of a value; None: as of a key
-    value_scale: str | None = None
     windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
     sinks: bool = False  # attention has one a head, in the layers that have weights for it
@@ -91,6 +93,9 @@ class Family:
     rope_bases: bool = False  # config.layer_rope_theta has one for each layer; 0 = no RoPE
     layer_inputs: bool = False  # each layer has embeddings of its own, if config.hidden_size_per_layer_input
     layer_scale: str | None = None  # a number in the weights, of what each layer gives
+    scales: Mapping[str, Setting] = field(
+        default_factory=dict
+    )  # of what modules give, linear ones and the mixer, and "attention" of what it reads
     embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
     residual_scale: Setting | None = None
     logits_scale: str | None = None
@@ -156,7 +161,7 @@ MUSE: dict[str, Any] = {
     "qk_norm": "head",
     "attention_scale": _qk_scale,
     "plain_norm": "rms by power",
-    "names": {"q_norm": "qk_norm", "k_norm": "qk_norm"},
+    "names": {"q_norm": "qk_norm"},
 }
 GEMMA_4: dict[str, Any] = {
     **GEMMA_2,
@@ -192,6 +197,23 @@ LFM: dict[str, Any] = {
 LFM_2: dict[str, Any] = {
     **LFM,
     "names": {**LFM["names"], "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+}
+FALCON: dict[str, Any] = {
+    "recurrent": "mamba",
+    "side_by_side": True,
+    "before_mlp": "pre_ff_layernorm",
+    "mlp": "feed_forward",
+    "names": {"norm": "final_layernorm"},
+    "scales": {
+        "attention": "attention_in_multiplier",
+        "k_proj": "key_multiplier",
+        "o_proj": "attention_out_multiplier",
+        "mamba": "ssm_out_multiplier",
+        "gate_proj": lambda config: config.mlp_multipliers[0],
+        "down_proj": lambda config: config.mlp_multipliers[1],
+    },
+    "embedding_scale": "embedding_multiplier",
+    "logits_scale": "lm_head_multiplier",
 }
 LATENT: dict[str, Any] = {"latent": True, "attention_scale": _latent_scale}
 DELTA_NET: dict[str, Any] = {
@@ -275,7 +297,7 @@ FAMILIES: dict[str, Family] = {
     "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
     "mimo_v2_flash": Family("MiMo V2 Flash", experts=True, windows="typed", sinks=True, typed_rope=True,
                             kv_heads=_twice_if_it_slides, value_dim="v_head_dim",
-                            value_scale="attention_value_scale", rope_share=0.334),
+                            scales={"v_proj": "attention_value_scale"}, rope_share=0.334),
     "minicpm3": Family("MiniCPM3 with default RoPE", **LATENT, embedding_scale="scale_emb",
                        residual_scale=lambda config: config.scale_depth / math.sqrt(config.num_hidden_layers),
                        logits_divisor=lambda config: config.hidden_size / config.dim_model_base),
@@ -299,6 +321,7 @@ FAMILIES: dict[str, Family] = {
     "axk1": Family("A.X K1", **LATENT, experts=True),
     "bamba": Family("Bamba", recurrent="mamba", before_mlp="pre_ff_layernorm", mlp="feed_forward",
                     names={"norm": "final_layernorm"}),
+    "falcon_h1": Family("Falcon-H1", **FALCON),
     "nemotron_h": Family("Nemotron-H, Nemotron 3 Nano", norm=LATE_RMS, before_attention="norm", before_mlp=None, mlp=None,
                          recurrent="mixer", rotates=_never,
                          names={"self_attn": "mixer", "embed_tokens": "embeddings", "norm": "norm_f"}),

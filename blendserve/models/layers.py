@@ -15,6 +15,7 @@ from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear
 from blendserve.kernels.types import Activation, Rope
+from blendserve.models.attention_forms import setting_of
 from blendserve.models.families import Family
 from blendserve.models.recurrent import RecurrentMixer
 
@@ -125,7 +126,12 @@ class Parts:
         """A linear layer; one whose weights transformers has quantised is the module itself."""
         if self._is_quantised and type(module := self.module(name)) is not nn.Linear:
             return cast(Function, module)
-        return Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        return self.scaled(Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")), name)
+
+    def scaled(self, function: Function, name: str) -> Function:
+        """What a module of this name gives, by the family's scale of it."""
+        factor = setting_of(self.config, self.family.scales.get(name.rpartition(".")[2]))
+        return function if factor is None else lambda x: function(x) * factor
 
     def norm(self, name: str, eps: float | None = None, is_plain: bool = False) -> Norm:
         """eps: in place of the configuration's. is_plain: of the family's plain form, if it has one."""

@@ -26,6 +26,7 @@ from blendserve.models.attention_forms import (
     attention_spec,
     is_recurrent,
     kv_layout,
+    layer_count,
     rope_of,
     setting_of,
     turn_of,
@@ -86,7 +87,7 @@ class DecoderModel:
         self.can_capture = True  # no capture of a decoding step has failed
         self.native_layers = dict[tuple[bool, int], Any]()  # by few rows and threads (native.py)
         self.native_decoders = dict[bool, Any]()  # by int8 (runner.py)
-        self.n_layers: int = config.num_hidden_layers
+        self.n_layers = layer_count(config, family)
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         self.query_heads: list[int] = by_layer or [config.num_attention_heads] * self.n_layers
         self.kv_shapes, self.kv_sources = kv_layout(
@@ -101,7 +102,8 @@ class DecoderModel:
             attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
         self.layers = [
-            make_layer(parts, f"model.layers.{l}", l in self.recurrent) for l in range(self.n_layers)
+            make_layer(parts, f"model.layers.{self.own_layer(l)}", l in self.recurrent)
+            for l in range(self.n_layers)
         ]
         self._layer_embeddings = LayerEmbeddings.of(parts)
         self.norm, self.lm_head = (
@@ -110,7 +112,7 @@ class DecoderModel:
         )
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = setting_of(config, family.residual_scale)
-        self._value_scale = setting_of(config, family.value_scale)
+        self._attention_scale = setting_of(config, family.scales.get("attention"))
         self._embedding_norm = parts.norm("", is_plain=True) if family.plain_norm else None
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
@@ -162,6 +164,10 @@ class DecoderModel:
         """Whether all of them keep keys and values of one shape."""
         first = self.kv_shapes[0]
         return first.dim == first.value_dim and set(self.kv_shapes) == {first}
+
+    def own_layer(self, l: int) -> int:
+        """Which of transformers' layers holds layer l."""
+        return l // 2 if self.family.side_by_side else l
 
     def kv_shape(self, l: int) -> KVShape:
         """Of the KV that layer l reads."""
@@ -277,6 +283,8 @@ class DecoderModel:
     def normed(self, l: int, hidden: States) -> Tensor:
         """What attention or the mixer of layer l reads: hidden [S, E] -> [S, E]."""
         x = hidden.x if isinstance(hidden, Hidden) else hidden
+        if self.family.side_by_side and l not in self.recurrent:
+            x, _ = x.chunk(2, dim=-1)
         return call_norm(self.layers[l].before_attention, x)[1]
 
     def project(self, l: int, hidden: States) -> Projected:
@@ -285,6 +293,7 @@ class DecoderModel:
         A layer that reads the KV of another has no keys and values: K is 0.
         """
         layer, x = self.layers[l], self.normed(l, hidden)
+        x = x if self._attention_scale is None else x * self._attention_scale
         if layer.latent is not None:
             return Projected(*(part.transpose(0, 1) for part in layer.latent.project(x)))
         made = [part(x) for part in layer.qkv]
@@ -303,8 +312,6 @@ class DecoderModel:
             k = own[0] if own else k
         if layer.v_norm is not None:
             v = norm_heads(layer.v_norm, v)
-        if self._value_scale is not None:
-            v = v * self._value_scale
         return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
 
     def finish(self, l: int, hidden: States, attended: Tensor) -> States:
@@ -323,6 +330,13 @@ class DecoderModel:
             gate = layer.gate(call_norm(layer.before_attention, hidden)[1])
             attended = (attended.reshape(*gate.shape, -1) * gate[..., None]).flatten(1)
         added = layer.o(attended)
+        if (
+            self.family.side_by_side
+        ):  # the mixer's layer hands on [S, 2 * E]: its rows, and what it adds to them
+            if layer.mixer is not None:
+                return torch.cat([hidden, added], dim=-1)
+            hidden, beside = hidden.chunk(2, dim=-1)
+            added = beside + added
         if layer.after_attention is not None:
             added = call_norm(layer.after_attention, added)[1]
         if scale is not None:

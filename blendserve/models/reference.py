@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple, cast
 
@@ -28,20 +30,29 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
     nudge: a seed; every number of the embeddings is then off by one rounding step of the dtype, up or down by chance.
     """
     reference = cast(Any, model.reference)
-    embedded = reference.get_input_embeddings()(torch.tensor([ids], device=model.device))
-    if nudge is not None:
-        generator = torch.Generator().manual_seed(nudge)
+    cache = full_cache(model)
+    inputs = {"input_ids": torch.tensor([ids], device=model.device), **cache_argument(reference, cache)}
+    with _nudged(reference.get_input_embeddings(), nudge):
+        output = reference(**inputs, use_cache=True, logits_to_keep=2)
+    return Forward(output.logits[0], *kv_of(model, cache))
+
+
+@contextmanager
+def _nudged(embeddings: nn.Module, seed: int | None) -> Iterator[None]:
+    def nudge(module: nn.Module, ids: Any, embedded: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed or 0)
         sign = 2 * torch.randint(0, 2, embedded.shape, generator=generator) - 1
         eps = torch.finfo(embedded.dtype).eps
-        embedded = (embedded.float() * (1 + eps * sign.to(embedded.device))).to(embedded.dtype)
-    cache = full_cache(model)
-    inputs = {"inputs_embeds": embedded, **cache_argument(reference, cache)}
-    if getattr(model.config, "hidden_size_per_layer_input", None):
-        inputs["per_layer_inputs"] = reference.model.get_per_layer_inputs(
-            torch.tensor([ids], device=model.device)
-        )
-    output = reference(**inputs, use_cache=True, logits_to_keep=2)
-    return Forward(output.logits[0], *kv_of(model, cache))
+        return (embedded.float() * (1 + eps * sign.to(embedded.device))).to(embedded.dtype)
+
+    if seed is None:
+        yield
+        return
+    hook = embeddings.register_forward_hook(nudge)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def full_cache(model: DecoderModel) -> Any:
@@ -51,19 +62,18 @@ def full_cache(model: DecoderModel) -> Any:
     if not model.recurrent:
         return DynamicCache()
     cache = DynamicCache(config=model.config)
-    cache.layers = [x if l in model.recurrent else DynamicLayer() for l, x in enumerate(cache.layers)]
+    if not model.family.side_by_side:
+        cache.layers = [x if l in model.recurrent else DynamicLayer() for l, x in enumerate(cache.layers)]
     return cache
 
 
 def kv_of(model: DecoderModel, cache: Any) -> tuple[Layers, Layers]:
     """The keys after RoPE and values [L, K, T, D] of transformers' own cache; K is 0 in a recurrent layer."""
     parts = ("values", "keys") if model.family.latent else ("keys", "values")  # latents are its cache's keys
-    attention = cache.layers[model.attention_layer]
-    none = attention.keys[0][:0, :, :1]
+    layers = [cache.layers[model.own_layer(l)] for l in range(model.n_kv_layers)]
+    none = layers[model.attention_layer].keys[0][:0, :, :1]
     keys, values = (
-        join_layers(
-            [none if l in model.recurrent else getattr(x, part)[0] for l, x in enumerate(cache.layers)]
-        )
+        join_layers([none if l in model.recurrent else getattr(x, part)[0] for l, x in enumerate(layers)])
         for part in parts
     )
     return keys, values

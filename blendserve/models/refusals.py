@@ -25,7 +25,6 @@ REFUSALS = {
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
     "it has no attention, so that there is no KV to reuse": "mamba mamba2 falcon_mamba rwkv xlstm",
     "its recurrent layers are not built in": "recurrent_gemma jamba minimax",
-    "its layers have attention and a recurrent mixer side by side, which is not built in": "falcon_h1",
     "its attention reads the embeddings beside what the layers before give, which is not built in": "zamba zamba2",
     "its positions are added to the input, so that a key cannot be moved": (
         "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
@@ -86,7 +85,9 @@ def _refused_setting(config: Any) -> tuple[str, str]:
             f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
             f"(types {', '.join(sorted(MOVABLE_ROPE))} can)"
         )
-    known = LAYER_TYPES | (RECURRENT_TYPES if FAMILIES[config.model_type].recurrent else set())
+    family = FAMILIES[config.model_type]
+    known = LAYER_TYPES | (RECURRENT_TYPES if family.recurrent else set())
+    known |= {"hybrid"} if family.side_by_side else set()
     if others := set(getattr(config, "layer_types", None) or ()) - known:
         return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
     found = [row for row in REFUSED_SETTINGS.items() if getattr(config, row[0], None) not in ALLOWED]

@@ -115,7 +115,7 @@ def test_the_state_behind_a_prompt_is_that_of_transformers_own_cache(name: str) 
     for stored in ([], chunks[:1]):  # nothing, and the chunk right behind the prefix
         done = tiny_blender(None, *stored, decoder=decoder).run(prompt, REUSE)
         for l in (l for l in decoder.recurrent if decoder.mixer(l).has_state):
-            state, layer = done.result.cache.state(l, len(prompt)), own.layers[l]
+            state, layer = done.result.cache.state(l, len(prompt)), own.layers[decoder.own_layer(l)]
             n_inputs = state.inputs.shape[-1]
             assert_near(state.inputs, layer.conv_states[0][0][..., -n_inputs:], BOUND)
             if state.memory.numel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import runpy
 import sys
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def dense(decoder: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], tor
 def check_every_layer(decoder: DecoderModel) -> Any:
     said = model_says(decoder, IDS, output_hidden_states=True)
     states, logits = dense(decoder, IDS)
-    for own, ours in zip(said.hidden_states[:-1], states[:-1], strict=True):  # the last one is normed
+    halves = 1 + decoder.family.side_by_side
+    for own, ours in zip(said.hidden_states[:-1], states[:-1:halves], strict=True):  # the last one is normed
         assert_near(ours, own[0])
     assert_near(logits, said.logits[0])
     return said
@@ -70,9 +72,9 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     said = check_every_layer(decoder)
     assert distance(said.logits[0, 1:], said.logits[0, :-1]) > 0.1
     layers = said.past_key_values.layers
-    assert len(layers) == decoder.n_kv_layers
+    assert len(layers) == decoder.own_layer(decoder.n_kv_layers - 1) + 1
     assert len(decoder.specs) == decoder.n_layers
-    layers = [x for l, x in enumerate(layers) if l not in decoder.recurrent]
+    layers = [layers[decoder.own_layer(l)] for l in range(decoder.n_kv_layers) if l not in decoder.recurrent]
     shapes = [(x.keys.shape, x.values.shape) for x in layers]
     if decoder.family.latent:  # transformers' cache has the latents as keys, and the keys as values
         shapes = [(values, keys) for keys, values in shapes]
@@ -133,7 +135,7 @@ def own_rotation(
     model: Any = decoder.reference
     layer_type = (decoder.config.layer_types[l],) if decoder.family.typed_rope else ()
     angles = own_rotary(decoder, l)(x, positions[None], *layer_type)
-    module: Any = sys.modules[type(model.model.layers[l].self_attn).__module__]
+    module: Any = sys.modules[type(model.model.layers[decoder.own_layer(l)].self_attn).__module__]
     if isinstance(angles, torch.Tensor):  # DeepSeek V2's are complex numbers
         return angles[0].real.repeat_interleave(2, -1), module.apply_rotary_emb(x[None], x[None], angles)[0][
             0
@@ -152,7 +154,8 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
     rows = 3 * torch.randn(9, decoder.config.hidden_size, generator=seeded).bfloat16()
     positions = torch.arange(9) * 37 + 1
     family, ropes = decoder.family, decoder.rope(positions)
-    for l, (ours, own) in enumerate(zip(decoder.layers, model.model.layers, strict=True)):
+    for l, ours in enumerate(decoder.layers):
+        own = model.model.layers[decoder.own_layer(l)]
         places = Family("") if family.llama_norms and l in decoder.recurrent else family
         heads = rows.view(9, -1, decoder.kv_shape(l).dim)
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
@@ -189,24 +192,33 @@ ALL_ERRORS = (
 )
 
 
-def peculiarities() -> list[tuple[str, str]]:
-    """(model_type, field) wherever a family's plan is not Llama's."""
+def without(family: Family) -> Iterator[tuple[str, Family]]:
+    """A family with one field of Llama's in place of its own, or without one entry of a field, by the name of that."""
     llama = FAMILIES["llama"]
-    return [
-        (kind, field.name)
-        for kind, family in FAMILIES.items()
-        for field in dataclasses.fields(Family)
-        if field.name not in {"models", "experts"}
-        and getattr(family, field.name) != getattr(llama, field.name)
-    ]
+    for name in (field.name for field in dataclasses.fields(Family)):
+        own, plain = getattr(family, name), getattr(llama, name)
+        if name in {"models", "experts"} or own == plain:
+            continue
+        if not isinstance(own, Mapping):
+            yield name, dataclasses.replace(family, **{name: plain})
+            continue
+        for key in own:
+            others: Any = {other: value for other, value in own.items() if other != key}
+            yield f"{name} {key}", dataclasses.replace(family, **{name: others})
 
 
-@pytest.mark.parametrize(("kind", "field"), peculiarities())
+PECULIARITIES = [
+    pytest.param(kind, plain, id=f"{kind} {name}")
+    for kind, family in FAMILIES.items()
+    for name, plain in without(family)
+]
+
+
+@pytest.mark.parametrize(("kind", "plain"), PECULIARITIES)
 def test_each_peculiarity_of_a_family_is_needed(
-    kind: str, field: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, plain: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the checks above fail on at least one of the family's tiny models."""
-    plain = dataclasses.replace(FAMILIES[kind], **{field: getattr(FAMILIES["llama"], field)})
     monkeypatch.setitem(FAMILIES, kind, plain)
     noticed = []
     for name in TINY:

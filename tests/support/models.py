@@ -63,6 +63,11 @@ GRANITE_4 = {
     **MAMBA, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 0,
     "shared_intermediate_size": 40,
 }
+FALCON_H1 = {
+    **MAMBA, "mamba_d_ssm": 128, "attention_in_multiplier": 0.7, "key_multiplier": 0.5, "attention_out_multiplier": 1.5,
+    "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [1.3, 0.8], "embedding_multiplier": 3.0, "lm_head_multiplier": 2.0,
+}
 NEMOTRON_H = {
     "time_step_min": 1e-9,  # transformers clamps time steps to it where several tokens run, not where one does
     **GROUPED, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
@@ -124,6 +129,8 @@ TINY: dict[str, dict[str, Any]] = {
     "kimi_linear-dense": {**KIMI, "mlp_layer_types": ["dense"] * 4},
     "axk1": {**LATENT, **GROUPED},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**FALCON_H1, "num_hidden_layers": 2},
+    "falcon_h1-biased": {**FALCON_H1, **BIASED, "mamba_rms_norm": True, "num_hidden_layers": 2},
     "nemotron_h": {**NEMOTRON_H, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "mlp_bias": True},
     "nemotron_h-dense": {
         **NEMOTRON_H, "layer_types": ["mlp", "linear_attention", "full_attention", "mlp", "full_attention"],
@@ -298,7 +305,7 @@ KINDS = [
 # With recurrent layers.
 HYBRIDS = [
     *("qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid"),
-    *("nemotron_h", "nemotron_h-dense", "kimi_linear-dense", "lfm2", "lfm3"),
+    *("falcon_h1", "nemotron_h", "nemotron_h-dense", "kimi_linear-dense", "lfm2", "lfm3"),
 ]
 # With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
 EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
