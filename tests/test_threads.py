@@ -17,7 +17,7 @@ from blendserve.config import ModelConfig
 from blendserve.models.loader import load_model
 from blendserve.threads import COUNT, POLICY, SPIN, SPINS, Cpus, Settled, find_cpus, settle
 from tests.bench.conftest import write_shape
-from tests.support.kernels import threads as limited
+from tests.support.kernel_switches import threads as limited
 
 CGROUPS: dict[str, tuple[str, dict[str, str], float | None]] = {  # own cgroups, limits, quota in CPUs
     "none": ("0::/\n", {}, None),

@@ -112,7 +112,7 @@ from blendserve.kernels import reference
 from blendserve.models.model import DecoderModel
 from blendserve.store.view import TensorView
 from tests.support.blending import blend
-from tests.support.kernels import forget
+from tests.support.kernel_switches import forget
 from tests.support.toy import toy_llama
 
 def peak():

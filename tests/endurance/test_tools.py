@@ -20,7 +20,7 @@ from tests.endurance.driver import Figures, Promises, Workload, main, soak
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_model as model
 from tests.support.http import Server, ToyServer
-from tests.support.kernels import threads
+from tests.support.kernel_switches import threads
 from tests.support.stores import put_kv
 
 BLOCK: Figures = {"warm_up": False, "bytes_most": 100, "hit_rate": 0.6, "gain": 2.0, "reused": 0.4}

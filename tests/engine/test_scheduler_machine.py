@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND
-from tests.support.scheduler import REFINING, Question, SchedulerMachine, opened
+from tests.support.scheduler import SchedulerMachine, opened
+from tests.support.scheduler_requests import REFINING, Question
 from tests.support.waiting import eventually
 
 TestScheduler = SchedulerMachine.TestCase

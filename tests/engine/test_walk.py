@@ -17,7 +17,7 @@ from typing import Any
 import blendserve
 from tests.support.engines import QUESTIONS, toy_engine
 from tests.support.http import DOCUMENTS, index
-from tests.support.kernels import threads
+from tests.support.kernel_switches import threads
 
 MAX_FILES, MAX_STAYS = 10, 12
 PACKAGE = Path(blendserve.__file__).parent

@@ -27,7 +27,7 @@ from blendserve.store.codecs.base import Buffer
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.view import TensorView
-from tests.support.kernels import threads
+from tests.support.kernel_switches import threads
 from tests.support.stores import CAP, UNIT, chunk, key_of, read, same
 from tests.support.streams import LateCopyStream, LateMark
 from tests.support.waiting import eventually, is_blocked

@@ -27,7 +27,7 @@ from blendserve.models.loader import fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
-from tests.support.kernels import plain_torch
+from tests.support.kernel_switches import plain_torch
 from tests.support.models import EQUAL_KINDS, tiny_model
 from tests.support.stores import ROOMY, FaultyStore
 

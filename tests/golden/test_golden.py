@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from tests.golden import blend, http
-from tests.support.kernels import plain_torch
+from tests.support.kernel_switches import plain_torch
 
 GOLDEN = json.loads(blend.FILE.read_text("utf-8"))
 KINDS = sorted({case.split(", ")[0] for case in GOLDEN["cases"]})

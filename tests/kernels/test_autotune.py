@@ -16,7 +16,7 @@ from blendserve.kernels import autotune, switches
 from blendserve.kernels.autotune import Times, choose, load, measure, save
 from blendserve.kernels.dispatch import Backend, KernelOp
 from tests.support.files import own_cache
-from tests.support.kernels import forget, threads
+from tests.support.kernel_switches import forget, threads
 
 RULE: list[tuple[str, Times]] = [  # the first, and what was measured
     ("tiles", {"tiles": [1.04], "plain": [1.0]}),

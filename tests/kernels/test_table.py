@@ -33,18 +33,8 @@ from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import HALVES, INTERLEAVED
 from blendserve.kernels.selfcheck import Kind
 from blendserve.kernels.types import Rope
-from tests.support.kernels import (
-    DTYPES,
-    TABLE,
-    Options,
-    Way,
-    compare,
-    guarded,
-    plain_torch,
-    same,
-    threads,
-    ways,
-)
+from tests.support.kernel_switches import guarded, plain_torch, threads
+from tests.support.kernels import DTYPES, TABLE, Options, Way, compare, same, ways
 
 WAYS = list(ways())
 NATIVE = [way for way in WAYS if way.is_native]

@@ -25,7 +25,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_layers
 from blendserve.models.runner import append_each, decode_each, decode_in_int8, native_decoder
 from blendserve.models.thread_tuner import Series, ThreadTuner
-from tests.support.kernels import plain_torch, threads
+from tests.support.kernel_switches import plain_torch, threads
 from tests.support.models import wide_model
 
 COVERED = [

@@ -17,7 +17,7 @@ from blendserve.models.kv_cache import ALIGNMENT, CachePool, KVCache, recycled_e
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import EAGER_STEPS, Runner, append_each
 from tests.support.blending import assert_near
-from tests.support.kernels import plain_torch
+from tests.support.kernel_switches import plain_torch
 from tests.support.models import KINDS, fresh_model, tiny_decoder
 
 SLOTS, ROOM = 4, 40

@@ -25,7 +25,7 @@ from blendserve.store.codecs.predict.sensitivity import first_layer, gradients, 
 from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
 from tests.support.codecs import decoded, refuses, related
 from tests.support.codecs import predict_tables as tables
-from tests.support.kernels import guarded
+from tests.support.kernel_switches import guarded
 from tests.support.models import tiny_decoder
 
 

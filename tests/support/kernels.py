@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.kernels import autotune, ops, reference, selfcheck, switches
+from blendserve.kernels import ops, reference, selfcheck
 from blendserve.kernels.cases import CASES, NAN, RIDGE, SHIFT, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
@@ -132,55 +131,6 @@ def compare(way: Way, dtype: torch.dtype, args: Args, got: Sequence[Tensor]) -> 
 def same(a: Tensor, b: Tensor) -> bool:
     """The same bits; memory that must stay as it is may be NaN in both."""
     return np.array_equal(a.double(), b.double(), equal_nan=True)
-
-
-@contextmanager
-def guarded() -> Iterator[None]:
-    """Inside, memory that is asked of torch.empty holds NaN, and what lies around it must stay as it is."""
-    plain, made = torch.empty, list[tuple[Tensor, int]]()
-
-    def empty(*shape: Any, **options: Any) -> Tensor:
-        size = torch.Size(shape if not shape or isinstance(shape[0], int) else shape[0])
-        whole = plain(size.numel() + 128, **options)
-        whole.fill_(NAN if whole.is_floating_point() else 77)
-        made.append((whole, size.numel()))
-        return whole[64 : 64 + size.numel()].view(size)
-
-    with patch.object(torch, "empty", empty):
-        yield
-    for whole, n in made:
-        around = torch.cat([whole[:64], whole[64 + n :]])
-        assert bool((around.isnan() if around.is_floating_point() else around == 77).all())
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def forget() -> None:
-    """Read the switches, select backends and measure anew at the next call, as a new process does."""
-    switches.is_native_on.cache_clear()
-    switches.is_autotune_on.cache_clear()
-    for kept in (autotune.FOUND, autotune.SPENT_S):
-        kept.clear()
-    for operation in ops.OPERATIONS.values():
-        operation.bound.clear()
-        operation.order.clear()
-
-
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """Torch in the place of compiled kernels, as a process has it that starts with the switch."""
-    with patch.dict(os.environ, {switches.NATIVE: "0"}):
-        forget()
-        yield
-    forget()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from blendserve.kernels.cpu import build, isa
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
 from blendserve.kernels.cpu.library import LAYOUTS, loaded
 from blendserve.models.loader import fast_dtype
-from tests.support.kernels import forget
+from tests.support.kernel_switches import forget
 
 ROOT = Path(__file__).parents[3]
 HERE = [level for level in LEVELS.values() if not missing(level)]
