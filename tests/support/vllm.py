@@ -202,9 +202,8 @@ def _greedy(n: int) -> Any:
 
 def _answer(output: Any) -> Answer:
     first = output.outputs[0].logprobs[0]
-    logprobs = torch.full((VOCAB,), -torch.inf)
-    for token, value in first.items():
-        logprobs[token] = value.logprob
+    logprobs = torch.full((max(first) + 1,), -torch.inf)
+    logprobs[list(first)] = torch.tensor([value.logprob for value in first.values()])
     report = (output.kv_transfer_params or {}).get("blendserve", {})
     return Answer(tuple(output.outputs[0].token_ids), logprobs, report, output.num_cached_tokens or 0)
 
