@@ -123,7 +123,11 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made = [builder.build(example.question, example.contexts[:PASSAGES]) for example in examples]
     own.store_chunks(list({chunk.ids: None for prompt in made for chunk in prompt.chunks}))
     n_blocks = int(share * sum(-(-len(prompt.ids) // BLOCK) for prompt in made[:REQUESTS]))
-    options = {"max_logprobs": TOP, "num_gpu_blocks_override": n_blocks, "disable_log_stats": False}
+    options: dict[str, Any] = {
+        "max_logprobs": TOP,
+        "num_gpu_blocks_override": n_blocks,
+        "disable_log_stats": False,
+    }
     with serving(folder, store, **options) as served:
         yield RealWorld(own, [prompt.ids for prompt in made], served)
 
