@@ -15,9 +15,10 @@ content (store/blobs.py), one for each model and chunk context.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
@@ -39,6 +40,10 @@ from blendserve.models.model import DecoderModel
 from blendserve.registry import FULL_REUSE
 from blendserve.store import KVStore
 from blendserve.store.base import Progress
+
+Pair = tuple[Tensor, Tensor]
+LayerOf = Callable[[int], Pair]
+"""Of a layer, keys before RoPE and values [K, S, D] of some tokens."""
 
 NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
 FIT_TOKENS = 16_384  # more tokens change little
@@ -132,6 +137,11 @@ class StoredPriors:
         """The hash of the store's priors; None if it has none. Raises StoreError."""
         return self._store.blobs.current(NAME, self._owner)
 
+    def put(self, priors: Priors) -> None:
+        """Store these. Raises StoreError."""
+        self._store.blobs.put(NAME, self._owner, priors.to_bytes())
+        self._is_loaded = False
+
     def use(self, priors: Priors | None) -> None:
         """Use these from now on, whatever the store has."""
         with self._lock:
@@ -158,8 +168,7 @@ class PriorStore(StoredPriors):
     def learn(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> None:
         """Fit priors on a corpus and store them, unless the store has some. Raises StoreError."""
         if self.current() is None and (made := self.fit(chunks, progress)) is not None:
-            self._store.blobs.put(NAME, self._owner, made.to_bytes())
-            self._is_loaded = False
+            self.put(made)
 
     def fit(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> Priors | None:
         """Fit priors on a corpus, in prompts made of its chunks; None if it is too small.
@@ -171,12 +180,16 @@ class PriorStore(StoredPriors):
         total, done = sum(map(len, prompts)), 0
         if total < MIN_TOKENS:
             return None
-        computer, fit = ChunkComputer(model, self._context), _LeastSquares(model)
+        computer, fit = ChunkComputer(model, self._context), LeastSquares(model)
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
             cache = run(blend_prefill(model, lay_out(prompt), full)).cache
             alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
-            fit.add(prompt.spans[first:], alone, cache)
+            fit.add(
+                prompt.spans[first:],
+                partial(_joined, alone),
+                partial(_own_kv, model, cache, prompt.spans[first:]),
+            )
             done += len(prompt)
             progress(done, total)
         return fit.solve()
@@ -199,26 +212,33 @@ def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list
     return [Prompt(prefix, tuple(map(Chunk, group)), ()) for group in groups if len(group) > 1]
 
 
-class _LeastSquares:
+def _joined(chunks: Sequence[ChunkKV], l: int) -> Pair:
+    """Of chunks one after another."""
+    return torch.cat([kv.keys[l] for kv in chunks], dim=1), torch.cat([kv.values[l] for kv in chunks], dim=1)
+
+
+def _own_kv(model: DecoderModel, cache: KVCache, spans: Sequence[Span], l: int) -> Pair:
+    """At these places of a prompt, which are one stretch."""
+    here = slice(spans[0].start, spans[-1].stop)
+    rope = model.rope(torch.arange(here.start, here.stop, device=model.device))[l]
+    return model.rotate(cache.keys[l][:, here], rope.inverse), cache.values[l][:, here]
+
+
+class LeastSquares:
     """Sums of products of x = [stored key | stored value | 1] with itself and with the deviation."""
 
-    def __init__(self, model: DecoderModel) -> None:
-        self._model = model
+    def __init__(self, model: KVModel) -> None:
+        self._model, self.n_tokens = model, 0  # of the prompts that they are of; kept by the caller
         shapes = [(heads, sum(dims) + 1) for heads, *dims in model.kv_shapes[1:]]
         self._gram = [torch.zeros(heads, n, n, dtype=torch.float64) for heads, n in shapes]
         self._cross = [torch.zeros(heads, n, n - 1, dtype=torch.float64) for heads, n in shapes]
 
-    def add(self, spans: Sequence[Span], chunks: Sequence[ChunkKV], cache: KVCache) -> None:
+    def add(self, spans: Sequence[Span], stored_kv: LayerOf, fresh_kv: LayerOf) -> None:
         """Chunks computed alone, and the KV at their places in a prompt that was prefilled in full."""
-        model, here = self._model, slice(spans[0].start, spans[-1].stop)
         by = torch.cat([torch.full((len(span), 1), preceding_share(span)) for span in spans])
-        by = by.to(model.device)
-        ropes = model.rope(torch.arange(here.start, here.stop, device=model.device))
-        for l in range(1, model.n_kv_layers):
-            keys = model.rotate(cache.keys[l][:, here], ropes[l].inverse)
-            fresh = torch.cat([keys, cache.values[l][:, here]], dim=-1).float()
-            stored = torch.cat([torch.cat([kv.keys[l], kv.values[l]], dim=-1) for kv in chunks], dim=1)
-            stored = stored.to(fresh.device).float()
+        by = by.to(self._model.device)
+        for l in range(1, self._model.n_kv_layers):
+            stored, fresh = (torch.cat(kv(l), dim=-1).to(by.device).float() for kv in (stored_kv, fresh_kv))
             x = by * torch.cat([stored, torch.ones_like(stored[..., :1])], dim=-1)
             self._gram[l - 1] += (x.mT @ x).cpu()
             self._cross[l - 1] += (x.mT @ (fresh - stored)).cpu()

@@ -29,6 +29,7 @@ from blendserve.paths import index_folder
 if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
 
+NO_PRIOR = "no correction prior: the corpus is too small, or the correction uses none"
 log = logging.getLogger(__name__)
 CorpusArg = Annotated[
     Path,
@@ -204,7 +205,7 @@ def precompute(
             log.info("stopped: computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
         if engine.blender.priors.current() is None:
-            log.info("no correction prior: the corpus is too small, or the correction uses none")
+            log.info(NO_PRIOR)
         missing = engine.missing(shard=part)
     rate = report.tokens / report.seconds if report.seconds else 0.0
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import httpx
 import typer
 
 from blendserve import console
-from blendserve.cli.core import CorpusArg
+from blendserve.cli.core import NO_PRIOR, CorpusArg
 from blendserve.cli.options import option, single_command, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
@@ -33,32 +34,48 @@ def warm(
 ) -> Output:
     """Store the KV of a corpus's chunks by a vLLM server.
 
-    The server computes them with its own model, and stores them where its connector looks for chunks. Give the model
-    and the settings file (-c) of the server: chunks are computed after the same context. The exit code is 1 if a chunk
-    was not stored.
+    The server computes them with its own model, and stores them where its connector looks for chunks. At the end it fits
+    a correction prior on prompts of these chunks, if the correction uses one. Give the model and the settings file (-c)
+    of the server: chunks are computed after the same context. The exit code is 1 if a chunk was not stored.
     """
-    from blendserve.engine.prompt import PromptBuilder  # torch and all the rest: seconds
+    from blendserve.blend.priors import prompts_of  # torch and all the rest: seconds
+    from blendserve.engine.prompt import PromptBuilder
     from blendserve.models.loader import load_tokenizer
+    from blendserve.registry import CORRECTIONS
 
     prompts = PromptBuilder(load_tokenizer(settings.model), settings.prompt)
     chunks = passages_of(corpus, settings, prompts)[:limit]
-    done = {"chunks": len(chunks), "stored": 0, "tokens": 0}
-    with _client(url) as http, console.progress("Storing", "chunks") as update:
-        model = _call(http, "GET", "/v1/models")["data"][0]["id"]
-        for n, ids in enumerate(chunks, start=1):
-            body = {"model": model, "prompt": [*prompts.kv_context, *ids], "max_tokens": 1}
-            answer = _call(
-                http, "POST", "/v1/completions", {**body, "kv_transfer_params": {"blendserve": "store"}}
-            )
-            report = (answer.get("kv_transfer_params") or {}).get("blendserve") or {}
-            if error := report.get("error"):
-                log.warning("a chunk was not stored: %s", error)
-            done["stored"] += bool(report.get("tokens_stored"))
-            done["tokens"] += report.get("tokens_stored", 0)
-            update(n, len(chunks))
+    done = {"chunks": len(chunks), "stored": 0, "tokens": 0, "tokens_fitted": 0}
+    with _client(url) as http:
+        served = _call(http, "GET", "/v1/models")["data"][0]
+        with console.progress("Storing", "chunks") as update:
+            for n, ids in enumerate(chunks, start=1):
+                report = _send(http, served["id"], "store", [*prompts.kv_context, *ids])
+                done["stored"] += bool(report.get("tokens_stored"))
+                done["tokens"] += report.get("tokens_stored", 0)
+                update(n, len(chunks))
+        if done["stored"] and CORRECTIONS.load(settings.blend.correction).uses_prior:
+            to_fit = prompts_of(chunks, prompts.prefix, served["max_model_len"] - 1)
+            with console.progress("Fitting the correction prior", "prompts") as update:
+                for n, prompt in enumerate(to_fit, start=1):
+                    report = _send(http, served["id"], "fit", prompt.ids)
+                    done["tokens_fitted"] = report.get("tokens_fitted", done["tokens_fitted"])
+                    update(n, len(to_fit))
     missing = done["chunks"] - done["stored"]
     text = f"{done['stored']} chunks stored ({done['tokens']:,} tokens), {missing} not stored"
+    fitted = f"correction prior fitted on {done['tokens_fitted']:,} tokens"
+    text += f"; {fitted if done['tokens_fitted'] else NO_PRIOR}"
     return Output(done, f"{text}: {REMEDY}" if missing else text, int(missing > 0))
+
+
+def _send(http: httpx.Client, model: str, task: str, ids: Sequence[int]) -> dict[str, Any]:
+    """Have the connector do something with a prompt -> its report."""
+    body = {"model": model, "prompt": [*ids], "max_tokens": 1, "kv_transfer_params": {"blendserve": task}}
+    answer = _call(http, "POST", "/v1/completions", body)
+    report: dict[str, Any] = (answer.get("kv_transfer_params") or {}).get("blendserve") or {}
+    if error := report.get("error"):
+        log.warning("task %r failed for a prompt: %s", task, error)
+    return report
 
 
 def passages_of(corpus: Path, settings: Config, prompts: Any) -> list[tuple[int, ...]]:

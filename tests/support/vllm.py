@@ -252,6 +252,12 @@ def serving(
         cleanup_dist_env_and_memory()
 
 
+def ranks(n: int) -> dict[str, Any]:
+    """Options of vLLM: ranks of tensor parallelism, each in a process of its own."""
+    worker = {"worker_extension_cls": "tests.support.vllm_worker.WorkerProbe"}
+    return {"tensor_parallel_size": n, "distributed_executor_backend": "mp", **worker}
+
+
 @dataclass
 class World:
     """A model, chunks that blendserve's engine stored, and both engines over them."""

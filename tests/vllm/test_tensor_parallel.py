@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 
 from blendserve.config import BlendConfig
-from tests.support.vllm import World, kl
+from tests.support.vllm import World, kl, ranks
 
 SAME = 1e-5  # KL to rounding
-WORKER = {
-    "worker_extension_cls": "tests.support.vllm_worker.WorkerProbe",
-    "distributed_executor_backend": "mp",
-}
-RANKS = [("llama", {"tensor_parallel_size": n, **WORKER}) for n in (2, 3)]
+RANKS = [("llama", ranks(n)) for n in (2, 3)]
 
 
 @pytest.mark.parametrize("world", RANKS, indirect=True, ids=["2 ranks", "3 ranks"])

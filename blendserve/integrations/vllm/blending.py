@@ -27,12 +27,12 @@ from blendserve.blend.loader import KVLoader
 from blendserve.blend.match import reuse_runs
 from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
 from blendserve.blend.prefill import SuffixPass
-from blendserve.blend.priors import Priors, StoredPriors
+from blendserve.blend.priors import FIT_TOKENS, MIN_TOKENS, LeastSquares, Pair, Priors, StoredPriors
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import Fetch
 from blendserve.integrations.vllm.passes import Hook, Pages, PassDone, Passes, ServedModel, fill_gaps
-from blendserve.integrations.vllm.plan import Job, Report
+from blendserve.integrations.vllm.plan import FIT, STORE, Job, Report
 from blendserve.integrations.vllm.records import Capture, Prefixes, Ranks, Records
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import Prior
@@ -52,13 +52,16 @@ class JobRunner:
         self.passes, self.records, self.ranks, self.prefixes = passes, records, ranks, Prefixes()
         self.rows = torch.empty(0, dtype=torch.long)  # of the last job, ascending
         self._priors: dict[tuple[ChunkKeys, TokenIds], StoredPriors] = {}
+        self._fits: dict[tuple[ChunkKeys, TokenIds], LeastSquares] = {}
 
     def run(self, job: Job) -> Report:
         """To its end. Raises StoreError for a chunk that cannot be stored, and what the model raises."""
         layers, size = self.passes.layers, self.passes.block_size
         pages = Pages(layers, job.blocks, size, job.start, len(job.ids))
-        if job.stores:
+        if job.task == STORE:
             report = self._store(job, pages)
+        elif job.task == FIT:
+            report = self._fit(job, pages)
         else:
             prompt = Prompt.plain(job.ids, job.runs)
             with self.records.fetch(prompt) as fetch:
@@ -77,6 +80,32 @@ class JobRunner:
         capture = self.capture(job.ids, min(job.start, start), start, pages)
         self.records.put(job.keys(job.ids[start:]), capture.chunk(job.ids[start:]))
         return Report(tokens_stored=n - start)
+
+    def _fit(self, job: Job, pages: Pages) -> Report:
+        """Compute the prompt in full, and fit a prior on its chunks and those of the prompts before it."""
+        runs = job.runs[job.first_is_exact :]
+        first = runs[0].span.start
+        pages.clear(torch.arange(len(job.ids)))
+        capture = self.capture(job.ids, min(job.start, first), first, pages)
+        found = self._fits.setdefault((job.keys, job.prefix), LeastSquares(self.passes.whole))
+        with self.records.fetch(Prompt.plain(job.ids, runs)) as fetch:
+            here = [run for run in runs if run.donor in fetch.views]
+            for run in here:
+                span, view = run.span, fetch.views[run.donor]
+                found.add([span], partial(_part, view, run.offset, len(span)), partial(capture.layer, span))
+        found.n_tokens += len(job.ids)
+        if found.n_tokens < MIN_TOKENS:
+            return Report()
+        self._use(job, found.solve())
+        if found.n_tokens >= FIT_TOKENS:
+            del self._fits[job.keys, job.prefix]
+        return Report(tokens_fitted=found.n_tokens)
+
+    def _use(self, job: Job, priors: Priors) -> None:
+        stored = self._stored_priors(job)
+        if self.ranks.rank == 0:
+            stored.put(priors)
+        stored.use(priors)
 
     def capture(
         self, ids: TokenIds, first: int, start: int, pages: Pages, stop: int | None = None
@@ -97,11 +126,14 @@ class JobRunner:
 
     def priors(self, job: Job) -> Priors | None:
         """Those that the store has for the job's chunks, all heads."""
+        return self._stored_priors(job).current()
+
+    def _stored_priors(self, job: Job) -> StoredPriors:
         owner = job.keys, job.prefix
         if owner not in self._priors:
             about = job.keys.fingerprint, self.records.store, job.prefix, job.keys.context
             self._priors[owner] = StoredPriors(self.passes.whole, *about)
-        return self._priors[owner].current()
+        return self._priors[owner]
 
 
 class _Blend:
@@ -254,6 +286,12 @@ class _Blend:
         segments = [replace(s, view=views[id(s.view)]) for s in loaded(layout)]
         ropes = model.rope(torch.arange(layout.n_tokens, device=model.device))
         return KVLoader(model, _one_layer(model, layout.n_tokens), segments, ropes)
+
+
+def _part(view: ChunkView, head: int, n: int, l: int) -> Pair:
+    """Keys before RoPE and values of n tokens of a chunk behind its first ones."""
+    keys, values = (x[:, head : head + n] for x in view.layer(l))
+    return keys, values
 
 
 def loaded(layout: Layout) -> list[Segment]:

@@ -25,7 +25,8 @@ from blendserve.registry import FULL_REUSE
 from blendserve.store import KVStore
 
 NAME = "blendserve"  # in a request's kv_transfer_params, and in the answer's
-EXACT, STORE = "exact", "store"  # words there: blend nothing; store the chunk at the prompt's end
+# Words there: blend nothing; store the chunk at the prompt's end; fit the correction prior on the prompt's chunks.
+EXACT, STORE, FIT = "exact", "store", "fit"
 MIN_SHARE = 0.25  # of a prompt that stored chunks must cover; less is vLLM's own prefill
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Job:
     blend: BlendConfig
     runs: tuple[Run, ...] = ()
     first_is_exact: bool = False  # whether a chunk right after the prefix is exact there
-    stores: bool = False  # store the chunk behind the context in place of blending
+    task: str = ""  # in place of blending: STORE, FIT
 
     @property
     def context_tokens(self) -> int:
@@ -59,6 +60,7 @@ class Report:
     tokens_recomputed: int = 0  # of these, chosen by the policy
     tokens_approximate: int = 0  # of these, the others that do not stand where they were computed
     tokens_stored: int = 0
+    tokens_fitted: int = 0  # of all prompts that the correction prior was fitted on; 0 if these are too few
     rows: int = 0  # through the model in the last pass
     correction: str = ""
     error: str = ""  # why the job failed, and vLLM computed the prompt
@@ -87,7 +89,7 @@ class _Plan:
     ids: TokenIds
     blend: BlendConfig
     runs: tuple[Run, ...] = ()
-    stores: bool = False
+    task: str = ""
     has_failed: bool = False
     report: Report = Report()
 
@@ -120,7 +122,7 @@ class JobPlanner:
             return
         self._plans[request.request_id] = plan
         first = next((run.span.start for run in plan.runs if not self._is_exact(run, plan)), None)
-        if first is not None:
+        if first is not None and not plan.task:
             self._salt(request, first // self._hash_block, plan.blend)
 
     def claim(self, request_id: str, start: int) -> int:
@@ -129,14 +131,14 @@ class JobPlanner:
         if plan is None or plan.has_failed:
             return 0
         n = len(plan.ids) - 1 - start
-        return n if n > 0 and (plan.stores or plan.n_matched(start) >= MIN_SPAN) else 0
+        return n if n > 0 and (plan.task or plan.n_matched(start) >= MIN_SPAN) else 0
 
     def allocated(self, request_id: str, blocks: Sequence[int], n: int) -> None:
         """vLLM has allocated these blocks for a request with n claimed tokens."""
         plan = self._plans[request_id]
         start = len(plan.ids) - 1 - n
         is_first = bool(plan.runs) and self._keys.context == plan.ids[: plan.runs[0].span.start]
-        about = self._keys, self._prefix, plan.blend, plan.runs, is_first, plan.stores
+        about = self._keys, self._prefix, plan.blend, plan.runs, is_first, plan.task
         self._jobs.append(Job(request_id, plan.ids, start, tuple(blocks), *about))
 
     def take_jobs(self) -> list[Job]:
@@ -148,7 +150,7 @@ class JobPlanner:
         for request_id, report in reports.items():
             if plan := self._plans.get(request_id):
                 plan.report, plan.has_failed = report, bool(report.error)
-                if plan.stores and not report.error:
+                if plan.task == STORE and not report.error:
                     self._finder.add(plan.ids[len(self._keys.context) :])
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
@@ -163,9 +165,12 @@ class JobPlanner:
             blend = blend.without_target(**word)
         elif word == STORE:
             return self._plan_store(ids)
+        elif word == FIT:
+            return self._plan_fit(ids)
         elif word not in (None, EXACT):
             raise InputError(
-                f"{NAME} cannot be {word!r}: give {EXACT!r}, {STORE!r} or settings of blending", setting=NAME
+                f"{NAME} cannot be {word!r}: give {EXACT!r}, {STORE!r}, {FIT!r} or settings of blending",
+                setting=NAME,
             )
         if word == EXACT or blend.method in ("full", "prefix"):
             return None
@@ -183,7 +188,14 @@ class JobPlanner:
                 "this prompt is not: run `blendserve warm` with the settings of the server",
                 setting=NAME,
             )
-        return _Plan(ids, self._blend, stores=True)
+        return _Plan(ids, self._blend, task=STORE)
+
+    def _plan_fit(self, ids: TokenIds) -> _Plan:
+        runs = self._finder.find(ids, 0, len(ids))
+        plan = _Plan(ids, self._blend, runs, task=FIT)
+        if all(self._is_exact(run, plan) for run in runs):
+            raise InputError("a prompt to fit a prior on has stored chunks behind other text", setting=NAME)
+        return plan
 
     def _is_exact(self, run: Run, plan: _Plan) -> bool:
         return run.offset == 0 and self._keys.context == plan.ids[: run.span.start]

@@ -18,7 +18,7 @@ from vllm.distributed import get_tp_group
 
 from blendserve.blend.match import donor_requests
 from blendserve.config import Config
-from blendserve.core import Prompt, TokenIds
+from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import ConfigError, StoreError
 from blendserve.fetch import open_storage
 from blendserve.fetch.fetcher import Fetch, KVFetcher
@@ -161,13 +161,19 @@ class Capture:
         """With keys after RoPE."""
         return ChunkKV(join_layers(self.keys), join_layers(self.values))
 
+    def layer(self, span: Span, l: int) -> Pair:
+        """Keys before RoPE and values of layer l at these positions."""
+        rope = self._model.rope(torch.arange(span.start, span.stop, device=self._model.device))[l]
+        keys, values = (
+            x[l][:, span.start - self._start : span.stop - self._start] for x in (self.keys, self.values)
+        )
+        return rotate(keys.contiguous(), rope.inverse, self._model.rotary), values
+
     def chunk(self, ids: TokenIds) -> ChunkKV:
         """With keys before RoPE: a chunk to store."""
-        n = len(ids)
-        ropes = self._model.rope(torch.arange(self._start, self._start + n, device=self._model.device))
-        keys = [rotate(k, rope.inverse, self._model.rotary) for k, rope in zip(self.keys, ropes, strict=True)]
-        host = [join_layers([x.cpu() for x in side]) for side in (keys, self.values)]
-        return ChunkKV(*host, ids=ids)
+        span = Span(self._start, self._start + len(ids))
+        sides = zip(*(self.layer(span, l) for l in range(len(self.keys))), strict=True)
+        return ChunkKV(*(join_layers([x.cpu() for x in side]) for side in sides), ids=ids)
 
 
 class Prefixes:
