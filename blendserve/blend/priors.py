@@ -32,18 +32,18 @@ from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.errors import CorruptBlob, StoreError
-from blendserve.kernels.types import Prior
-from blendserve.kv import ChunkKV, KVShape, Layers, join_layers, map_layers
+from blendserve.kernels.types import Prior, Ropes
+from blendserve.kv import KVShape, Layers, join_layers, map_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.kv_model import KVModel
 from blendserve.models.model import DecoderModel
 from blendserve.registry import FULL_REUSE
-from blendserve.store import KVStore
+from blendserve.store import KVStore, TensorView
 from blendserve.store.base import Progress
+from blendserve.store.codecs.base import Pair
 
-Pair = tuple[Tensor, Tensor]
 LayerOf = Callable[[int], Pair]
-"""Of a layer, keys before RoPE and values [K, S, D] of some tokens."""
+"""Number of a layer -> keys before RoPE and values [K, S, D] of some tokens there."""
 
 NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
 FIT_TOKENS = 16_384  # more tokens change little
@@ -184,12 +184,10 @@ class PriorStore(StoredPriors):
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
             cache = run(blend_prefill(model, lay_out(prompt), full)).cache
-            alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
-            fit.add(
-                prompt.spans[first:],
-                partial(_joined, alone),
-                partial(_own_kv, model, cache, prompt.spans[first:]),
-            )
+            alone = computer.stream([chunk.ids for chunk in prompt.chunks[first:]])
+            spans, ropes = prompt.spans[first:], model.rope(torch.arange(len(prompt), device=model.device))
+            within = [partial(_layer_at, model, cache, ropes, span) for span in spans]
+            fit.add(spans, [TensorView(kv).layer for kv in alone], within)
             done += len(prompt)
             progress(done, total)
         return fit.solve()
@@ -212,33 +210,31 @@ def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list
     return [Prompt(prefix, tuple(map(Chunk, group)), ()) for group in groups if len(group) > 1]
 
 
-def _joined(chunks: Sequence[ChunkKV], l: int) -> Pair:
-    """Of chunks one after another."""
-    return torch.cat([kv.keys[l] for kv in chunks], dim=1), torch.cat([kv.values[l] for kv in chunks], dim=1)
-
-
-def _own_kv(model: DecoderModel, cache: KVCache, spans: Sequence[Span], l: int) -> Pair:
-    """At these places of a prompt, which are one stretch."""
-    here = slice(spans[0].start, spans[-1].stop)
-    rope = model.rope(torch.arange(here.start, here.stop, device=model.device))[l]
-    return model.rotate(cache.keys[l][:, here], rope.inverse), cache.values[l][:, here]
+def _layer_at(model: DecoderModel, cache: KVCache, ropes: Ropes, span: Span, l: int) -> Pair:
+    """Of a prefilled prompt, at these positions. ropes: at all of its positions."""
+    here = slice(span.start, span.stop)
+    return model.rotate(cache.keys[l][:, here], ropes[l].at(here).inverse), cache.values[l][:, here]
 
 
 class LeastSquares:
     """Sums of products of x = [stored key | stored value | 1] with itself and with the deviation."""
 
     def __init__(self, model: KVModel) -> None:
-        self._model, self.n_tokens = model, 0  # of the prompts that they are of; kept by the caller
+        self._model, self.n_tokens = model, 0  # of the prompts, up to their last chunk
         shapes = [(heads, sum(dims) + 1) for heads, *dims in model.kv_shapes[1:]]
         self._gram = [torch.zeros(heads, n, n, dtype=torch.float64) for heads, n in shapes]
         self._cross = [torch.zeros(heads, n, n - 1, dtype=torch.float64) for heads, n in shapes]
 
-    def add(self, spans: Sequence[Span], stored_kv: LayerOf, fresh_kv: LayerOf) -> None:
-        """Chunks computed alone, and the KV at their places in a prompt that was prefilled in full."""
+    def add(self, spans: Sequence[Span], alone: Sequence[LayerOf], within: Sequence[LayerOf]) -> None:
+        """Chunks of one prompt: computed alone, and at these places in the prompt when it was prefilled in full."""
         by = torch.cat([torch.full((len(span), 1), preceding_share(span)) for span in spans])
         by = by.to(self._model.device)
+        self.n_tokens += spans[-1].stop
         for l in range(1, self._model.n_kv_layers):
-            stored, fresh = (torch.cat(kv(l), dim=-1).to(by.device).float() for kv in (stored_kv, fresh_kv))
+            stored, fresh = (
+                torch.cat([torch.cat(layer(l), dim=-1) for layer in kv], dim=1).to(by.device).float()
+                for kv in (alone, within)
+            )
             x = by * torch.cat([stored, torch.ones_like(stored[..., :1])], dim=-1)
             self._gram[l - 1] += (x.mT @ x).cpu()
             self._cross[l - 1] += (x.mT @ (fresh - stored)).cpu()

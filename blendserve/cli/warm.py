@@ -46,6 +46,7 @@ def warm(
     prompts = PromptBuilder(load_tokenizer(settings.model), settings.prompt)
     chunks = passages_of(corpus, settings, prompts)[:limit]
     done = {"chunks": len(chunks), "stored": 0, "tokens": 0, "tokens_fitted": 0}
+    has_prior = False
     with _client(url) as http:
         served = _call(http, "GET", "/v1/models")["data"][0]
         with console.progress("Storing", "chunks") as update:
@@ -59,12 +60,17 @@ def warm(
             with console.progress("Fitting the correction prior", "prompts") as update:
                 for n, prompt in enumerate(to_fit, start=1):
                     report = _send(http, served["id"], "fit", prompt.ids)
+                    has_prior = "correction" in report  # before this
+                    if has_prior:
+                        break
                     done["tokens_fitted"] = report.get("tokens_fitted", done["tokens_fitted"])
                     update(n, len(to_fit))
     missing = done["chunks"] - done["stored"]
     text = f"{done['stored']} chunks stored ({done['tokens']:,} tokens), {missing} not stored"
-    fitted = f"correction prior fitted on {done['tokens_fitted']:,} tokens"
-    text += f"; {fitted if done['tokens_fitted'] else NO_PRIOR}"
+    if done["tokens_fitted"]:
+        text += f"; correction prior fitted on {done['tokens_fitted']:,} tokens"
+    else:
+        text += f"; {'the store has a correction prior' if has_prior else NO_PRIOR}"
     return Output(done, f"{text}: {REMEDY}" if missing else text, int(missing > 0))
 
 

@@ -95,7 +95,7 @@ class Family:
     layer_scale: str | None = None  # a number in the weights, of what each layer gives
     scales: Mapping[str, Setting] = field(
         default_factory=dict
-    )  # of what modules give, linear ones and the mixer, and "attention" of what it reads
+    )  # of what linear layers and the mixer give, by name; "attention_input": of what attention reads
     embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
     residual_scale: Setting | None = None
     logits_scale: str | None = None
@@ -205,7 +205,7 @@ FALCON: dict[str, Any] = {
     "mlp": "feed_forward",
     "names": {"norm": "final_layernorm"},
     "scales": {
-        "attention": "attention_in_multiplier",
+        "attention_input": "attention_in_multiplier",
         "k_proj": "key_multiplier",
         "o_proj": "attention_out_multiplier",
         "mamba": "ssm_out_multiplier",

@@ -112,7 +112,7 @@ class DecoderModel:
         )
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = setting_of(config, family.residual_scale)
-        self._attention_scale = setting_of(config, family.scales.get("attention"))
+        self._input_scale = setting_of(config, family.scales.get("attention_input"))
         self._embedding_norm = parts.norm("", is_plain=True) if family.plain_norm else None
         self._embedding_scale = _embedding_scale(config, family, self.dtype)
         self._logits_factor = _logits_factor(config, family)
@@ -293,7 +293,7 @@ class DecoderModel:
         A layer that reads the KV of another has no keys and values: K is 0.
         """
         layer, x = self.layers[l], self.normed(l, hidden)
-        x = x if self._attention_scale is None else x * self._attention_scale
+        x = x if self._input_scale is None else x * self._input_scale
         if layer.latent is not None:
             return Projected(*(part.transpose(0, 1) for part in layer.latent.project(x)))
         made = [part(x) for part in layer.qkv]

@@ -9,7 +9,7 @@ import pytest
 
 from blendserve.blend.priors import StoredPriors, prompts_of
 from blendserve.engine.prompt import PromptBuilder
-from tests.support.vllm import CHUNK_TOKENS, Own, kl, make_model, ranks, serving, words
+from tests.support.vllm import CHUNK_TOKENS, Own, kl, make_model, ranks, serving, words, world_of
 
 
 @pytest.mark.parametrize("options", [{}, ranks(2)], ids=["1 rank", "2 ranks"])
@@ -38,3 +38,13 @@ def test_a_prior_is_fitted_by_vllm(tmp_path: Path, options: dict[str, Any]) -> N
     assert found is not None
     for ours, theirs in zip(found.weights, expected.weights, strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 0.01  # they are stored in bf16
+
+
+def test_a_prior_that_the_store_has_stays(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+    with world_of("llama", tmp_path) as world:
+        before = world.own.blender.priors.hash()
+        assert before is not None
+        report = world.served.one(world.prompt(0, 1, 2, 3), "fit").report
+        assert report == {"correction": "prior"}
+        assert world.own.blender.priors.hash() == before

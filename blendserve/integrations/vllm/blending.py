@@ -27,7 +27,7 @@ from blendserve.blend.loader import KVLoader
 from blendserve.blend.match import reuse_runs
 from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
 from blendserve.blend.prefill import SuffixPass
-from blendserve.blend.priors import FIT_TOKENS, MIN_TOKENS, LeastSquares, Pair, Priors, StoredPriors
+from blendserve.blend.priors import FIT_TOKENS, MIN_TOKENS, LeastSquares, Priors, StoredPriors
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import Fetch
@@ -40,6 +40,7 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import Projected
 from blendserve.registry import CORRECTIONS
 from blendserve.store import ChunkView
+from blendserve.store.codecs.base import Pair
 
 See = Callable[[int, Tensor, Tensor, Tensor, LayerKV], None]
 """At layer l, after stored KV was placed: l, rows [S], their k and v [K, S, D], stored KV [K, T, D]."""
@@ -82,26 +83,33 @@ class JobRunner:
         return Report(tokens_stored=n - start)
 
     def _fit(self, job: Job, pages: Pages) -> Report:
-        """Compute the prompt in full, and fit a prior on its chunks and those of the prompts before it."""
-        runs = job.runs[job.first_is_exact :]
+        """Compute the prompt in full, and fit a prior on its chunks and those of the prompts before it.
+
+        A prior that the store had before stays, as in `PriorStore.learn`, and one of FIT_TOKENS is complete.
+        """
+        runs, owner = job.runs[job.first_is_exact :], (job.keys, job.prefix)
         first = runs[0].span.start
         pages.clear(torch.arange(len(job.ids)))
         capture = self.capture(job.ids, min(job.start, first), first, pages)
-        found = self._fits.setdefault((job.keys, job.prefix), LeastSquares(self.passes.whole))
+        if owner not in self._fits and self.priors(job) is not None:
+            return Report(correction="prior")
+        found = self._fits.setdefault(owner, LeastSquares(self.passes.whole))
         with self.records.fetch(Prompt.plain(job.ids, runs)) as fetch:
-            here = [run for run in runs if run.donor in fetch.views]
-            for run in here:
-                span, view = run.span, fetch.views[run.donor]
-                found.add([span], partial(_part, view, run.offset, len(span)), partial(capture.layer, span))
-        found.n_tokens += len(job.ids)
+            views = [self.records.copy(fetch, run.donor) for run in runs]
+        read = [(run, view) for run, view in zip(runs, views, strict=True) if view is not None]
+        if read:
+            alone = [partial(_part, view, run.offset, len(run.span)) for run, view in read]
+            within = [partial(capture.layer, run.span) for run, _ in read]
+            found.add([run.span for run, _ in read], alone, within)
         if found.n_tokens < MIN_TOKENS:
             return Report()
         self._use(job, found.solve())
         if found.n_tokens >= FIT_TOKENS:
-            del self._fits[job.keys, job.prefix]
+            del self._fits[owner]
         return Report(tokens_fitted=found.n_tokens)
 
     def _use(self, job: Job, priors: Priors) -> None:
+        """Store these, and correct by them from now on."""
         stored = self._stored_priors(job)
         if self.ranks.rank == 0:
             stored.put(priors)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.match import MIN_SPAN, ChunkFinder
+from blendserve.blend.priors import MAX_PROMPT_TOKENS
 from blendserve.config import BlendConfig
 from blendserve.core import PLAIN_SUFFIX, Run, TokenIds
 from blendserve.errors import ConfigError, InputError
@@ -191,6 +192,11 @@ class JobPlanner:
         return _Plan(ids, self._blend, task=STORE)
 
     def _plan_fit(self, ids: TokenIds) -> _Plan:
+        if len(ids) > MAX_PROMPT_TOKENS:
+            raise InputError(
+                f"a prompt to fit a prior on has at most {MAX_PROMPT_TOKENS:,} tokens, this one {len(ids):,}",
+                setting=NAME,
+            )
         runs = self._finder.find(ids, 0, len(ids))
         plan = _Plan(ids, self._blend, runs, task=FIT)
         if all(self._is_exact(run, plan) for run in runs):

@@ -113,7 +113,7 @@ class Records:
         with self.fetcher.fetch(donor_requests(prompt, None)) as fetch:
             if self._ranks.n > 1:
                 keys = list(dict.fromkeys(run.donor for run in prompt.runs))
-                copies = [self._copy(fetch, key) for key in keys]
+                copies = [self.copy(fetch, key) for key in keys]
                 readable = self._ranks.agree([view is not None for view in copies])
                 for key, view, is_readable in zip(keys, copies, readable, strict=True):
                     fetch.views.pop(key, None)
@@ -129,7 +129,7 @@ class Records:
         if self._ranks.rank == 0:
             self.store.put(key, ChunkRecord.encode(key, kv, self._codec), pin=True)
 
-    def _copy(self, fetch: Fetch, key: ChunkKey) -> TensorView | None:
+    def copy(self, fetch: Fetch, key: ChunkKey) -> TensorView | None:
         """All of a chunk in memory; None if it cannot be read."""
         try:
             view = fetch.views[key]
