@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from blendserve.console import Output
 from blendserve.errors import InputError
 
 UrlArg = Annotated[str, typer.Argument(help="Address of the vLLM server, such as http://127.0.0.1:8000.")]
+API_KEY = "VLLM_API_KEY"  # environment variable; vLLM's server reads it, too
 TIMEOUT_S = 600.0  # of one chunk, behind the server's other requests
 REMEDY = "start it with BlendConnector, and give its settings file here, too"
 
@@ -36,9 +38,10 @@ def warm(
 
     The server computes them with its own model, and stores them where its connector looks for chunks. At the end it fits
     a correction prior on prompts of these chunks, if the correction uses one. Give the model and the settings file (-c)
-    of the server: chunks are computed after the same context. The exit code is 1 if a chunk was not stored.
+    of the server: chunks are computed after the same context. A server's API key is read from VLLM_API_KEY. The exit
+    code is 1 if a chunk was not stored.
     """
-    from blendserve.blend.priors import prompts_of  # torch and all the rest: seconds
+    from blendserve.blend.priors import MAX_PROMPT_TOKENS, prompts_of  # torch and all the rest: seconds
     from blendserve.engine.prompt import PromptBuilder
     from blendserve.models.loader import load_tokenizer
     from blendserve.registry import CORRECTIONS
@@ -56,7 +59,7 @@ def warm(
                 done["tokens"] += report.get("tokens_stored", 0)
                 update(n, len(chunks))
         if done["stored"] and CORRECTIONS.load(settings.blend.correction).uses_prior:
-            to_fit = prompts_of(chunks, prompts.prefix, served["max_model_len"] - 1)
+            to_fit = prompts_of(chunks, prompts.prefix, served.get("max_model_len", MAX_PROMPT_TOKENS) - 1)
             with console.progress("Fitting the correction prior", "prompts") as update:
                 for n, prompt in enumerate(to_fit, start=1):
                     report = _send(http, served["id"], "fit", prompt.ids)
@@ -98,7 +101,9 @@ def passages_of(corpus: Path, settings: Config, prompts: Any) -> list[tuple[int,
 def _client(url: str) -> httpx.Client:
     """Raises InputError."""
     try:
-        return httpx.Client(base_url=url, timeout=TIMEOUT_S)
+        key = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers)
     except httpx.InvalidURL as error:
         raise InputError(f"{url!r} is no address of a server: {error}", setting="url") from None
 

@@ -26,11 +26,13 @@ TEXTS = [
     )
 ]
 START_S = 600.0
+KEY = "a-secret"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a server over an empty store."""
+    """Of a server with a key, over a store that `warm` filled."""
     pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
     folder = tmp_path_factory.mktemp("served")
     model = make_model("llama", folder / "model")
@@ -60,6 +62,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--host",
         "127.0.0.1",
     ]
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_API_KEY", KEY)
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
@@ -72,6 +76,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert main(["warm", url, str(folder / "docs.jsonl"), "--model", str(model), "--json"]) == 0
         yield url
     finally:
+        patch.undo()
         process.terminate()
         process.wait()
 
@@ -85,7 +90,9 @@ def is_up(url: str) -> bool:
 
 def ask(url: str, prompt: str, **fields: object) -> dict[str, object]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
-    answer: dict[str, object] = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+    answer: dict[str, object] = httpx.post(
+        f"{url}/v1/completions", json=body, headers=HEADERS, timeout=120
+    ).json()
     return answer
 
 
@@ -120,6 +127,15 @@ def test_a_server_with_other_settings_is_named(url: str, tmp_path: Path) -> None
         json.dumps({"text": "A chunk of some length, about nothing. " * 4}) + "\n"
     )
     (tmp_path / "settings.yaml").write_text("prompt:\n  system: Another one.\n")
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["root"]
+    model = httpx.get(f"{url}/v1/models", headers=HEADERS).json()["data"][0]["root"]
     options = ["--model", model, "-c", str(tmp_path / "settings.yaml"), "--json"]
     assert main(["warm", url, str(tmp_path / "docs.jsonl"), *options]) == 1
+
+
+def test_a_wrong_key_is_named(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    assert main(["warm", url, str(tmp_path / "docs.jsonl")]) == 2
+    assert "401" in capsys.readouterr().err
