@@ -31,6 +31,20 @@ def library() -> Any:
     return valkey
 
 
+def _checked_connection(lib: Any) -> Any:
+    """The class of TLS connections that check that the certificate names the server's host.
+
+    valkey-py does not check it by default, and its cluster client drops the option for the nodes that it finds.
+    """
+    connection: Any = lib.SSLConnection
+
+    class CheckedConnection(connection):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "ssl_check_hostname": True})
+
+    return CheckedConnection
+
+
 class ValkeyPeer:
     """The server or cluster of the settings. Raises StoreUnavailable if the client's package is missing."""
 
@@ -40,7 +54,9 @@ class ValkeyPeer:
 
     def connect(self) -> Client:
         """A client of the server or cluster. Raises PeerUnusable, and what valkey-py does: see `explain`."""
-        url, options = self._config.url, self._options()
+        options = self._options()
+        # The connection class decides on TLS: that of a TLS scheme would replace ours for the nodes of a cluster.
+        url = re.sub(r"^\w+://", "valkey://", self._config.url) if self._config.tls else self._config.url
         client = self._lib.Valkey.from_url(url, **options)
         if not self._is_cluster(client):
             return client
@@ -80,6 +96,11 @@ class ValkeyPeer:
                 f"{self.server} has no memory left for chunks: raise its maxmemory, let it evict (maxmemory-policy "
                 "volatile-lru), or lower store.cap_gb"
             )
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            return (
+                f"has a certificate that is not trusted for this host ({text}): give the name in its certificate in the "
+                f"location, or name the file with its authority in ca_file {HINT}"
+            )
         if isinstance(error, lib.TimeoutError):
             return self.timeout_reason()
         if isinstance(error, lib.BusyLoadingError):
@@ -100,9 +121,11 @@ class ValkeyPeer:
         options: dict[str, Any] = {"password": password or None, "socket_timeout": config.deadline_s}
         if not config.url.startswith("unix:"):
             options |= {"socket_connect_timeout": config.deadline_s, "socket_keepalive": True}
-        if config.tls and config.ca_file:
-            read_file(config.ca_file, "ca_file")  # valkey-py does not say which file it cannot read
-            options["ssl_ca_certs"] = str(config.ca_file)
+        if config.tls:
+            options["connection_class"] = _checked_connection(self._lib)
+            if config.ca_file:
+                read_file(config.ca_file, "ca_file")  # valkey-py does not say which file it cannot read
+                options["ssl_ca_certs"] = str(config.ca_file)
         return options
 
     def _is_cluster(self, client: Client) -> bool:

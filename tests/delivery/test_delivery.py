@@ -112,10 +112,13 @@ def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(there.result.logits, here.result.logits)
 
 
-def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made, tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path)
+@pytest.mark.parametrize("name", ["IP:127.0.0.1", "DNS:attacker.example"])
+def test_over_tls_a_service_needs_a_certificate_of_its_name_and_a_known_authority(
+    made: Made, tmp_path: Path, name: str
+) -> None:
+    cert, key = certificate(tmp_path, name)
     with Service(made[0], tls={"ssl_certfile": cert, "ssl_keyfile": key}) as service:
-        for ca_file, hits in ((cert, 4), (None, 0)):
+        for ca_file, hits in ((cert, 4 if name.startswith("IP") else 0), (None, 0)):
             with kdn_store(settings(service.url, ca_file=ca_file)) as store:
                 report = answered(store).report
                 assert report.chunks_hit == hits

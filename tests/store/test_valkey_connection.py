@@ -8,6 +8,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from blendserve.fetch import KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.serve.metrics import Metrics
 from blendserve.store.valkey import ValkeyStore
-from blendserve.store.valkey_client import PASSWORD
+from blendserve.store.valkey_client import PASSWORD, library
 from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
 from tests.support.http import certificate
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
-from tests.support.valkey import PATIENT_S, needs_server, shared_server
+from tests.support.valkey import PATIENT_S, cluster, needs_server, shared_server
 
 SECRET = "open sesame"
 
@@ -125,15 +126,57 @@ def test_credentials_come_from_a_file_or_the_environment(
 @needs_server
 def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-    with Proxy(shared_server().port, tls=context) as link:
+    with tls_link(shared_server().port, (cert, key)) as link:
         url = link.url.replace("valkey:", "valkeys:") + "/9001"
         with store(url, ca_file=cert) as trusted:
             put_kv(trusted, key_of(1), chunk())
             assert same(read(trusted, key_of(1)), chunk())
         with store(url) as wary, pytest.raises(StoreUnavailable):
             wary.stats()
+
+
+@contextmanager
+def tls_link(port: int, cert: tuple[Path, Path]) -> Iterator[Proxy]:
+    """A TLS server with this certificate in front of a port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*cert)
+    with Proxy(port, tls=context) as link:
+        yield link
+
+
+@pytest.fixture(scope="module")
+def one_node() -> Iterator[Server]:
+    """A cluster of one node, which holds all slots and asks for a password."""
+    with cluster(1) as servers:
+        library().Valkey(port=servers[0].port).config_set("requirepass", SECRET)
+        yield servers[0]
+
+
+@needs_server
+@pytest.mark.parametrize("found_by", ["the url", "the cluster"])
+@pytest.mark.parametrize("name", ["IP:127.0.0.1", "DNS:attacker.example"])
+def test_a_trusted_certificate_of_another_name_gets_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_node: Server, found_by: str, name: str
+) -> None:
+    """Whether the server is that of the settings, or a node that a cluster names. The right name shows it can be used."""
+    monkeypatch.setenv(PASSWORD, SECRET)
+    ours, theirs = certificate(tmp_path), certificate(tmp_path, name)
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_text(ours[0].read_text() + theirs[0].read_text())
+    with (
+        library().Valkey(port=one_node.port, password=SECRET) as server,
+        tls_link(one_node.port, ours) as honest,
+        tls_link(one_node.port, theirs) as other,
+    ):
+        server.config_set("cluster-announce-port", other.port)
+        first = honest if found_by == "the cluster" else other
+        with store(f"valkeys://127.0.0.1:{first.port}", ca_file=trusted) as opened:
+            if name == "IP:127.0.0.1":
+                assert put_kv(opened, key_of(1), chunk())
+            else:
+                with pytest.raises(StoreUnavailable):
+                    opened.stats()
+        assert bool(other.up.n_bytes) == (name == "IP:127.0.0.1")
 
 
 # Faults while requests are answered. `python -m tests.endurance.faults` measures each.

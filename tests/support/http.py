@@ -278,10 +278,12 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    made, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+def certificate(folder: Path, name: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """A certificate of a name, by default 127.0.0.1, that signs itself, and its key."""
+    stem = name.rpartition(":")[2]
+    made, key = folder / f"{stem}.pem", folder / f"{stem}.key"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
+    command += f" subjectAltName={name}"
     try:
         subprocess.run([*command.split(), "-keyout", key, "-out", made], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
