@@ -149,7 +149,7 @@ class Peer(Protocol):
         """Why an answer that did not come opens the breaker; the text follows its name."""
 
     def is_stale(self, error: Exception) -> bool:
-        """Whether an open connection may have ended with a server that was restarted."""
+        """Whether a new connection may succeed: the server was restarted, or another one has its address now."""
 
 
 class BoundedClient:
@@ -189,8 +189,9 @@ class BoundedClient:
             ours = error if isinstance(error, StoreError) else self.peer.explain(error)
             if self._interrupts != interrupts:
                 raise StoreUnavailable(str(ours)) from error
-            if isinstance(ours, str):
+            if isinstance(ours, str) or self.peer.is_stale(error):
                 self._drop_client()
+            if isinstance(ours, str):
                 raise self._breaker.failure(ours, reading) from error
             self._breaker.success(reading)
             raise ours from error
@@ -217,7 +218,7 @@ class BoundedClient:
         self._drop_client()
 
     def _call(self, job: Callable[[Client], T]) -> T:
-        """Twice where an open connection had ended with a server that was restarted."""
+        """Twice where a new connection may succeed."""
         started, was_open, interrupts = time.monotonic(), self._client is not None, self._interrupts
         try:
             return job(self._connected())

@@ -15,6 +15,8 @@ from blendserve.extras import install_hint
 from blendserve.store.bounded import HINT, PeerUnusable, read_file
 
 PASSWORD = "BLENDSERVE_VALKEY_PASSWORD"
+# Errors of a server that is no longer the primary, or not yet, where valkey-py has no class for them
+FAILOVER = re.compile(r"\b(READONLY|MASTERDOWN|CLUSTERDOWN|LOADING|NOREPLICAS)\b")
 OLDEST = {"valkey": 7, "redis": 6}  # major versions
 
 Client: TypeAlias = Any  # valkey.Valkey or valkey.ValkeyCluster: their commands have the same names
@@ -71,7 +73,12 @@ class ValkeyPeer:
                 each.connection_pool.disconnect()
 
     def is_stale(self, error: Exception) -> bool:
-        """Whether a kept connection may have ended with a server that was restarted."""
+        """Whether a new connection may succeed: the server was restarted, or another one has its address now."""
+        exceptions = self._lib.exceptions
+        if isinstance(error, exceptions.ReadOnlyError | exceptions.ClusterDownError):
+            return True
+        if isinstance(error, self._lib.ResponseError) and FAILOVER.search(str(error)):
+            return True
         other = isinstance(error, self._lib.TimeoutError | self._lib.AuthenticationError)
         return isinstance(error, self._lib.ConnectionError) and not other
 
@@ -105,6 +112,8 @@ class ValkeyPeer:
             return self.timeout_reason()
         if isinstance(error, lib.BusyLoadingError):
             return "is still loading its data"
+        if "MASTERDOWN" in text:
+            return "is a replica that has lost its primary"
         if isinstance(error, lib.exceptions.ClusterError | lib.exceptions.ValkeyClusterException):
             return f"is a cluster that does not serve now ({text})"
         if isinstance(error, lib.ConnectionError | OSError):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
 import socketserver
 import ssl
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.serve.metrics import Metrics
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import PASSWORD, library
+from blendserve.store.valkey_layout import chunk_name
 from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
 from tests.support.http import certificate
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
 from tests.support.valkey import PATIENT_S, cluster, needs_server, shared_server
+from tests.support.waiting import eventually
 
 SECRET = "open sesame"
+HOST = "cache.internal"
 
 
 def store(url: str, **options: Any) -> ValkeyStore:
@@ -177,6 +181,76 @@ def test_a_trusted_certificate_of_another_name_gets_no_password(
                 with pytest.raises(StoreUnavailable):
                     opened.stats()
         assert bool(other.up.n_bytes) == (name == "IP:127.0.0.1")
+
+
+# Failover: the address of the settings leads to another server
+
+
+@pytest.fixture
+def name_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], str]:
+    """Makes one host name lead to a server from now on -> the URL with that name."""
+    resolve = socket.getaddrinfo
+    ports = list[int]()
+
+    def lookup(host: str, *args: Any, **named: Any) -> Any:
+        return (
+            resolve("127.0.0.1", ports[-1], *args[1:], **named)
+            if host == HOST
+            else resolve(host, *args, **named)
+        )
+
+    def point(server: Server) -> str:
+        ports.append(server.port)
+        return f"valkey://{HOST}:6379"
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    return point
+
+
+def demote(old: Server, new: Server) -> None:
+    """What a failover does: the old primary becomes a replica."""
+    with library().Valkey(port=old.port) as client:
+        client.replicaof("127.0.0.1", new.port)
+        eventually(lambda: client.info("replication")["master_link_status"] == "up")
+
+
+def orphan(old: Server, new: Server) -> None:
+    """It becomes a replica that never finds its primary, and says so."""
+    with library().Valkey(port=old.port) as client:
+        client.config_set("replica-serve-stale-data", "no")
+        client.replicaof("127.0.0.1", free_port())
+
+
+def isolate(old: Server, new: Server) -> None:
+    """It has lost its replicas, and refuses to be written to alone."""
+    with library().Valkey(port=old.port) as client:
+        client.config_set("min-replicas-to-write", 1)
+
+
+@needs_server
+@pytest.mark.parametrize("fail_over", [demote, orphan, isolate])
+def test_after_a_failover_the_next_write_reaches_the_new_primary(
+    name_of: Callable[[Server], str], fail_over: Callable[[Server, Server], None]
+) -> None:
+    with Server() as old, Server() as new, store(name_of(old)) as opened:
+        assert put_kv(opened, key_of(1), chunk())
+        name_of(new)
+        fail_over(old, new)
+        assert put_kv(opened, key_of(2), chunk())
+        assert set(opened.keys()) == {key_of(2)}
+        assert library().Valkey(port=new.port).exists(chunk_name(key_of(2)))
+
+
+@needs_server
+def test_without_a_new_primary_writes_fail_until_there_is_one(name_of: Callable[[Server], str]) -> None:
+    with Server() as old, Server() as new, store(name_of(old)) as opened:
+        assert put_kv(opened, key_of(1), chunk())
+        demote(old, new)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                put_kv(opened, key_of(2), chunk())
+        name_of(new)
+        assert put_kv(opened, key_of(2), chunk())
 
 
 # Faults while requests are answered. `python -m tests.endurance.faults` measures each.
