@@ -18,7 +18,7 @@ traceback.
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Raised = TypeVar("Raised", bound=Exception)
 
@@ -31,6 +31,10 @@ class BlendserveError(Exception):
     line: the number of the line or record in `path`, from 1
     """
 
+    public: ClassVar[str] = (
+        ""  # what clients of a server read in place of the message; "": the message itself
+    )
+
     def __init__(
         self, message: str = "", *, setting: str | None = None, path: object = None, line: int | None = None
     ) -> None:
@@ -38,6 +42,13 @@ class BlendserveError(Exception):
         self.setting = setting
         self.path = None if path is None else str(path)
         self.line = line
+
+    @property
+    def public_message(self) -> str:
+        """The message for clients of a server: it names no path and no address of the machine."""
+        return self.public or (
+            str(self) if self.path is None else "a file of the server cannot be used: see its log"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle fields and message: some constructors take other arguments."""
@@ -87,6 +98,8 @@ class CorpusError(BlendserveError):
 class ModelError(BlendserveError):
     """A model or embedder cannot be loaded."""
 
+    public = "the model cannot be used: see the server's log"
+
 
 class ModelUnsupported(ModelError):
     """Blending is not correct with this type of model."""
@@ -94,6 +107,8 @@ class ModelUnsupported(ModelError):
 
 class VectorIndexError(BlendserveError):
     """An index cannot be used."""
+
+    public = "the index cannot be used now: see the server's log"
 
 
 class IndexMissing(VectorIndexError):
@@ -110,6 +125,8 @@ class IndexDamaged(VectorIndexError):
 
 class StoreError(BlendserveError):
     """A KV store cannot be used."""
+
+    public = "the KV store cannot be used now: see the server's log"
 
 
 class StoreUnavailable(StoreError):
@@ -130,6 +147,8 @@ class TablesMissing(StoreError):
 
 class StoreFull(StoreError):
     """The store is at its byte cap, or the disk is full."""
+
+    public = "the KV store is full, and its chunks may not be evicted: unpin or delete chunks"
 
 
 class CorruptRecord(StoreError):
@@ -154,6 +173,8 @@ class ChunkLost(StoreError):
 
 class ClusterUnavailable(BlendserveError):
     """No Ray cluster can be reached, or its workers ended."""
+
+    public = "the replicas cannot be reached now: see the server's log"
 
 
 class ServeError(BlendserveError):

@@ -100,8 +100,10 @@ def create(
     collection: list[str] | None = option(
         None, "Collection that the key may use; repeat it for several. [default: all collections]"
     ),
-    read_only: bool = option(False, "Refuse adding and deleting documents.", "--read-only"),
-    admin: bool = option(False, "Allow access to /metrics and to other admin routes.", "--admin"),
+    read_only: bool = option(False, "Refuse changes of documents, pins and stored KV.", "--read-only"),
+    admin: bool = option(
+        False, "Allow access to /metrics and other admin routes, and pins without a quota.", "--admin"
+    ),
     max_concurrent: int | None = option(None, "Concurrent requests. [default: the server's limit]", min=1),
     max_per_minute: int | None = option(None, "Requests per minute. [default: the server's limit]", min=1),
 ) -> Output:

@@ -235,5 +235,6 @@ class StoreConfig(StoreBackendConfig):
     here. It has the settings of `store` from location to relay."""
     remote_write: Literal["back", "through"] = "back"
     """When to write to the remote store: back writes in the background, through before a chunk counts as stored."""
+    pinned_share: ClassVar[float] = 1 / 2  # of the cap without others' pins, for a key that is not an admin's
     learnt_share: ClassVar[float] = 1 / 8  # of the cap, for what was learnt in a namespace
     prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests

@@ -22,7 +22,7 @@ from blendserve.engine.learn import Learner, LearntChunks
 from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.verify import Verified, Verifier, with_end
-from blendserve.errors import ShuttingDown, StoreError
+from blendserve.errors import RateLimited, ShuttingDown, StoreError
 from blendserve.models.kv_cache import CachePool
 from blendserve.store import ChunkKey
 
@@ -212,5 +212,5 @@ class BatchEngine:
                 future.set_exception(error)
 
         if not self.scheduler.submit_background(task(), tenant):
-            future.set_exception(StoreError("the server has too much to do: warm the cache again later"))
+            future.set_exception(RateLimited("the server has too much to do", 10))
         return future

@@ -12,6 +12,7 @@ invalidation. Content-addressed records never change, so a whole copy of a chunk
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +21,14 @@ from functools import partial
 from typing import TypeAlias
 from weakref import WeakSet
 
-from blendserve.errors import BlendserveError, ChunkLost, CorruptRecord, StoreError, StoreVersion
+from blendserve.errors import (
+    BlendserveError,
+    ChunkLost,
+    CorruptRecord,
+    StoreCircuitOpen,
+    StoreError,
+    StoreVersion,
+)
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.plan import Planner, plan
@@ -36,6 +44,8 @@ from blendserve.store.view import open_view
 
 COMPUTED = "computed"  # as a source
 Hold: TypeAlias = ExitStack  # of a queued prompt: closing it drops what was kept for the prompt
+
+log = logging.getLogger(__name__)
 
 
 class KVFetcher:
@@ -67,6 +77,7 @@ class KVFetcher:
         self.remote = Remote(self.source, planner, early_start) if self.source else None
         self.on_delete: list[Callable[[frozenset[ChunkKey]], None]] = []
         self._open = WeakSet[Fetch]()
+        self._logged = ""  # the last failure of the local store
         self._lock = threading.Lock()
 
     @property
@@ -85,12 +96,19 @@ class KVFetcher:
             try:
                 fetch.snapshot = stack.enter_context(self.local.snapshot())
             except StoreError as error:
-                fetch.trouble = f"the store cannot be read: {error}"
+                fetch.trouble = self.explain(error)
             with self._lock:
                 self._open.add(fetch)
             stack.callback(fetch.end)
             fetch.extend(requests)
             yield fetch
+
+    def explain(self, error: StoreError) -> str:
+        """Why the local store cannot be read, for reports. The whole message is logged once in a row."""
+        if not isinstance(error, StoreCircuitOpen) and str(error) != self._logged:
+            self._logged = str(error)
+            log.warning("the KV store cannot be read: %s", error)
+        return error.public_message
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
         """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
@@ -260,7 +278,7 @@ class Fetch:
             for key in [key for key in self._transfer.chunks if self.source.get(key) == REMOTE]:
                 self._receive(key)
         else:
-            self.snapshot, self.trouble = None, f"the store cannot be read: {lost}"
+            self.snapshot, self.trouble = None, self.fetcher.explain(lost)
             for key in [*self.views]:
                 self._miss(key, Miss(UNREACHABLE, self.trouble))
 
@@ -293,7 +311,7 @@ class Fetch:
         except (CorruptRecord, StoreVersion) as error:
             return Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error))
         except StoreError as error:
-            return Miss(UNREACHABLE, f"the store cannot be read: {error}")
+            return Miss(UNREACHABLE, self.fetcher.explain(error))
         return open_view(record, self.fetcher.local.blobs.get) if record else Miss("absent")
 
     def _use_copy(self, key: ChunkKey) -> bool:

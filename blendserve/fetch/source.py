@@ -100,7 +100,7 @@ class StoreSource:
                 self.link.arrived(sum(r.n_bytes for r in found.values() if isinstance(r, ChunkRecord)))
         except StoreError as error:
             for chunk in batch:
-                chunk.end(Miss(UNREACHABLE, f"{self.name} cannot be read: {error}"))
+                chunk.end(Miss(UNREACHABLE, error.public_message))
             return
         for chunk in batch:
             record = found.get(chunk.key)
@@ -167,7 +167,7 @@ class ValkeySource(StoreSource):
         return self.store.read(keys)
 
     def interrupt(self, late: bool) -> str:
-        return str(self.store.client.interrupt(late, reading=True))
+        return self.store.client.interrupt(late, reading=True).public_message
 
     def _probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Headers, which take a round trip, then the first layers of one chunk: a whole one may take too long."""

@@ -109,7 +109,7 @@ class Transfer:
             with self.deadline.waiting():
                 sizes = self._source.sizes(new) if new else {}
         except StoreError as error:
-            sizes, absent = {}, Miss(UNREACHABLE, str(error))
+            sizes, absent = {}, Miss(UNREACHABLE, error.public_message)
         for request in new:
             if request.key in sizes:
                 self._use(self._incoming.create(request.key, sizes[request.key]))
@@ -286,7 +286,7 @@ class Transfer:
             except Exception as error:  # a bug must not keep a prompt waiting
                 log.exception("a transfer failed")
                 for chunk in batch:
-                    chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
+                    chunk.end(Miss(UNREACHABLE, f"its transfer failed ({type(error).__name__}): see the log"))
             self._end(batch)
             batch = self._next()
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query
 
+from blendserve.config import StoreConfig
 from blendserve.core import Document, Passage, Steps, TokenIds
 from blendserve.engine.documents import Documents
 from blendserve.engine.prompt import passage_text
-from blendserve.errors import InputError, NotFound
+from blendserve.errors import InputError, NotFound, PermissionDenied
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.jobs import Job
 from blendserve.serve.schemas import Body, CacheRequest, DocumentsRequest, Name
 from blendserve.store import ChunkKey
+from blendserve.store.valkey import ValkeyStore
 
 BATCH = 64  # passages whose tokens a job holds, and chunks that it fetches in one call
 KEYS_PER_CALL = 1000  # between two calls, other tenants have their turn
@@ -87,9 +89,35 @@ class Caller:
 
         for some in _batches(distinct, BATCH):
             chunks = await self.on_index(self.chunk_ids, some)
+            expected = {writer.key(ids): writer.expected_bytes(len(ids)) for ids in chunks if ids}
+            await self.on_store(self.check_quota, expected)
             left = [ids for ids in chunks if await compute(ids, "skip")]
             for ids in left:
                 await compute(ids, "compute")
+
+    def check_quota(self, expected: Mapping[ChunkKey, int]) -> list[ChunkKey]:
+        """The stored ones of these chunks. Raises PermissionDenied if the namespace may not pin all of them.
+
+        So keys other than an admin's leave room for each other, and for chunks that are not pinned. expected: bytes of
+        each chunk, 0 for one that is pinned only if it is stored. A full quota may be exceeded by a batch of each job.
+        """
+        store, namespace = self.client.engine.store, self.tenant.namespace
+        infos = store.describe(expected)
+        if self.tenant.admin:
+            return [*infos]
+        own, all_pins = store.stats(namespace).pinned_bytes, store.stats().pinned_bytes
+        others = 0 if isinstance(store, ValkeyStore) else all_pins - own  # whose cap is of each namespace
+        quota = round(StoreConfig.pinned_share * max(0, store.cap_bytes - others))
+        more = sum(
+            infos[key].n_bytes * (not infos[key].pinned) if key in infos else n_bytes
+            for key, n_bytes in expected.items()
+        )
+        if more and own + more > quota:
+            raise PermissionDenied(
+                f"this key's namespace has pinned {own:,} bytes, and {more:,} more exceed its quota of {quota:,}: unpin "
+                "or delete chunks, or let an admin warm them"
+            )
+        return [*infos]
 
     def chunk_ids(self, passages: Sequence[Passage]) -> Steps[list[TokenIds]]:
         """Raises InputError for a passage that no request could hold."""
@@ -256,6 +284,7 @@ async def delete_document(
 @router.post("/cache/warm", status_code=202)
 async def warm(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
+    chosen.tenant.require_write_access()
     passages = await chosen.client.collections.executor.run(chosen.tenant.name, chosen.passages)
     return chosen.start_job(chosen.body, "warm", partial(chosen.precompute, passages))
 
@@ -263,6 +292,7 @@ async def warm(chosen: SelectionDep) -> dict[str, Any]:
 @router.post("/cache/fetch", status_code=202)
 async def fetch(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that copies the KV of chunks from the remote store into the local one."""
+    chosen.tenant.require_write_access()
     keys = await chosen.keys()
 
     async def work(job: Job) -> None:
@@ -276,12 +306,18 @@ async def fetch(chosen: SelectionDep) -> dict[str, Any]:
 @router.post("/cache/pin")
 async def pin(chosen: SelectionDep) -> dict[str, Any]:
     """Pin chunks: they are not evicted."""
-    return await chosen.call("pinned", chosen.client.engine.store.pin)
+    chosen.tenant.require_write_access()
+
+    def pin_some(keys: Sequence[ChunkKey]) -> int:
+        return chosen.client.engine.store.pin(chosen.check_quota(dict.fromkeys(keys, 0)))
+
+    return await chosen.call("pinned", pin_some)
 
 
 @router.post("/cache/unpin")
 async def unpin(chosen: SelectionDep) -> dict[str, Any]:
     """Unpin chunks."""
+    chosen.tenant.require_write_access()
     return await chosen.call("unpinned", partial(chosen.client.engine.store.pin, pinned=False))
 
 

@@ -85,7 +85,8 @@ async def _run(job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
         await work(job)
         job.state = "done"
     except BlendserveError as error:
-        job.state, job.error = "failed", str(error)
+        log.warning("a job failed: %s", error)
+        job.state, job.error = "failed", error.public_message
     except asyncio.CancelledError:
         job.state, job.error = "failed", "the server has shut down"
         raise

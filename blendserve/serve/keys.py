@@ -37,8 +37,8 @@ class Tenant:
     name: str
     namespace: str = ""
     collections: tuple[str, ...] | None = None
-    read_only: bool = False  # may not add or delete documents
-    admin: bool = False  # may read /metrics, which covers all tenants
+    read_only: bool = False  # may not change documents, pins or stored KV, except by asking
+    admin: bool = False  # may read /metrics, which covers all tenants, and pin without a quota
     max_concurrent: int | None = None
     max_per_minute: int | None = None
 

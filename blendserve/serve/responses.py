@@ -131,11 +131,19 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def public_message(error: Exception) -> str:
+    """The message for the client. What it leaves out is logged."""
+    message = error.public_message if isinstance(error, errors.BlendserveError) else str(error)
+    if message != str(error):
+        log.warning("a request failed: %s", error)
+    return message
+
+
 def error_details(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body of an error. An unexpected error is a bug: the log has its traceback, the client does not."""
     for error_class, status, kind, code in ERRORS:
         if isinstance(error, error_class):
-            return status, error_body(str(error), kind, code=code)
+            return status, error_body(public_message(error), kind, code=code)
     log.error("a request failed", exc_info=error)
     return 500, error_body("internal server error: see the server's log", "server_error")
 

@@ -99,6 +99,7 @@ class StoreStats:
     raw_bytes: int  # of their keys and values, decoded
     cap_bytes: int
     pins: int  # chunks that are never evicted
+    pinned_bytes: int
     hits: int  # look-ups since the store was made
     misses: int
     undecodable: int  # of the misses, stored chunks whose codec or tables are missing
@@ -222,6 +223,7 @@ class KVStore(ABC):
             raw_bytes=totals.raw_bytes,
             cap_bytes=self.cap_bytes,
             pins=totals.pins,
+            pinned_bytes=totals.pinned_bytes,
             hits=counts["hits"],
             misses=counts["misses"],
             undecodable=counts["undecodable"],

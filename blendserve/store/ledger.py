@@ -6,7 +6,7 @@ compare them; within a process they only rise.
 
     u KEY              last used 8 | bytes 8 | raw bytes 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
     o LAST_USED KEY    empty: unpinned chunks in order of use (big-endian time: a scan gives the oldest first)
-    n TAG              totals of a namespace, or of all: chunks, tokens, bytes, raw bytes, pins 8 each | xxh3-64 8
+    n TAG              totals of a namespace, or of all, the fields of Totals 8 each | xxh3-64 8
     c TAG              COUNTERS 8 each | xxh3-64 with the tag 8
 
 Bytes are as stored. A damaged entry counts as an unpinned chunk of unknown size that was never used. Missing or damaged
@@ -38,7 +38,7 @@ NOTE_EVERY_S = 60.0  # the notes of a store that only reads
 COUNTERS = "hits", "misses", "corrupt", "evictions", "refused", "undecodable"  # in the order of a record
 ENTRY, ORDER, TOTALS, COUNTS = b"u", b"o", b"n", b"c"
 
-_ENTRY, _TOTALS = struct.Struct("<QQQIB"), struct.Struct("<5Q")
+_ENTRY, _TOTALS = struct.Struct("<QQQIB"), struct.Struct("<6Q")
 _COUNTS = struct.Struct(f"<{len(COUNTERS)}q")
 _TIME, _SUM = struct.Struct(">Q"), struct.Struct("<Q")
 
@@ -169,12 +169,14 @@ class Totals(NamedTuple):
     n_bytes: int = 0
     raw_bytes: int = 0
     pins: int = 0
+    pinned_bytes: int = 0
 
     def add(self, entry: Entry | None, sign: int = 1) -> Totals:
         """With one entry more, or with sign -1 one less."""
         if entry is None:
             return self
-        parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned
+        pinned_bytes = entry.n_bytes if entry.pinned else 0
+        parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned, pinned_bytes
         return Totals(*(max(0, total + sign * part) for total, part in zip(self, parts, strict=True)))
 
 

@@ -266,8 +266,12 @@ class Accounts:
     def totals(self, tag: bytes) -> Totals:
         """Sums over a namespace's entries."""
         pins = set(self._members("smembers", tag, "pins"))
-        parts = ((1, e.n_tokens, e.n_bytes, e.raw_bytes, key in pins) for key, e in self.entries(tag).items())
-        return Totals(*map(sum, zip(Totals(), *parts, strict=True)))
+        total = Totals()
+        for key, entry in self.entries(tag).items():
+            n_pinned = entry.n_bytes if key in pins else 0
+            parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, int(key in pins), n_pinned
+            total = Totals(*map(sum, zip(total, parts, strict=True)))
+        return total
 
     def counts(self, tag: bytes) -> dict[str, int]:
         """A namespace's counters."""

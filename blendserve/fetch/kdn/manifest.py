@@ -30,6 +30,8 @@ FORMAT = 1
 LENGTH = struct.Struct("<I")  # of a header, in front of it
 MAX_HEADER_BYTES = 1 << 20  # bytes; a chunk of a thousand layers has 16 KB
 MAX_LEVELS = 16
+MAX_DIRECTORY_BYTES = 256 << 20  # millions of chunks
+MAX_TABLES_BYTES = 256 << 20
 MAX_INTERLEAVED = 64  # chunks
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 

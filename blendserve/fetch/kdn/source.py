@@ -19,7 +19,14 @@ from blendserve.config import KdnConfig, StoreBackendConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.client import CUT, Client, InvalidReply, KdnPeer, NotFoundReply, read_chunks
-from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, Directory, read_directory
+from blendserve.fetch.kdn.manifest import (
+    MAX_DIRECTORY_BYTES,
+    MAX_INTERLEAVED,
+    MAX_TABLES_BYTES,
+    Collection,
+    Directory,
+    read_directory,
+)
 from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.store.base import Miss
 from blendserve.store.blobs import BlobInfo, BlobReader, check_blob
@@ -119,7 +126,7 @@ class KdnSource:
                 self._client.run(partial(self._transfer, batch=batch), reading=True)
         except StoreError as error:
             for chunk in batch:
-                chunk.end(Miss(UNREACHABLE, str(error)))
+                chunk.end(Miss(UNREACHABLE, error.public_message))
 
     def _transfer(self, client: Client, batch: Sequence[IncomingChunk]) -> None:
         """Raises what the client does."""
@@ -140,14 +147,14 @@ class KdnSource:
             self.link.last_rate = n_bytes / max(1e-9, self._clock.monotonic() - start)
 
     def interrupt(self, late: bool) -> str:
-        return str(self._client.interrupt(late, reading=True))
+        return self._client.interrupt(late, reading=True).public_message
 
     def _read_blob(self, client: Client, hash: bytes) -> bytes | None:
         """Raises CorruptBlob, and what the client does."""
         sizes = {tables.hash: tables.n_bytes for tables in self._look(client)[0].tables}
         if (name := hash.hex()) not in sizes:
             return None
-        return check_blob(hash, client.get(client.path("tables", name), sizes[name]))
+        return check_blob(hash, client.get(client.path("tables", name), min(sizes[name], MAX_TABLES_BYTES)))
 
     def close(self) -> None:
         self._client.close()
@@ -237,7 +244,7 @@ def _read(client: Client, known: tuple[Collection, Directory] | None) -> tuple[C
         collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
         if known and known[0].directory == collection.directory:
             return collection, known[1]
-        raw = client.get(client.path("directory"), collection.directory.n_bytes)
+        raw = client.get(client.path("directory"), min(collection.directory.n_bytes, MAX_DIRECTORY_BYTES))
         return collection, read_directory(raw, len(collection.levels))
     except (NotFoundReply, OSError):  # one of TLS is a ValueError as well
         raise

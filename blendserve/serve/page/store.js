@@ -104,12 +104,13 @@ export function makeStore(root) {
       el("button", { type: "button", class: kind, "aria-label": `${label}: ${chunk.title || chunk.id}`, onclick: () => act(call) }, label);
     const buttons = chunk.stored
       ? [
-          chunk.pinned
-            ? button("Unpin", () => post("v1/cache/unpin", one))
-            : button("Pin", () => post("v1/cache/pin", one)),
+          mayWrite &&
+            (chunk.pinned
+              ? button("Unpin", () => post("v1/cache/unpin", one))
+              : button("Pin", () => post("v1/cache/pin", one))),
           mayWrite && button("Delete KV", () => post("v1/cache/delete", one), "danger"),
         ]
-      : [button("Warm", () => warm(one))];
+      : [mayWrite && button("Warm", () => warm(one))];
     return el(
       "tr",
       { "data-id": chunk.id },
@@ -125,6 +126,7 @@ export function makeStore(root) {
     settings({ collections, key }) {
       collection.fill(collections);
       mayWrite = !key.read_only;
+      warmAll.hidden = !mayWrite;
     },
     show: refresh,
   };

@@ -277,7 +277,8 @@ def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
         except CorruptBlob as error:
             raise Undecodable(str(error)) from error
         except StoreUnavailable as error:
-            raise Undecodable(f"the tables {hash} cannot be read: {error}", UNREACHABLE) from error
+            why = f"the tables {hash} cannot be read: {error.public_message}"
+            raise Undecodable(why, UNREACHABLE) from error
         except ValueError as error:
             raise Undecodable(f"the tables {hash} are not of codec {coding.codec!r}: {error}") from error
         _ready[made, coding] = codec
