@@ -10,18 +10,24 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
+import faiss
+import numpy as np
+from pydantic import TypeAdapter
+
 from blendserve.config import Config, KdnConfig, RemoteConfig
-from blendserve.errors import IndexDamaged, InputError, StoreUnavailable
+from blendserve.core import Passage
+from blendserve.errors import InputError, StoreUnavailable
 from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply
 from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
 from blendserve.fetch.kdn.source import MAX_DESCRIPTION
 from blendserve.paths import cache_folder
 from blendserve.registry import DELIVERED
 from blendserve.retrieve.index import PASSAGES, VECTORS
-from blendserve.retrieve.manifest import MANIFEST, Manifest, manifest_digest, read, write
+from blendserve.retrieve.manifest import MANIFEST, Manifest, manifest_digest, write
 from blendserve.store.bounded import PeerUnusable
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.key import namespace_tag
@@ -29,9 +35,21 @@ from blendserve.store.key import namespace_tag
 log = logging.getLogger(__name__)
 
 SCHEME = f"{DELIVERED}:"
+FILES = {MANIFEST, PASSAGES, VECTORS}
 MAX_FILE_BYTES = 4 << 30  # bytes of one of its files
+FASTEST_LIMIT_S = 30.0  # for a description, and for an index of any size
+MIN_BYTES_S = 64 << 10  # a service that is slower counts as dead
+VECTOR_KINDS = {"flat": b"IxFI", "hnsw": b"IHNf"}  # first bytes of FAISS' files
 # Of a service
-ERRORS = (OSError, ValueError, http.client.HTTPException, PeerUnusable, NotFoundReply, InvalidReply)
+ERRORS = (
+    OSError,
+    ValueError,
+    RecursionError,
+    http.client.HTTPException,
+    PeerUnusable,
+    NotFoundReply,
+    InvalidReply,
+)
 
 
 def resolve(index: str, config: Config) -> tuple[str, Config]:
@@ -79,8 +97,12 @@ def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None 
 
 
 def _update(client: Client, folder: Path, namespace: str | None) -> None:
-    """Download the published index unless the folder has it. Raises InputError, and what the client does."""
-    collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
+    """Download the published index unless the folder has it. Raises InputError, and what the client does.
+
+    Names and sizes are checked before the files are downloaded, and the files before the folder is written to.
+    """
+    with client.within(FASTEST_LIMIT_S):
+        collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
     if namespace is not None and namespace_tag(namespace).hex() != collection.namespace:
         raise InputError(
             f"collection {collection.name!r} was published under another namespace than {namespace!r}, so none of its "
@@ -91,33 +113,55 @@ def _update(client: Client, folder: Path, namespace: str | None) -> None:
     with suppress(OSError):
         if manifest and manifest.pieces == (tables_hash((folder / MANIFEST).read_bytes()).hex(),):
             return
+    if collection.files.keys() != FILES:  # names are paths
+        raise InvalidReply("an index of other files than blendserve's")
+    for name, blob in collection.files.items():
+        if not 0 <= blob.n_bytes <= MAX_FILE_BYTES:
+            raise InvalidReply(f"{name} has {blob.n_bytes:,} bytes")
     log.info("Fetching the index of %r", collection.name)
-    _write(folder, {name: _file(client, name, blob) for name, blob in collection.files.items()})
+    n_bytes = sum(blob.n_bytes for blob in collection.files.values())
+    with client.within(FASTEST_LIMIT_S + n_bytes / MIN_BYTES_S):
+        files = {name: _file(client, name, blob) for name, blob in collection.files.items()}
+    manifest = _checked_manifest(files)
+    del files[MANIFEST]
+    write(folder, manifest, files, manifest_digest(folder))
 
 
 def _file(client: Client, name: str, blob: Blob) -> bytes:
     """Download a file piece by piece, and check each. Raises InvalidReply, and what the client does."""
-    if blob.n_bytes > MAX_FILE_BYTES:
-        raise InvalidReply(f"{name} has {blob.n_bytes:,} bytes")
-    parts, left = [], blob.n_bytes
+    whole = bytearray()
     for piece in blob.pieces:
-        parts.append(client.get(client.path("pieces", piece), left))
-        left -= len(parts[-1])
-        if tables_hash(parts[-1]).hex() != piece:
+        part = client.get(client.path("pieces", piece), blob.n_bytes - len(whole))
+        if not part or tables_hash(part).hex() != piece:
             raise InvalidReply(f"{name} is damaged")
-    return b"".join(parts)
+        whole += part
+    return bytes(whole)
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write the index with one rename. Raises InvalidReply, VectorIndexError."""
+def _checked_manifest(files: Mapping[str, bytes]) -> Manifest:
+    """The manifest of files that an index can be opened from. Raises InvalidReply for others."""
     try:
-        manifest = Manifest(**json.loads(files.pop(MANIFEST)))
-    except (KeyError, TypeError, ValueError):
-        raise InvalidReply("an index that cannot be understood") from None
-    if files.keys() != manifest.files.keys() or files.keys() != {PASSAGES, VECTORS}:  # names are paths
+        manifest = TypeAdapter(Manifest).validate_python(json.loads(files[MANIFEST]))
+        lines = files[PASSAGES].decode().split("\n")[:-1]
+        n_windows = sum(map(_windows, lines))
+        if files[VECTORS][:4] != VECTOR_KINDS[manifest.kind]:
+            raise InvalidReply("vectors of another kind")
+        vectors = faiss.deserialize_index(np.frombuffer(files[VECTORS], np.uint8))
+    except (KeyError, TypeError, ValueError, RuntimeError, MemoryError) as error:
+        raise InvalidReply(f"an index that cannot be read ({type(error).__name__})") from None
+    if manifest.files.keys() != FILES - {MANIFEST}:
         raise InvalidReply("an index of other files than it says")
-    write(folder, manifest, files, manifest_digest(folder))
-    try:
-        read(folder)
-    except IndexDamaged as error:
-        raise InvalidReply(str(error)) from None
+    said = manifest.passages, manifest.vectors, manifest.vectors, manifest.dimension
+    if (len(lines), n_windows, vectors.ntotal, vectors.d) != said:
+        raise InvalidReply("an index of other sizes than it says")
+    return manifest
+
+
+def _windows(line: str) -> int:
+    """The number of vectors of a passage, a line of PASSAGES. Raises KeyError, TypeError, ValueError."""
+    values = json.loads(line)
+    n = int(values.pop("windows"))
+    if n < 0 or not isinstance(values.pop("content"), str):
+        raise ValueError(f"a passage of {n} vectors")
+    TypeAdapter(Passage).validate_python(values)
+    return n

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from blendserve.config import BlendConfig, DeliverConfig
 from blendserve.errors import StoreError, StoreUnavailable
@@ -173,21 +175,147 @@ def test_a_client_that_reads_nothing_is_cut(
         eventually(lambda: service.get(path).status_code == 200)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "another"])
-def test_an_index_names_no_files_of_its_own(service: Service, tmp_path: Path, name: str) -> None:
-    real: Any = service.get("").json()
-    manifest = service.get(f"pieces/{real['files']['manifest.json']['pieces'][0]}").json()
-    manifest["files"][name] = manifest["files"]["passages.jsonl"]
-    forged = json.dumps(manifest).encode()
-    hash = tables_hash(forged).hex()
-    real["files"][name] = real["files"]["passages.jsonl"]
-    real["files"]["manifest.json"] = {"n_bytes": len(forged), "pieces": [hash]}
-    lies = {f"{API}/{NAME}": json.dumps(real).encode(), f"{API}/{NAME}/pieces/{hash}": forged}
+# The index, as `kdn pull` fetches it
 
-    def speak(line: socket.socket, path: str) -> None:
-        line.sendall(honest(lies.get(path) or service.http.get(service.url + path).content)[0])
 
-    with Peer(speak) as peer, pytest.raises(StoreUnavailable):
-        pull(settings(peer.url), tmp_path / "index")
+Files = dict[str, bytes]
+
+
+def published_files(service: Service) -> Files:
+    """The files of the published index."""
+    said: Any = service.get("").json()
+    pieces = {name: blob["pieces"] for name, blob in said["files"].items()}
+    return {n: b"".join(service.get(f"pieces/{p}").content for p in some) for n, some in pieces.items()}
+
+
+class Forger(Peer):
+    """A service whose index has these files, with right hashes; `about` changes what it says of them."""
+
+    def __init__(self, service: Service, files: Files, /, **about: Any) -> None:
+        said: Any = service.get("").json()
+        hashes = {name: tables_hash(raw).hex() for name, raw in files.items()}
+        said["files"] = {name: {"n_bytes": len(raw), "pieces": [hashes[name]]} for name, raw in files.items()}
+        self.pieces = {f"{API}/{NAME}/pieces/{hashes[name]}": raw for name, raw in files.items()}
+        bodies = {**self.pieces, f"{API}/{NAME}": json.dumps({**said, **about}).encode()}
+        super().__init__(lambda line, path: self.answer(line, bodies.get(path, b"")))
+
+    def answer(self, line: socket.socket, body: bytes) -> None:
+        line.sendall(honest(body)[0])
+
+
+def sealed(files: Files, **changes: Any) -> Files:
+    """The files with a manifest that fits them, but for the changes."""
+    manifest = json.loads(files["manifest.json"])
+    seals = {name: f"{len(raw)} {xxhash.xxh3_128_hexdigest(raw)}" for name, raw in files.items()}
+    del seals["manifest.json"]
+    return {**files, "manifest.json": json.dumps({**manifest, "files": seals, **changes}).encode()}
+
+
+def text_of(files: Files, **values: Any) -> bytes:
+    """The passages with these values in the first one."""
+    first, *others = files["passages.jsonl"].decode().split("\n")
+    return "\n".join([json.dumps({**json.loads(first), **values}), *others]).encode()
+
+
+Forgery = Callable[[Files], Files]
+FORGERIES: dict[str, Forgery] = {
+    **{
+        f"file {name}": lambda files, name=name: sealed({**files, name: b"x"})  # type: ignore[misc]
+        for name in ("../outside", "/tmp/outside", "another")
+    },
+    "no vectors": lambda files: sealed({n: raw for n, raw in files.items() if n != "vectors.faiss"}),
+    "passages of another form": lambda files: sealed({**files, "passages.jsonl": b'{"nothing": 1}\n'}),
+    "passages that are no text": lambda files: sealed({**files, "passages.jsonl": b"\xff\xff\n"}),
+    "a text that is a number": lambda files: sealed({**files, "passages.jsonl": text_of(files, text=7)}),
+    "more windows than vectors": lambda files: sealed(
+        {**files, "passages.jsonl": text_of(files, windows=50)}
+    ),
+    "deep JSON": lambda files: {**files, "manifest.json": b"[" * 100_000},
+    "vectors that are none": lambda files: sealed({**files, "vectors.faiss": b"garbage" * 99}),
+    "no bytes of vectors": lambda files: sealed({**files, "vectors.faiss": b""}),
+    "cut vectors": lambda files: sealed({**files, "vectors.faiss": files["vectors.faiss"][:99]}),
+    "another kind of vectors": lambda files: sealed(
+        {**files, "vectors.faiss": b"IwFl" + files["vectors.faiss"][4:]}
+    ),
+    **{
+        f"{name} {value!r}": lambda files, name=name, value=value: sealed(files, **{name: value})  # type: ignore[misc]
+        for name, value in (("dimension", "x"), ("dimension", 7), ("kind", 7), ("passages", 0))
+    },
+}
+
+
+def on_disk(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_index_replaces_no_good_one(service: Service, tmp_path: Path, forgery: Forgery) -> None:
+    files, folder = published_files(service), tmp_path / "index"
+    with Forger(service, sealed(files, corpus="another version")) as honest_one:
+        pull(settings(honest_one.url), folder)
+    before = on_disk(folder)
+    with Forger(service, forgery(files)) as forger:
+        pull(settings(forger.url), folder)  # the last good one is used
+        with pytest.raises(StoreUnavailable):
+            pull(settings(forger.url), tmp_path / "other")
+        if forgery(files).keys() != files.keys():  # names are checked before anything is downloaded
+            assert not forger.pieces.keys() & set(forger.paths)
+    assert on_disk(folder) == before
+    assert not (tmp_path / "other").exists()
     assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize("n_bytes", [-5, 1 << 40])
+def test_an_index_of_impossible_size_is_not_downloaded(
+    service: Service, tmp_path: Path, n_bytes: int
+) -> None:
+    files = published_files(service)
+    about = {name: {"n_bytes": n_bytes, "pieces": ["00" * 16]} for name in files}
+    with Forger(service, files, files=about) as forger, pytest.raises(StoreUnavailable):
+        pull(settings(forger.url), tmp_path / "index")
+    assert not any("/pieces/" in path for path in forger.paths)
+
+
+@pytest.mark.parametrize("what", ["head", "description", "piece"])
+def test_a_service_that_drips_bytes_is_given_up(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Each byte comes in time, and the whole never does."""
+    monkeypatch.setattr("blendserve.kdn.pull.FASTEST_LIMIT_S", 0.5)
+    monkeypatch.setattr("blendserve.kdn.pull.MIN_BYTES_S", 1 << 30)
+    over = threading.Event()
+
+    class Dripping(Forger):
+        def answer(self, line: socket.socket, body: bytes) -> None:
+            is_piece = body in self.pieces.values()
+            if is_piece != (what == "piece"):
+                super().answer(line, body)
+                return
+            line.sendall(b"HTTP/1.1 200 OK\r\n" if what == "head" else head(1 << 20))
+            while not over.wait(0.02):
+                line.sendall(b"X: y\r\n" if what == "head" else b" ")
+
+    with Dripping(service, published_files(service)) as slow:
+        with pytest.raises(StoreUnavailable):
+            pull(settings(slow.url, deadline_s=60.0), tmp_path / "index")
+        over.set()
     assert not (tmp_path / "index").exists()
+
+
+def test_memory_is_taken_for_bytes_that_came_and_not_for_announced_ones(service: Service) -> None:
+    about = {"n_bytes": 200 << 20, "pieces": ["00" * 16]}
+
+    class Announcing(Forger):
+        def answer(self, line: socket.socket, body: bytes) -> None:
+            line.sendall(honest(body)[0] if body else head(200 << 20) + bytes(999))
+            if not body:
+                line.shutdown(socket.SHUT_RDWR)
+
+    with Announcing(service, {}, directory=about) as peer, kdn_store(settings(peer.url)) as store:
+        tracemalloc.start()
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.source.contains([])
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()

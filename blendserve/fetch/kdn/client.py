@@ -40,6 +40,7 @@ class InvalidReply(Exception):
 
 
 CUT = (InvalidReply, ConnectionError, http.client.HTTPException)  # of a body
+BLOCK_BYTES = 16 << 20  # of memory that is taken before its bytes have come
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,12 @@ class Reply:
 
     def read(self, n_bytes: int) -> bytearray:
         """The next `n_bytes` of the body. Raises InvalidReply if the body ends before, OSError."""
-        part, got = bytearray(n_bytes), 0
+        part, got = bytearray(min(n_bytes, BLOCK_BYTES)), 0
         while got < n_bytes:
-            n = self.response.readinto(memoryview(part)[got:])
+            if got == len(part):
+                part += bytes(min(n_bytes - got, BLOCK_BYTES))
+            with memoryview(part) as view:
+                n = self.response.readinto(view[got:])
             if not n:
                 raise InvalidReply(f"{got:,} bytes where {n_bytes:,} were announced")
             got += n
@@ -79,6 +83,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._idle: list[http.client.HTTPConnection] = []
         self._open: set[http.client.HTTPConnection] = set()
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def path(self, *parts: str) -> str:
@@ -114,6 +119,8 @@ class Client:
             if connection.sock:
                 connection.sock.settimeout(connection.timeout)
             connection.request("GET", path, headers={**self._headers, **(headers or {})})
+            if self._is_closed:
+                raise ConnectionAbortedError("the client is closed")
             response = connection.getresponse()
             yield _reply(response)
             is_reusable = response.isclosed() and not response.will_close
@@ -124,8 +131,32 @@ class Client:
             if not is_reusable:
                 connection.close()
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All requests of the block end within this time, however slowly bytes come. Raises PeerUnusable."""
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self.close()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if is_late.is_set():
+                raise PeerUnusable(
+                    f"is too slow: its answers took more than {seconds:.0f} s in all"
+                ) from error
+            raise
+        finally:
+            timer.cancel()
+
     def close(self) -> None:
-        """Shut down every connection: a thread that waits for one gets an error."""
+        """Shut down every connection: a thread that waits for one gets an error, and so do later requests."""
+        self._is_closed = True
         with self._lock:
             ended, self._idle = [*self._open, *self._idle], []
         for connection in ended:
