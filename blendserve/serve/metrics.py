@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from blendserve.core import BlendReport
-from blendserve.errors import StoreUnavailable
+from blendserve.errors import StoreError
 from blendserve.fetch import KVFetcher
 from blendserve.quality.controller import Controller
 from blendserve.quality.target import Loss
@@ -210,7 +210,7 @@ class StoreCollector(Collector):
         up = GaugeMetricFamily("blendserve_store_up", "Whether the KV store answers")
         try:
             stats = self._store.stats()
-        except StoreUnavailable:
+        except StoreError:
             up.add_metric([], 0)
             yield up
             return

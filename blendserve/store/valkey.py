@@ -28,7 +28,7 @@ from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, Progress, tables_hash
-from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
+from blendserve.store.key import KEY_BYTES, TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import NOTE_EVERY_S, Totals, UsageLog
 from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
@@ -137,7 +137,7 @@ class ValkeyStore(KVStore):
 
         def job(client: Client) -> list[ChunkKey]:
             scans = (client.hscan_iter(layout.namespace_name(tag, "entries"), count=1000) for tag in tags)
-            return sorted({key for scan in scans for key, _ in scan})
+            return sorted({key for scan in scans for key, _ in scan if len(key) == KEY_BYTES})
 
         return iter(self._ask(job, SCAN_S))
 
@@ -289,12 +289,13 @@ class ValkeyStore(KVStore):
             self._leased.discard(key)
 
     def _remove_lost(self) -> None:
-        """Remove the entries whose chunks the server has evicted, or that no process ever wrote."""
+        """Remove garbage, and the entries whose chunks the server has evicted, or that no process ever wrote."""
         self._reconciled = self._clock.monotonic()
         if self.read_only:
             return
         settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
         for tag in self._accounts.tags(None):
+            self._accounts.repair(tag)
             for _, some in layout.by_namespace(self._accounts.entries(tag)):
                 self._accounts.remove(set(some) - self.contains(some), settled)
 

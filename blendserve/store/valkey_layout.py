@@ -17,13 +17,16 @@ slot, so that one script changes it, and chunks spread.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from blendserve.errors import CorruptRecord
-from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
-from blendserve.store.ledger import Totals
+from blendserve.store.key import KEY_BYTES, TAG_BYTES, ChunkKey, namespace_tag
+from blendserve.store.ledger import COUNTERS, Totals
 from blendserve.store.policies import Candidate
 from blendserve.store.record import ChunkRecord, check_segment, decode_header
 from blendserve.store.valkey_client import Client
@@ -31,9 +34,13 @@ from blendserve.store.valkey_client import Client
 PREFIX = b"blendserve:"
 CHUNK, NAMESPACES, BLOBS = PREFIX + b"chunk:", PREFIX + b"namespaces", PREFIX + b"tables"
 HEADER = b"h"
+KEY_NAME = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
+NUMBER = re.compile(rb"-?\d{1,18}")  # of a counter
 ACCOUNTS = "entries", "used", "pins", "bytes", "counts"  # KEYS of all scripts but RELEASE
 BATCH = 1000  # keys in one command
 EXPIRES_S = 30 * 86_400  # of an unpinned chunk, after its last use: volatile-lru evicts only keys that expire
+
+log = logging.getLogger(__name__)
 
 Fields: TypeAlias = "Mapping[bytes, bytes]"
 Command: TypeAlias = "Callable[[Client, ChunkKey], object]"
@@ -45,6 +52,15 @@ local function size(key)
     local entry = redis.call('HGET', entries, key)
     return entry and tonumber(string.match(entry, '^%d+')) or 0
 end
+local function total()
+    local n = redis.call('GET', bytes) or '0'
+    if #n < 16 and string.match(n, '^%-?%d+$') then return tonumber(n) end
+    n = 0  -- garbage: count again
+    for _, entry in ipairs(redis.call('HVALS', entries)) do n = n + (tonumber(string.match(entry, '^%d+')) or 0) end
+    redis.call('SET', bytes, string.format('%.0f', n))
+    return n
+end
+local stored = total()
 local function is_pinned(key) return redis.call('SISMEMBER', pins, key) == 1 end
 local function remove(key)
     redis.call('DECRBY', bytes, size(key))  -- -0 is no integer to Redis
@@ -58,7 +74,7 @@ end
 RESERVE = """
 local key, n = ARGV[1], tonumber(ARGV[2])
 local before = redis.call('HGET', entries, key)
-local others = tonumber(redis.call('GET', bytes) or '0') - size(key)
+local others = stored - size(key)
 local lacking, at, victims, sizes = others + n - tonumber(ARGV[3]), 0, {}, {}
 while lacking > 0 do
     local page = redis.call('ZRANGE', used, at, at + 63)
@@ -75,7 +91,7 @@ local enters = lacking <= 0 and (#victims == 0 or ARGV[7] == '1') and ARGV[4] ~=
 if enters then
     for _, victim in ipairs(victims) do
         remove(victim)
-        redis.call('HINCRBY', counts, 'evictions', 1)
+        redis.pcall('HINCRBY', counts, 'evictions', 1)
     end
     if ARGV[6] == '1' then redis.call('SADD', pins, key) end
     redis.call('INCRBY', bytes, n - size(key))
@@ -123,6 +139,12 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, record: ChunkRecord) -> Entry:
         return cls(record.n_bytes, record.raw_bytes, record.n_tokens, record.n_layers)
+
+    @classmethod
+    def parse(cls, key: bytes, raw: bytes) -> Entry | None:
+        """None for garbage."""
+        is_entry = len(key) == KEY_BYTES and re.fullmatch(rb"\d{1,18}( \d{1,18}){3}", raw)
+        return cls(*map(int, raw.split())) if is_entry else None
 
 
 class Reservation(NamedTuple):
@@ -203,15 +225,23 @@ def checked(key: ChunkKey, fields: Fields) -> ChunkRecord:
 def all_chunks(client: Client) -> set[ChunkKey]:
     """The keys of all chunks on the server, with or without entries."""
     names = (name.removeprefix(CHUNK) for name in client.scan_iter(match=CHUNK + b"*", count=BATCH))
-    return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
+    return {bytes.fromhex(name.decode()) for name in names if KEY_NAME.fullmatch(name)}
+
+
+def _delete_fields(client: Client, name: bytes, fields: Sequence[bytes]) -> None:
+    client.hdel(name, *fields)
 
 
 class Accounts:
-    """The accounting of all namespaces. Methods raise StoreUnavailable; writing ones also StoreFull."""
+    """The accounting of all namespaces. Methods raise StoreUnavailable; writing ones also StoreFull.
+
+    Garbage, which another program may have written, counts as absent. `repair` deletes it.
+    """
 
     def __init__(self, ask: Callable[..., Any]) -> None:
         """ask: runs a job with the client (ValkeyStore)."""
         self._ask = ask
+        self._has_logged = False
 
     def _script(self, script: str, tag: bytes, *args: Any) -> list[Any]:
         names = [namespace_name(tag, what) for what in ACCOUNTS]
@@ -224,11 +254,33 @@ class Accounts:
         """The tag of a namespace, or of all that ever stored anything."""
         if namespace is not None:
             return [namespace_tag(namespace)]
-        return sorted(self._ask(lambda client: client.smembers(NAMESPACES)))
+        found = self._ask(lambda client: client.smembers(NAMESPACES))
+        return sorted(tag for tag in found if len(tag) == TAG_BYTES)
 
     def entries(self, tag: bytes) -> dict[ChunkKey, Entry]:
         found = self._members("hgetall", tag, "entries")
-        return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
+        parsed = {key: entry for key, raw in found.items() if (entry := Entry.parse(key, raw))}
+        self._warn_of_garbage(len(found) - len(parsed))
+        return parsed
+
+    def repair(self, tag: bytes) -> None:
+        """Delete the garbage in a namespace's entries and counters."""
+        entries = self._members("hgetall", tag, "entries")
+        counts = self._members("hgetall", tag, "counts")
+        bad = {
+            "entries": [key for key, raw in entries.items() if not Entry.parse(key, raw)],
+            "counts": [name for name, n in counts.items() if not NUMBER.fullmatch(n)],
+        }
+        for what, names in bad.items():
+            if names:
+                self._ask(partial(_delete_fields, name=namespace_name(tag, what), fields=names))
+
+    def _warn_of_garbage(self, n: int) -> None:
+        if n and not self._has_logged:
+            self._has_logged = True
+            log.warning(
+                "the accounting on the Valkey server has values of another program, which are not counted"
+            )
 
     def reserve(
         self,
@@ -275,7 +327,14 @@ class Accounts:
 
     def counts(self, tag: bytes) -> dict[str, int]:
         """A namespace's counters."""
-        return {name.decode(): int(n) for name, n in self._members("hgetall", tag, "counts").items()}
+        found = self._members("hgetall", tag, "counts")
+        known = {
+            name: int(found[name.encode()])
+            for name in COUNTERS
+            if NUMBER.fullmatch(found.get(name.encode(), b""))
+        }
+        self._warn_of_garbage(len(found) - len(known))
+        return known
 
     def count(self, counts: Mapping[tuple[bytes, str], int]) -> None:
         """Add to counters, by (tag, counter)."""

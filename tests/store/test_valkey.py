@@ -23,11 +23,11 @@ from blendserve.store.key import TAG_BYTES
 from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import library
-from blendserve.store.valkey_layout import CHUNK, namespace_name, read_fields
+from blendserve.store.valkey_layout import BLOBS, CHUNK, NAMESPACES, namespace_name, read_fields
 from tests.support.commands import cli
 from tests.support.stores import CAP, chunk, copy_of, key_of, put_kv, read, same, stored
-from tests.support.valkey import PATIENT_S, cluster, database, needs_server, store_at
-from tests.support.waiting import eventually
+from tests.support.valkey import PATIENT_S, cluster, database, needs_server, settings, store_at
+from tests.support.waiting import ManualClock, eventually
 
 pytestmark = needs_server
 
@@ -106,6 +106,61 @@ def test_verify_counts_chunks_without_entries_and_with_wrong_ones(store: ValkeyS
         assert [key for key, _ in reader.verify().bad] == [key.hex()]
     assert (store.verify().good, store.verify().bad) == (2, ())
     assert store.stats().bytes == chunk(50).n_bytes + chunk(1).n_bytes
+
+
+GARBAGE = b"not numbers", b"", b"NaN", b"-", b"1 2 3", b"9" * 40, b"\xff\x00" * 50
+PLACES = (
+    "entries",
+    "a wrong key's entry",
+    "bytes",
+    "counts",
+    "another counter",
+    "namespaces",
+    "chunks",
+    "tables",
+)
+
+
+@pytest.mark.parametrize("value", GARBAGE, ids=repr)
+@pytest.mark.parametrize("place", PLACES)
+def test_garbage_in_the_accounting_counts_as_absent_and_is_repaired(
+    path: Path, place: str, value: bytes
+) -> None:
+    clock, client, kept = ManualClock(), library().Valkey.from_url(database(path)), [key_of(1), key_of(2)]
+    name = partial(namespace_name, kept[0][:TAG_BYTES])
+    with ValkeyStore(settings(path), 5 * chunk().n_bytes, eviction=LRU(), clock=clock) as store:
+        for key in kept:
+            assert put_kv(store, key, chunk())
+        assert same(read(store, kept[0]), chunk())
+        clock.advance(100)
+        before = store.stats()
+        match place:
+            case "entries":
+                client.hset(name("entries"), key_of(9), value)
+            case "a wrong key's entry":
+                client.hset(name("entries"), b"short", value)
+            case "bytes":
+                client.set(name("bytes"), value)
+            case "counts":
+                client.hset(name("counts"), "evictions", value)
+            case "another counter":
+                client.hset(name("counts"), value, value)
+            case "namespaces":
+                client.sadd(NAMESPACES, value)
+            case "chunks":
+                client.set(CHUNK + value, value)
+            case "tables":
+                client.hset(BLOBS, value, value)
+        for _ in range(2):  # the second time the garbage has been deleted
+            after = store.stats()
+            assert (after.chunks, after.bytes, after.hits) == (before.chunks, before.bytes, before.hits)
+            clock.advance(100)
+        assert store.verify().bad == ()
+        assert set(store.keys()) == set(kept)
+        assert all(put_kv(store, key_of(n), chunk()) for n in range(10, 16))  # evicts, too
+        assert store.stats().evictions == 3
+        assert store.delete([key_of(15)]) == 1
+        assert store.stats().chunks == 4
 
 
 def opened(node: Server, cap: int = CAP, deadline_s: float = PATIENT_S) -> ValkeyStore:
