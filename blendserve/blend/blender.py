@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, placed
+from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, chunk_shape, placed
 from blendserve.blend.cost import CostModel
-from blendserve.blend.layout import Layout, lay_out, usable_chunks, usable_view
+from blendserve.blend.layout import Layout, lay_out, usable_chunks
 from blendserve.blend.match import ChunkFinder, best_cover, donor_requests, reuse_runs
 from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.planner import Planner, PrefillPlan, plan_full_prefill
@@ -25,7 +25,7 @@ from blendserve.blend.refine import refine, rows_to_refine
 from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Explanation, Prompt, Steps, TokenIds, run
-from blendserve.errors import StoreError
+from blendserve.errors import CorruptRecord, StoreError
 from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.kv import ChunkKV
@@ -111,6 +111,7 @@ class Blender:
 
     def _bind(self, fetcher: KVFetcher, key: ChunkKeys, chunks: ChunkComputer, codec: Codec) -> None:
         self.fetcher, self.store, self.key = fetcher, fetcher.store, key
+        fetcher.shape_of = partial(chunk_shape, self.model)
         self.near, self.finder = NearDuplicates(self.store, key), ChunkFinder(self.store, key)
         self.writer = ChunkWriter(fetcher, chunks, key, codec, (self.near, self.finder))
         self._learnt_finder: ChunkFinder | None = None
@@ -211,6 +212,8 @@ class Blender:
                 except StoreError as error:
                     fetch.drop(error)  # the next layout does without that chunk, or without the store
                     continue
+                if not done.result.is_sound and drop_stored(plan.layout, requests, fetch):
+                    continue
                 read_s = max(0.0, done.result.read_s - (fetch.waited_s - waited_s))
                 self.planner.load_rate.record(read_s, plan.layout.n_loaded)
                 fetch.record_reading(read_s, plan.layout.n_loaded)
@@ -244,17 +247,17 @@ class Blender:
         fetch: Fetch,
     ) -> Layout:
         """The layout by what was fetched, by the chunks of a plain prompt, and by near-duplicates."""
-        n_layers, first_is_exact = self.model.n_kv_layers, self._first_is_exact(prompt)
+        first_is_exact = self._first_is_exact(prompt)
         keys = {i: request.key for i, request in requests.items()}
-        found = {i: usable_view(fetch, key, n_layers) or fetch.misses[key] for i, key in keys.items()}
+        found = {i: fetch.views.get(key) or fetch.misses[key] for i, key in keys.items()}
         sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
         view, n_kept = TensorView(prefix.kv, is_placed=True), prefix.n_kept
         layout = lay_out(prompt, view, found, sources, first_is_exact=first_is_exact, n_kept=n_kept)
         if prompt.runs:
-            layout = reuse_runs(layout, fetch, n_layers, self._token_saves_s(prompt, blend, [0]))
+            layout = reuse_runs(layout, fetch, self._token_saves_s(prompt, blend, [0]))
         elif blend.near and blend.method != "prefix" and not fetch.trouble:
             saves_s = self._token_saves_s(prompt, blend, requests)
-            layout = reuse_near(layout, fetch, self.near, n_layers, saves_s)
+            layout = reuse_near(layout, fetch, self.near, saves_s)
         return layout.with_seams(self.model.seam)
 
     def _token_saves_s(
@@ -292,6 +295,20 @@ class Blender:
 
     def _weighs_costs(self, blend: BlendConfig) -> bool:
         return blend.method == "auto" and self.fetcher.has_remote
+
+
+def drop_stored(layout: Layout, requests: Mapping[int, ChunkRequest], fetch: Fetch) -> bool:
+    """Drop the stored chunks that a prefill has used, as it gave numbers that are not finite -> whether there were any.
+
+    Whoever writes to the store may have stored such KV with a right checksum.
+    """
+    used = [s for s in layout.loaded if s.chunk is not None and s.source != COMPUTED]
+    keys = {s.donor or requests[s.chunk].key for s in used if s.chunk is not None}
+    for key in keys:
+        fetch.drop(
+            CorruptRecord(key, "gives numbers that are not finite, or another chunk of its prompt does")
+        )
+    return bool(keys)
 
 
 def missing_chunks(

@@ -23,11 +23,21 @@ from blendserve.kv import ChunkKV, Layers, join_layers
 from blendserve.models.forward import LayerPass, run_layers
 from blendserve.models.model import DecoderModel, Projected
 from blendserve.store import ChunkKey, chunk_key
+from blendserve.store.codecs.base import ChunkShape
 from blendserve.store.key import TAG_BYTES, namespace_tag
 
 STACK_TOKENS = 1024  # rows of a stack on a CPU: enough to fill the matmuls, few enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
 GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
+
+
+def chunk_shape(model: DecoderModel, n_tokens: int) -> ChunkShape:
+    """The shape of the model's KV of a chunk of so many tokens."""
+    shapes, rows = zip(*model.chunk_layers(n_tokens), strict=True)
+    state_rows = (
+        tuple(n if l in model.recurrent else 0 for l, n in enumerate(rows)) if model.recurrent else ()
+    )
+    return ChunkShape(model.dtype, n_tokens, shapes, state_rows)
 
 
 @dataclass(frozen=True, slots=True)

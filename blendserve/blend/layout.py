@@ -27,7 +27,6 @@ from torch import Tensor
 
 from blendserve.config import Method
 from blendserve.core import Prompt, Run, Span
-from blendserve.errors import CorruptRecord
 from blendserve.fetch.fetcher import Fetch
 from blendserve.store.base import LOCAL, Miss
 from blendserve.store.key import ChunkKey
@@ -237,15 +236,6 @@ def with_runs(layout: Layout, segment: Segment, runs: Sequence[Run], fetch: Fetc
         done = at.stop
     if done < segment.span.stop:
         yield replace(segment, span=Span(done, segment.span.stop))
-
-
-def usable_view(fetch: Fetch, key: ChunkKey, n_layers: int) -> ChunkView | None:
-    """The view of a fetched chunk; one of another model is dropped as damaged."""
-    view = fetch.views.get(key)
-    if view and view.n_layers != n_layers:
-        fetch.drop(CorruptRecord(key, "is not the chunk that its key names"))
-        return None
-    return view
 
 
 def usable_chunks(prompt: Prompt, method: Method, first_is_exact: bool) -> list[int]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.donors import DonorIndex, Donors
-from blendserve.blend.layout import Layout, Segment, usable_view, with_runs
+from blendserve.blend.layout import Layout, Segment, with_runs
 from blendserve.core import Prompt, Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
@@ -143,12 +143,10 @@ def donor_requests(prompt: Prompt, token_saves_s: float | None) -> list[ChunkReq
     return [ChunkRequest(key, n, token_saves_s and n * token_saves_s) for key, n in n_tokens.items()]
 
 
-def reuse_runs(layout: Layout, fetch: Fetch, n_layers: int, token_saves_s: float | None) -> Layout:
+def reuse_runs(layout: Layout, fetch: Fetch, token_saves_s: float | None) -> Layout:
     """The layout of a plain prompt with the KV of its runs. A run is fresh if its chunk cannot be read."""
     prompt, segments = layout.prompt, list[Segment]()
     fetch.extend(donor_requests(prompt, token_saves_s))
-    for run in prompt.runs:
-        usable_view(fetch, run.donor, n_layers)  # drops a chunk of another model
     runs = [_moved(run, -len(prompt.prefix)) for run in prompt.runs]
     for segment in layout.segments:
         segments += [segment] if segment.chunk is None else with_runs(layout, segment, runs, fetch)

@@ -21,7 +21,7 @@ import numpy as np
 
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.donors import DonorIndex
-from blendserve.blend.layout import Layout, Segment, usable_view, with_runs
+from blendserve.blend.layout import Layout, Segment, with_runs
 from blendserve.blend.match import WORK, best_cover
 from blendserve.core import Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
@@ -109,9 +109,7 @@ def _behind_margin(run: Run) -> Run:
     return run._replace(span=Span(run.span.start + n, run.span.stop), offset=run.offset + n)
 
 
-def reuse_near(
-    layout: Layout, fetch: Fetch, near: NearDuplicates, n_layers: int, token_saves_s: float | None
-) -> Layout:
+def reuse_near(layout: Layout, fetch: Fetch, near: NearDuplicates, token_saves_s: float | None) -> Layout:
     """The layout with runs of stored chunks in place of missing chunks.
 
     token_saves_s: seconds that a donor's token saves; None: fetch every donor. Runs of a donor that cannot be read are
@@ -126,7 +124,7 @@ def reuse_near(
         runs = {i: choose_runs(found, lost) for i, found in equal.items()}
         used = {run.donor: run.n_donor for found in runs.values() for run in found}
         fetch.extend([ChunkRequest(key, n, token_saves_s and n * token_saves_s) for key, n in used.items()])
-        new = {key for key in used if usable_view(fetch, key, n_layers) is None}
+        new = {key for key in used if key not in fetch.views}
         if not new:
             break
         lost |= new

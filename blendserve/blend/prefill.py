@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Prior, Rope
 from blendserve.models.forward import LayerPass, run_layers
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel, Projected
+from blendserve.models.model import DecoderModel, Hidden, Projected
 from blendserve.registry import CORRECTIONS
 from blendserve.timing import Clock
 
@@ -46,6 +46,7 @@ class PassResult:
     cost: float = 1.0  # row-layers / (T * L)
     scores: Tensor | None = None  # [T] on the host, by which the policy selected; NaN where it gave none
     corrected: bool = False  # whether reused KV was changed
+    is_sound: bool = True  # the last row is finite, and so small that its norm is
 
 
 @torch.inference_mode()
@@ -81,7 +82,9 @@ def blend_prefill(
         correction = corrector(model.rotary, ropes, spans, prior) if spans else None
         layers = _BlendPass(model, layout, loader, policy, correction, active.nonzero()[:, 0], scores, clock)
         hidden = yield from run_layers(model, model.embed(ids[layers.rows.device]), layers)
-        return layers.result(model.logits(hidden[-1:])[0])
+        result = layers.result(model.logits(hidden[-1:])[0])
+        last = hidden.x[-1] if isinstance(hidden, Hidden) else hidden[-1]
+        return replace(result, is_sound=bool(last.float().square().sum().isfinite()))
 
 
 class _BlendPass(LayerPass):

@@ -99,6 +99,8 @@ class Priors:
             raise ValueError(f"these are no priors: {error}") from None
         if {name: tuple(x.shape) for name, x in parts.items()} != _shapes(model):
             raise ValueError("these priors are of a model of another shape")
+        if not all(bool(x.isfinite().all()) for x in parts.values()):
+            raise ValueError("these priors have numbers that are not finite")
         return cls._of({name: x.to(model.device, torch.float32) for name, x in parts.items()}, model)
 
 

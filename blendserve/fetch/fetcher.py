@@ -34,7 +34,7 @@ from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.plan import Planner, plan
 from blendserve.fetch.source import ANY, RemoteSource, StoreSource
 from blendserve.fetch.tiered import TieredStore
-from blendserve.fetch.transfer import Compute, Remote, Transfer
+from blendserve.fetch.transfer import Compute, Remote, ShapeOf, Transfer
 from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Miss, Snapshot, StoreStats, TensorView
 from blendserve.store.base import LOCAL, REMOTE
@@ -75,6 +75,9 @@ class KVFetcher:
             self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
         self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
+        self.shape_of: ShapeOf | None = None
+        """Of the model that reads the chunks, which its engine sets. A chunk of another shape is a miss, as kernels rely
+        on it; None accepts every shape."""
         self.on_delete: list[Callable[[frozenset[ChunkKey]], None]] = []
         self._open = WeakSet[Fetch]()
         self._logged = ""  # the last failure of the local store
@@ -258,7 +261,9 @@ class Fetch:
         if not remote or not absent:
             return
         if self._transfer is None:
-            self._transfer = Transfer(remote, self.fetcher.local.blobs.get, self.compute)
+            self._transfer = Transfer(
+                remote, self.fetcher.local.blobs.get, self.compute, shape_of=self.fetcher.shape_of
+            )
         self._transfer.add([new[key] for key in absent])
         self._transfer.run()
         self.computed = self._transfer.computed
@@ -272,6 +277,7 @@ class Fetch:
     def drop(self, lost: StoreError) -> None:
         """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
         if isinstance(lost, CorruptRecord):
+            self.fetcher.copies.drop([lost.key])
             self._miss(lost.key, Miss("corrupt", lost.what))
         elif isinstance(lost, ChunkLost) and self._transfer:
             self._transfer.finish()
@@ -312,7 +318,11 @@ class Fetch:
             return Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error))
         except StoreError as error:
             return Miss(UNREACHABLE, self.fetcher.explain(error))
-        return open_view(record, self.fetcher.local.blobs.get) if record else Miss("absent")
+        if record is None:
+            return Miss("absent")
+        shape_of = self.fetcher.shape_of
+        shape = shape_of(self._requests[key].n_tokens) if shape_of else None
+        return open_view(record, self.fetcher.local.blobs.get, shape)
 
     def _use_copy(self, key: ChunkKey) -> bool:
         """Use a whole copy of a chunk that is not here, which saves its transfer."""

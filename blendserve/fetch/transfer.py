@@ -26,7 +26,7 @@ from blendserve.fetch.source import RemoteSource
 from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, Miss, open_view
 from blendserve.store.bounded import Deadline
-from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Tables
+from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, ChunkShape, Tables
 from blendserve.store.record import Header
 from blendserve.store.view import RecordView
 
@@ -38,6 +38,7 @@ MAX_ASKED = 4  # times that a chunk is asked for: interleaved, alone, at another
 PREFETCHES = 2  # transfers at a time for queued prompts
 
 Compute = Callable[[ChunkRequest], ChunkKV]
+ShapeOf = Callable[[int], ChunkShape]  # the shape of a chunk of so many tokens, in the model
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +73,15 @@ class Transfer:
         tables: Tables,
         compute: Compute | None = None,
         pool: ThreadPoolExecutor | None = None,
+        shape_of: ShapeOf | None = None,
     ) -> None:
-        """tables: those on this machine. compute: see KVFetcher.fetch. pool: runs the source's transfers."""
+        """tables: those on this machine. compute: see KVFetcher.fetch. pool: runs the source's transfers.
+
+        shape_of: of the model; a chunk of another shape is a miss. None accepts every shape.
+        """
         self._source, self._incoming, self._planner = remote.source, remote.incoming, remote.planner
         self._pool, self._local_tables = pool or remote.pool, tables
+        self._shape_of = shape_of
         self._compute, self._link, self._changed = compute, self._source.link, self._incoming.changed
         self._clock = self._link.clock.monotonic
         self.deadline = Deadline(WAITING * self._source.deadline_s, self._clock)
@@ -141,7 +147,9 @@ class Transfer:
         view = self._views.get(key)
         if view is None or view.version is not header:
             read = partial(self._segment, chunk, header)
-            found = open_view(ChunkRecord(key, header, read, chunk.report, trusted=True), self._tables)
+            record = ChunkRecord(key, header, read, chunk.report, trusted=True)
+            shape = self._shape_of(self._requests[key].n_tokens) if self._shape_of else None
+            found = open_view(record, self._tables, shape)
             if isinstance(found, Miss):
                 self.misses[key] = found
                 return found

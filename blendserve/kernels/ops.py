@@ -26,7 +26,7 @@ from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.selfcheck import DENSE, ONE_ROW, SCATTERED, Kind
-from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels.types import AttentionSpec, RecordView, Rope
 
 
 def _native(
@@ -80,6 +80,22 @@ def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan
         raise ValueError(f"a row at position {plan.kv_len - 1} needs more than {keys.shape[1]} keys")
 
 
+def _fits_cache(
+    chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
+) -> None:
+    """Kernels get pointers: chunks of other sizes than the cache's would read and write other memory."""
+    for start, k, v in chunks:
+        stop = start + k.shape[1]
+        is_alike = k.dtype == keys.dtype and v.dtype == values.dtype
+        is_alike = is_alike and k.shape == (keys.shape[0], k.shape[1], keys.shape[2])
+        is_alike = is_alike and v.shape == (values.shape[0], k.shape[1], values.shape[2])
+        if not is_alike or start < 0 or stop > min(keys.shape[1], values.shape[1], len(rope.cos)):
+            raise ValueError(
+                f"a chunk of {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)} at token {start} does not fit a "
+                f"cache of {keys.dtype} {tuple(keys.shape)} and {values.dtype} {tuple(values.shape)}"
+            )
+
+
 attend = KernelOp(
     reference.attend,
     *_native("attention", bindings.attention, bindings.supports_attention),
@@ -108,6 +124,7 @@ place = KernelOp(
     reference.place,
     *_native("scatter_kv", bindings.scatter_kv, bindings.supports_scatter),
     Backend("Triton kernel", cuda_place.place, cuda_place.supports, _placing_reason),
+    validate=_fits_cache,
 )
 # In fp32 torch's own sums make layer 0's keys the model's own to the bit; bf16's rounding hides the difference.
 linear = KernelOp(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from blendserve.errors import CorruptRecord
 from blendserve.kv import ChunkKV, join_layers
-from blendserve.store.codecs.base import Codec, Miss, Pair, Tables, Undecodable, codec_for
+from blendserve.store.codecs.base import ChunkShape, Codec, Miss, Pair, Tables, Undecodable, codec_for
 from blendserve.store.record import ChunkRecord
 
 
@@ -111,8 +111,14 @@ class _RecordDecoder:
         self._decoder, self._next = self._codec.decoder(self._record.shape), 0
 
 
-def open_view(record: ChunkRecord, tables: Tables) -> RecordView | Miss:
-    """The record's view, or why it cannot be decoded here; its store counts that. tables: by hash."""
+def open_view(record: ChunkRecord, tables: Tables, shape: ChunkShape | None = None) -> RecordView | Miss:
+    """Return the record's view, or why it cannot be used here; its store counts that.
+
+    tables: by hash. shape: of the model's KV, which kernels rely on; None accepts every shape.
+    """
+    if shape is not None and record.shape != shape:
+        record.report("corrupt")
+        return Miss("corrupt", "its keys and values have another shape or dtype than those of the model")
     try:
         return RecordView(record, tables)
     except Undecodable as error:

@@ -40,7 +40,7 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import Projected
 from blendserve.registry import CORRECTIONS
 from blendserve.store import ChunkView
-from blendserve.store.codecs.base import Pair
+from blendserve.store.codecs.base import ChunkShape, Pair
 
 See = Callable[[int, Tensor, Tensor, Tensor, LayerKV], None]
 """At layer l, after stored KV was placed: l, rows [S], their k and v [K, S, D], stored KV [K, T, D]."""
@@ -51,6 +51,8 @@ class JobRunner:
 
     def __init__(self, passes: Passes, records: Records, ranks: Ranks) -> None:
         self.passes, self.records, self.ranks, self.prefixes = passes, records, ranks, Prefixes()
+        dtype, shapes = passes.whole.dtype, tuple(passes.whole.kv_shapes)
+        records.fetcher.shape_of = lambda n_tokens: ChunkShape(dtype, n_tokens, shapes)
         self.rows = torch.empty(0, dtype=torch.long)  # of the last job, ascending
         self._priors: dict[tuple[ChunkKeys, TokenIds], StoredPriors] = {}
         self._fits: dict[tuple[ChunkKeys, TokenIds], LeastSquares] = {}
@@ -156,11 +158,8 @@ class _Blend:
         self._lay_out(runner.prefixes.get(prompt.prefix))
 
     def _lay_out(self, prefix: ChunkView | None) -> None:
-        n_layers = self._passes.model.n_kv_layers
         layout = lay_out(self._prompt, prefix, first_is_exact=self._job.first_is_exact)
-        self._whole = reuse_runs(
-            layout, self._fetch, n_layers, None
-        )  # for scores, as if vLLM had cached nothing
+        self._whole = reuse_runs(layout, self._fetch, None)  # for scores, as if vLLM had cached nothing
         self._rest = without_start(self._whole, self._job.start)
 
     def run(self) -> Report:
