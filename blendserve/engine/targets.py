@@ -48,14 +48,15 @@ class Targets:
         """Of one target over one index. Its calibration is read once; while the store is out of reach, there is none."""
         name = str(index.path), target
         with self._lock:
-            if name not in self._found:
-                try:
-                    calibration = self.calibrations(index).load()
-                except StoreError:  # answers are exact until it can be read
-                    return Controller(target, None)
-                usable = calibration if calibration and calibration.fits(len(index)) else None
-                self._found[name] = Controller(target, usable)
-            return self._found[name]
+            if found := self._found.get(name):
+                return found
+        try:
+            calibration = self.calibrations(index).load()  # without the lock, as other indexes are asked for meanwhile
+        except StoreError:  # answers are exact until it can be read
+            return Controller(target, None)
+        usable = calibration if calibration and calibration.fits(len(index)) else None
+        with self._lock:
+            return self._found.setdefault(name, Controller(target, usable))
 
     def use(self, index: VectorIndex, calibration: Calibration) -> None:
         """Store an index's new calibration; its controllers begin anew. Raises StoreError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,10 @@ from blendserve.errors import CorruptRecord, InputError, StoreError
 from blendserve.kv import ChunkKV, KVShape, stacked
 from blendserve.registry import CODECS
 from blendserve.store import ChunkRecord, record
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, known_codec
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, codec_for, known_codec
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.view import RecordView
-from tests.support.codecs import decoded, refuses
+from tests.support.codecs import Toy, decoded, refuses
 from tests.support.damages import TOP64
 from tests.support.stores import chunk, chunk_by_layer, key_of, same
 
@@ -262,3 +264,24 @@ def test_other_levels_tables_and_shapes_are_refused(name: str, level: int) -> No
         codec.decoder(ChunkShape.of(other))
     with pytest.raises(InputError):
         made.fit([])
+
+
+@pytest.mark.parametrize("other", ["no tables", "other tables", "ready tables"])
+def test_tables_that_are_read_hold_up_no_chunk_that_does_not_need_them(toy_codec: None, other: str) -> None:
+    slow, ready, more = (Toy(table=bytes(range(n, 256)) + bytes(range(n))).coding for n in (1, 2, 3))
+    coding = {"no tables": Raw().coding, "other tables": more, "ready tables": ready}[other]
+    codec_for(ready)
+    is_read, may_answer = threading.Event(), threading.Event()
+
+    def tables(hash: bytes) -> None:  # the toy codec then takes its own
+        is_read.set()
+        assert may_answer.wait(120)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(codec_for, slow, tables)
+        assert is_read.wait(60)
+        try:
+            assert pool.submit(codec_for, coding).result(20).coding == coding
+        finally:
+            may_answer.set()
+        assert codec_for(slow) is first.result()  # read once

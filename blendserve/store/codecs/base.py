@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
 from typing import ClassVar, Final, Literal, Protocol, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -258,36 +259,51 @@ def tables_hash(raw: Buffer) -> bytes:
     return blake2b(raw, digest_size=TABLES_BYTES, person=b"blendserve.tb.1").digest()
 
 
-_ready: dict[tuple[type[Codec], Coding], Codec] = {}  # least recently used first
-_readying = Lock()
+_CodecKey: TypeAlias = "tuple[type[Codec], Coding]"
+_ready: dict[_CodecKey, Codec] = {}  # least recently used first
+_reading = WeakValueDictionary["_CodecKey", Lock]()  # held while the tables of one codec are read and parsed
+_lock = Lock()  # of both; never held over I/O
 
 
 def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
-    """The codec that decodes such records; its tables are parsed once and shared by all chunks. Raises Undecodable.
+    """Return the codec that decodes such records. Raises Undecodable.
 
-    Tables of one hash are the same in every store, so ready ones are not read again.
+    Its tables are parsed once and shared by all chunks. Tables of one hash are the same in every store, so ready ones are
+    not read again. Only chunks that need the same tables wait while these are read.
     """
-    made, hash = known_codec(coding.codec), coding.tables.hex()
+    made = known_codec(coding.codec)
     if made is None:
         why = f"this blendserve has no codec {coding.codec!r}: upgrade it, or install the codec's package"
         raise Undecodable(why, "codec")
-    with _readying:
-        try:
-            codec = _ready.pop((made, coding), None) or made.for_reading(coding, tables)
-        except CorruptBlob as error:
-            raise Undecodable(str(error)) from error
-        except StoreUnavailable as error:
-            why = f"the tables {hash} cannot be read: {error.public_message}"
-            raise Undecodable(why, UNREACHABLE) from error
-        except ValueError as error:
-            raise Undecodable(f"the tables {hash} are not of codec {coding.codec!r}: {error}") from error
-        _ready[made, coding] = codec
-        if len(_ready) > MAX_READY:
-            del _ready[next(iter(_ready))]
+    if not made.needs_tables:
+        return made.for_reading(coding, tables)
+    with _lock:
+        reading = _reading.setdefault((made, coding), Lock())
+    with reading:
+        with _lock:
+            codec = _ready.pop((made, coding), None)
+        codec = codec or _read_codec(made, coding, tables)
+        with _lock:
+            _ready[made, coding] = codec
+            if len(_ready) > MAX_READY:
+                del _ready[next(iter(_ready))]
         return codec
+
+
+def _read_codec(made: type[Codec], coding: Coding, tables: Tables) -> Codec:
+    hash = coding.tables.hex()
+    try:
+        return made.for_reading(coding, tables)
+    except CorruptBlob as error:
+        raise Undecodable(str(error)) from error
+    except StoreUnavailable as error:
+        why = f"the tables {hash} cannot be read: {error.public_message}"
+        raise Undecodable(why, UNREACHABLE) from error
+    except ValueError as error:
+        raise Undecodable(f"the tables {hash} are not of codec {coding.codec!r}: {error}") from error
 
 
 def forget_ready() -> None:
     """Drop the ready codecs, as in a new process."""
-    with _readying:
+    with _lock:
         _ready.clear()
