@@ -67,14 +67,21 @@ class Breaker:
         first_pause_s: float = FIRST_PAUSE_S,
         longest_pause_s: float = LONGEST_PAUSE_S,
         now: Callable[[], float] = time.monotonic,
+        effect: str = "its chunks count as missing until it answers",
     ) -> None:
-        """server: its name in messages."""
-        self._server, self._now = server, now
+        """server: its name in messages. effect: of an open breaker, for the log."""
+        self._server, self._now, self._effect = server, now, effect
         self._first_s, self._longest_s = first_pause_s, longest_pause_s
         self._pause_s = self._until = 0.0  # a pause of 0: closed
         self._is_trying = self._by_reading = False
         self._why = ""
         self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call would be refused now."""
+        with self._lock:
+            return bool(self._pause_s) and (self._is_trying or self._now() < self._until)
 
     def enter(self) -> None:
         """Ask before a call. Raises StoreCircuitOpen while it is open."""
@@ -97,7 +104,7 @@ class Breaker:
         """The server did not answer, or answered that it cannot -> the error to raise."""
         with self._lock:
             if not self._pause_s:
-                log.warning("%s %s; its chunks count as missing until it answers", self._server, why)
+                log.warning("%s %s; %s", self._server, why, self._effect)
             if self._is_trying or self._now() >= self._until:  # else the call had begun before it opened
                 self._pause_s = min(2 * self._pause_s or self._first_s, self._longest_s)
                 self._until = self._now() + self._pause_s

@@ -12,38 +12,42 @@ What no check can prevent: when another program cuts the file short while a chun
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 
 import filelock
 import lmdb
-import xxhash
 
 from blendserve.config import StoreBackendConfig
-from blendserve.errors import StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
+from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
+from blendserve.store.key import ChunkKey
+from blendserve.store.lmdb_errors import (
+    DAMAGED,
+    MapFull,
+    explained,
+    explaining,
+    unavailable,
+)
+from blendserve.store.lmdb_files import FORMAT, FORMAT_KEY, check_format, format_record, open_files
+from blendserve.store.lmdb_pages import DamagedPages, check_pages
 from blendserve.store.policies import Admission, Eviction, Policies
 from blendserve.store.record import ChunkRecord
 from blendserve.store.txn_store import TxnStore
 
 MIB = 1 << 20
 WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
-FORMAT = 4
-OLDEST_FORMAT = 3  # without totals, which are counted when the store is first written
-FORMAT_KEY = b"m:format"
-MAX_READERS = 1024  # simultaneous snapshots, over all processes
+ATTEMPTS = 5  # to check the pages of a commit that writers do not replace meanwhile
 
-_MAGIC = b"BLKV"
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # LMDB reports a short write as EIO
-_NOT_PERMITTED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+log = logging.getLogger(__name__)
 
 
 def map_bytes(cap_bytes: int) -> int:
@@ -55,7 +59,8 @@ class LMDBStore(TxnStore):
     """A KVStore in the folder `path`, of at most `cap_bytes` of chunks as stored.
 
     `read_only` opens an existing store and changes nothing; it works on a read-only disk. Any number of processes
-    may read while one writes; another writer waits up to WRITER_WAIT_S, then gets StoreUnavailable.
+    may read while one writes; another writer waits up to WRITER_WAIT_S, then gets StoreUnavailable. A write of a request
+    waits REQUEST_WAIT_S; after that none is tried for a pause. A store that was removed or replaced is opened anew.
     A process must open the store again to read chunks that another wrote under a much larger cap.
     Raises StoreUnavailable when `path` cannot be used, StoreVersion for another format.
     """
@@ -75,6 +80,9 @@ class LMDBStore(TxnStore):
         super().__init__(cap_bytes, eviction, admission, clock)
         self.path, self.location, self.read_only = Path(path), str(path), read_only
         self._closed = False
+        effect = "what requests compute is not stored until it can be written"
+        self._breaker = Breaker(f"the KV store {path}", now=clock.monotonic, effect=effect)
+        self._opening = threading.Lock()
         self._env = Environment.open(self.path, map_bytes(cap_bytes), read_only)
 
     @classmethod
@@ -90,17 +98,48 @@ class LMDBStore(TxnStore):
             self._closed = True
             self._env.release()
 
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
+        return not self._breaker.is_open and super().admits(key, n_bytes)
+
     def _begin_read(self) -> AbstractContextManager[_LMDBTxn]:
-        if self._closed:
-            raise _unavailable(self.path, "is closed: open it again")
-        return self._env.reading()
+        return self._current().reading()
 
     def _begin_write(self, wait_s: float | None) -> AbstractContextManager[_LMDBTxn]:
-        if self._closed or self.read_only:
-            raise _unavailable(
-                self.path, "is closed: open it again" if self._closed else "is open for reading only"
-            )
-        return self._env.writing(WRITER_WAIT_S if wait_s is None else min(wait_s, WRITER_WAIT_S))
+        if self.read_only:
+            raise unavailable(self.path, "is open for reading only")
+        return (
+            self._write_soon(wait_s)
+            if wait_s
+            else self._write_in_time(WRITER_WAIT_S if wait_s is None else 0.0)
+        )
+
+    @contextmanager
+    def _write_soon(self, wait_s: float) -> Iterator[_LMDBTxn]:
+        """For a request: a writer that was stopped holds up the first one alone."""
+        with self._breaker.call(), self._current().writing(wait_s) as txn:
+            yield txn
+
+    @contextmanager
+    def _write_in_time(self, wait_s: float) -> Iterator[_LMDBTxn]:
+        with self._current().writing(wait_s) as txn:
+            self._breaker.success()
+            yield txn
+
+    def _current(self) -> Environment:
+        """The files at the path now. Raises StoreUnavailable, also where there are none and the folder is gone."""
+        if self._closed:
+            raise unavailable(self.path, "is closed: open it again")
+        with self._opening:
+            env = self._env
+            if not env.is_current:
+                if not self.path.parent.is_dir():
+                    raise unavailable(
+                        self.path, "was removed, with its folder: put it back, or stop this process"
+                    )
+                env.retire()
+                self._env = Environment.open(self.path, map_bytes(self.cap_bytes), self.read_only)
+                log.warning("the KV store %s was removed or replaced, and is opened anew", self.path)
+            return self._env
 
     def _put(self, record: ChunkRecord, pin: bool) -> None:
         try:
@@ -145,18 +184,15 @@ class _LMDBTxn:
 
 _open: list[Environment] = []
 _lock = threading.RLock()  # of `_open` and of every environment's users
+_opening = threading.RLock()  # taken before `_lock`, and held while files are opened and checked
 
 
 def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
+    global _lock, _opening
+    _lock, _opening = threading.RLock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-
-
-class MapFull(StoreFull):
-    """The file has reached the fixed size of its map, mostly through fragmentation."""
 
 
 class Environment:
@@ -164,16 +200,17 @@ class Environment:
 
     def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
         self.path, self._data = path, path / "data.mdb"
-        self._pid, self._users = os.getpid(), 0
+        self._pid, self._users, self._transactions = os.getpid(), 0, 0
         self._one_writer = threading.Lock()
         self._writer_file = filelock.FileLock(path / "writer.lock", thread_local=False, poll_interval=0.01)
         with explaining(path):
-            self._lmdb = _open_lmdb(path, map_size, read_only)
+            self._lmdb = open_files(path, map_size, read_only)
             try:
                 self.read_only = bool(self._lmdb.flags()["readonly"])
                 self._identity = _identity(self._data)
                 self._refuse_truncated()
-                _check_format(self._lmdb, path, self.read_only)
+                self._refuse_damaged()
+                check_format(self._lmdb, path, self.read_only)
                 if not self.read_only:
                     self._lmdb.reader_check()  # the slot of a killed reader keeps freed pages from being reused
             except BaseException:
@@ -186,44 +223,73 @@ class Environment:
 
         Raises StoreUnavailable, StoreVersion.
         """
-        with _lock:
-            env = next((env for env in _open if _identity(path / "data.mdb") == env._identity), None)
-            if env is None:
-                env = cls(path, map_size, read_only)
+        with _opening:
+            with _lock:
+                env = next((env for env in _open if _identity(path / "data.mdb") == env._identity), None)
+                if env is not None:
+                    if env.read_only and not read_only:
+                        raise unavailable(
+                            path,
+                            "is open for reading only in this process: close that store before you open it for writing",
+                        )
+                    env.retain()
+                    return env
+            env = cls(path, map_size, read_only)
+            with _lock:
                 _open.append(env)
-            elif env.read_only and not read_only:
-                raise _unavailable(
-                    path,
-                    "is open for reading only in this process: close that store before you open it for writing",
-                )
-            env.retain()
+                env.retain()
             return env
 
-    def retain(self) -> None:
-        """Count one more user. Raises StoreUnavailable when closed, or inherited by a fork."""
+    def retain(self, transactions: int = 0) -> None:
+        """Count one more user, which has so many transactions.
+
+        Raises StoreUnavailable when closed, or inherited by a fork.
+        """
         if os.getpid() != self._pid:  # closing what it inherited would end its parent's snapshots
-            raise _unavailable(
+            raise unavailable(
                 self.path,
                 "was open when this process was forked, and cannot be used here: open it after the fork only, or start "
                 "processes by spawn",
             )
         with _lock:
             if self not in _open:
-                raise _unavailable(self.path, "is closed: open it again")
+                raise unavailable(self.path, "is closed: open it again")
             self._users += 1
+            self._transactions += transactions
 
-    def release(self) -> None:
+    def release(self, transactions: int = 0) -> None:
         """Count one user less. The last one closes the files."""
         with _lock:
             self._users -= 1
+            self._transactions -= transactions
             if self._users == 0 and os.getpid() == self._pid:
-                _open.remove(self)
-                self._lmdb.close()
+                self._close()
+
+    def retire(self) -> None:
+        """Close files that the path no longer names, so that it can be opened anew.
+
+        Raises StoreUnavailable while a transaction is open: LMDB keeps its lock file open once in a process.
+        """
+        with _lock:
+            if self._transactions:
+                what = "was removed or replaced, and is opened anew as soon as its open snapshots end"
+                raise unavailable(self.path, what)
+            self._close()
+
+    def _close(self) -> None:
+        if self in _open:
+            _open.remove(self)
+            self._lmdb.close()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still names these files. The number of a closed file may be another one's by now."""
+        return self._pid != os.getpid() or (self in _open and _identity(self._data) == self._identity)
 
     @contextmanager
     def reading(self) -> Iterator[_LMDBTxn]:
         """A read transaction whose values are views into the map."""
-        self.retain()
+        self.retain(transactions=1)
         try:
             with explaining(self.path):
                 self._refuse_truncated()
@@ -237,7 +303,7 @@ class Environment:
             finally:
                 txn.abort()
         finally:
-            self.release()
+            self.release(transactions=1)
 
     @contextmanager
     def writing(self, wait_s: float) -> Iterator[_LMDBTxn]:
@@ -245,7 +311,7 @@ class Environment:
 
         Raises StoreUnavailable, also after `wait_s`; StoreFull when the disk is full.
         """
-        self.retain()
+        self.retain(transactions=1)
         try:
             with explaining(self.path), self._alone(wait_s):
                 self._lmdb.reader_check()
@@ -257,19 +323,19 @@ class Environment:
                 if size < needed:
                     os.truncate(self._data, needed)
         finally:
-            self.release()
+            self.release(transactions=1)
 
     @contextmanager
     def _alone(self, wait_s: float) -> Iterator[None]:
         """Be the only writer of all threads and processes; LMDB's own lock has no timeout."""
-        busy = _unavailable(
+        busy = unavailable(
             self.path, f"has had another writer for {wait_s:g} s: wait for that process, or stop it"
         )
         if not self._one_writer.acquire(timeout=wait_s):
             raise busy
         try:
             if _identity(self._data) != self._identity:
-                raise _unavailable(self.path, "was removed or replaced: open it again")
+                raise unavailable(self.path, "was removed or replaced: open it again")
             with self._writer_file.acquire(timeout=wait_s):
                 yield
         except filelock.Timeout:
@@ -281,10 +347,20 @@ class Environment:
         """Raise StoreUnavailable for a file that was cut short: reading past its end would kill the process."""
         size, needed = self._sizes()
         if size < needed:
-            raise _unavailable(
+            raise unavailable(
                 self.path,
                 f"was cut short, {size} bytes of {needed} are left: delete its data.mdb and precompute again",
             )
+
+    def _refuse_damaged(self) -> None:
+        """Raise StoreUnavailable for pages on which LMDB would end the process."""
+        try:
+            for _ in range(ATTEMPTS):
+                with self._lmdb.begin() as txn:
+                    if check_pages(self._data, txn.id()):
+                        return
+        except DamagedPages as error:
+            raise unavailable(self.path, f"{DAMAGED} ({error})") from None
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of the file, and up to its last page. Of a file that was removed or replaced, twice the latter: the map
@@ -300,95 +376,3 @@ def _identity(data: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _unavailable(path: Path, what: str) -> StoreUnavailable:
-    return StoreUnavailable(f"the KV store {path} {what}", path=path)
-
-
-_DAMAGED = "has a damaged file: move its data.mdb away, and precompute again"
-_REASONS: dict[type[Exception], str] = {
-    lmdb.InvalidError: "has a data.mdb that is no LMDB file of a known version: move it, or set store.location",
-    lmdb.VersionMismatchError: "has a data.mdb of another LMDB version: move it, or set store.location",
-    **dict.fromkeys((lmdb.CorruptedError, lmdb.PageNotFoundError), _DAMAGED),
-    lmdb.MapResizedError: "was enlarged by another process: open it again",
-    lmdb.ReadersFullError: f"has {MAX_READERS} open readers already: close some",
-}
-
-
-def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
-    """The store's error for one of LMDB or of the system."""
-    if isinstance(error, lmdb.MapFullError):
-        what = f"the file of the KV store {path} has no space left: raise store.cap_gb and open it again"
-        return MapFull(what, setting="store.cap_gb", path=path)
-    if _code(error) in _DISK_FULL:
-        what = f"the KV store {path} could not be written in full ({error}): free some disk space"
-        return StoreFull(what, path=path)
-    usual = f"cannot be used: {error}. Check that store.location is a writable folder"
-    return _unavailable(path, _REASONS.get(type(error), usual))
-
-
-def _code(error: lmdb.Error | OSError) -> int | None:
-    return error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-
-
-@contextmanager
-def explaining(path: Path) -> Iterator[None]:
-    """Turn errors of LMDB and of the system into StoreErrors."""
-    try:
-        yield
-    except (lmdb.Error, OSError) as error:
-        raise explained(error, path) from error
-
-
-def _open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
-    """Open or create the files, with the largest map ever asked for; it is never resized while open.
-
-    Opening for reading changes nothing. Where the lock file may not be written it takes no lock: then no writer
-    elsewhere knows of this reader, so its snapshot may change underneath it (and fail checksums).
-    """
-    exists = (path / "data.mdb").exists()
-    if read_only:
-        if not exists:
-            raise _unavailable(path, "does not exist: precompute one, or set store.location")
-        readable = partial(lmdb.open, str(path), map_size=0, readonly=True, create=False)
-        try:
-            return readable(max_readers=MAX_READERS)
-        except (lmdb.Error, OSError) as error:
-            if _code(error) not in _NOT_PERMITTED:
-                raise
-            return readable(lock=False)
-    path.mkdir(parents=True, exist_ok=True)
-    # Without metasync a power cut may undo the last chunk, never damage the others; a kill undoes nothing.
-    env = lmdb.open(str(path), map_size=0 if exists else map_size, max_readers=MAX_READERS, metasync=False)
-    if env.info()["map_size"] < map_size:  # 0: as large as the file says
-        env.set_mapsize(map_size)
-    return env
-
-
-def _check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
-    """Write the format into a new store, or an older one's; refuse others, damaged ones and other programs' files."""
-    empty = env.stat()["entries"] == 0
-    with env.begin() as txn:
-        record = format_record(FORMAT) if empty and not read_only else txn.get(FORMAT_KEY)
-    if record is None:
-        what = "is empty: precompute it" if empty else "is an LMDB file of another program"
-        raise _unavailable(path, f"{what}, or set store.location to another folder")
-    version = int.from_bytes(record[len(_MAGIC) :][:2], "little")
-    if record != format_record(version):
-        raise _unavailable(path, "has a damaged format record: delete it, precompute again")
-    if not OLDEST_FORMAT <= version <= FORMAT:
-        newer = "upgrade blendserve, or set store.location to another folder"
-        remedy = newer if version > FORMAT else "delete it, and run `blendserve precompute`"
-        raise StoreVersion(
-            f"the KV store {path} has format {version}, this blendserve reads {OLDEST_FORMAT} to {FORMAT}: {remedy}",
-            path=path,
-        )
-    if (empty or version < FORMAT) and not read_only:  # an older blendserve would not keep the totals
-        with env.begin(write=True) as txn:
-            txn.put(FORMAT_KEY, format_record(FORMAT))
-
-
-def format_record(version: int) -> bytes:
-    record = _MAGIC + version.to_bytes(2, "little")
-    return record + xxhash.xxh3_64_digest(record)

@@ -31,7 +31,7 @@ from blendserve.store.policies import Admission, Always, Candidate, Eviction, Re
 from blendserve.store.record import ChunkRecord, decode_header, ignore
 
 HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
-LEASE_WAIT_S = 1.0  # for other writers: computing a chunk twice is better than later
+REQUEST_WAIT_S = 0.1  # for other writers, while a request waits: not to store a chunk is better than to wait
 
 _LAYER, _LEASE = struct.Struct(">H"), struct.Struct("<Q16s")
 
@@ -152,7 +152,7 @@ class TxnStore(KVStore):
         now, granted = self._clock.time_ns(), set[ChunkKey]()
         lease = _LEASE.pack(now + round(seconds * 1e9), self._owner)
         try:
-            with self._write(LEASE_WAIT_S) as ledger:
+            with self._write(REQUEST_WAIT_S) as ledger:
                 txn = ledger.txn
                 for name, raw in list(txn.scan(LEASE)):
                     until, _ = unpack_sealed(_LEASE, name[1:], raw) or (0, b"")
@@ -171,7 +171,7 @@ class TxnStore(KVStore):
             with self._begin_read() as txn:
                 mine = [key for key in keys if self._leases(txn, key)]
             if mine:  # a put has ended most of them
-                with self._write() as ledger:
+                with self._write(REQUEST_WAIT_S) as ledger:
                     for key in mine:
                         if self._leases(ledger.txn, key):
                             ledger.txn.delete(LEASE + key)
@@ -223,7 +223,7 @@ class TxnStore(KVStore):
 
     def _put(self, record: ChunkRecord, pin: bool) -> None:
         key, header, segments = record.key, record.header_bytes(), record.segments()
-        with self._write() as ledger:
+        with self._write(None if pin else REQUEST_WAIT_S) as ledger:
             before = ledger.entry(key)
             more = record.n_bytes - (before.n_bytes if before else 0)
             self._evict(ledger, self._victims(ledger, key, more))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import struct
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import lmdb
 import pytest
 import xxhash
 
-from blendserve.errors import StoreFull, StoreUnavailable, StoreVersion
+from blendserve.errors import CorruptRecord, StoreCircuitOpen, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
 from blendserve.store.policies import LRU
 from blendserve.store.view import decode
@@ -37,6 +39,7 @@ from tests.support.stores import (
     stored,
     tamper,
 )
+from tests.support.waiting import ManualClock
 
 MAP_BYTES = "blendserve.store.lmdb.map_bytes"
 
@@ -121,22 +124,83 @@ def test_a_fork_cannot_use_the_stores_of_its_parent(path: Path) -> None:
     assert succeeds(lambda: LMDBStore(path, CAP).verify())
 
 
-@pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(path.parent / "gone")])
-def test_a_store_that_is_removed_or_replaced_while_open_is_read_and_not_written(
-    path: Path, change: Callable[[Path], object]
-) -> None:
+def replace_file(path: Path) -> None:
+    """Put another store's file in the place of this one's."""
+    with LMDBStore(path.parent / "new", CAP) as new:
+        put_kv(new, key_of(8), chunk())
+    os.replace(path.parent / "new" / "data.mdb", path / "data.mdb")
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "folder deleted": shutil.rmtree,
+    "folder moved": lambda path: path.rename(path.parent / "gone"),
+    "file deleted": lambda path: (path / "data.mdb").unlink(),
+    "file replaced": replace_file,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_store_that_is_removed_or_replaced_while_open_is_opened_anew(path: Path, name: str) -> None:
+    filled(path)
+    new = {8} if name == "file replaced" else set()
+    with LMDBStore(path, CAP) as store, LMDBStore(path, CAP) as second:
+        with store.snapshot() as snapshot:
+            CHANGES[name](path)
+            record = snapshot.get(key_of(0))
+            assert record
+            assert same(decode(record), chunk(BIG))  # what is open stays as it was
+            with pytest.raises(StoreUnavailable):
+                store.stats()
+        assert stored(store) == new
+        put_kv(store, key_of(7), chunk())
+        assert stored(store) == stored(second) == {7, *new}
+        assert second.verify() == VerifyReport(1 + len(new), ())
+    with LMDBStore(path, CAP) as store:
+        assert stored(store) == {7, *new}
+
+
+def test_a_store_whose_folder_was_moved_is_not_made_anew_in_its_place(path: Path) -> None:
+    path = path.parent / "index" / "kv"
     filled(path)
     with LMDBStore(path, CAP) as store:
-        change(path)
-        with pytest.raises(StoreUnavailable):
-            put_kv(store, key_of(7), chunk())
-        with pytest.raises(StoreUnavailable):
-            store.delete([key_of(0)])
-        assert not path.exists()
-        assert store.verify().good == 3
-        with LMDBStore(path, CAP) as other:  # a new store at the same path
-            put_kv(other, key_of(7), chunk())
-            assert (has(store, key_of(7)), has(other, key_of(0))) == (False, False)
+        path.parent.rename(path.parent.with_name("elsewhere"))
+        for call in (store.stats, lambda: put_kv(store, key_of(7), chunk())):
+            with pytest.raises(StoreUnavailable):
+                call()
+        assert not path.parent.exists()
+        path.parent.with_name("elsewhere").rename(path.parent)
+        put_kv(store, key_of(7), chunk())
+        assert stored(store) == {0, 1, 2, 7}
+
+
+def flip_pages(_: Connection, path: Path) -> None:
+    """Flip each bit of the heads of pages, and some others: a store with damaged pages is refused, or works."""
+    data, page = path / "data.mdb", 4096
+    raw, draw, n_refused = data.read_bytes(), random.Random(0), 0
+    in_trees = [at for at in range(0, len(raw), page) if struct.unpack_from("<H", raw, at + 10)[0] in (1, 2)]
+    places = [(at, byte) for at in in_trees for byte in [*range(10, 32), *draw.sample(range(32, page), 24)]]
+    for at, byte in places:
+        changed = bytearray(raw)
+        changed[at + byte] ^= 1 << draw.randrange(8)
+        data.write_bytes(changed)
+        try:
+            with LMDBStore(path, CAP) as store:
+                with suppress(CorruptRecord):
+                    read(store, key_of(1))
+                store.delete([key_of(0), key_of(5)])
+                put_kv(store, key_of(1), chunk(BIG))
+                put_kv(store, key_of(9), chunk(2), pin=True)
+        except StoreUnavailable:
+            n_refused += 1
+    assert 0 < n_refused < len(places)
+
+
+def test_a_flipped_bit_in_the_pages_ends_no_process(path: Path) -> None:
+    with LMDBStore(path, CAP) as store:
+        for n in range(40):
+            put_kv(store, key_of(n), chunk(BIG if n % 4 == 0 else 12, seed=n))
+        store.delete(map(key_of, range(10, 20)))
+    run(flip_pages, path)
 
 
 @pytest.mark.parametrize("version", [1, 2, 99, None])
@@ -155,12 +219,34 @@ def test_a_writer_waits_for_another_one_for_some_time(path: Path, monkeypatch: p
     with filelock.FileLock(path / "writer.lock") as another, LMDBStore(path, CAP) as store:
         monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 0.05)
         with pytest.raises(StoreUnavailable):
-            put_kv(store, key_of(1), chunk())
+            put_kv(store, key_of(1), chunk(), pin=True)
         assert not has(store, key_of(1))  # readers do not wait
         monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 60)
         another.release()
-        put_kv(store, key_of(1), chunk())
+        put_kv(store, key_of(1), chunk(), pin=True)
         assert same(read(store, key_of(1)), chunk())
+
+
+def test_requests_do_not_wait_for_a_writer_that_was_stopped(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One waits a moment; the others are told that nothing can be stored, until a pause is over."""
+    monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 1e6)
+    LMDBStore(path, CAP).close()
+    clock = ManualClock()
+    with LMDBStore(path, CAP, clock=clock) as store:
+        with filelock.FileLock(path / "writer.lock"):
+            assert store.admits(key_of(1), 100)
+            with pytest.raises(StoreUnavailable):
+                put_kv(store, key_of(1), chunk())
+            assert not store.admits(key_of(1), 100)
+            with pytest.raises(StoreCircuitOpen):
+                put_kv(store, key_of(1), chunk())
+            assert store.lease([key_of(1)], 1.0) == {key_of(1)}
+            store.release([key_of(1)])
+        put_kv(store, key_of(2), chunk(), pin=True)  # who waits longer gets through, and tells the others
+        assert store.admits(key_of(1), 100)
+        assert put_kv(store, key_of(1), chunk())
 
 
 def test_a_full_map_is_the_error_of_one_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

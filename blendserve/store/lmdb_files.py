@@ -1,0 +1,70 @@
+"""Opening the files of an LMDB store: how they are opened, and which format they have."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from blendserve.errors import StoreVersion
+from blendserve.store.lmdb_errors import MAX_READERS, NOT_PERMITTED, code_of, unavailable
+
+FORMAT = 4
+OLDEST_FORMAT = 3  # without totals, which are counted when the store is first written
+FORMAT_KEY = b"m:format"
+_MAGIC = b"BLKV"
+
+
+def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
+    """Open or create the files, with the largest map ever asked for; it is never resized while open.
+
+    Opening for reading changes nothing. Where the lock file may not be written it takes no lock: then no writer
+    elsewhere knows of this reader, so its snapshot may change underneath it (and fail checksums).
+    """
+    exists = (path / "data.mdb").exists()
+    if read_only:
+        if not exists:
+            raise unavailable(path, "does not exist: precompute one, or set store.location")
+        readable = partial(lmdb.open, str(path), map_size=0, readonly=True, create=False)
+        try:
+            return readable(max_readers=MAX_READERS)
+        except (lmdb.Error, OSError) as error:
+            if code_of(error) not in NOT_PERMITTED:
+                raise
+            return readable(lock=False)
+    path.mkdir(parents=True, exist_ok=True)
+    # Without metasync a power cut may undo the last chunk, never damage the others; a kill undoes nothing.
+    env = lmdb.open(str(path), map_size=0 if exists else map_size, max_readers=MAX_READERS, metasync=False)
+    if env.info()["map_size"] < map_size:  # 0: as large as the file says
+        env.set_mapsize(map_size)
+    return env
+
+
+def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
+    """Write the format into a new store, or an older one's; refuse others, damaged ones and other programs' files."""
+    empty = env.stat()["entries"] == 0
+    with env.begin() as txn:
+        record = format_record(FORMAT) if empty and not read_only else txn.get(FORMAT_KEY)
+    if record is None:
+        what = "is empty: precompute it" if empty else "is an LMDB file of another program"
+        raise unavailable(path, f"{what}, or set store.location to another folder")
+    version = int.from_bytes(record[len(_MAGIC) :][:2], "little")
+    if record != format_record(version):
+        raise unavailable(path, "has a damaged format record: delete it, precompute again")
+    if not OLDEST_FORMAT <= version <= FORMAT:
+        newer = "upgrade blendserve, or set store.location to another folder"
+        remedy = newer if version > FORMAT else "delete it, and run `blendserve precompute`"
+        raise StoreVersion(
+            f"the KV store {path} has format {version}, this blendserve reads {OLDEST_FORMAT} to {FORMAT}: {remedy}",
+            path=path,
+        )
+    if (empty or version < FORMAT) and not read_only:  # an older blendserve would not keep the totals
+        with env.begin(write=True) as txn:
+            txn.put(FORMAT_KEY, format_record(FORMAT))
+
+
+def format_record(version: int) -> bytes:
+    record = _MAGIC + version.to_bytes(2, "little")
+    return record + xxhash.xxh3_64_digest(record)
