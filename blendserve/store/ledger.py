@@ -2,7 +2,8 @@
 
 A read must not cost a write, so uses are noted. A store writes the notes with its next transaction, when it closes, and
 otherwise once a minute. A killed process loses at most a minute of them. Times are of the wall clock, because processes
-compare them; within a process they only rise.
+compare them; within a process they only rise. A time of a clock that was
+ahead counts as now when the store is next written.
 
     u KEY              last used 8 | bytes 8 | raw bytes 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
     o LAST_USED KEY    empty: unpinned chunks in order of use (big-endian time: a scan gives the oldest first)
@@ -35,6 +36,7 @@ from blendserve.store.record import ChunkRecord
 log = logging.getLogger(__name__)
 
 NOTE_EVERY_S = 60.0  # the notes of a store that only reads
+AHEAD_NS = 60 * 10**9  # a use later than now by this was noted when a clock was ahead
 COUNTERS = "hits", "misses", "corrupt", "evictions", "refused", "undecodable"  # in the order of a record
 ENTRY, ORDER, TOTALS, COUNTS = b"u", b"o", b"n", b"c"
 
@@ -62,7 +64,7 @@ class UsageLog:
         self._lock = threading.Lock()
 
     def now(self) -> int:
-        """Nanoseconds since 1970, later than at every call before."""
+        """Nanoseconds since 1970, later than at every call before, unless the clock was ahead then."""
         with self._lock:
             return self._tick()
 
@@ -127,7 +129,8 @@ class UsageLog:
         return total
 
     def _tick(self) -> int:
-        self._last = max(self._last + 1, self._clock.time_ns())
+        now = self._clock.time_ns()
+        self._last = now if self._last > now + AHEAD_NS else max(self._last + 1, now)
         return self._last
 
 
@@ -143,8 +146,8 @@ class Txn(Protocol):
     def delete(self, name: bytes) -> bool:
         """False for an absent name."""
 
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Buffer]]:
-        """The names with this prefix, in order. The map must not change during a scan."""
+    def scan(self, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, Buffer]]:
+        """The names with this prefix, in order, from `start` on. The map must not change during a scan."""
 
 
 class Entry(NamedTuple):
@@ -242,6 +245,14 @@ class Ledger:
             pins = entry.pinned if pinned is None else int(pinned)
             self.put(key, entry._replace(used=max(used, entry.used), pinned=pins))
         return entry is not None
+
+    def pull_back(self, now: int) -> None:
+        """Let uses that are later than now count as now: a clock was ahead, and they would never be evicted."""
+        late = [name for name, _ in self.txn.scan(ORDER, ORDER + _TIME.pack(now + AHEAD_NS))]
+        for n, name in enumerate(late):
+            key = name[1 + _TIME.size :]
+            if entry := self.entry(key):
+                self.put(key, entry._replace(used=now - len(late) + n))
 
     def write(self, notes: Notes) -> None:
         """Write the uses and counts that were noted."""

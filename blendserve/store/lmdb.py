@@ -173,10 +173,10 @@ class _LMDBTxn:
         except lmdb.Error as error:
             raise explained(error, self._path) from error
 
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    def scan(self, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
         with explaining(self._path):
             cursor = self._txn.cursor()
-            found = cursor.set_range(prefix)
+            found = cursor.set_range(max(prefix, start))
             while found and bytes(cursor.key()[: len(prefix)]) == prefix:
                 yield bytes(cursor.key()), cursor.value()
                 found = cursor.next()

@@ -88,8 +88,9 @@ class _DictTxn:
         self._before.append((name, self._data.pop(name, None)))
         return self._before[-1][1] is not None
 
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return ((name, self._data[name]) for name in self._data.irange(prefix, prefix + PAST_NAMES))
+    def scan(self, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        names = self._data.irange(max(prefix, start), prefix + PAST_NAMES)
+        return ((name, self._data[name]) for name in names)
 
     def undo(self) -> None:
         """Undo all writes."""

@@ -2,7 +2,7 @@
 
     h KEY                            header        l KEY LAYER(2, big-endian)   segment      (record.py)
     t HASH                           blob          p HASH                       description | xxh3-64    (blobs.py)
-    x KEY                            lease: end, nanoseconds since 1970 8 | owner 16 | xxh3-64
+    x KEY                            lease: begin and end, nanoseconds since 1970 8 each | owner 48 | xxh3-64
     u, o, n, c                       accounting    (ledger.py)
 
 A put, its evictions and their accounting are one transaction, so the cap holds over processes and kills.
@@ -10,7 +10,6 @@ A put, its evictions and their accounting are one transaction, so the cap holds 
 
 from __future__ import annotations
 
-import secrets
 import struct
 import threading
 import time
@@ -26,14 +25,27 @@ from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
-from blendserve.store.ledger import ENTRY, Entry, Ledger, Notes, Txn, UsageLog, seal, unpack_sealed, unseal
+from blendserve.store.ledger import (
+    AHEAD_NS,
+    ENTRY,
+    Entry,
+    Ledger,
+    Notes,
+    Txn,
+    UsageLog,
+    seal,
+    unpack_sealed,
+    unseal,
+)
+from blendserve.store.owner import SIZE as OWNER_BYTES
+from blendserve.store.owner import Owner
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Refuse
 from blendserve.store.record import ChunkRecord, decode_header, ignore
 
 HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
 REQUEST_WAIT_S = 0.1  # for other writers, while a request waits: not to store a chunk is better than to wait
 
-_LAYER, _LEASE = struct.Struct(">H"), struct.Struct("<Q16s")
+_LAYER, _LEASE = struct.Struct(">H"), struct.Struct(f"<QQ{OWNER_BYTES}s")
 
 
 def segment_name(key: ChunkKey, l: int) -> bytes:
@@ -83,7 +95,7 @@ class TxnStore(KVStore):
         self.cap_bytes, self._clock = cap_bytes, clock
         self._eviction, self._admission = eviction or Refuse(), admission or Always()
         self._usage = UsageLog(self._admission, clock)
-        self._owner = secrets.token_bytes(16)  # of leases
+        self._owner = Owner.new()  # of leases
         self.blobs = _Blobs(self)
 
     @abstractmethod
@@ -150,13 +162,12 @@ class TxnStore(KVStore):
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         now, granted = self._clock.time_ns(), set[ChunkKey]()
-        lease = _LEASE.pack(now + round(seconds * 1e9), self._owner)
+        lease = _LEASE.pack(now, now + round(seconds * 1e9), self._owner.to_bytes())
         try:
             with self._write(REQUEST_WAIT_S) as ledger:
                 txn = ledger.txn
                 for name, raw in list(txn.scan(LEASE)):
-                    until, _ = unpack_sealed(_LEASE, name[1:], raw) or (0, b"")
-                    if until <= now:
+                    if not _is_held(name[1:], raw, now):
                         txn.delete(name)
                 for key in keys:
                     if txn.get(LEASE + key) is None:
@@ -178,7 +189,7 @@ class TxnStore(KVStore):
 
     def _leases(self, txn: Txn, key: ChunkKey) -> bool:
         """Whether this process has a lease on the chunk."""
-        return unpack_sealed(_LEASE, key, txn.get(LEASE + key))[1:] == (self._owner,)
+        return unpack_sealed(_LEASE, key, txn.get(LEASE + key))[2:] == (self._owner.to_bytes(),)
 
     # The whole
 
@@ -247,6 +258,7 @@ class TxnStore(KVStore):
         try:
             with self._begin_write(wait_s) as txn:
                 notes, ledger = self._usage.drain(), Ledger(txn)
+                ledger.pull_back(self._usage.now())
                 ledger.write(notes)
                 yield ledger
                 ledger.flush()
@@ -272,8 +284,12 @@ class _Blobs(BlobStore):
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
         hash = tables_hash(raw)
         with self._store._write() as ledger:
-            check_room(list_blobs(ledger.txn), hash, len(raw))
-            info = BlobInfo(hash, kind, owner, len(raw), self._store._usage.now() if current else 0)
+            infos = list_blobs(ledger.txn)
+            check_room(infos, hash, len(raw))
+            # Later than all others, also those that were stored while a clock was ahead.
+            latest = max((i.created for i in infos if (i.kind, i.owner) == (kind, owner)), default=0)
+            created = max(self._store._usage.now(), latest + 1) if current else 0
+            info = BlobInfo(hash, kind, owner, len(raw), created)
             ledger.txn.put(BLOB + hash, raw)
             ledger.txn.put(ABOUT + hash, seal(hash, info.to_bytes()))
         return hash
@@ -295,6 +311,15 @@ class _Blobs(BlobStore):
         with self._store._write() as ledger:
             deleted = [ledger.txn.delete(prefix + hash) for prefix in (BLOB, ABOUT)]
         return any(deleted)
+
+
+def _is_held(key: ChunkKey, raw: Buffer, now: int) -> bool:
+    """Whether a lease has not ended: by its time, with its process, or as it began when a clock was ahead."""
+    fields = unpack_sealed(_LEASE, key, raw)
+    if not fields:
+        return False
+    begin, end, owner = fields
+    return begin <= now + AHEAD_NS and now < end and not Owner.from_bytes(owner).is_dead
 
 
 def list_blobs(txn: Txn) -> list[BlobInfo]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from blendserve.store.merge import merge
 from blendserve.store.policies import LRU, TinyLFU
 from tests.support.codecs import Toy
 from tests.support.places import EVERY_KIND, REMOTE_STORES, SHARED_KINDS, STORES
-from tests.support.stores import CAP, ROOMY, UNIT, chunk, flip, key_of, put_kv, read, same, stored, tamper
+from tests.support.stores import CAP, ROOMY, UNIT, chunk, flip, key_of, kv, put_kv, read, same, stored, tamper
 from tests.support.valkey import store_at
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
@@ -290,3 +291,26 @@ def test_the_settings_choose_the_policies(tmp_path: Path) -> None:
         assert not put(store, 2)  # no requests yet
     with open_store(StoreConfig(cap_gb=cap_gb, admission="always"), tmp_path) as store:
         assert put(store, 2)
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+def test_a_clock_that_was_ahead_keeps_nothing_until_that_date(kind: str, tmp_path: Path) -> None:
+    """Neither chunks that are no longer used, nor old tables, nor leases."""
+    place, days = STORES[kind](tmp_path), 400 * 86_400.0
+    new = [key_of(n) for n in range(10, 14)]
+    with place.open() as store:
+        place.clock.advance(days)
+        for n in range(5):
+            put_kv(store, key_of(n), kv(n))
+        assert store.lease([key_of(9)], 30.0)
+        store.blobs.put("toy", "model", b"old")
+        place.clock.advance(-days)
+        with place.other() if place.lasts else nullcontext(store) as after:
+            for _ in range(2):
+                for key in new:
+                    place.clock.advance(1.0)
+                    assert put_kv(after, key, kv(1))
+                assert after.contains(new) == set(new)
+            assert after.lease([key_of(9)], 30.0) == {key_of(9)}
+            newest = after.blobs.put("toy", "model", b"new")
+            assert after.blobs.current("toy", "model") == newest

@@ -24,7 +24,7 @@ from blendserve.errors import CorruptRecord, StoreCircuitOpen, StoreFull, StoreU
 from blendserve.store import LMDBStore, VerifyReport
 from blendserve.store.policies import LRU
 from blendserve.store.view import decode
-from tests.support.forked import run
+from tests.support.forked import process, run
 from tests.support.stores import (
     BIG,
     CAP,
@@ -247,6 +247,20 @@ def test_requests_do_not_wait_for_a_writer_that_was_stopped(
         put_kv(store, key_of(2), chunk(), pin=True)  # who waits longer gets through, and tells the others
         assert store.admits(key_of(1), 100)
         assert put_kv(store, key_of(1), chunk())
+
+
+def lease_for_ever(there: Connection, path: Path) -> None:
+    with LMDBStore(path, CAP) as store:
+        there.send(store.lease([key_of(1)], 1e6) == {key_of(1)})
+        there.recv()
+
+
+def test_the_lease_of_a_killed_process_ends_with_it(path: Path) -> None:
+    with LMDBStore(path, CAP) as store:
+        with process(lease_for_ever, path) as (_, there):
+            assert there.recv()
+            assert store.lease([key_of(1)], 1.0) == set()
+        assert store.lease([key_of(1)], 1.0) == {key_of(1)}
 
 
 def test_a_full_map_is_the_error_of_one_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
