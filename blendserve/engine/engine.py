@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as GenericSequence
+from contextlib import ExitStack
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
@@ -93,10 +94,10 @@ class Engine:
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            return cls._load(index, model)._ready()
+            return cls._load(index, model)
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        return cls._load(config or Config(), model, folder, partial(VectorIndex.open, folder))._ready()
+        return cls._load(config or Config(), model, folder, partial(VectorIndex.open, folder))
 
     @classmethod
     def build(
@@ -115,12 +116,9 @@ class Engine:
         config, folder = config or Config(), index_folder(index)
         options: dict[str, Any] = {"documents": documents, "progress": progress}
         options |= {"chunk_tokens": config.retrieve.chunk_tokens, "kind": config.retrieve.index}
-        engine = cls._load(config, model, folder, partial(VectorIndex.build, folder, **options))
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
-        if own:  # chunks of an earlier index of this name may be evicted from now on
-            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine._index().passages)}
-            engine.store.pin(set(engine.store.keys(config.store.namespace)) - ours, pinned=False)
-        return engine._ready()
+        make_index = partial(VectorIndex.build, folder, **options)
+        return cls._load(config, model, folder, make_index, unpin_others=own)
 
     @classmethod
     def _load(
@@ -129,14 +127,24 @@ class Engine:
         model: LoadedModel | None,
         folder: Path | None = None,
         make_index: Callable[..., VectorIndex] | None = None,
+        unpin_others: bool = False,
     ) -> Engine:
-        """make_index: opens or builds the index in `folder`."""
+        """make_index: opens or builds the index in `folder`. unpin_others: of an earlier index of this name."""
         model = model or load_model(config.model)
         prompts = PromptBuilder(model.tokenizer, config.prompt)
         tokens = token_counter(model.name, str(model.decoder.dtype), model.fingerprint, prompts)
         index = make_index(Embedder.load(config.retrieve.embedder), tokens) if make_index else None
         store, fetcher = open_storage(config.store, folder and folder / "kv", model.decoder.device)
-        return cls(config, model, store, index, prompts, fetcher)
+        with ExitStack() as opened:
+            opened.callback(store.close)
+            opened.callback(fetcher.close)
+            engine = cls(config, model, store, index, prompts, fetcher)
+            if unpin_others:
+                ours = {engine.blender.key(ids) for ids in prompts.chunk_ids(engine._index().passages)}
+                store.pin(set(store.keys(config.store.namespace)) - ours, pinned=False)
+            engine._make_ready()
+            opened.pop_all()
+        return engine
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -294,7 +302,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(self) -> Engine:
+    def _make_ready(self) -> None:
         """Check and measure now what the first question would otherwise wait for."""
         blend = self.config.blend
         self._check_near(blend)
@@ -313,7 +321,6 @@ class Engine:
             if blend.method == "auto":
                 self.blender.planner.calibrate()
             self._warm_up()
-        return self
 
     def _warm_up(self) -> None:
         """Search, prefill and decode once: loads and verifies kernels, starts threads, touches memory.

@@ -51,7 +51,9 @@ class Targets:
             if found := self._found.get(name):
                 return found
         try:
-            calibration = self.calibrations(index).load()  # without the lock, as other indexes are asked for meanwhile
+            calibration = self.calibrations(
+                index
+            ).load()  # without the lock, as other indexes are asked for meanwhile
         except StoreError:  # answers are exact until it can be read
             return Controller(target, None)
         usable = calibration if calibration and calibration.fits(len(index)) else None

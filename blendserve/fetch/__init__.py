@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -28,8 +29,11 @@ def open_storage(
     the device.
     """
     copies = open_copies(config, device)
-    store = open_store(config, default_path)
-    return store, KVFetcher(store, copies=copies, prefetch_bytes=config.prefetch_bytes)
+    with ExitStack() as opened:
+        store = opened.enter_context(open_store(config, default_path))
+        fetcher = KVFetcher(store, copies=copies, prefetch_bytes=config.prefetch_bytes)
+        opened.pop_all()
+    return store, fetcher
 
 
 def open_store(

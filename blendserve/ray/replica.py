@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +52,11 @@ class EngineReplica:
     def __init__(self, open_engine: Callable[[], Engine], config: ServeConfig) -> None:
         """open_engine: picklable; needs no index. config: without keys."""
         bind_to_loopback()
-        self._engine = open_engine()
-        self._batch = BatchEngine(self._engine, Metrics(), config)  # unread: the ingress counts
-        self._batch.scheduler.start()
+        with ExitStack() as opened:
+            self._engine = opened.enter_context(open_engine())
+            self._batch = BatchEngine(self._engine, Metrics(), config)  # unread: the ingress counts
+            self._batch.scheduler.start()
+            opened.pop_all()
         self._version = 0
 
     def facts(self) -> ModelFacts:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -167,6 +168,40 @@ def test_an_index_that_is_built_anew_unpins_what_the_old_one_had_in_a_store_of_i
     with Engine.build(tmp_path / "index", documents[1:2], config, model=toy_model()) as made:
         assert made.missing() == 0
         assert (made.store.stats().chunks, made.store.stats().pins) == (4, pins)
+
+
+STEPS = [
+    "KVFetcher",
+    "Blender",
+    "Targets",
+    "check_model",
+    "writing_codec",
+    "synthetic_prompt",
+    "blend_prefill",
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever step fails: each is made to fail in turn."""
+
+    def open_files() -> list[str]:
+        return [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("the open files of a process are listed under /proc")
+    store = CONFIG.store.model_copy(update={"location": str(tmp_path / "kv")})
+    config = CONFIG.model_copy(update={"store": store})
+    module = "blendserve.fetch" if step == "KVFetcher" else "blendserve.engine.engine"
+    with monkeypatch.context() as broken:
+        broken.setattr(f"{module}.{step}", Mock(side_effect=ConfigError("it is broken on purpose")))
+        with pytest.raises(ConfigError):
+            Engine.open(config, model=toy_model())
+    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
+    with Engine.open(config, model=toy_model()):
+        assert [name for name in open_files() if name.startswith(str(tmp_path))]
 
 
 # Chunks that several engines on one store miss
