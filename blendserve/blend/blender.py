@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -158,13 +158,13 @@ class Blender:
         if prompt.is_plain and (report.blended or report.tokens_kept):
             self.prefixes.keep(self._owner, (*prompt.ids, *answer), cache)
 
-    def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Hold:
-        """Prefetch the chunks of a queued prompt; copies are kept until the hold is closed."""
+    def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Callable[[], Hold]:
+        """Return what prefetches the chunks of a prompt once it is queued; copies are kept until the hold is closed."""
         is_costed = self.planner.is_calibrated
         requests = [*self._requests(prompt, blend, is_costed).values()]
         if prompt.runs:
             requests = donor_requests(prompt, self._token_saves_s(prompt, blend, [0], is_costed))
-        return self.fetcher.prefetch(list(dict.fromkeys(requests)))
+        return partial(self.fetcher.prefetch, list(dict.fromkeys(requests)))
 
     def run(self, *args: Any, **options: Any) -> Prefilled:
         """`prefill` to its end."""

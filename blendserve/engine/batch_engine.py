@@ -97,7 +97,7 @@ class BatchEngine:
             tenant=tenant,
             cost=self._cost(request, blender),
             emit=emit,
-            hold=blender.prefetch(request.prompt, request.blend),
+            prefetch=blender.prefetch(request.prompt, request.blend),
             on_answer=lambda sequence: self._answered(sequence, blender, is_checked),
         )
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 REJECTION_PENALTY = 9  # times the duration of a failed job: its tenant gets a tenth of this thread
 BACKGROUND_SHARE = 0.1  # of the time, while requests are in flight
 MAX_CREDIT_S = 0.5  # of a longer rest no more is made up for by more work at once
+ACTIVE_S = 60.0  # since the last request of a tenant: its share of the slots is kept for it
 POLL_S = 0.01  # between two looks whether a request is in flight
 
 
@@ -64,6 +65,25 @@ class FairQueue(Generic[T]):
             line.remove(item)
             if not line:
                 del self._lines[tenant]
+
+
+class RecentTenants:
+    """The two tenants whose requests came last: enough to tell each tenant whether there are others. Not locked."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen: dict[str, float] = {}  # when its last request came; the latest tenant last
+
+    def add(self, tenant: str) -> None:
+        """A request of this tenant came."""
+        self._seen.pop(tenant, None)
+        self._seen = dict([*self._seen.items()][-1:])
+        self._seen[tenant] = self._clock()
+
+    def has_others(self, tenant: str) -> bool:
+        """Whether a request of another tenant came within ACTIVE_S."""
+        since = self._clock() - ACTIVE_S
+        return any(at >= since for other, at in self._seen.items() if other != tenant)
 
 
 class BackgroundThrottle:

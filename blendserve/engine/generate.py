@@ -48,12 +48,12 @@ class Sequence:
         tenant: str = "",
         cost: float = 0.0,
         emit: Callable[[Event], None] = lambda event: None,
-        hold: Hold | None = None,
+        prefetch: Callable[[], Hold] | None = None,
         on_answer: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
-        thread, with the last event Completed or Failed. hold: of KV that is kept for this request until its prefill ends.
-        on_answer: called when `answer` is set, while `cache` holds the prompt and all of the answer but its last token.
+        thread, with the last event Completed or Failed. prefetch: begins to keep KV for its prefill. on_answer: called
+        when `answer` is set, while `cache` holds the prompt and all of the answer but its last token.
         """
         self.request, self.model, self.tenant, self.cost, self.emit = request, model, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock
@@ -67,7 +67,8 @@ class Sequence:
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
         self.gap_s = 0.0  # mean time of each of them
-        self._hold, self._on_answer = hold, on_answer
+        self._prefetch, self._on_answer = prefetch, on_answer
+        self._hold: Hold | None = None
         self._sampler = Sampler(request.decode)
         self._detokenizer = Detokenizer(model.tokenizer, request.decode.stop)
         self._text = ""
@@ -94,10 +95,18 @@ class Sequence:
             self.prefilled = yield from self.prefilled.refine(self.model.decoder, self.request.prompt.ids)
         return self.prefilled
 
+    def hold(self) -> None:
+        """Keep the KV that its prefill will read, until `release`.
+
+        The scheduler calls both, under its lock: a sequence that is never queued holds nothing.
+        """
+        self._hold = self._prefetch() if self._prefetch else None
+
     def release(self) -> None:
         """Free the KV that is kept for its prefill; idempotent."""
-        if self._hold:
-            self._hold.close()
+        hold, self._hold = self._hold, None
+        if hold:
+            hold.close()
 
     def next_tokens(self, draft_room: int = 0) -> tuple[int, list[int]]:
         """What the next step runs: position of the last token; that token, and a draft of at most `draft_room` more."""

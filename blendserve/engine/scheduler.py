@@ -12,7 +12,7 @@ Between two tokens of an answer lie at most `gap_s`, one layer and one step. Whe
 longer, as it keeps `prefill_share` of the time: the sooner prefills are done, the more requests share a step.
 
 A long prefill is preempted by a request of another tenant that is expected to cost a fraction of its rest: one at a
-time, and all together no more than its own cost, so it takes at most twice as long. Once there are several tenants, the
+time, and all together no more than its own cost, so it takes at most twice as long. While several tenants are active, the
 last free slot is for a tenant without one.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
-from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
+from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue, RecentTenants
 from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, TextDelta, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
@@ -74,8 +74,7 @@ class Scheduler:
         self._throttle = throttle or BackgroundThrottle()
         self._since_task = 0  # requests prefilled
         self._preparing: Counter[str] = Counter()  # by tenant: requests that are being prepared
-        self._tenants: set[str] = set()  # the first two
-        self._clock = clock
+        self._recent, self._clock = RecentTenants(clock), clock
         self._decode_at = NOW  # when running requests decode next, within prefills
         self._prefilled = False  # whether a layer of a prefill has run since the last decoding step
         self._request_s = 1.0  # running mean of a request's duration, for Retry-After
@@ -120,8 +119,7 @@ class Scheduler:
 
     def retry_after(self, tenant: str) -> int:
         """Seconds until a slot is expected to be free for one more request of this tenant, from 1 to 60."""
-        waves = (self._waiting.of(tenant) + 1) / self._pool.n
-        return max(1, min(60, round(waves * self._request_s)))
+        return max(1, min(60, round((self._waiting.of(tenant) + 1) / self._pool.n * self._request_s)))
 
     def refuse_if_full(self, tenant: str, more: int) -> None:
         """Raises RateLimited or ShuttingDown if a tenant's request could not be queued behind `more` of its others."""
@@ -145,18 +143,14 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
-        try:
-            require_room(len(sequence.request.prompt), self._pool.n_tokens, sequence.request.decode)
-            with self._wake:
-                self.refuse_if_full(sequence.tenant, 0)
-                if len(self._tenants) < 2:
-                    self._tenants.add(sequence.tenant)
-                sequence.queued_at = self._clock()
-                self._waiting.put(sequence.tenant, sequence)
-                self._wake.notify_all()
-        except BlendserveError:
-            sequence.release()
-            raise
+        require_room(len(sequence.request.prompt), self._pool.n_tokens, sequence.request.decode)
+        with self._wake:
+            self.refuse_if_full(sequence.tenant, 0)
+            sequence.hold()  # from here on, every end of a request releases it
+            sequence.queued_at = self._clock()
+            self._recent.add(sequence.tenant)
+            self._waiting.put(sequence.tenant, sequence)
+            self._wake.notify_all()
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop it from the queue, or free its slot before the next layer or step. No more events are emitted."""
@@ -286,8 +280,9 @@ class Scheduler:
         return self._may_have_slot(sequence) and (not self._prefills or self._preempts(sequence))
 
     def _may_have_slot(self, sequence: Sequence) -> bool:
-        """The last one is for tenants who have none, once there are several."""
-        if self._pool.free != 1 or self._pool.n == 1 or len(self._tenants) < 2:
+        """The last one is for tenants who have none, while several are active."""
+        has_others = self.has_other_tenants(sequence.tenant) or self._recent.has_others(sequence.tenant)
+        if self._pool.free != 1 or self._pool.n == 1 or not has_others:
             return self._pool.free > 0
         return all(other.tenant != sequence.tenant for other in self._with_slot())
 
@@ -317,7 +312,8 @@ class Scheduler:
             sequence.layer += 1
         except StopIteration as end:
             if sequence.prefilled is None:
-                sequence.release()
+                with self._wake:
+                    sequence.release()
                 self._emit(sequence, end.value)
             if sequence.must_refine:
                 sequence.steps = sequence.refine()
@@ -377,13 +373,17 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Free its slot and the KV that is kept for it, and tell its caller of the error."""
-        sequence.steps.close()
+        try:
+            sequence.steps.close()
+        except Exception:  # the rest is freed all the same
+            log.exception("a prefill could not be cancelled cleanly")
         for sequences in (self._prefills, self._running):
             if sequence in sequences:
                 sequences.remove(sequence)
         if sequence.cache:
             self._pool.release(sequence.cache)
-        sequence.release()
+        with self._wake:  # its caller may cancel it now
+            sequence.release()
         if error and not sequence.is_cancelled:
             sequence.emit(Failed(error))
 

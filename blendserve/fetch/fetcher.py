@@ -114,17 +114,24 @@ class KVFetcher:
         return error.public_message
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
-        """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
-        hold, keys = Hold(), frozenset(request.key for request in requests)
-        self.copies.shared.hold(keys)
-        hold.callback(self.copies.shared.release, keys)
-        if self.remote and self.remote.incoming.n_bytes < self._prefetch_bytes:
+        """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed.
+
+        Waits for no store: the event loop calls it.
+        """
+        keys = frozenset(request.key for request in requests)
+
+        def absent() -> list[ChunkRequest]:
             here: set[ChunkKey] = set(self.copies.keys())
             with suppress(StoreError):
                 here |= self.local.contains(keys)
-            transfer = self.remote.prefetch([r for r in requests if r.key not in here])
-            hold.callback(transfer.close)
-        return hold
+            return [request for request in requests if request.key not in here]
+
+        with ExitStack() as hold:
+            self.copies.shared.hold(keys)
+            hold.callback(self.copies.shared.release, keys)
+            if self.remote and self.remote.incoming.n_bytes < self._prefetch_bytes:
+                hold.callback(self.remote.prefetch(absent).close)
+            return hold.pop_all()
 
     def warm_up(self, keys: Sequence[ChunkKey] = ()) -> None:
         """Probe the link before the first prompt, with one of these chunks; with any chunk if there are none."""

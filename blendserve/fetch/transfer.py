@@ -53,10 +53,10 @@ class Remote:
         self.pool = ThreadPoolExecutor(source.workers, thread_name_prefix="blendserve-fetch")
         self.prefetch_pool = ThreadPoolExecutor(PREFETCHES, thread_name_prefix="blendserve-prefetch")
 
-    def prefetch(self, requests: Sequence[ChunkRequest]) -> Transfer:
-        """The transfer of a queued prompt, started in another thread; close it."""
+    def prefetch(self, absent: Callable[[], Sequence[ChunkRequest]]) -> Transfer:
+        """The transfer of a queued prompt, started in another thread, which also calls `absent`; close it."""
         transfer = Transfer(self, lambda hash: None, pool=self.prefetch_pool)
-        self.prefetch_pool.submit(transfer.add, requests)
+        self.prefetch_pool.submit(lambda: transfer.add(absent()))
         return transfer
 
     def close(self) -> None:
@@ -99,10 +99,11 @@ class Transfer:
 
     def add(self, requests: Sequence[ChunkRequest]) -> None:
         """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
-        self._requests |= {r.key: r for r in requests}
+        asked = {r.key: r for r in requests}  # a chunk that a prompt has twice has one user
+        self._requests |= asked
         self._may_interleave = True
         new, absent = [], Miss("absent")
-        for request in requests:
+        for request in asked.values():
             if self._is_over:
                 self.misses[request.key] = Miss(UNREACHABLE, "the link was given up in this request")
             elif isinstance(found := self._incoming.find(request.key), Miss):

@@ -95,7 +95,7 @@ def test_chunks_of_a_queued_prompt_are_prefetched() -> None:
     by = tiny_blender(fetcher.store, fetcher=fetcher)
     by.finder = ChunkFinder(store, by.key)
     matched = by.match(plain(TEXT, B, END), BLEND)
-    hold = by.prefetch(matched, BLEND)
+    hold = by.prefetch(matched, BLEND)()
     eventually(lambda: source.came)
     assert set(source.came) == {by.key(B)}
     assert len(by.run(matched, BLEND).report.spans) == 1

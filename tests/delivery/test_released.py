@@ -99,7 +99,7 @@ def test_of_a_stored_chunk(tmp_path: Path, prompt: Prompt, kind: str, place: str
     with opened:
         fetcher = KVFetcher(opened, prefetch_bytes=CAP)
         of = blender(opened, fetcher=fetcher)
-        hold = of.prefetch(prompt, BLEND)
+        hold = of.prefetch(prompt, BLEND)()
         kinds = {why.kind for why in of.run(prompt, BLEND).report.unusable}
         hold.close()
         del hold

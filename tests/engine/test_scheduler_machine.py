@@ -60,6 +60,16 @@ def test_the_last_slot_is_kept_for_a_tenant_without_one() -> None:
     assert (one.state, two.state) == ("runs", "waits")
 
 
+def test_the_last_slot_is_used_again_when_the_other_tenant_is_long_gone() -> None:
+    machine = opened(slots=2)
+    for tenant in "cba":  # and more tenants than are remembered
+        done: Any = machine.submit(Question((0,), max_new_tokens=1), tenant)
+    machine.step_until(lambda: done.state == "ended")
+    machine.time_passes(100.0)
+    requests: list[Any] = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(2)]
+    machine.step_until(lambda: [sent.state for sent in requests] == ["runs", "runs"])
+
+
 def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
     machine = opened(slots=3)
     requests: list[Any] = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(4)]

@@ -113,7 +113,7 @@ def test_an_answer_is_that_of_the_chunks_that_the_report_names_and_every_other_o
         copies = Copies([cache(ROOM, name="memory")])
         fetcher = KVFetcher(store, copies, prefetch_bytes=ROOM, early_start=early_start)
         by = tiny_blender(store, costs=COSTS, fetcher=fetcher)
-        hold = by.prefetch(PROMPT, blend) if prefetched else None
+        hold = by.prefetch(PROMPT, blend)() if prefetched else None
         if deleted:
             source.absent = {KEYS[i] for i in deleted}
             by.writer.delete(PROMPT.chunks[i].ids for i in deleted)
@@ -153,7 +153,7 @@ def test_a_prompt_over_a_local_store_makes_nothing_for_links(monkeypatch: pytest
         monkeypatch.setattr(f"blendserve.fetch.{place}", lambda *options, **_: made.append(options))
     store = MemoryStore(ROOM)
     by = tiny_blender(store, *(c.ids for c in PROMPT.chunks))
-    by.prefetch(PROMPT, BlendConfig(method="auto")).close()
+    by.prefetch(PROMPT, BlendConfig(method="auto"))().close()
     assert by.run(PROMPT, BlendConfig(method="blend")).report.tiers == {LOCAL: len(KEYS)}
     assert made == []
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps, run
-from blendserve.engine.fair_executor import BackgroundThrottle
+from blendserve.engine.fair_executor import ACTIVE_S, BackgroundThrottle
 from blendserve.engine.generate import Sequence, prefill
 from blendserve.engine.request import Completed, Event, Failed, Observer, PrefillDone
 from blendserve.engine.scheduler import Scheduler
@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sent: list[Sent] = []
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
         self.admitted: list[Sent] = []
+        self.last_sent: dict[str, float] = {}  # by tenant: when its last request came
         self.last_turn: dict[str, int] = {}  # by tenant: the number of its last admission
         self.turn = self.tasks = self.idle_tasks = 0
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
@@ -106,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sent = Sent(tenant, question, cost, cancel_at, self.turn)
         plan = question.prepared(Clock(now=self.clock))
         options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": partial(self.receive, sent)}
-        options["hold"] = self.blender.prefetch(plan.prompt, plan.blend)
+        options["prefetch"] = self.blender.prefetch(plan.prompt, plan.blend)
         sent.request = WatchedSequence(plan, model(), partial(self.prefill, sent), **options)
         sent.request.watch = partial(self.refining, sent)
         over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
@@ -119,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert getattr(error.value, "over", over) == over
             return multiple()
         self.scheduler.submit(sent.request)
+        self.last_sent[tenant] = self.clock()
         self.sent.append(sent)
         return sent
 
@@ -213,6 +215,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def waiting(self, tenant: str) -> list[Sent]:
         return [s for s in self.sent if s.state == "waits" and s.tenant == tenant]
 
+    @property
+    def active(self) -> set[str]:
+        """Tenants whose requests wait or run, or came within the last minute."""
+        in_flight = {s.tenant for s in self.sent if s.state != "ended"}
+        return in_flight | {t for t, at in self.last_sent.items() if self.clock() - at <= ACTIVE_S}
+
     def having(self) -> list[Sent]:
         """Requests with a slot."""
         return [s for s in self.sent if s.state in ("prefills", "runs") or s in self.cancelled]
@@ -259,8 +267,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A request has a slot, and its prefill begins."""
         self.log.append("prefill")
         assert sent is self.waiting(sent.tenant)[0], "first come, first served within a tenant"
-        is_last = self.slots.free == 0 and self.slots.n > 1 and len({s.tenant for s in self.sent}) > 1
-        having = {s.tenant for s in self.having()} if is_last else set()
+        is_last = self.slots.free == 0 and self.slots.n > 1
+        having = {s.tenant for s in self.having()} if is_last and self.active - {sent.tenant} else set()
         assert sent.tenant not in having - {s.tenant for s in self.cancelled}, "it is for tenants without one"
         if self.prefilling:
             (paused,) = self.prefilling
