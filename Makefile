@@ -40,7 +40,8 @@ test: $(DEV)
 test-nightly: $(DEV)
 	$(PYTEST) --night --timeout 1800 --durations 50
 	$(BIN)/python -m tests.endurance.soak --model tiny --queries 300 --seconds 120
-	$(BIN)/python -m tests.endurance.soak_serving --requests 200 --clients 16
+	$(BIN)/python -m tests.endurance.kill_serving --requests 200 --clients 16
+	$(BIN)/python -m tests.endurance.soak_serving --minutes 10
 	$(BIN)/python -m tests.endurance.crash --rounds 12 --seconds 90
 	$(BIN)/python -m tests.endurance.faults --requests 20
 	$(BIN)/python -m tests.endurance.validate_simulator --model random:configs/simulate/small_reader --requests 30

@@ -141,6 +141,11 @@ class SharedCopies(CopyCache):
         super().__init__("memory", cap_bytes, Always(), _cloned)
         self._holds: Counter[ChunkKey] = Counter()
 
+    @property
+    def n_held(self) -> int:
+        """Chunks that queued prompts use; 0 when no request waits or is prefilled."""
+        return len(self._holds)
+
     def hold(self, keys: Iterable[ChunkKey]) -> None:
         """A prompt of these chunks is queued."""
         with self._lock:

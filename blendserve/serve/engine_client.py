@@ -179,7 +179,8 @@ class LocalEngineClient(EngineClient):
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         self.scheduler = self.batch.scheduler
         load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
-        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all)
+        held = lambda: engine.fetcher.copies.shared.n_held  # noqa: E731
+        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all, held)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)

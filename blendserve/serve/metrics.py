@@ -128,14 +128,16 @@ class Metrics(HttpMetrics):
         store: KVStore | KVFetcher,
         learnt: Callable[[], int] = lambda: 0,
         controllers: Callable[[], Controllers] = list,
+        held: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes, and
-        those of targets of quality, by collection.
+        """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes, those
+        of targets of quality, by collection, and held chunks.
         """
         for name, help, value in (
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
             ("slots_in_use", "Requests in prefill or decode", lambda: load()[1]),
             ("slots", "Slots", lambda: slots),
+            ("held_chunks", "Chunks that queued and starting requests keep in memory", held),
             ("learnt_bytes", "Stored bytes of chunks learnt from plain prompts", learnt),
         ):
             Gauge(f"blendserve_{name}", help, registry=self.registry).set_function(value)

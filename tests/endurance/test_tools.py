@@ -14,7 +14,7 @@ from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.kv import ChunkKV, stacked
 from blendserve.store import LMDBStore
-from tests.endurance import crash, faults, soak_serving
+from tests.endurance import crash, faults, kill_serving, soak_serving
 from tests.endurance import soak as reuse
 from tests.endurance.driver import Figures, Promises, Workload, main, soak
 from tests.support.engines import CONFIG, PASSAGES
@@ -35,7 +35,15 @@ GOOD: list[tuple[Promises, Figures]] = [
     (reuse.PROMISES, blocks({}, {"hit_rate": 0.58, "gain": 1.91}, {})),
     (reuse.PROMISES, blocks({"warm_up": True, "hit_rate": 0.9, "gain": 9.0, "reused": 0.0}, {}, {})),
     (faults.PROMISES, {"wrong": 0, "longest_s": 59.0}),
-    (soak_serving.PROMISES, {"wrong": [], "bad": 0, "exit_code": 0, "memory_mb": [100.0, 104.0]}),
+    (kill_serving.PROMISES, {"wrong": [], "bad": 0, "exit_code": 0, "memory_mb": [100.0, 104.0]}),
+    (
+        soak_serving.PROMISES,
+        {
+            **{"wrong": [], "failed": [], "tracebacks": 0, "exit_code": 0, "good": [{"n": 1}]},
+            **{"rss_mb": [300.0, 20.0], "descriptors": [30.0, 9.0], "threads": [20.0, 1.0]},
+            "after": {"slots": 0.0, "queue": 0.0, "held_chunks": 0.0},
+        },
+    ),
     (crash.PROMISES, {**dict.fromkeys(crash.MUST_BE_0, 0), "reads_checked": 1}),
 ]
 BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
@@ -45,7 +53,11 @@ BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "the store keeps its cap": blocks({}, {"bytes_most": 101}),
     "every chunk verifies": blocks({}, {}, damaged=3),
     "two blocks after the warm-up": blocks({"warm_up": True}, {}),
-    "memory is flat": {"memory_mb": [100.0, 106.0]},
+    "memory is flat": {"memory_mb": [100.0, 106.0], "rss_mb": [300.0, 30.0]},
+    "descriptors are flat": {"descriptors": [30.0, 60.0]},
+    "threads are flat": {"threads": [20.0, 10.0]},
+    "nothing is held at the end": {"after": {"slots": 0.0, "queue": 0.0, "held_chunks": 1.0}},
+    "the good client is answered": {"good": [{"n": 1}, {"n": 0}]},
     "the reader read": {"reads_checked": 0},
     "no request hangs": {"longest_s": 60.0},
 }
@@ -97,12 +109,12 @@ def test_reuse_lasts() -> None:
 
 def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
     with Engine(CONFIG, model(), LMDBStore(tmp_path / "kv", 2**27)) as engine:
-        asks = soak_serving.make_asks(engine, PASSAGES, 6, 0)
+        asks = kill_serving.make_asks(engine, PASSAGES, 6, 0)
     start = lambda: ToyServer(tmp_path)  # noqa: E731
-    found = soak(soak_serving.Serving(start, tmp_path / "kv", asks, 50, 8, 1).run(), soak_serving.PROMISES)
+    found = soak(kill_serving.Serving(start, tmp_path / "kv", asks, 50, 8, 1).run(), kill_serving.PROMISES)
     assert not set(found["broken"]) - {"memory is flat"}, found  # after so few requests it need not be
     assert sum(found["requests"].values()) == 50
-    assert found["requests"].keys() == soak_serving.KINDS.keys()
+    assert found["requests"].keys() == kill_serving.KINDS.keys()
     assert found["cut_off_and_asked_again"] > 0
     assert found["documents_written"] > 0
     assert found["good"] > len(PASSAGES)
@@ -110,8 +122,8 @@ def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
 
 def test_a_wrong_answer_and_a_lost_document_are_noticed(tmp_path: Path) -> None:
     server: Any = Server(tmp_path, ServeConfig())
-    asks = [(ask, "another") for ask, _ in soak_serving.make_asks(server.engine, PASSAGES, 2, 0)]
-    serving = soak_serving.Serving(lambda: None, tmp_path, asks, 6, 2, 1)
+    asks = [(ask, "another") for ask, _ in kill_serving.make_asks(server.engine, PASSAGES, 2, 0)]
+    serving = kill_serving.Serving(lambda: None, tmp_path, asks, 6, 2, 1)
     serving.documents["never-there"] = 2
     server.memory_mb = 0.0
     try:
