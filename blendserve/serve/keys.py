@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import secrets
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,11 +21,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from blendserve.config import HttpConfig
 from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied, RateLimited
 
 BYTES_PER_S = 8 << 20  # of one tenant's bodies: parsing them takes a tenth of the event loop's time
 BURST_BYTES = 256 << 10  # accepted without a wait
+LOCK_S = 10.0  # for another process that changes the key file
 MAX_TENANTS = 10_000  # remembered; only a server without keys, where each address is a tenant, has more
 
 log = logging.getLogger(__name__)
@@ -75,32 +79,54 @@ class KeyFile:
 
     def create(self, tenant: Tenant) -> str:
         """Add a key -> the key itself, which is stored nowhere. Raises ConfigError if the name has one."""
-        entries = self.read()
-        if any(tenant.name == known.name for known in entries.values()):
-            message = (
-                f"{tenant.name!r} already has a key in {self.path}: revoke it first, or choose another name"
-            )
-            raise ConfigError(message)
         key = f"bsk-{secrets.token_urlsafe(32)}"
-        self._write({**entries, _digest(key): tenant})
+        with self._changed() as entries:
+            if any(tenant.name == known.name for known in entries.values()):
+                message = f"{tenant.name!r} already has a key in {self.path}: revoke it first, or choose another name"
+                raise ConfigError(message)
+            entries[_digest(key)] = tenant
         return key
 
     def revoke(self, name: str) -> None:
         """Remove a tenant's key. Raises ConfigError if there is none."""
-        entries = self.read()
-        remaining = {digest: tenant for digest, tenant in entries.items() if tenant.name != name}
-        if len(remaining) == len(entries):
-            raise ConfigError(f"{self.path} has no key for {name!r}: `blendserve keys list` shows its keys")
-        self._write(remaining)
+        with self._changed() as entries:
+            named = [digest for digest, tenant in entries.items() if tenant.name == name]
+            if not named:
+                raise ConfigError(
+                    f"{self.path} has no key for {name!r}: `blendserve keys list` shows its keys"
+                )
+            for digest in named:
+                del entries[digest]
+
+    @contextmanager
+    def _changed(self) -> Iterator[Entries]:
+        """The entries, to be changed; they are written at the end of the block. No other process changes them inside.
+
+        Raises ConfigError for a file that cannot be read or written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=LOCK_S):
+                yield (entries := self.read())
+                self._write(entries)
+        except Timeout:
+            message = (
+                f"another process has been changing {self.path} for {LOCK_S:g} s: try again when it has ended"
+            )
+            raise ConfigError(message, path=self.path) from None
+        except OSError as error:
+            message = f"key file {self.path} cannot be written: {error.strerror}; give another --file"
+            raise ConfigError(message, path=self.path) from None
 
     def _write(self, entries: Entries) -> None:
         """Replace the file atomically, readable by its owner only."""
         keys = [{"sha256": digest, **asdict(tenant)} for digest, tenant in entries.items()]
-        scratch = self.path.with_name(f".{self.path.name}.new")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        scratch, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        with open(scratch, "w") as file:
             json.dump({"keys": keys}, file, indent=1)
-        os.replace(scratch, self.path)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, self.path)
 
 
 class ApiKeys:
@@ -109,7 +135,7 @@ class ApiKeys:
     def __init__(self, http: HttpConfig, namespace: str) -> None:
         """namespace: of the single key. Raises ConfigError for a damaged file, so that the start fails."""
         self._file = KeyFile(http.keys) if http.keys else None
-        self._stamp = (0, 0)  # time and size of the file when it was read
+        self._stamp: tuple[int, ...] | None = ()  # of the file when it was read; None if it could not be read
         self._of_file = self._file.read() if self._file else {}
         key = http.api_key.get_secret_value() if http.api_key else None
         self._single = {_digest(key): Tenant("api-key", namespace, admin=True)} if key else {}
@@ -132,14 +158,17 @@ class ApiKeys:
         return {tenant.namespace for tenant in self._entries().values()}
 
     def _entries(self) -> Entries:
-        """All entries. The file is read again when it has changed; if it is damaged, its old keys stay valid."""
+        """All entries. The file is read again when it has changed; while it is missing or damaged, it has no keys."""
         try:
             if self._file:
                 stat = self._file.path.stat()
-                if (stamp := (stat.st_mtime_ns, stat.st_size)) != self._stamp:
+                stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+                if stamp != self._stamp:
                     self._of_file, self._stamp = self._file.read(), stamp
         except (OSError, ConfigError) as error:
-            log.error("the old API keys stay valid: %s", error)
+            if self._stamp is not None:  # once, not for each request
+                log.error("no API key of the key file is valid until it can be read: %s", error)
+            self._of_file, self._stamp = {}, None
         return {**self._single, **self._of_file}
 
 

@@ -129,17 +129,50 @@ def test_the_key_file_holds_no_key_and_is_its_owners_alone(tmp_path: Path) -> No
     with pytest.raises(ConfigError):
         file.create(Tenant("ann"))
     file.path.write_text((whole := file.path.read_text())[:-9])
-    assert running.tenant(key) == ann  # a damaged file leaves the keys in force
     for damaged in (file.read, lambda: ApiKeys(ServeConfig(keys=file.path), "")):
         with pytest.raises(ConfigError) as error:
             damaged()
         assert error.value.path == str(file.path)
     file.path.write_text(whole)
+    assert running.tenant(key) == ann
     file.revoke("ann")
     with pytest.raises(NotAuthenticated):
         running.tenant(key)  # a running server sees it at once
     with pytest.raises(ConfigError):
         file.revoke("ann")
+
+
+@pytest.mark.parametrize("content", [None, "", '{"keys": [', '{"keys": 5}', '{"keys": [{}]}', '{"keys": []}'])
+def test_a_key_file_that_cannot_be_read_has_no_valid_key(
+    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deleting the file must not leave its keys in force; the log says why, once."""
+    file = KeyFile(tmp_path / "keys.json")
+    key = file.create(Tenant("ann"))
+    running = ApiKeys(ServeConfig(keys=file.path, api_key=KEY), "")
+    whole = file.path.read_text()
+    file.path.unlink()
+    if content is not None:
+        file.path.write_text(content)
+    for _ in range(3):
+        with pytest.raises(NotAuthenticated):
+            running.tenant(key)
+    assert running.tenant(KEY).admin
+    assert len(caplog.records) <= 1
+    file.path.write_text(whole)
+    assert running.tenant(key).name == "ann"
+
+
+def test_keys_that_are_created_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    """By threads here: each has a KeyFile of its own, as each process has."""
+    path, names = tmp_path / "new" / "keys.json", [f"t{n}" for n in range(24)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        created = [*pool.map(lambda name: KeyFile(path).create(Tenant(name)), names)]
+        running = ApiKeys(ServeConfig(keys=path), "")
+        assert [running.tenant(key).name for key in created] == names
+        [*pool.map(lambda name: KeyFile(path).revoke(name), names[::2])]
+    assert sorted(tenant.name for tenant in KeyFile(path).read().values()) == sorted(names[1::2])
+    assert [file.name for file in path.parent.iterdir() if file.name.endswith("json")] == [path.name]
 
 
 def test_a_key_is_compared_with_every_entry_in_constant_time(
