@@ -15,6 +15,7 @@ import yaml
 from blendserve.config.base import Settings
 from blendserve.config.old_names import upgrade
 from blendserve.config.sections import (
+    LOOPBACK,
     BlendConfig,
     CorrectionName,
     DecodeConfig,
@@ -41,7 +42,7 @@ from blendserve.config.store import (
     ValkeyConfig,
 )
 
-__all__ = ["BASIC", "Config", "Settings", "check_binding"]
+__all__ = ["BASIC", "LOOPBACK", "Config", "Settings", "check_binding"]
 __all__ += [
     "AdmissionName",
     "CorrectionName",

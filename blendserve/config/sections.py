@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -192,6 +193,15 @@ def _origin(text: str) -> str:
     raise ValueError("an origin looks like https://app.example.org or http://localhost:3000; * allows all")
 
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def _network(text: str) -> str:
+    """Raises ValueError."""
+    ip_network(text, strict=False)
+    return text
+
+
 class HttpConfig(Settings):
     """Address, API keys and limits. Limits hold for each API key without limits of its own; without keys, for each
     client address."""
@@ -200,6 +210,11 @@ class HttpConfig(Settings):
     """Address to listen on; an address that others can reach needs API keys."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
+    hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of a server without API keys, besides localhost: a request by another name is refused, as a web site may
+    have sent it."""
+    proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = ()
+    """Addresses or networks of proxies, such as 10.0.0.0/8, whose X-Forwarded-For is the client's address."""
     keys: Path | None = None
     """File with API keys (`blendserve keys create`). Without keys, requests need none."""
     api_key: Annotated[SecretStr, BeforeValidator(_api_key)] | None = None
@@ -221,6 +236,11 @@ class HttpConfig(Settings):
     def has_keys(self) -> bool:
         """Whether requests need API keys."""
         return self.keys is not None or self.api_key is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the address."""
+        return self.host in LOOPBACK
 
 
 class ServeConfig(HttpConfig):
@@ -267,7 +287,7 @@ class DeliverConfig(HttpConfig):
 
 def check_binding(http: HttpConfig) -> None:
     """Raises ConfigError for an address that others can reach, without API keys."""
-    if http.host not in {"127.0.0.1", "::1", "localhost"} and not http.has_keys:
+    if not http.is_local and not http.has_keys:
         section, option = ("deliver", "") if isinstance(http, DeliverConfig) else ("serve", "--api-key, or ")
         raise ConfigError(
             f"{section}.host {http.host!r} can be reached by others, and no API keys are set: give {option}--keys "

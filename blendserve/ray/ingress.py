@@ -30,7 +30,7 @@ from blendserve.serve.app import create_engine_app
 from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle, TenantCollections
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
-from blendserve.serve.server import HttpServer, local_indexes
+from blendserve.serve.server import listen, local_indexes
 from blendserve.timing import Clock
 
 log = logging.getLogger(__name__)
@@ -101,4 +101,4 @@ def serve_cluster(
         tokens = token_counter(facts.name, facts.dtype, facts.fingerprint, prompts)
         library = Collections.open(VectorIndex.open(folder, embedder, tokens), folders)
         client = RayEngineClient(config, library, settings.serve, tokenizer, prompts, group)
-        HttpServer(create_engine_app(client), client).run()
+        listen(create_engine_app(client), client)

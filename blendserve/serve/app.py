@@ -22,7 +22,7 @@ from blendserve.errors import BlendserveError, NotFound, PermissionDenied
 from blendserve.serve import documents, messages, openai, rag
 from blendserve.serve.auth import Backend, BackendDep, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
-from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware
+from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware, SameSiteMiddleware
 from blendserve.serve.responses import (
     MATCHED,
     QUALITY,
@@ -97,7 +97,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
-    app = create_app(client, (openai.router, messages.router, rag.router, *local))
+    app = create_app(client, (openai.router, messages.router, rag.router, *local), client.http.cors_origins)
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
@@ -110,8 +110,11 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     return app
 
 
-def create_app(backend: Backend, routers: Sequence[APIRouter]) -> FastAPI:
-    """The application of a server: routes, body limits, error responses and the request log."""
+def create_app(backend: Backend, routers: Sequence[APIRouter], origins: Sequence[str] = ()) -> FastAPI:
+    """The application of a server: routes, body limits, error responses and the request log.
+
+    origins: whose pages may send requests to a server without API keys.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -119,7 +122,14 @@ def create_app(backend: Backend, routers: Sequence[APIRouter]) -> FastAPI:
         yield
         backend.close()
 
-    app = FastAPI(title="blendserve", version=blendserve.__version__, lifespan=lifespan)
+    # FastAPI's pages of documentation would load scripts from elsewhere into the origin that holds the API key.
+    app = FastAPI(
+        title="blendserve",
+        version=blendserve.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.backend = backend
     for router in (*routers, operations):
         app.include_router(router)
@@ -128,6 +138,8 @@ def create_app(backend: Backend, routers: Sequence[APIRouter]) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(RequestBodyMiddleware, backend=backend)
+    if not backend.keys.are_needed:
+        app.add_middleware(SameSiteMiddleware, hosts=backend.http.hosts, origins=origins)
     app.add_middleware(AccessLogMiddleware, backend=backend)
     return app
 

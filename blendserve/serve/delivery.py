@@ -33,7 +33,7 @@ from blendserve.serve.app import create_app
 from blendserve.serve.auth import Backend, TenantDep, backend_of
 from blendserve.serve.keys import Tenant, TokenBucket
 from blendserve.serve.metrics import HttpMetrics
-from blendserve.serve.server import HttpServer, check_http
+from blendserve.serve.server import check_http, listen
 from blendserve.store import ChunkKey, KVStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
@@ -337,4 +337,4 @@ def serve(settings: Config) -> None:
     check_http(settings.deliver)
     with open_store(settings.store, None, persistent=True) as store:
         backend = DeliveryBackend(store, settings.deliver)
-        HttpServer(create_app(backend, [router]), backend).run()
+        listen(create_app(backend, [router]), backend)

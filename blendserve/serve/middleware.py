@@ -1,4 +1,4 @@
-"""Middleware of every server: request bodies within limits, and a log line for each request.
+"""Middleware of every server: request bodies within limits, no requests of foreign web sites, and a log line for each.
 
 Bodies are read completely before a route runs. The API key is checked first: a request above its tenant's rate or
 concurrency is refused before its body is read. While its body arrives, a request occupies its connection and its bytes,
@@ -11,15 +11,18 @@ import asyncio
 import json
 import logging
 import uuid
+from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError
+from blendserve.config import LOOPBACK
+from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError, PermissionDenied
 from blendserve.serve.auth import Backend, authenticate
 from blendserve.serve.keys import Tenant
 from blendserve.serve.responses import ClientDisconnected, error_response
@@ -28,6 +31,8 @@ from blendserve.timing import Clock
 MAX_JSON_DEPTH = 32  # the API's own bodies need six levels
 NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
 MAX_JSON_TOKENS = 20_000  # brackets, commas and colons; a thousand passages with all fields have 7,000
+
+MAX_SHOWN = 64  # characters of a foreign host in an error
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that this task serves; "" outside of any."""
@@ -116,6 +121,41 @@ def check_json_complexity(body: bytes) -> None:
         if depth > MAX_JSON_DEPTH:
             message = f"the body is nested more than {MAX_JSON_DEPTH} levels deep: send a flatter JSON object"
             raise InputError(message)
+
+
+class SameSiteMiddleware:
+    """Refuses requests that a web site sent by its visitor's browser. For servers without API keys.
+
+    Such a site reaches 127.0.0.1 under a name of its own (DNS rebinding, seen in Host) or by a form (seen in Origin).
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]) -> None:
+        """hosts: names of the server, besides localhost. origins: that may send requests; * allows all."""
+        self._app, self._origins = app, {*origins}
+        self._hosts = {*LOOPBACK, *map(str.lower, hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        try:
+            if scope["type"] == "http":
+                self._check(headers.get("host", ""), headers.get("origin"))
+        except PermissionDenied as error:
+            return await error_response(error, scope["path"])(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _check(self, host: str, origin: str | None) -> None:
+        """Raises PermissionDenied."""
+        try:
+            name = urlsplit(f"//{host}").hostname
+        except ValueError:
+            name = None
+        if name not in self._hosts:
+            raise PermissionDenied(
+                f"this server has no API keys and no name {host[:MAX_SHOWN]!r}: use 127.0.0.1, or set `hosts`"
+            )
+        is_own = origin is None or origin.partition("://")[2] == host
+        if not is_own and not self._origins & {"*", origin}:
+            raise PermissionDenied("pages of other origins may not use this server: set `cors_origins`")
 
 
 class AccessLogMiddleware:

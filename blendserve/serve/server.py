@@ -6,6 +6,7 @@ cut after `drain_s`. Then the store is closed and the process exits with 0. A se
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +27,7 @@ from blendserve.errors import ConfigError
 from blendserve.kdn.pull import resolve
 from blendserve.serve.app import create_engine_app
 from blendserve.serve.auth import Backend
+from blendserve.serve.connections import AcceptErrors, Connection, Connections, raise_file_limit
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.middleware import log_json_to_stderr
 
@@ -33,6 +36,8 @@ SWITCH_INTERVAL_S = 5e-4
 
 # A proxy usually keeps idle connections for 60 s. If ours closed first, a request in flight would be lost.
 KEEP_ALIVE_S = 75
+
+ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 def serve(settings: Config, indexes: Sequence[str]) -> None:
@@ -78,34 +83,45 @@ def check_http(http: HttpConfig) -> None:
         ) from None
 
 
-def run(engine: Engine, library: Collections, serve: ServeConfig) -> None:
-    """Serve an open engine until told to stop."""
+def run(engine: Engine, library: Collections, serve: ServeConfig, page_key: str = "") -> None:
+    """Serve an open engine until told to stop. page_key: of the page's printed URL. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     client = LocalEngineClient(engine, library, serve)
-    HttpServer(create_engine_app(client), client).run()
+    listen(create_engine_app(client), client, page_key)
+
+
+def listen(app: FastAPI, backend: Backend, page_key: str = "") -> None:
+    """Serve an application until told to stop, with the log as JSON. Raises ConfigError for an address without keys."""
+    check_binding(backend.http)
+    log_json_to_stderr()
+    HttpServer(app, backend, page_key).run()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, exiting with 0 on SIGTERM: it would raise the signal again."""
+    """uvicorn with limits of connections. It exits with 0 on SIGTERM: uvicorn would raise the signal again."""
 
-    def __init__(self, app: FastAPI, backend: Backend) -> None:
-        """backend: of the app; drained on a signal, closed at the end of `run`."""
-        log_json_to_stderr()
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=backend.http.host,
-                port=backend.http.port,
-                loop="asyncio",  # uvicorn would choose uvloop where Ray has installed it
-                http="h11",
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(backend.http.drain_s),
-            )
-        )
-        self._backend = backend
+    def __init__(self, app: FastAPI, backend: Backend, page_key: str = "", **options: Any) -> None:
+        """backend: of the app; drained on a signal, closed at the end of `run`. options: of uvicorn.
+
+        page_key: an API key that was made for this run; the page's URL with it is printed.
+        """
+        connections, http = Connections(raise_file_limit()), backend.http
+        settings: dict[str, Any] = {
+            "host": http.host,
+            "port": http.port,
+            "backlog": connections.backlog,
+            "loop": "asyncio",  # uvicorn would choose uvloop where Ray has installed it
+            "http": Connection,
+            "log_config": None,
+            "access_log": False,
+            "lifespan": "on",
+            "proxy_headers": bool(http.proxies),
+            "forwarded_allow_ips": list(http.proxies),
+            "timeout_keep_alive": KEEP_ALIVE_S,
+            "timeout_graceful_shutdown": math.ceil(http.drain_s),
+        }
+        super().__init__(uvicorn.Config(app, **settings | options))
+        self.server_state, self._backend, self._page_key = connections, backend, page_key
 
     def run(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         try:
@@ -114,10 +130,14 @@ class HttpServer(uvicorn.Server):
             self._backend.close()  # after a forced exit, which skips the application's own
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(None)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             console.note(f"Listening on http://{host}:{port}")
+            if self._page_key:
+                shown = "127.0.0.1" if host in ANY_ADDRESS else host
+                console.note(f"Open http://{shown}:{port}/#key={self._page_key}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._backend.drain()

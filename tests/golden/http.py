@@ -81,7 +81,7 @@ REQUESTS: dict[str, Asked] = {
     "unknown document": ("DELETE", "/v1/documents/nothing?collection=a", None),
 }
 PLAIN = (  # GET
-    *("/v1/models", f"/v1/models/{MODEL}", "/v1/rag/settings", "/v1/jobs", "/health", "/ready", "/", "/docs"),
+    *("/v1/models", f"/v1/models/{MODEL}", "/v1/rag/settings", "/v1/jobs", "/health", "/ready", "/"),
     *("/page/style.css", "/page/nothing.js", "/v1/nothing", "/v1/chat/completions", "/v1/jobs/job-1"),
     *("/v1/documents", "/v1/documents?collection=c"),
 )

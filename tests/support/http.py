@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import numpy as np
 import pytest
-import uvicorn
+from fastapi import FastAPI
 
 from blendserve.bench.server_process import LISTENING, ServerProcess
 from blendserve.config import ServeConfig
@@ -34,7 +34,7 @@ from blendserve.retrieve.encoder import Window
 from blendserve.serve.app import create_engine_app
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.keys import KeyFile, Tenant
-from blendserve.serve.server import run
+from blendserve.serve.server import HttpServer, run
 from blendserve.store import LMDBStore
 from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_model
 from tests.support.forked import process
@@ -121,7 +121,7 @@ class Client:
     def sent(self, path: str, *headers: str, body: bytes = b"") -> Iterator[socket.socket]:
         """A connection with a POST request whose body may be incomplete."""
         host, port = self.url.removeprefix("http://").split(":")
-        lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+        lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers]
         lines += [f"{name}: {value}" for name, value in bearer(self.key).items()]
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
@@ -245,12 +245,11 @@ class Server(Client):
 
 
 class Listener:
-    """An application served by a thread."""
+    """An application served by a thread, as commands serve it."""
 
-    def __init__(self, app: Any, port: int = 0, **options: Any) -> None:
+    def __init__(self, app: FastAPI, port: int = 0, **options: Any) -> None:
         """options: of uvicorn."""
-        options = {"port": port, "log_level": "warning", "lifespan": "on", **options}
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, **options))
+        self._uvicorn = HttpServer(app, app.state.backend, port=port, **options)
         self._thread = threading.Thread(target=self._uvicorn.run)
         self._thread.start()
         eventually(lambda: self._uvicorn.started)
