@@ -1,5 +1,5 @@
 # docker build -t blendserve .
-# docker run -p 8000:8000 blendserve demo --page                                  a page over Python's reference, nothing mounted
+# docker run -p 8000:8000 blendserve demo --page      a page over Python's reference; the printed URL has its API key
 # docker run -p 8000:8000 -v "$PWD/indexes:/data/indexes" blendserve serve --host 0.0.0.0 --api-key SECRET -i docs
 #
 # .ci/image runs the same steps where there is no Docker.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import sys
 import textwrap
@@ -94,13 +95,22 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
 
 
 def serve_page(index: Path, model: str, host: str, port: int) -> None:
-    """Serve the demo's index over HTTP, without API keys, until the process is told to stop."""
-    from blendserve.config import ServeConfig  # start-up: the server's packages
+    """Serve the demo's index over HTTP until the process is told to stop.
+
+    Where other machines can reach the address, a key is needed: BLENDSERVE_API_KEY, or a new one in the printed URL.
+    Raises ConfigError for an address that cannot be used.
+    """
+    from blendserve.serve.server import check_http  # start-up: the server's packages
     from blendserve.serve.server import run as serve
 
+    http = Config().with_environment_key().serve.with_values(host=host, port=port)
+    key = "" if http.is_local or http.has_keys else secrets.token_urlsafe(32)
+    if key:
+        http = http.with_values(api_key=key)
+    check_http(http)
     with open_demo(index, model) as engine:
         assert engine.index is not None
-        serve(engine, Collections({index.name: engine.index}), ServeConfig(host=host, port=port))
+        serve(engine, Collections({index.name: engine.index}), http, key)
 
 
 def open_demo(index: Path = INDEX, model: str = CONFIG.model.name) -> Engine:

@@ -6,8 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
+import pytest
+
+from blendserve import demo
+from blendserve.config import check_binding
+from blendserve.serve import server
 from tests.bench.conftest import write_shape
 
 PROGRAM = """
@@ -32,3 +41,22 @@ def test_the_demo_compares_both_methods(tmp_path: Path) -> None:
     transformers, full_prefill, prefix, reuse, blend = map(int, rows.split())
     assert transformers == full_prefill > prefix > blend > reuse > 0
     assert re.findall(r"^imported:(.*)", done.stdout, flags=re.MULTILINE) == [""]
+
+
+@pytest.mark.parametrize(("host", "own"), [("127.0.0.1", ""), ("0.0.0.0", ""), ("0.0.0.0", "sk-own")])
+def test_the_page_needs_a_key_where_others_reach_it(
+    host: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new one, which the printed URL has, unless the environment has one."""
+    run, engine = Mock(), nullcontext(SimpleNamespace(index=SimpleNamespace(name="demo")))
+    monkeypatch.setattr(server, "run", run)
+    monkeypatch.setattr(demo, "open_demo", lambda *_: engine)
+    monkeypatch.delenv("BLENDSERVE_API_KEY", raising=False)
+    if own:
+        monkeypatch.setenv("BLENDSERVE_API_KEY", own)
+    demo.serve_page(Path("demo"), "a model", host, 0)
+    _, _, http, key = run.call_args.args
+    check_binding(http)
+    used: Any = http.api_key.get_secret_value() if http.api_key else ""
+    assert (bool(key), used) == (host != "127.0.0.1" and not own, own or key)
+    assert not key or len(key) > 30

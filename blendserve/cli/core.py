@@ -49,7 +49,9 @@ def demo(
     ),
     page: bool = option(False, "Serve a web page over the index instead. Ctrl-C ends it.", "--page"),
     host: str = option(
-        "127.0.0.1", "Address of the page's server, which asks for no API key.", envvar="BLENDSERVE_DEMO_HOST"
+        "127.0.0.1",
+        "Address of the page's server. Where others can reach it, the printed URL has an API key.",
+        envvar="BLENDSERVE_DEMO_HOST",
     ),
     port: int = option(8000, "Port of the page's server; 0 takes any free one."),
 ) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 
@@ -301,6 +302,49 @@ def test_charts_show_the_servers_metrics(page: Page, server: Server) -> None:
         [look % (2, 2, 2), look % (6, 10, 10)],
     )
     assert found == [1, 2, 3]
+
+
+def test_every_stage_has_a_look_of_its_own(page: Page, server: Server) -> None:
+    visit(page, server)
+    looks = page.evaluate(
+        """async () => {
+            const {stageView} = await import("/page/stages.js");
+            const names = ["retrieve", "match", "queue", "load", "select", "correct", "prefill", "ttft"];
+            const timings = Object.fromEntries(names.map(name => [name, 1]));
+            document.body.append(stageView({...timings, prefill: 5, ttft: 10}));
+            const style = swatch => { const {backgroundColor, backgroundImage} = getComputedStyle(swatch);
+                                      return backgroundColor + backgroundImage };
+            return [...document.querySelectorAll(".swatch")].map(style);
+        }"""
+    )
+    assert len(set(looks)) == len(looks) == 8
+    assert "rgba(0, 0, 0, 0)none" not in looks
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["lines", "areas"])
+def test_a_chart_of_few_points_shows_them(page: Page, server: Server, stacked: bool) -> None:
+    visit(page, server)
+    for values in ([3.0], [3.0, 4.0], [None, 3.0, None]):
+        lengths = page.evaluate(
+            """async ([values, stacked]) => {
+                const {makeChart} = await import("/page/load.js");
+                const chart = makeChart("toy", ["a"], {shown: String, stacked});
+                const points = values.map((value, n) => ({since: n, t: n + 1, values: [value]}));
+                chart.update(points, 60);
+                return [...chart.element.querySelectorAll(".plot path")].map(path => path.getTotalLength());
+            }""",
+            [values, stacked],
+        )
+        assert min(lengths) > 5, values
+
+
+def test_a_key_in_the_url_is_kept_in_the_tab_and_not_in_the_url(page: Page, tmp_path: Path) -> None:
+    with serving(tmp_path, api_key="sk-of-the-url") as closed:
+        page.goto(f"{closed.url}/#key=sk-of-the-url")
+        expect(page.locator("#about")).to_contain_text("tiny")
+        assert "sk-of" not in page.url
+        page.reload()
+        expect(page.locator("#about")).to_contain_text("tiny")
 
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(page: Page, tmp_path: Path) -> None:

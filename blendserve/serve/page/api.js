@@ -147,6 +147,14 @@ function showBanner(message) {
 
 let asking = null;
 
+/** Take the key out of a URL that ends in #key=KEY: it shall not stay in the history. */
+export function keepKeyOfUrl() {
+  const [name, key] = location.hash.slice(1).split("=");
+  if (name !== "key" || !key) return;
+  sessionStorage.setItem(KEY_ITEM, key);
+  history.replaceState(null, "", location.pathname);
+}
+
 export function forgetKey() {
   sessionStorage.removeItem(KEY_ITEM);
   showForgetKey();

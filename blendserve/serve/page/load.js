@@ -85,7 +85,7 @@ export function makeLoad(root) {
     if (before === now) return;
     for (const [n, [, , , values]] of CHARTS.entries()) {
       points[n] = points[n].filter((point) => now.t - point.t < SPAN_S[1]);
-      points[n].push({ t: now.t, values: values(now.samples, before.samples, now.t - before.t) });
+      points[n].push({ t: now.t, since: before.t, values: values(now.samples, before.samples, now.t - before.t) });
       charts[n].update(points[n], Math.max(SPAN_S[0], now.t - points[n][0].t));
     }
   }
@@ -113,8 +113,9 @@ const HEIGHT = 140;
 
 /** A chart over time: lines, or stacked areas. Each series has a colour, a dash pattern and a name.
  *
- * `series`: names. `shown`: a value as text. `update(points)`: [{t, values}] in seconds, a value for each series. */
-function makeChart(title, series, { shown, stacked = false, most = null }) {
+ * `series`: names. `shown`: a value as text. `update(points)`: [{since, t, values}], a value for each series; the times
+ * are seconds, and a value is of the time between both: a lone point is a line, too. */
+export function makeChart(title, series, { shown, stacked = false, most = null }) {
   const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title });
   const top = el("span", { class: "axis muted" });
   const values = series.map(() => el("b", {}, "–"));
@@ -147,19 +148,22 @@ function makeChart(title, series, { shown, stacked = false, most = null }) {
     return series.map((_, n) => {
       let path = "";
       let pen = "M";
-      for (const { t, values } of points) {
+      for (const { since, t, values } of points) {
         if (values[n] == null) {
           pen = "M";
           continue;
         }
-        path += `${pen}${x(t).toFixed(1)} ${y(values[n]).toFixed(1)}`;
+        const height = y(values[n]).toFixed(1);
+        if (pen === "M") path += `M${x(since).toFixed(1)} ${height}`;
+        path += `L${x(t).toFixed(1)} ${height}`;
         pen = "L";
       }
       return svg("path", { d: path, class: `line c${n}` });
     });
   }
 
-  function areas(points, x, y) {
+  function areas(shownPoints, x, y) {
+    const points = shownPoints.slice(0, 1).map((first) => ({ ...first, t: first.since })).concat(shownPoints);
     const base = points.map(() => 0);
     return series.map((_, n) => {
       const low = points.map(({ t }, i) => `${x(t).toFixed(1)} ${y(base[i]).toFixed(1)}`);

@@ -1,6 +1,6 @@
 // The tabs, and the server's settings, which all views get.
 
-import { connection, forgetKey, get, showForgetKey, watchConnection } from "./api.js";
+import { connection, forgetKey, get, keepKeyOfUrl, showForgetKey, watchConnection } from "./api.js";
 import { makeAsk } from "./ask.js";
 import { makeDocuments } from "./documents.js";
 import { makeLoad } from "./load.js";
@@ -65,6 +65,7 @@ async function start() {
   }
 }
 
+keepKeyOfUrl();
 showForgetKey();
 watchConnection();
 start();
