@@ -5,7 +5,7 @@
     ├── InputError ── PromptTooLong
     ├── CorpusError
     ├── ModelError ── ModelUnsupported
-    ├── VectorIndexError ── IndexMissing, IndexMismatch, IndexDamaged
+    ├── VectorIndexError ── IndexMissing, IndexMismatch, IndexDamaged, IndexChanged
     ├── StoreError ── StoreUnavailable (StoreCircuitOpen), StoreVersion, StoreFull, TablesMissing, CorruptRecord,
     │                 CorruptBlob, ChunkLost
     ├── ClusterUnavailable
@@ -121,6 +121,10 @@ class IndexMismatch(VectorIndexError):
 
 class IndexDamaged(VectorIndexError):
     """The files of the index do not belong together."""
+
+
+class IndexChanged(VectorIndexError):
+    """Another process has changed the index since it was read."""
 
 
 class StoreError(BlendserveError):

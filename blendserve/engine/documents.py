@@ -1,21 +1,23 @@
 """Documents change together with their KV; several indexes serve as collections.
 
-KV is deleted before the documents that explain it, so a kill in between leaves no KV without a document. For one thread:
-an index may not change while it is searched.
+KV is deleted before the documents that explain it, so a kill in between leaves no KV without a document; and once more
+behind them, as a request may have stored it again meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from blendserve.blend.precompute import ChunkWriter
-from blendserve.core import Passage, Steps
+from blendserve.core import Passage
 from blendserve.engine.prompt import PromptBuilder, passage_text
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import VectorIndex
+from blendserve.retrieve.contents import Change
+from blendserve.retrieve.index import Added
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +29,30 @@ class Documents:
     writers: Sequence[ChunkWriter]  # one for each namespace that may have their KV
     others: Sequence[VectorIndex] = ()  # indexes that may contain the same texts, whose KV stays
 
-    def commit(self, replaced: Iterable[Passage]) -> Steps[None]:
-        """Save the index after documents were added, and delete the KV of replaced passages."""
-        yield
-        self.index.save()
-        now = set(self.index.passages)
-        self._delete_kv([p for p in replaced if p not in now])
+    def commit(self, *changes: Change) -> Added:
+        """Save changes of the index, and delete the KV of replaced passages. Raises VectorIndexError, StoreError."""
+        added = self.index.commit(*changes)
+        self.delete_kv(added.replaced)
+        return added
 
-    def delete(self, *doc_ids: str) -> Steps[tuple[int, list[Passage]]]:
-        """Remove documents and save -> number of removed documents, and their passages."""
-        yield
+    def delete(self, *doc_ids: str) -> tuple[int, list[Passage]]:
+        """Remove documents and save -> number of removed documents, and their passages. Raises as `commit`."""
         removed = [p for p in self.index.passages if p.doc_id in doc_ids]
-        self._delete_kv(removed)
-        if deleted := self.index.delete(*doc_ids):
-            self.index.save()
+        self.delete_kv(removed)
+        deleted = self.index.delete(*doc_ids)
+        self.delete_kv(removed)
         return deleted, removed
 
-    def _delete_kv(self, passages: Sequence[Passage]) -> None:
-        """In every namespace, except of texts that other passages share."""
+    def delete_kv(self, passages: Collection[Passage]) -> None:
+        """In every namespace, except of texts that other passages share: one call of the store for each namespace."""
         texts, removed = {passage_text(p): p for p in passages}, set(passages)
         for index in (self.index, *self.others) if passages else ():
             for passage in index.passages:
                 if passage not in removed:
                     texts.pop(passage_text(passage), None)
-        for passage in texts.values():
-            for writer in self.writers:
-                writer.delete([self.prompts.chunk(passage).ids])
+        chunks = [self.prompts.chunk(passage).ids for passage in texts.values()]
+        for writer in self.writers if chunks else ():
+            writer.delete(chunks)
 
 
 class Collections:

@@ -138,6 +138,8 @@ class Engine:
         with ExitStack() as opened:
             opened.callback(store.close)
             opened.callback(fetcher.close)
+            if store.read_only:
+                config = config.replace("store.write_back", "none")
             engine = cls(config, model, store, index, prompts, fetcher)
             if unpin_others:
                 ours = {engine.blender.key(ids) for ids in prompts.chunk_ids(engine._index().passages)}
@@ -153,13 +155,13 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        added = run(self._index().add_steps(documents, progress))
-        run(self._documents().commit(added.replaced))
+        added = self._index().add(documents, progress)
+        self._documents().delete_kv(added.replaced)
         return added.documents
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there."""
-        return run(self._documents().delete(*doc_ids))[0]
+        return self._documents().delete(*doc_ids)[0]
 
     def precompute(
         self,

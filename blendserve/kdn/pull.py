@@ -26,7 +26,7 @@ from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
 from blendserve.fetch.kdn.source import MAX_DESCRIPTION
 from blendserve.paths import cache_folder
 from blendserve.registry import DELIVERED
-from blendserve.retrieve.index import PASSAGES, VECTORS
+from blendserve.retrieve.contents import PASSAGES, VECTORS
 from blendserve.retrieve.manifest import MANIFEST, Manifest, manifest_digest, write
 from blendserve.store.bounded import PeerUnusable
 from blendserve.store.codecs.base import tables_hash

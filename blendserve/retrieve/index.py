@@ -1,39 +1,32 @@
-"""A FAISS index of passages: search, add, delete, save.
+"""A FAISS index of passages: search, add, delete. A change is on disk before it is searched.
 
 A passage has one vector for each of its windows; its score is that of its best window.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import faiss
-import numpy as np
-import xxhash
-
 from blendserve.core import Document, Passage, Steps, run
-from blendserve.errors import CorpusError, IndexMissing, InputError, VectorIndexError
+from blendserve.errors import CorpusError, IndexChanged, IndexMissing, InputError, VectorIndexError
 from blendserve.retrieve import manifest as disk
 from blendserve.retrieve.chunker import TokenCounter, split
+from blendserve.retrieve.contents import NO_VECTORS, Change, Contents
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import Embedder, Progress
+from blendserve.retrieve.encoder import Window
 from blendserve.retrieve.manifest import Manifest
 
-PASSAGES, VECTORS = "passages.jsonl", "vectors.faiss"
 BUILDING = "building"  # folder inside an index: the batches that a long build has saved
 BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
 BATCH_SHARE = 0.25  # of the windows in the index, if that is more: saving a large index takes longer
-
-HNSW_LINKS = 32  # per node, the default of FAISS
-HNSW_BUILD, HNSW_SEARCH = 200, 64  # candidates while building, minimum of candidates while searching
-SCORE_DIGITS = 6  # the rest depends on the order of float32 sums: such scores are equal
+REPEATS = 5  # of a change whose save another process has overtaken
 
 
 class Added(NamedTuple):
@@ -44,21 +37,35 @@ class Added(NamedTuple):
     replaced: list[Passage]  # that are not in it any more
 
 
+class Cut(NamedTuple):
+    """A new document, cut into passages, and these into windows."""
+
+    id: str
+    document: Document
+    passages: list[Passage]
+    windows: list[list[Window]]  # of each passage
+
+    @property
+    def n_windows(self) -> int:
+        """The number of texts to embed."""
+        return sum(map(len, self.windows))
+
+
 class VectorIndex:
     """Passages in the order they were added, with their vectors. Make one with `create`, `build` or `open`.
 
-    `add` and `delete` change it in memory, `save` writes it. An HNSW graph cannot delete a node, so deleting and
-    replacing build the graph again (seconds for ten thousand vectors): give `delete` all ids at once.
+    Thread-safe. A change is saved first and searched then; one that cannot be saved leaves the index as it was. An HNSW
+    graph cannot delete a node, so deleting and replacing build the graph again (seconds for ten thousand vectors): give
+    `delete` all ids at once.
     """
 
     def __init__(
-        self, path: Path, embedder: Embedder, tokens: TokenCounter, manifest: Manifest, base: str | None
+        self, path: Path, embedder: Embedder, tokens: TokenCounter, contents: Contents, base: str | None
     ) -> None:
+        """base: digest of the manifest on disk that the contents come from."""
         self.path, self.embedder, self.tokens = path, embedder, tokens
-        self._made_with = manifest
-        self._base = base  # digest of the manifest on disk that the changes start from
-        self._digests: dict[str, str] = {}  # document id -> digest of its content
-        self._clear()
+        self._contents, self._base = contents, base
+        self._saving = threading.Lock()
 
     @classmethod
     def create(
@@ -70,7 +77,7 @@ class VectorIndex:
         chunk_tokens: int,
         kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
-        """An empty index; `save` writes it to `path`, replacing any index there."""
+        """An empty index in memory; the first change writes it to `path`, in place of any index there."""
         manifest = Manifest(
             format=disk.FORMAT,
             embedder=embedder.name,
@@ -82,7 +89,8 @@ class VectorIndex:
             kind=kind,
             embedder_dtype="",
         )
-        return cls(Path(path), embedder, tokens, manifest, disk.manifest_digest(Path(path)))
+        base = disk.manifest_digest(Path(path))
+        return cls(Path(path), embedder, tokens, Contents.empty(manifest), base)
 
     @classmethod
     def build(
@@ -97,21 +105,25 @@ class VectorIndex:
         """Build and save an index of these documents, replacing any index at `path`. settings: as for `create`.
 
         A long build saves batches in a folder of its own. When it is killed, the same call continues after the last
-        batch. Raises as `add` and `save`.
+        batch. Raises as `add`, and IndexChanged if another process writes an index to `path` meanwhile.
         """
         path, given = Path(path), list(as_documents(documents))
         base = disk.manifest_digest(path)
         index = cls.create(path / BUILDING, embedder, tokens, **settings)
         with suppress(VectorIndexError):  # the batches that a killed build with the same settings has saved
             manifest, files, saved = disk.read(index.path)
-            if manifest.settings == index._made_with.settings:
-                index._made_with, index._base = manifest, saved
-                index._fill(files)
+            if manifest.settings == index._contents.settings.settings:
+                index._contents, index._base = Contents.read(manifest, files), saved
         ids = {document_id(document) for document in given}
-        index.delete(*(doc_id for doc_id in index._digests if doc_id not in ids))
-        index.add(given, progress)
-        index.path, index._base = path, base
-        index.save()
+        index._contents = index._contents.apply(Change(index._contents.digests.keys() - ids))
+        batches = index._batches(run(index._cut(given))) or [[]]
+        total, done = sum(cut.n_windows for batch in batches for cut in batch), 0
+        for batch in batches:
+            change = run(index._embed(batch, progress, done, total))
+            done += len(change.vectors)
+            if batch is batches[-1]:
+                index.path, index._base = path, base
+            index._save(index._contents.apply(change))
         shutil.rmtree(path / BUILDING, ignore_errors=True)
         return index
 
@@ -124,32 +136,23 @@ class VectorIndex:
         path = Path(path)
         manifest, files, seal = disk.read(path)
         manifest.check(path, (embedder.name, embedder.fingerprint), (tokens.model, tokens.fingerprint))
-        index = cls(path, embedder, tokens, manifest, seal)
-        index._fill(files)
-        return index
+        return cls(path, embedder, tokens, Contents.read(manifest, files), seal)
 
     @property
     def passages(self) -> list[Passage]:
         """All passages, in the order they were added."""
-        return list(self._passages)
+        return list(self._contents.passages)
 
     def __len__(self) -> int:
-        return len(self._passages)
+        return len(self._contents.passages)
 
     def __contains__(self, doc_id: str) -> bool:
-        return doc_id in self._digests
+        return doc_id in self._contents.digests
 
     @property
     def manifest(self) -> Manifest:
         """Models and settings of the index, and its present contents."""
-        contents = "".join(f"{doc_id}\0{self._digests[doc_id]}\0" for doc_id in sorted(self._digests))
-        return replace(
-            self._made_with,
-            corpus=xxhash.xxh3_128_hexdigest(contents.encode()),
-            documents=len(self._digests),
-            passages=len(self._passages),
-            vectors=len(self._owner),
-        )
+        return self._contents.manifest
 
     def search(self, question: str, top_k: int) -> list[Passage]:
         """The `top_k` passages nearest to the question (all, if fewer), best first, with `score` set.
@@ -161,108 +164,97 @@ class VectorIndex:
             raise InputError("the question is empty: ask something", setting="question")
         if top_k < 1:
             raise InputError(f"top_k={top_k} asks for no passage: give 1 or more", setting="top_k")
-        if not self._passages:
+        contents = self._contents
+        if not contents.passages:
             raise IndexMissing(
                 f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
             )
-        best = self._best(self.embedder.embed_question(question), min(top_k, len(self._passages)))
-        found = [replace(self._passages[n], score=score) for n, score in best.items()]
+        best = contents.best(self.embedder.embed_question(question), min(top_k, len(contents.passages)))
+        found = [replace(contents.passages[n], score=score) for n, score in best.items()]
         return sorted(found, key=lambda p: (-(p.score or 0.0), p.id))[:top_k]
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> int:
-        """Add new documents -> number of them. See `add_steps`."""
-        return run(self.add_steps(documents, progress)).documents
-
-    def add_steps(
-        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> Steps[Added]:
-        """Add new documents. The index may be searched between the steps.
+    ) -> Added:
+        """Add new documents and save -> what has changed.
 
         A known id with the same content is skipped, with other content it replaces the old document. Raises
-        CorpusError (also for an id given twice with different contents) or ConfigError before anything changes.
-        `progress` counts windows embedded. A long run saves the index after each batch, so after a kill the same call
-        continues there; raises VectorIndexError then, as `save`.
+        CorpusError (also for an id given twice with different contents) or ConfigError before anything changes, and as
+        `commit`. `progress` counts windows embedded. A long run saves after each batch, so after a kill the same call
+        continues there.
         """
-        new = self._new(as_documents(documents))
-        passages = {d: list[Passage]() for d in new}
-        for d, document in new.items():
-            for passage in split(document, self._made_with.chunk_tokens, self.tokens.count):
-                passages[d].append(passage)
-                yield
-        flat, before = list(chain(*passages.values())), [p for p in self._passages if p.doc_id in new]
-        windows = dict(zip((p.id for p in flat), (yield from self.embedder.cut(flat)), strict=True))
-        total, done = sum(map(len, windows.values())), 0
-        for batch in self._batches({d: sum(len(windows[p.id]) for p in passages[d]) for d in new}):
-            if done:
-                self.save()
-            of_batch = [p for d in batch for p in passages[d]]
-            texts = [w for p in of_batch for w in windows[p.id]]
-            report = (lambda n, _, done=done: progress(done + n, total)) if progress else None
-            vectors = yield from self.embedder.encode(texts, report)
-            self.delete(*(d for d in batch if d in self))
-            self._append(of_batch, [len(windows[p.id]) for p in of_batch], vectors)
-            self._digests |= {d: content_digest(new[d]) for d in batch}
-            dtypes = {*self._made_with.embedder_dtype.split("+"), self.embedder.dtype} - {""}
-            self._made_with = replace(self._made_with, embedder_dtype="+".join(sorted(dtypes)))
-            done += len(texts)
-        kept = {*before} & {*flat}
-        return Added(len(new), *([p for p in some if p not in kept] for some in (flat, before)))
+        batches = self._batches(run(self._cut(as_documents(documents))))
+        total, done = sum(cut.n_windows for batch in batches for cut in batch), 0
+        added = Added(0, [], [])
+        for batch in batches:
+            change = run(self._embed(batch, progress, done, total))
+            done += len(change.vectors)
+            more = self.commit(change)
+            added = Added(*(before + now for before, now in zip(added, more, strict=True)))
+        return added
 
-    def _batches(self, windows: Mapping[str, int]) -> Iterator[list[str]]:
-        """Ids of documents in order, given the windows of each; a batch grows with the index."""
-        batch: list[str] = []
-        size = 0
-        for doc_id, n in windows.items():
-            batch.append(doc_id)
-            size += n
-            if size >= max(BATCH_WINDOWS, BATCH_SHARE * len(self._owner)):
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
+    def embed_steps(self, documents: Iterable[Document]) -> Steps[Change]:
+        """The change that adds the new ones of these documents, for `commit`. Raises CorpusError, ConfigError."""
+        cuts = yield from self._cut(documents)
+        return (yield from self._embed(cuts, None, 0, 0))
+
+    def fills_batch(self, changes: Sequence[Change]) -> bool:
+        """Whether so much was embedded that it should be saved."""
+        return sum(len(change.vectors) for change in changes) >= _batch_size(len(self._contents.owner))
 
     def delete(self, *doc_ids: str) -> int:
-        """Remove documents with their passages and vectors -> number of removed documents."""
+        """Remove documents with their passages and vectors, and save -> number of removed documents."""
         gone = {doc_id for doc_id in doc_ids if doc_id in self}
-        if not gone:
-            return 0
-        keep = np.array([p.doc_id not in gone for p in self._passages])
-        windows = np.bincount(self._owner, minlength=len(keep))[keep]
-        vectors = self._vectors()[keep[self._owner]]
-        passages = [p for p in self._passages if p.doc_id not in gone]
-        self._clear()
-        self._append(passages, windows.tolist(), vectors)
-        self._digests = {d: digest for d, digest in self._digests.items() if d not in gone}
+        if gone:
+            self.commit(Change(gone))
         return len(gone)
 
-    def save(self) -> None:
-        """Write the index to its path; a process killed at any moment leaves the old or the new index.
+    def commit(self, *changes: Change) -> Added:
+        """Make these changes, one after the other, and save them -> what they have changed together.
 
-        Raises VectorIndexError when the path cannot be written, or another process has changed the index.
+        A process killed at any moment leaves the old or the new index on disk. What another process has saved meanwhile
+        is read first. Raises VectorIndexError when that cannot be read or the path not be written; nothing changes then.
         """
-        windows = np.bincount(self._owner, minlength=len(self._passages)).tolist()
-        lines = [
-            {**asdict(p), "windows": n, "content": self._digests[p.doc_id]}
-            for p, n in zip(self._passages, windows, strict=True)
-        ]
-        files = {
-            PASSAGES: "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(),
-            VECTORS: faiss.serialize_index(self._faiss).tobytes(),
-        }
-        self._base = disk.write(self.path, replace(self.manifest, format=disk.FORMAT), files, self._base)
+        with self._saving:
+            for n in range(1 + REPEATS):
+                before = after = self._contents
+                for change in changes:
+                    after = after.apply(change)
+                try:
+                    self._save(after)
+                    break
+                except IndexChanged:
+                    if n == REPEATS:
+                        raise
+                    self._reopen()
+        touched = {doc_id for change in changes for doc_id in (*change.gone, *change.digests)}
+        old, new = ([p for p in c.passages if p.doc_id in touched] for c in (before, after))
+        kept = {*old} & {*new}
+        n_new = len({d for change in changes for d in change.digests})
+        return Added(n_new, *([p for p in some if p not in kept] for some in (new, old)))
 
-    def _fill(self, files: Mapping[str, bytes]) -> None:
-        """Load what `save` wrote."""
-        windows: list[int] = []
-        for line in files[PASSAGES].decode().split("\n")[:-1]:  # splitlines would also cut inside texts
-            values = json.loads(line)
-            windows.append(values.pop("windows"))
-            self._digests[values["doc_id"]] = values.pop("content")
-            self._passages.append(Passage(**values))
-        self._owner = np.repeat(np.arange(len(windows)), windows)
-        self._faiss = faiss.deserialize_index(np.frombuffer(files[VECTORS], np.uint8))
+    def _save(self, contents: Contents) -> None:
+        """Write contents to disk, then search in them. Raises VectorIndexError, IndexChanged."""
+        about = replace(contents.manifest, format=disk.FORMAT)
+        self._base = disk.write(self.path, about, contents.files(), self._base)
+        self._contents = contents
+
+    def _reopen(self) -> None:
+        """Read what another process has saved. Raises as `open`."""
+        anew = VectorIndex.open(self.path, self.embedder, self.tokens)
+        self._contents, self._base = anew._contents, anew._base
+
+    def _cut(self, documents: Iterable[Document]) -> Steps[list[Cut]]:
+        """The documents with new content, cut. Raises CorpusError, ConfigError."""
+        cuts = list[Cut]()
+        for doc_id, document in self._new(documents).items():
+            passages = list[Passage]()
+            for passage in split(document, self._contents.settings.chunk_tokens, self.tokens.count):
+                passages.append(passage)
+                yield
+            cuts.append(Cut(doc_id, document, passages, []))
+        windows = iter((yield from self.embedder.cut([p for cut in cuts for p in cut.passages])))
+        return [cut._replace(windows=[next(windows) for _ in cut.passages]) for cut in cuts]
 
     def _new(self, documents: Iterable[Document]) -> dict[str, Document]:
         """The documents with new content, by id."""
@@ -273,55 +265,36 @@ class VectorIndex:
                 raise CorpusError(
                     f"two different documents have the id {doc_id!r}: give each its own", setting="id"
                 )
-        return {
-            d: document for d, document in given.items() if self._digests.get(d) != content_digest(document)
-        }
+        known = self._contents.digests
+        return {d: document for d, document in given.items() if known.get(d) != content_digest(document)}
 
-    def _clear(self) -> None:
-        self._passages: list[Passage] = []
-        self._owner = np.zeros(0, np.int64)  # vector -> number of its passage
-        dimension = self.embedder.dimension  # by inner product, which is the cosine for unit vectors
-        made: Any = faiss.IndexFlatIP(dimension)
-        if self._made_with.kind == "hnsw":
-            made = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-            made.hnsw.efConstruction = HNSW_BUILD
-        self._faiss = made
+    def _batches(self, cuts: Iterable[Cut]) -> list[list[Cut]]:
+        """The documents in order; a batch grows with the index."""
+        batches, size, n_saved = list[list[Cut]](), 0, len(self._contents.owner)
+        for cut in cuts:
+            if not batches or size >= _batch_size(n_saved):
+                n_saved += size
+                size = 0
+                batches.append([])
+            batches[-1].append(cut)
+            size += cut.n_windows
+        return batches
 
-    def _append(self, passages: list[Passage], windows: list[int], vectors: np.ndarray) -> None:
-        """`vectors` [sum of windows, dimension]: the passages' vectors in their order."""
-        numbers = np.arange(len(self._passages), len(self._passages) + len(passages))
-        self._passages += passages
-        self._owner = np.concatenate([self._owner, np.repeat(numbers, windows)])
-        if len(vectors):
-            self._faiss.add(np.ascontiguousarray(vectors, np.float32))
+    def _embed(self, cuts: Sequence[Cut], progress: Progress | None, done: int, total: int) -> Steps[Change]:
+        """The change that adds these documents. done: windows embedded before, of `total`."""
+        windows = [window for cut in cuts for of_passage in cut.windows for window in of_passage]
+        report = (lambda n, _: progress(done + n, total)) if progress else None
+        vectors = (yield from self.embedder.encode(windows, report)) if windows else NO_VECTORS
+        return Change(
+            gone={cut.id for cut in cuts},
+            digests={cut.id: content_digest(cut.document) for cut in cuts},
+            passages=[p for cut in cuts for p in cut.passages],
+            windows=[len(of_passage) for cut in cuts for of_passage in cut.windows],
+            vectors=vectors,
+            dtype=self.embedder.dtype,
+        )
 
-    def _vectors(self) -> np.ndarray:
-        """[vectors, dimension]"""
-        vectors: np.ndarray = self._faiss.reconstruct_n(0, self._faiss.ntotal)
-        return vectors
 
-    def _best(self, query: np.ndarray, k: int) -> dict[int, float]:
-        """Passage number -> best score: the k best passages, their equals in score, perhaps some more."""
-        fetch = 2 * k + 8
-        while True:
-            scores, rows = self._nearest(query, fetch)
-            best: dict[int, float] = {}
-            for score, row in zip(scores.tolist(), rows.tolist(), strict=True):  # best first
-                best.setdefault(int(self._owner[row]), round(score, SCORE_DIGITS))
-            complete = len(best) > k and list(best.values())[k - 1] > list(best.values())[-1]
-            if complete or fetch >= len(self._owner):
-                return best
-            fetch *= 4
-
-    def _nearest(self, query: np.ndarray, fetch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Falling scores and rows of the `fetch` vectors nearest to the query; of all, compared exactly."""
-        if fetch >= len(self._owner):
-            scores = self._vectors() @ query
-            order = np.argsort(-scores, kind="stable")
-            return scores[order], order
-        options: Any = None
-        if self._made_with.kind == "hnsw":
-            options = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, fetch))  # type: ignore[attr-defined]  # not in its stubs
-        scores, rows = self._faiss.search(query[None], fetch, params=options)
-        found = rows[0] >= 0  # HNSW may reach fewer
-        return scores[0][found], rows[0][found]
+def _batch_size(n_windows: int) -> float:
+    """Number of windows that are embedded between two saves of an index with this many."""
+    return max(BATCH_WINDOWS, BATCH_SHARE * n_windows)

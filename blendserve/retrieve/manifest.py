@@ -20,7 +20,7 @@ from typing import Literal
 import xxhash
 from filelock import FileLock, Timeout
 
-from blendserve.errors import IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
+from blendserve.errors import IndexChanged, IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -117,13 +117,13 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: st
     """Replace the index in `folder`; fills `manifest.files` and returns the new manifest's digest.
 
     base: digest of the manifest that the change started from. Raises VectorIndexError when the folder cannot be
-    written, or holds another index than that one; the index there stays as it is.
+    written, IndexChanged when it holds another index than that one; the index there stays as it is.
     """
     seals = {name: _seal(content) for name, content in files.items()}
     raw = json.dumps({**asdict(manifest), "files": seals}, indent=2).encode()
     with _lock(folder):
         if manifest_digest(folder) != base:
-            raise VectorIndexError(
+            raise IndexChanged(
                 f"index {folder} was changed by another process meanwhile: open it again and repeat",
                 path=folder / MANIFEST,
             )

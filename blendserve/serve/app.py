@@ -120,6 +120,7 @@ def create_app(backend: Backend, routers: Sequence[APIRouter], origins: Sequence
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         backend.start()
         yield
+        await backend.finish()
         backend.close()
 
     # FastAPI's pages of documentation would load scripts from elsewhere into the origin that holds the API key.

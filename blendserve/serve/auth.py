@@ -39,6 +39,9 @@ class Backend:
         """Refuse new requests; accepted ones are answered."""
         self._is_draining = True
 
+    async def finish(self) -> None:
+        """Stop background jobs, and save what they have done; before `close`, on the event loop."""
+
     def close(self) -> None:
         """End all threads. Idempotent."""
 

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query
 
 from blendserve.config import StoreConfig
-from blendserve.core import Document, Passage, Steps, TokenIds
+from blendserve.core import Passage, Steps, TokenIds
 from blendserve.engine.documents import Documents
 from blendserve.engine.prompt import passage_text
 from blendserve.errors import InputError, NotFound, PermissionDenied
 from blendserve.retrieve import VectorIndex
+from blendserve.serve.additions import Additions, uncancelled
 from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.jobs import Job
@@ -222,21 +223,18 @@ async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: Tenan
     name, index = caller.find(body.collection)
 
     async def work(job: Job) -> None:
-        """Add one document at a time; questions run between its parts. The index is saved once, at the end."""
-        added, replaced = list[Passage](), list[Passage]()
-
-        def put(document: Document) -> Steps[None]:
-            done = yield from index.add_steps([document])
-            added.extend(done.passages)
-            replaced.extend(done.replaced)
-
+        """Embed one document at a time; questions run between its parts. However this ends, what is embedded is saved."""
+        additions = Additions(caller.documents(index))
         try:
             for document in body.documents:
-                await caller.on_index(put, document.document())
+                await additions.add(await caller.on_index(index.embed_steps, [document.document()]))
                 job.documents += 1
         finally:
-            await caller.on_index(lambda: caller.documents(index).commit(replaced))
-        await caller.precompute(added, job)
+            try:
+                await additions.save()
+            finally:
+                job.documents = additions.n_saved
+        await caller.precompute(additions.passages, job)
 
     return caller.start_job(body, f"documents into {name}", work, len(body.documents))
 
@@ -272,7 +270,8 @@ async def delete_document(
     """Delete a document with its passages, vectors and KV."""
     caller.tenant.require_write_access()
     name, index = caller.find(collection)
-    n, passages = await caller.on_index(lambda: caller.documents(index).delete(doc_id))
+    documents = caller.documents(index)
+    n, passages = await uncancelled(asyncio.to_thread(documents.delete, doc_id))
     if not n:
         raise NotFound(f"there is no document {doc_id!r} in this collection")
     return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}

@@ -100,7 +100,7 @@ def served_names(model: str, served: str | None) -> tuple[str, ...]:
 
 
 class TenantCollections:
-    """The collections of a server, as tenants may use them. Only the executor's one thread reads or changes an index.
+    """The collections of a server, as tenants may use them. The executor's one thread embeds and searches.
 
     indexes: by name.
     """
@@ -200,9 +200,12 @@ class LocalEngineClient(EngineClient):
         """Refuse new requests."""
         self.scheduler.drain()
 
+    async def finish(self) -> None:
+        """Stop the jobs; documents that they have embedded are saved."""
+        await self.jobs.finish()
+
     def close(self) -> None:
-        """Cancel the jobs, write back what answered requests computed, and end the threads."""
-        self.jobs.cancel()
+        """Write back what answered requests computed, and end the threads."""
         self.scheduler.stop(min(WRITE_BACK_S, self.http.drain_s))
         super().close()
         self.storage.stop()

@@ -27,7 +27,7 @@ class Job:
     kind: str
     state: str = "running"  # running | done | failed
     total_documents: int = 0  # to add
-    documents: int = 0  # added so far
+    documents: int = 0  # embedded so far, and at the end: saved
     chunks: int = 0  # to compute or fetch
     computed: int = 0  # chunks that are in the store
     error: str = ""
@@ -37,6 +37,16 @@ class Job:
         values = asdict(self)
         del values["namespace"]
         return {**values, "given": self.total_documents}
+
+    @property
+    def progress(self) -> str:
+        """What the job has done, and what is left."""
+        text = f"{self.kind}: {self.computed} of {self.chunks} chunks have their KV stored"
+        if not self.total_documents:
+            return text
+        left = self.total_documents - self.documents
+        advice = f", {left} are lost: send them again" if left else ""
+        return f"{text}, {self.documents} of {self.total_documents} documents are saved{advice}"
 
 
 class Jobs:
@@ -74,10 +84,12 @@ class Jobs:
         """The jobs of a namespace, newest first."""
         return [job for job in reversed(self._jobs.values()) if job.namespace == namespace]
 
-    def cancel(self) -> None:
-        """Cancel all running jobs."""
-        for task in self._tasks:
+    async def finish(self) -> None:
+        """Stop all running jobs; each saves what it has done."""
+        running = list(self._tasks)
+        for task in running:
             task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _run(job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
@@ -89,6 +101,7 @@ async def _run(job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
         job.state, job.error = "failed", error.public_message
     except asyncio.CancelledError:
         job.state, job.error = "failed", "the server has shut down"
+        log.warning("the server stops before a job has ended, %s", job.progress)
         raise
     except Exception:
         log.exception("a job failed")

@@ -230,7 +230,6 @@ def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
     assert (same_again.directory, same_again.files) == (first.directory, first.files)
     assert engine.index is not None
     engine.index.delete(str(DOCUMENTS[0].id))
-    engine.index.save()
     smaller = publish(engine, NAME, ())
     assert (smaller.chunks, smaller.levels) == (first.chunks - 1, ("raw",))
     found = CollectionCatalog(store)

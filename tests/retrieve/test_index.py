@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from blendserve.core import Document, Passage
+from blendserve.core import Document, Passage, run
 from blendserve.errors import (
     CorpusError,
     IndexDamaged,
@@ -31,7 +31,8 @@ from blendserve.errors import (
 )
 from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest, split
 from blendserve.retrieve import index as retrieve_index
-from blendserve.retrieve.index import BUILDING, PASSAGES, VECTORS
+from blendserve.retrieve.contents import PASSAGES, VECTORS
+from blendserve.retrieve.index import BUILDING
 from blendserve.retrieve.manifest import FORMAT, MANIFEST
 from tests.retrieve.conftest import WordEncoder, embed, toy_embedder, windows_of, words
 
@@ -99,7 +100,7 @@ def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """`held` is what the index in memory has, `saved` what is on disk: documents in the order of their passages."""
+    """`held` is what the index has, in memory and on disk: documents in the order of their passages."""
 
     @initialize(kind=st.sampled_from(["flat", "hnsw"]), step=st.integers(1, 7))
     def begin(self, kind: Literal["flat", "hnsw"], step: int) -> None:
@@ -108,17 +109,25 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = create(self.path, kind)
         self.held: dict[str, Document] = {}
         with suppress(Killed), disk_fails_at(step, Killed()):
-            self.index.save()
+            self.index.commit()
         with suppress(IndexMissing):  # as it must be until the manifest is there
             assert reopen(self.path).passages == []
         self.index = create(self.path, kind)
-        self.save()
+        self.index.commit()
+
+    def after(self, documents: Sequence[Document]) -> dict[str, Document]:
+        """What the index has after these were added."""
+        new = {d.id: d for d in documents if self.held.get(d.id) != d}
+        return {name: d for name, d in self.held.items() if name not in new} | new
 
     @rule(documents=st.lists(st.sampled_from(DOCUMENTS), max_size=5, unique_by=lambda d: d.id))
     def add(self, documents: list[Document]) -> None:
-        new = {d.id: d for d in documents if self.held.get(d.id) != d}
-        assert self.index.add(documents) == len(new)
-        self.held = {name: d for name, d in self.held.items() if name not in new} | new
+        n_new = sum(self.held.get(d.id) != d for d in documents)
+        before, wanted = self.index.passages, self.after(documents)
+        added = self.index.add(documents)
+        now, then = set(passages_of(wanted)), set(before)
+        assert (added.documents, set(added.passages), set(added.replaced)) == (n_new, now - then, then - now)
+        self.held = wanted
 
     @rule(names=st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
     def delete(self, names: list[str]) -> None:
@@ -135,45 +144,56 @@ class IndexMachine(RuleBasedStateMachine):
         with pytest.raises(CorpusError):
             self.index.add([Document("one", id=document.id), Document("two", id=document.id)])
 
+    @rule(documents=st.lists(st.sampled_from(DOCUMENTS), max_size=4, unique_by=lambda d: d.id))
+    def add_one_by_one(self, documents: list[Document]) -> None:
+        """As a server does: documents are embedded one after the other, and saved together."""
+        changes = [run(self.index.embed_steps([d])) for d in documents]
+        self.index.commit(*changes)
+        for d in documents:
+            self.held = self.after([d])
+
     @rule()
-    def save(self) -> None:
-        self.index.save()
-        self.saved = dict(self.held)
+    def reopen(self) -> None:
+        self.index = reopen(self.path)
+        self.index.commit()
         assert [p.name.partition("-")[0] for p in sorted(self.path.iterdir())] == [
             *(".lock", MANIFEST, "passages", "vectors")
         ]
 
-    @rule()
-    def reopen(self) -> None:
-        self.index, self.held = reopen(self.path), dict(self.saved)
-
-    @rule(step=st.integers(1, 9))
-    def die_while_saving(self, step: int) -> None:
-        outcomes = [self.saved, self.held]
+    @rule(document=st.sampled_from(DOCUMENTS), step=st.integers(1, 9))
+    def die_while_saving(self, document: Document, step: int) -> None:
+        outcomes = [self.held, wanted := self.after([document])]
         with suppress(Killed), disk_fails_at(step, Killed()):
-            self.index.save()
-            outcomes = [self.held]
+            self.index.add([document])
+            outcomes = [wanted]
         self.index = reopen(self.path)
         on_disk = [d for d in outcomes if passages_of(d) == self.index.passages]
         assert on_disk, "neither the old index nor the new one"
-        self.saved = self.held = dict(on_disk[0])
+        self.held = dict(on_disk[0])
 
-    @rule(step=st.integers(1, 6))
-    def save_on_a_full_disk(self, step: int) -> None:
-        with pytest.raises(VectorIndexError), disk_fails_at(step, FULL):
-            self.index.save()
-        assert len(list(self.path.glob("[!.]*"))) == len(FILES)
-        assert reopen(self.path).passages == passages_of(self.saved)
+    @rule(document=st.sampled_from(DOCUMENTS), step=st.integers(1, 6), is_gone=st.booleans())
+    def change_on_a_full_disk(self, document: Document, step: int, is_gone: bool) -> None:
+        """The change is refused, and the index in memory is the one on disk."""
+        change = self.index.delete if is_gone else self.index.add
+        with suppress(VectorIndexError), disk_fails_at(step, FULL):
+            change(document.id if is_gone else [document])  # type: ignore[operator]
+            assert self.held.get(document.id) == (None if is_gone else document)  # nothing was to be done
 
-    @rule()
-    def save_after_another_writer(self) -> None:
-        other, added = reopen(self.path), Document("w1 from elsewhere", id=f"other{next(self.others)}")
-        other.add([added])
-        other.save()
-        with pytest.raises(VectorIndexError):
-            self.index.save()
-        self.saved |= {added.id: added}
-        self.reopen()
+    @rule(document=st.sampled_from(DOCUMENTS), is_gone=st.booleans())
+    def change_after_another_writer(self, document: Document, is_gone: bool) -> None:
+        """The change is made on what the other one has saved."""
+        added = Document("w1 from elsewhere", id=f"other{next(self.others)}")
+        reopen(self.path).add([added])
+        if is_gone:
+            n = self.index.delete(document.id)
+            wanted = {name: d for name, d in self.held.items() if name != document.id}
+        else:
+            n = self.index.add([document]).documents
+            wanted = self.after([document])
+        if not n:
+            self.index = reopen(self.path)
+        kept = {name: d for name, d in self.held.items() if name in wanted and wanted[name] == d}
+        self.held = kept | {added.id: added} | wanted
 
     @rule()
     def search(self) -> None:
@@ -185,7 +205,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_was_added(self) -> None:
-        assert self.index.passages == passages_of(self.held)
+        assert self.index.passages == reopen(self.path).passages == passages_of(self.held)
         assert [name in self.index for name in NAMES] == [name in self.held for name in NAMES]
 
     def teardown(self) -> None:
@@ -210,7 +230,6 @@ TestIndexMachine.settings = settings(stateful_step_count=20)
 def saved(tmp_path: Path) -> Path:
     index = create(tmp_path / "index")
     index.add([Document("Old text one.", "Title", "a"), Document("Line\u2028separator, \x85.\nNew.", id="b")])
-    index.save()
     return index.path
 
 
@@ -264,7 +283,6 @@ def test_damage_is_noticed(saved: Path, name: str, damage: str | bytes) -> None:
     assert error.value.path == str(saved if is_missing else saved / name)
     index = create(saved)  # can be built over
     index.add(["fresh"])
-    index.save()
     assert texts(saved) == ["fresh"]
 
 
@@ -273,12 +291,11 @@ def test_a_reader_whom_a_writer_overtakes_sees_the_new_index(
 ) -> None:
     """The writer saves, and deletes the old files, after the reader has read the manifest."""
     writer, read_bytes = reopen(saved), Path.read_bytes
-    writer.add([Document("New.", id="new")])
 
     def overtaken(path: Path) -> bytes:
         if path.suffix == ".jsonl":
             monkeypatch.undo()
-            writer.save()
+            writer.add([Document("New.", id="new")])
         return read_bytes(path)
 
     monkeypatch.setattr(Path, "read_bytes", overtaken)
@@ -301,11 +318,10 @@ def test_an_index_of_format_1_opens_and_becomes_the_newest_when_it_changes(
     assert opened.manifest.corpus == made.manifest.corpus
     for index in (opened, made):
         assert_search(index, "w3 w5 w7", 1, 3, 99)
-    opened.add([Document("new text", id="new")])
     with pytest.raises(VectorIndexError), disk_fails_at(1, FULL):
-        opened.save()
-    assert reopen(path).passages == made.passages
-    opened.save()
+        opened.add([Document("new text", id="new")])
+    assert reopen(path).passages == opened.passages == made.passages
+    opened.add([Document("new text", id="new")])
     assert read_manifest(path)[0].format == FORMAT
     assert len(list(path.glob("[!.]*"))) == len(FILES)
     assert texts(path)[-1] == "new text"

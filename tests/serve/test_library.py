@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
+from blendserve.core import Document, Steps
+from blendserve.retrieve.encoder import Window
 from blendserve.store.view import RecordView
 from tests.support.engines import PASSAGES
-from tests.support.http import DOCUMENTS, OWN, Client, Server, index
+from tests.support.http import DOCUMENTS, OWN, PATIENT_S, Client, Server, WordEmbedder, index, serving
 from tests.support.waiting import eventually
 
 
@@ -132,3 +139,65 @@ def test_a_background_task_that_is_cancelled_while_it_waits_harms_nothing(
         assert not batch.in_background(writer.precompute_one(ids, "skip"), "").result(30)
     assert not caplog.records
     assert server.engine.store.stats("").chunks == len(PASSAGES)
+
+
+class HeldEncoder(WordEmbedder):
+    """Embeds until it comes to a text with `word`; then it waits for `release`."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self.reached, self.release = word, threading.Event(), threading.Event()
+
+    def encode(self, windows: Sequence[Window], *rest: Any) -> Steps[np.ndarray]:
+        if any(self.word in window.text for window in windows):
+            self.reached.set()
+            assert self.release.wait(PATIENT_S)
+        return (yield from super().encode(windows, *rest))
+
+
+def test_documents_that_are_embedded_when_the_server_stops_are_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    documents = [{"id": f"new{n}", "text": f"Text number{n} of the job."} for n in range(4)]
+    with serving(tmp_path) as server:
+        held = server.backend.collections.indexes["a"].embedder = cast("Any", HeldEncoder("number2"))
+        server.post("/v1/documents", {"collection": "a", "documents": documents}).raise_for_status()
+        assert held.reached.wait(PATIENT_S)
+        stop = threading.Thread(target=server.listener.close)
+        stop.start()
+        eventually(lambda: caplog.records)  # the job has ended
+        held.release.set()
+        stop.join()
+    saved = {p.doc_id for p in index(tmp_path / "a", server.engine.prompts, []).passages}
+    assert {d["id"] for d in documents} & saved == {"new0", "new1"}
+    assert "2 of 4" in caplog.text  # allow: how many are kept is the point of the line
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_what_another_process_saves_meanwhile_is_kept_and_what_is_refused_is_not_served(
+    is_deleted: bool, tmp_path: Path
+) -> None:
+    def listed() -> set[str]:
+        return {d["id"] for d in server.get("/v1/documents?collection=a").json()["data"]}
+
+    with serving(tmp_path) as server:
+        first, *others = (str(d.id) for d in DOCUMENTS[0::2])
+        index(tmp_path / "a", server.engine.prompts, []).add([Document("Ants carry leaves.", id="ants")])
+        added = {"collection": "a", "documents": [{"id": "yak", "text": "Yaks live high up."}]}
+
+        def change() -> bool:
+            if is_deleted:
+                return server.delete(f"/v1/documents/{first}", collection="a").is_success
+            return bool(server.job("/v1/documents", added)["state"] == "done")
+
+        shutil.move(tmp_path / "a", tmp_path / "elsewhere")
+        (tmp_path / "a").write_text("no folder")
+        before = listed()
+        assert not change()
+        assert listed() == before
+        (tmp_path / "a").unlink()
+        shutil.move(tmp_path / "elsewhere", tmp_path / "a")
+        assert change()
+        wanted = {*others, "ants", *(() if is_deleted else (first, "yak"))}
+        assert listed() == wanted
+    saved = {p.doc_id for p in index(tmp_path / "a", server.engine.prompts, []).passages}
+    assert saved == wanted
