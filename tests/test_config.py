@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from blendserve.cli.reference import pages
@@ -161,6 +165,47 @@ def test_words_and_variables_are_written_as_in_yaml(tmp_path: Path, monkeypatch:
     assert (config.blend.near, config.blend.check_layers) == (True, (1, 4))
     assert Config().blend == BlendConfig()  # only `load` reads the environment
     assert refused(Config.load, None, ["blend.ratio"]) == (None, None)
+
+
+NAMES = [line.split("`")[1] for line in pages()["settings.md"].splitlines() if line.startswith("| `")]
+OLD_NAMES = [
+    "store.kind",
+    "store.path",
+    "store.valkey",
+    "store.kdn",
+    "store.tiers",
+    "store.remote.kind",
+    "blend.floor",
+]
+TEXTS = st.sampled_from(
+    [
+        *("[SEP]", "{Read} the passages", "[a", "{a: ", "null", "[1, 2]"),
+        *("- a", "a: b", "*x", "!!python/none", "%"),
+    ]
+)
+LOOSE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | TEXTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4) | st.integers(), inner),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from([*NAMES, *OLD_NAMES, "no.such", "store"]), TEXTS | st.text(max_size=6), LOOSE)
+def test_any_text_and_any_file_is_settings_or_refused_as_such(name: str, text: str, value: Any) -> None:
+    with suppress(ConfigError):
+        Config.load(None, [f"{name}={text}"])
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    with TemporaryDirectory() as folder, suppress(ConfigError):
+        Config.load(written(Path(folder), yaml.safe_dump(value, allow_unicode=False)))
+
+
+@pytest.mark.parametrize("text", ["{Read} the passages", "[SEP]", "{a: 1}", "# [x"])
+def test_a_text_is_taken_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config.load(None, [f"prompt.instruction={text}"]).prompt.instruction == text
+    monkeypatch.setenv("BLENDSERVE__PROMPT__SYSTEM", text)
+    assert Config.load().prompt.system == text
+    assert refused(Config.load, None, ["decode.stop=[a"]) == ("decode.stop", None)
 
 
 def test_replace_changes_one_setting_and_checks_again() -> None:

@@ -14,10 +14,11 @@ from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from blendserve.errors import ConfigError
 from blendserve.registry import nearest
@@ -59,8 +60,8 @@ class Settings(BaseModel):
         values: dict[str, Any] = {}
         for where, file, found in (
             (f"config file {path}", path, cls.upgraded(_read_yaml(path, cls.model_fields))),
-            ("environment", None, _parse(_variables(cls.environment))),
-            ("--set", None, _parse(_assignments(overrides))),
+            ("environment", None, _parse(cls, _variables(cls.environment))),
+            ("--set", None, _parse(cls, _assignments(overrides))),
         ):
             try:
                 cls(**_merge(values, found))
@@ -123,7 +124,7 @@ def _read_yaml(path: str | Path | None, sections: Mapping[str, Any]) -> dict[str
     if not isinstance(values, dict):
         message = f"config file {path} must hold sections ({', '.join(sections)}), not {values!r}"
         raise ConfigError(message, path=path)
-    return values
+    return {str(name): value for name, value in values.items()}
 
 
 def _variables(prefix: str) -> dict[str, str]:
@@ -141,13 +142,47 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
     return {name.strip(): value for name, _, value in (word.partition("=") for word in words)}
 
 
-def _parse(words: Mapping[str, str]) -> dict[str, Any]:
-    """Dotted names and texts -> nested values; lists, mappings and null are written as in YAML."""
+def _parse(section: type[BaseModel], words: Mapping[str, str]) -> dict[str, Any]:
+    """Dotted names and texts -> nested values.
+
+    null, and lists and mappings of fields that are no texts, are written as in YAML. Raises ConfigError.
+    """
     values: dict[str, Any] = {}
     for name, text in words.items():
-        is_yaml = text.startswith(("[", "{")) or text == "null"
-        _merge(values, _nest(name, yaml.safe_load(text) if is_yaml else text))
+        value: Any = None if text == "null" else text
+        if text.startswith(("[", "{")) and not _takes_text(section, name):
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                what = f"setting {name!r} cannot be {text!r}: it is no list or mapping as in YAML, such as [a, b]"
+                raise ConfigError(what, setting=name) from None
+        _merge(values, _nest(name, value))
     return values
+
+
+def _takes_text(section: type[BaseModel], name: str) -> bool:
+    """Whether any text is a value of this setting."""
+    first, _, rest = name.partition(".")
+    if first not in section.model_fields:
+        return False
+    kinds = list(_members(section.model_fields[first].annotation))
+    if not rest:
+        return str in kinds or SecretStr in kinds
+    return any(
+        _takes_text(kind, rest) for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)
+    )
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The types that a field takes."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _members(part)
+    else:
+        yield annotation
 
 
 def _nest(name: str, value: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
+from blendserve.errors import ConfigError
 from blendserve.registry import DELIVERED, SHARED_STORE, STORES
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,12 @@ def _upgrade_place(place: dict[str, Any], section: str) -> None:
         place.update({"kind": kind} if old else {})  # an unknown kind is refused by its name
         return
     # The options of a server counted beside a folder, too: `store merge` read them.
-    about = dict(old.get(DELIVERED if kind == DELIVERED else SHARED_STORE) or {})
-    url, user, collection = (about.pop(name, "") for name in ("url", "username", "collection"))
+    server = DELIVERED if kind == DELIVERED else SHARED_STORE
+    about = old.get(server) or {}
+    if not isinstance(about, dict):
+        raise ConfigError(f"setting '{section}.{server}' cannot be {about!r}: it has settings of its own")
+    about = dict(about)
+    url, user, collection = (str(about.pop(name, "") or "") for name in ("url", "username", "collection"))
     fingerprint = about.pop("relay_fingerprint", "")
     if kind == SHARED_STORE:
         location = url or DEFAULT_URL[kind]
