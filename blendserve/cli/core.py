@@ -28,6 +28,7 @@ from blendserve.paths import index_folder
 
 if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
+    from blendserve.retrieve import Skipped
 
 NO_PRIOR = "no correction prior: the corpus is too small, or the correction uses none"
 log = logging.getLogger(__name__)
@@ -75,16 +76,18 @@ def demo(
 def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     """Build an index of a corpus.
 
-    An existing index of the same name is replaced.
+    An existing index of the same name is replaced. Files of a folder that are not UTF-8 text are left out and named; the
+    exit code is 1 then.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
-    from blendserve.retrieve import read_documents
+    from blendserve.retrieve import Skipped, read_documents
 
-    documents = list(read_documents(corpus))
+    skipped = Skipped()
+    documents = list(read_documents(corpus, skipped))
     with console.progress("Embedding", "windows") as update:
         engine = Engine.build(index, documents, settings, update)
     with engine:
-        return _facts(engine)
+        return _facts(engine, int(bool(skipped.unreadable)), skipped)
 
 
 @index.command()
@@ -92,16 +95,18 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
 def add(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     """Add the new documents of a corpus to an index.
 
-    A document with a known id and new text replaces the old one. Unchanged documents are skipped.
+    A document with a known id and new text replaces the old one. Unchanged documents are skipped. Files of a folder that
+    are not UTF-8 text are left out and named; the exit code is 1 then.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
-    from blendserve.retrieve import read_documents
+    from blendserve.retrieve import Skipped, read_documents
 
-    documents = list(read_documents(corpus))
+    skipped = Skipped()
+    documents = list(read_documents(corpus, skipped))
     with Engine.open(index, settings) as engine:
         with console.progress("Embedding", "windows") as update:
             added = engine.add(documents, update)
-        return _facts(engine, added=added)
+        return _facts(engine, int(bool(skipped.unreadable)), skipped, added=added)
 
 
 @index.command()
@@ -122,11 +127,13 @@ def delete(
         return _facts(engine, int(not deleted), deleted=deleted)
 
 
-def _facts(engine: Engine, exit_code: int = 0, **changes: int) -> Output:
-    """An index after a command. changes: numbers of documents."""
+def _facts(engine: Engine, exit_code: int = 0, skipped: Skipped | None = None, **changes: int) -> Output:
+    """An index after a command. skipped: of the corpus. changes: numbers of documents."""
     assert engine.index is not None
     path = engine.index.path
     facts: dict[str, Any] = {"index": str(path), **asdict(engine.index.manifest), **changes}
+    if skipped:
+        facts["skipped"] = asdict(skipped)
     change = "".join(f" ({count} {what})" for what, count in changes.items())
     text = (
         f"{path}: {facts['documents']} documents{change}, {facts['passages']} passages, "

@@ -2,7 +2,7 @@
 
 from blendserve.retrieve.chunker import TokenCounter, split
 from blendserve.retrieve.demo_corpus import language_reference
-from blendserve.retrieve.documents import as_documents, document_id, read_documents
+from blendserve.retrieve.documents import Skipped, as_documents, document_id, read_documents
 from blendserve.retrieve.embedder import Embedder
 from blendserve.retrieve.index import VectorIndex
 from blendserve.retrieve.manifest import Manifest, read_manifest
@@ -10,6 +10,7 @@ from blendserve.retrieve.manifest import Manifest, read_manifest
 __all__ = [
     "Embedder",
     "Manifest",
+    "Skipped",
     "TokenCounter",
     "VectorIndex",
     "as_documents",
