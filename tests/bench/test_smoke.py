@@ -73,7 +73,7 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
     def result(name: str) -> Result:
         if name == "benchmarks.ray_routing" and find_spec("ray") is None:
-            pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
+            pytest.skip("Ray is not installed: pip install '.[ray]'")
         if name.removeprefix("benchmarks.") in ("network", "sharing", "ray_routing") and binary() is None:
             pytest.skip("there is no valkey-server here")
         if name not in known:

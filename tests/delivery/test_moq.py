@@ -22,7 +22,7 @@ from blendserve.store import KVStore
 from tests.support.peers import Service, answered, blender, kdn_store, question, settings
 from tests.support.waiting import eventually
 
-moq = pytest.importorskip("moq", reason="moq-rs is not installed: pip install 'blendserve[moq]'")
+moq = pytest.importorskip("moq", reason="moq-rs is not installed: pip install '.[moq]'")
 
 READERS = 8
 Made = tuple[KVStore, Collection]

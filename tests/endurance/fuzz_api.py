@@ -1,6 +1,6 @@
 """Fuzz a running server from its own OpenAPI description: no request may be answered with a 500.
 
-    pip install 'blendserve[fuzz]'
+    pip install '.[fuzz]'
     blendserve serve --index indexes/demo &
     export BLENDSERVE_URL=http://127.0.0.1:8000 SCHEMATHESIS_HOOKS=tests.endurance.fuzz_api
     schemathesis run $BLENDSERVE_URL/openapi.json --checks not_a_server_error --max-examples 200

@@ -21,7 +21,7 @@ CAP, LENGTH, TOGETHER = 2**28, 8, 4
 WORDS = [f"The {n}th owl of the wood sleeps by day and hunts by night, silent as snow." for n in range(40)]
 PASSAGES = [Passage(text) for text in WORDS[:3]]
 needs_constriction = pytest.mark.skipif(
-    known_codec("cachegen") is None, reason="constriction is not installed: pip install 'blendserve[codecs]'"
+    known_codec("cachegen") is None, reason="constriction is not installed: pip install '.[codecs]'"
 )
 
 

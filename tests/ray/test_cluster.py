@@ -50,7 +50,7 @@ RAY_ON_LOOPBACK = (
 def share() -> Iterator[WorkerResources]:
     """Of each of two workers."""
     if importlib.util.find_spec("ray") is None:  # an import here would come before the cluster's settings
-        pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
+        pytest.skip("Ray is not installed: pip install '.[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in NODE_DEATH.items():
             patch.setenv(name, value)
