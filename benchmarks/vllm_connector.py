@@ -37,7 +37,7 @@ from blendserve.bench.harness import ratio as ratio_of
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.cli.app import main
+from blendserve.cli import main
 from blendserve.config import Positive
 from blendserve.errors import InputError
 from blendserve.models.sources import source_of
@@ -78,7 +78,7 @@ def groups(config: VllmConfig, log: SampleLog) -> Iterator[Group]:
             f"there is no vLLM at {config.vllm}: run make test-vllm, or give --vllm", setting="vllm"
         )
     if "questions" in config.parts and importlib.util.find_spec("langchain_openai") is None:
-        raise InputError("LangChain is not installed: pip install 'blendserve[integrations]'")
+        raise InputError("LangChain is not installed: pip install '.[integrations]'")
     model, n_threads = open_model(config, log), config.threads or 1
     work = make_workload(model, config.passages, config.chunk_tokens, None, config.seed)
     dtype = str(model.decoder.dtype).removeprefix("torch.")

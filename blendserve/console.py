@@ -114,16 +114,19 @@ def progress(
     ]
     bar = Progress(*columns, console=err, auto_refresh=refreshes)
     task: TaskID | None = None
+    first = 0
 
     def update(done: int, total: int) -> None:
-        nonlocal task
+        nonlocal task, first
         if task is None:
+            first = done  # done before the clock of the bar starts
             for before in _live:
                 before.stop()
             _live[:] = [bar]
-            task = bar.add_task(what, total=total, rate="")
+            task = bar.add_task(what, total=total, completed=done, rate="")
             bar.start()
-        speed = done / (bar.tasks[0].elapsed or 1e-9)
+        elapsed = bar.tasks[0].elapsed
+        speed = (done - first) / elapsed if elapsed else 0.0
         rate = f"{unit}, {speed:,.0f}/s" if speed >= 10 else f"{unit}"
         if bytes_per_unit:
             rate += f", {decimal(done * bytes_per_unit)}"

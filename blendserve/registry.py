@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+MANY = 12  # names that a message lists
+
 
 class Registry:
     """Names of one kind of thing; the first is the default."""
@@ -52,9 +54,13 @@ class Registry:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for a name that is not known."""
+    """A hint for a name that is not known: the one meant, else all of a few, the nearest of many."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    if len(known) > MANY:
+        return f"the nearest are {', '.join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))}"
+    return f"known are {', '.join(known)}"
 
 
 POLICIES = Registry(

@@ -127,7 +127,9 @@ class ChunkWriter:
         admitted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
         damaged = {self.key(ids) for ids, chunk in admitted.items() if chunk.is_damaged}
         with self._lease(admitted, damaged) as granted:
-            leased = [ids for ids in granted if self._admits(ids)]  # else the lease found that nothing can be written
+            leased = [
+                ids for ids in granted if self._admits(ids)
+            ]  # else the lease found that nothing can be written
             n_stored = sum(self._put(kv) for ids in leased if (kv := admitted[ids].kv))
             todo, start = [ids for ids in leased if not admitted[ids].kv], time.perf_counter()
             for stack in in_stacks(todo, self.chunks.stack_tokens):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -44,6 +47,7 @@ class Commands(TyperGroup):
 
 
 app = make_app()
+log = logging.getLogger(__name__)
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,35 +76,66 @@ def options(
 
     `blendserve COMMAND --help` describes a command and its options. Results go to stdout, progress and messages to
     stderr. Exit codes: 0 success, 1 done but something is missing or bad, 2 invalid input or settings (one line
-    says what), 130 after Ctrl-C.
+    says what), 130 after Ctrl-C, 141 when the reader of stdout has gone.
     """
     console.show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, the process's own for None, and return its exit code."""
-    return run(app, argv)
-
-
 def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
-    """Run `commands`: a BlendserveError or a missing extra prints one line and returns 2, Ctrl-C returns 130."""
+    """Run `commands`, the process's own command line for None, and return the exit code.
+
+    A BlendserveError, a missing extra or an error of the system prints one line and returns 2. A reader of stdout that
+    has gone returns 141, Ctrl-C 130.
+    """
     console.show_log()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name or a text that this terminal cannot show
     try:
-        commands(list(sys.argv[1:] if argv is None else argv))
-    except SystemExit as end:  # typer's way to end a command
-        return int(end.code or 0)
+        code = _call(commands, list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit, Python would print a traceback for what cannot be written
+        return code
     except BlendserveError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
     except ModuleNotFoundError as error:
         extra = extra_with(error.name or "")
         if extra is None:
             raise
-        print(f"error: this command needs the package {error.name}: {install_hint(extra)}", file=sys.stderr)
-        return 2
+        return _refuse(f"this command needs the package {error.name}: {install_hint(extra)}")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        _discard_output()
         return 141
+    except OSError as error:  # a full disk, permissions, a network: the machine's, not the program's
+        log.debug("", exc_info=True)
+        _discard_output()
+        return _refuse(f"{error.filename or 'output or input'}: {error.strerror or error}")
+
+
+def _call(commands: typer.Typer, words: list[str]) -> int:
+    """The exit code. Raises what the command raises: also BrokenPipeError and KeyboardInterrupt, which typer hides."""
+    try:
+        commands(words)
+    except SystemExit as end:  # typer's way to end a command
+        hidden = end.__context__
+        for error in (hidden, getattr(hidden, "__cause__", None)):
+            if isinstance(error, (BrokenPipeError, KeyboardInterrupt)):
+                raise error from None
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return int(end.code or 0)
     return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _discard_output() -> None:
+    """Send what stdout still buffers to nowhere."""
+    with suppress(OSError, ValueError, AttributeError):  # a stdout that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,12 +13,16 @@ from blendserve import console
 from blendserve.bench.harness import render
 from blendserve.bench.runner import BENCHES, BenchConfig, load_bench, run_bench
 from blendserve.cli.options import Options, make_app, option, split_list, with_options
+from blendserve.paths import check_output, check_output_folder
 from blendserve.provenance import describe
 
 OutOpt = Annotated[
-    Path | None, typer.Option(help="File for the samples; the same command measures what is missing in it.")
+    Path | None,
+    typer.Option(
+        help="File for the samples; the same command measures what is missing in it.", callback=check_output
+    ),
 ]
-PlotOpt = Annotated[Path | None, typer.Option(help="SVG file for a plot.")]
+PlotOpt = Annotated[Path | None, typer.Option(help="SVG file for a plot.", callback=check_output)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print only the JSON object, without tables.")]
 
 
@@ -83,6 +87,7 @@ def _suite(
 
     variables = dict(word.partition("=")[::2] for word in set_)
     suite = Suite.read(file, variables)
+    check_output_folder(out)
     states = run_suite(suite, out, minutes, split_list(only), dry_run)
     verdicts = [] if dry_run else list(suite.verdicts(out))
     if verdicts:

@@ -24,7 +24,7 @@ from blendserve.cli.options import (
 from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.errors import InputError
-from blendserve.paths import index_folder
+from blendserve.paths import check_output_folder, index_folder
 
 if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
@@ -64,11 +64,11 @@ def demo(
     """
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds
 
-    model = model or Config().model.name
+    model, folder = model or Config().model.name, check_output_folder(index_folder(index))
     if page:
-        serve_page(Path(index), model, host, port)
+        serve_page(folder, model, host, port)
     else:
-        run(Path(index), model)
+        run(folder, model)
 
 
 @index.command()
@@ -82,6 +82,7 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import Skipped, read_documents
 
+    check_output_folder(index_folder(index))
     skipped = Skipped()
     documents = list(read_documents(corpus, skipped))
     with console.progress("Embedding", "windows") as update:
@@ -101,6 +102,7 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import Skipped, read_documents
 
+    check_output_folder(index_folder(index))
     skipped = Skipped()
     documents = list(read_documents(corpus, skipped))
     with Engine.open(index, settings) as engine:
@@ -122,6 +124,7 @@ def delete(
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
+    check_output_folder(index_folder(index))
     with Engine.open(index, settings) as engine:
         deleted = engine.delete(*doc_ids)
         return _facts(engine, int(not deleted), deleted=deleted)

@@ -186,10 +186,11 @@ def pull(
     """
     from blendserve.kdn.pull import location_of
     from blendserve.kdn.pull import pull as run  # with torch: seconds
-    from blendserve.paths import index_folder
+    from blendserve.paths import check_output_folder, index_folder
 
+    into = check_output_folder(index_folder(folder))
     place = settings.store.replace("location", location_of(source))
-    found = run(place.kdn, index_folder(folder), settings.store.namespace)
+    found = run(place.kdn, into, settings.store.namespace)
     return Output({"index": str(found)}, f"{found}: next: blendserve ask ... -i {source}")
 
 

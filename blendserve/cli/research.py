@@ -24,7 +24,7 @@ from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
 from blendserve.evaluate.config import EvaluateConfig, settings_from
-from blendserve.paths import index_folder
+from blendserve.paths import check_output, check_output_folder, index_folder
 from blendserve.simulate.config import SimulateConfig
 from blendserve.threads import SETTLED
 
@@ -52,6 +52,7 @@ def evaluate(
     commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
     resumes with the same command.
     """
+    check_output_folder(runs)
     from blendserve.evaluate import job, report  # torch and all the rest: seconds
 
     datasets = split_list(plan.dataset)
@@ -81,9 +82,13 @@ def evaluate(
 def simulate(
     config: SimulateConfig,
     measure: Path | None = option(
-        None, "Measure the compute times of this machine, write settings to this file, and exit."
+        None,
+        "Measure the compute times of this machine, write settings to this file, and exit.",
+        callback=check_output,
     ),
-    plot: Path | None = option(None, "SVG file for a plot of TTFT and hit rate by number of nodes."),
+    plot: Path | None = option(
+        None, "SVG file for a plot of TTFT and hit rate by number of nodes.", callback=check_output
+    ),
     valkey: str | None = option(None, "URL of a Valkey server for --measure; it measures fetching, too."),
     json: JsonOpt = False,
 ) -> None:

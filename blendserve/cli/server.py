@@ -13,6 +13,7 @@ from blendserve.cli.options import RayOpt, make_app, option, single_command, wit
 from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.errors import InputError
+from blendserve.paths import check_output
 
 log = logging.getLogger(__name__)
 KEYS = Path("keys.json")
@@ -111,6 +112,7 @@ def create(
 
     The file stores only the key's hash.
     """
+    check_output(file)
     from blendserve.serve.keys import KeyFile, Tenant
 
     tenant = Tenant(
@@ -148,6 +150,7 @@ def list_keys(file: FileOpt = KEYS) -> Output:
 @keys.command()
 def revoke(name: OwnerArg, file: FileOpt = KEYS) -> None:
     """Revoke a key. A running server refuses it at once."""
+    check_output(file)
     from blendserve.serve.keys import KeyFile
 
     KeyFile(file).revoke(name)

@@ -12,7 +12,7 @@ from blendserve import console
 from blendserve.cli.options import IndexArg, make_app, option, with_options, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
-from blendserve.errors import ConfigError, InputError
+from blendserve.errors import ConfigError, InputError, StoreUnavailable
 from blendserve.extras import install_hint
 from blendserve.paths import index_folder
 from blendserve.registry import CODECS, DELIVERED
@@ -25,10 +25,14 @@ codec = make_app("List codecs of stored KV, and fit their tables.")
 
 
 def _open(index: str, settings: Config, read_only: bool = True) -> KVStore:
-    """The store of an index. Raises StoreError."""
+    """The store of an index. Raises StoreError, also for one that cannot be written if it is to be."""
     from blendserve.fetch import open_store  # torch: a second
 
-    return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)
+    store = open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)
+    if store.read_only and not read_only:
+        store.close()
+        raise StoreUnavailable(f"the KV store {store.location} cannot be written: check its permissions")
+    return store
 
 
 @store.command()
@@ -163,17 +167,19 @@ def fit_tables(
 
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
-    texts = [list(read_documents(path)) for path in text or []]
-    model = load_model(settings.model)
-    prompts = PromptBuilder(model.tokenizer, settings.prompt)
-    if texts:  # documents of all texts in turns, so that the first tokens are of each kind
-        documents = [document for turn in zip_longest(*texts) for document in turn if document is not None]
-        chunks = chunks_of(documents, tokens, settings, prompts)
-    else:
-        with console.progress("Sampling text from the model", "tokens") as drawing:
-            chunks = self_generated_text(model, tokens, drawing)
     tables = []
     with _open(index, settings.replace("store.codec", CODECS.default), read_only=False) as store:
+        texts = [list(read_documents(path)) for path in text or []]
+        model = load_model(settings.model)
+        prompts = PromptBuilder(model.tokenizer, settings.prompt)
+        if texts:  # documents of all texts in turns, so that the first tokens are of each kind
+            documents = [
+                document for turn in zip_longest(*texts) for document in turn if document is not None
+            ]
+            chunks = chunks_of(documents, tokens, settings, prompts)
+        else:
+            with console.progress("Sampling text from the model", "tokens") as drawing:
+                chunks = self_generated_text(model, tokens, drawing)
         for name in names:
             computing = console.progress(f"{name}: computing KV", "tokens", model.decoder.kv_bytes_per_token)
             with computing as computed, console.progress(f"{name}: fitting", "steps") as fitted:

@@ -37,7 +37,7 @@ from blendserve.kernels.cpu import isa
 from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
-from blendserve.paths import cache_folder, write_cached
+from blendserve.paths import cached_path, write_cached
 from blendserve.provenance import cpu_name
 
 TIE = 1.05  # of a time: what is closer counts as equal
@@ -220,7 +220,7 @@ def _machine(threads: int, sets: tuple[str, ...]) -> str:
 
 def cache_file() -> Path:
     """The file of this machine."""
-    return cache_folder() / "kernels" / f"{machine()}.json"
+    return cached_path("kernels", f"{machine()}.json")
 
 
 def _kept() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from blendserve.errors import ModelError
 from blendserve.models import fast_load, gguf
 from blendserve.models.adapter import Adapter
 from blendserve.models.refusals import check_supported
-from blendserve.paths import cache_folder
+from blendserve.paths import cached_path
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     """The folder of a bundled model, converted first if need be. Raises ModelError."""
     bundled = BUNDLED[name]
     made_of = f"{name}-{bundled.adapter.sha256[:8]}" if bundled.adapter else name
-    target = cache_folder() / "readers" / made_of
+    target = cached_path("readers", made_of)
     if (target / "config.json").exists():
         return target
     specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
@@ -105,7 +105,7 @@ def gguf_folder(file: Path) -> Path:
         raise ModelError(
             f"there is no file {file}: give the path of a GGUF file, a folder or a hub id", path=file
         )
-    target = cache_folder() / "readers" / f"gguf-{_sha256(file)[:24]}"
+    target = cached_path("readers", f"gguf-{_sha256(file)[:24]}")
     if not (target / "config.json").exists():
         log.info("Converting %s (once) into %s", file, target)
         with _new_folder(target) as into:

@@ -72,13 +72,18 @@ def check_http(http: HttpConfig) -> None:
             setting="serve.keys",
             path=http.keys,
         )
-    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    check_port(http.host, http.port)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError for an address that cannot be listened on."""
     try:
-        socket.create_server((http.host, http.port), family=family).close()
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        reason = os.strerror(getattr(error, "errno", None) or 0) if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"cannot listen on {http.host}, port {http.port}: {reason}; give another --port or --host",
+            f"cannot listen on {host}, port {port}: {reason}; give another --port or --host",
             setting="serve.port",
         ) from None
 

@@ -24,6 +24,7 @@ import filelock
 import lmdb
 
 from blendserve.config import StoreBackendConfig
+from blendserve.errors import StoreUnavailable
 from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
@@ -31,7 +32,9 @@ from blendserve.store.clock import Clock
 from blendserve.store.key import ChunkKey
 from blendserve.store.lmdb_errors import (
     DAMAGED,
+    NOT_PERMITTED,
     MapFull,
+    code_of,
     explained,
     explaining,
     unavailable,
@@ -89,8 +92,17 @@ class LMDBStore(TxnStore):
     def from_config(
         cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> LMDBStore:
+        """A store on a disk that can only be read is opened for reading, with a warning."""
         assert path is not None
-        return cls(path, config.cap_bytes, read_only, *policies)
+        try:
+            return cls(path, config.cap_bytes, read_only, *policies)
+        except StoreUnavailable as error:
+            cause = error.__cause__
+            is_refused = isinstance(cause, (lmdb.Error, OSError)) and code_of(cause) in NOT_PERMITTED
+            if read_only or not is_refused or not (path / "data.mdb").exists():
+                raise
+            log.warning("the KV store %s cannot be written (%s): nothing new is stored", path, cause)
+            return cls(path, config.cap_bytes, True, *policies)
 
     def close(self) -> None:
         if not self._closed:

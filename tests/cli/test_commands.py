@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
+import lmdb
 import pytest
 import typer
 import yaml
@@ -25,6 +28,7 @@ from blendserve.cli.app import COMMANDS, app, run
 from blendserve.cli.options import Options, make_app, with_options
 from blendserve.cli.reference import MARKER, pages
 from blendserve.config import BlendConfig, Config, DecodeConfig
+from blendserve.paths import index_folder
 from blendserve.registry import CODECS
 from blendserve.store import LMDBStore
 from blendserve.store.codecs.base import known_codec
@@ -172,6 +176,57 @@ def test_ctrl_c_while_a_bar_starts_leaves_the_terminal_free(monkeypatch: pytest.
     assert asked[-1] is True
     with console.progress("Waiting", "tokens") as update:
         update(2, 2)
+
+
+def test_the_rate_of_a_bar_counts_what_was_done_since_it_appeared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored before, or while the model was loaded, took none of its time."""
+    now, shown, update_bar = [0.0], list[str](), console.Progress.update
+
+    def watched(bar: Any, task: Any, **fields: Any) -> None:
+        shown.append(fields["rate"])
+        update_bar(bar, task, **fields)
+
+    monkeypatch.setattr(console.err, "get_time", lambda: now[0])
+    monkeypatch.setattr(console.Progress, "update", watched)
+    with console.progress("Precomputing", "tokens", refreshes=False) as update:
+        update(4000, 9000)
+        now[0] = 2.0
+        update(4200, 9000)
+    assert shown == ["tokens", "tokens, 100/s"]
+
+
+def test_an_index_with_a_separator_in_its_name_is_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, folder in (("./i", "i"), ("i/", "i"), ("x/i", "x/i"), ("i", "indexes/i"), ("..", "..")):
+        assert index_folder(name) == Path(folder)
+        assert index_folder(index_folder(name)) == Path(folder)
+    Path("i").mkdir()
+    assert index_folder("i") == Path("i")
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 1)
+    assert cli("index", "build", corpus, "./made").code == 0
+    assert Path("made").is_dir()
+    assert not Path("indexes").exists()
+
+
+def test_an_index_on_a_read_only_disk_is_asked_and_not_changed(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere: LMDB refuses in place of the disk."""
+    folder, opened = Path(shutil.copytree(index, tmp_path / "index")), lmdb.open
+
+    def read_only_disk(path: str, *args: Any, readonly: bool = False, **options: Any) -> Any:
+        if not readonly:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return opened(path, *args, readonly=True, **options)
+
+    monkeypatch.setattr(lmdb, "open", read_only_disk)
+    report = cli("ask", "Where was the bee seen?", "-i", folder, "--max-new-tokens", 2, "--json")
+    assert (report.code, report.json()["report"]["chunks_hit"]) == (0, 4)
+    for command in (("store", "verify", folder, "--repair"), ("index", "delete", folder, "doc-1")):
+        done = cli(*command)
+        assert (done.code, done.err.strip().splitlines()[-1].startswith("error: ")) == (2, True)
 
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

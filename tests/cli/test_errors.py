@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.bench.conftest import write_shape
+from tests.cli.conftest import write_corpus
 from tests.support.commands import cli
 
 ERRORS = [  # command line; the option, setting, file or word that the last line of stderr names
@@ -45,6 +50,21 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("bench ttft --model {tiny} --contexts 1000", "1,000"),
     ("bench suite {tmp}/nowhere.yaml --out {tmp}/results", "nowhere.yaml"),
     ("bench codec --codecs int9", "'int8'"),
+    # where results go is checked before the work: these would take minutes
+    ("index build {corpus} {tmp}/fp16.yaml/x", "{tmp}/fp16.yaml"),
+    ("index add {corpus} {tmp}/fp16.yaml", "{tmp}/fp16.yaml"),
+    ("demo -i {tmp}/fp16.yaml", "{tmp}/fp16.yaml"),
+    ("demo --page --port {port} -i {tmp}/demo", "port {port}"),
+    ("kdn pull kdn:http://127.0.0.1:{port}/x {tmp}/fp16.yaml", "{tmp}/fp16.yaml"),
+    ("keys create me --file {tmp}/none/keys.json", "{tmp}/none"),
+    ("keys create me --file {tmp}", "{tmp}"),
+    ("simulate --requests 1000000000 --plot {tmp}/none/plot.svg", "{tmp}/none"),
+    ("simulate --measure {tmp}", "{tmp}"),
+    ("bench ttft --plot {tmp}/none/plot.svg", "{tmp}/none"),
+    ("bench ttft --out {tmp}", "{tmp}"),
+    ("evaluate --runs {tmp}/fp16.yaml", "{tmp}/fp16.yaml"),
+    ("serve --set serve.qqqq=1", "serve.queue"),
+    ("serve --set xxxxxxxxxx=1", "nearest"),
 ]
 
 
@@ -66,7 +86,12 @@ def values(index: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> 
     }
     for name, text in files.items():
         (tmp / name).write_text(text)
-    shapes = {"tiny": write_shape(tmp / "tiny"), "bad": write_shape(tmp / "bad", num_key_value_heads=3)}
+    corpus = write_corpus(tmp / "corpus.jsonl", 1)
+    shapes = {
+        "corpus": corpus,
+        "tiny": write_shape(tmp / "tiny"),
+        "bad": write_shape(tmp / "bad", num_key_value_heads=3),
+    }
     return {"tmp": tmp, "index": index, "port": port, **shapes}
 
 
@@ -78,3 +103,91 @@ def test_a_mistake_is_one_line_that_names_it(line: str, name: str, values: dict[
     assert name.format(**values) in last
     assert "Traceback" not in done.err
     assert not Path(f"{values['tmp']}/runs").exists()
+
+
+COMMANDS = (
+    "--version",
+    "index build {corpus} {made}/index",
+    "ask Why? -i {index} --max-new-tokens 1",
+    "keys list --file {made}/none.json",
+    "cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml",
+)
+HOMES = {  # HOME, XDG_CACHE_HOME, and whether there is a folder for temporary files
+    "home is a file": ("/dev/null", "", True),
+    "home is missing, with its parent": ("/proc/none/home", "", True),
+    "no home": ("", "", True),
+    "cache is a file": ("", "/dev/null", True),
+    "nothing can be written": ("/dev/null/none", "", False),
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("home", HOMES)
+def test_without_a_home_a_command_works_or_says_why(
+    home: str, line: str, values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, cache, has_temporary = HOMES[home]
+    for name, value in (("HOME", user), ("XDG_CACHE_HOME", cache)):
+        if value:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))  # a user whom the system does not know
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path) if has_temporary else "/dev/null")
+    done = cli(*(word.format(**values, made=tmp_path) for word in shlex.split(line)))
+    assert done.code == 0 or (not has_temporary and done.err.strip().splitlines()[-1].startswith("error: "))
+
+
+READ = "import sys; from blendserve.cli import main; sys.exit(main())"
+LINES = ("--help", "cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml --json", "codec list")
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("output", ["closed", "full", "without a reader", "ascii"])
+def test_output_that_cannot_be_written_is_no_traceback(output: str, line: str) -> None:
+    command = [sys.executable, "-c", READ, *shlex.split(line)]
+    if output == "without a reader":
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, "")
+    elif output == "full":
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert len(done.stderr.splitlines()) == 1
+    else:
+        words = ["sh", "-c", 'exec "$@"' + " >&-" * (output == "closed"), "sh", *command]
+        ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+        done = subprocess.run(words, capture_output=True, text=True, env=ascii_only)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+INTERRUPTED = """
+import os, signal, sys
+import blendserve.cli
+
+class Interrupt:
+    "Sends Ctrl-C at the n-th module that is looked for."
+    left = int(sys.argv.pop(1))
+    def find_spec(self, *_):
+        Interrupt.left -= 1
+        if not Interrupt.left:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(blendserve.cli.main())
+"""
+
+
+@pytest.mark.parametrize("at", [1, 3, 20, 90, 250, 500, 900, 1400])
+def test_ctrl_c_at_any_moment_is_one_line(at: int, values: dict[str, object], tmp_path: Path) -> None:
+    """The command imports nearly everything."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 1)
+    words = ["-c", INTERRUPTED, str(at), "index", "build", str(corpus), str(tmp_path / "index")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "stopped"
+    assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from blendserve.cli.app import main
+from blendserve.cli import main
 from tests.support.vllm import make_model
 from tests.support.waiting import eventually
 

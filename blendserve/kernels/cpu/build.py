@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
-from blendserve.paths import cache_folder
+from blendserve.paths import cached_path
 
 SOURCES = Path(__file__).parent
 PREBUILT = SOURCES / "prebuilt"
@@ -43,7 +43,7 @@ def build(level: Level) -> Path:
     if (made := prebuilt(level)).exists():
         return made
     compiler = find_compiler()
-    target = cache_folder() / "native" / f"{level.name}-{_digest(level, _run([compiler, '--version']))}.so"
+    target = cached_path("native", f"{level.name}-{_digest(level, _run([compiler, '--version']))}.so")
     if not target.exists():
         try:
             import fcntl  # start-up: Unix alone, and `missing` has refused every other system
