@@ -307,6 +307,8 @@ class Engine:
     def _make_ready(self) -> None:
         """Check and measure now what the first question would otherwise wait for."""
         blend = self.config.blend
+        if self.index is not None:
+            self.warn_of_room(self.model.decoder.context_limit, [self.index])
         self._check_near(blend)
         self.gate = check_model(self.model)
         try:
@@ -323,6 +325,18 @@ class Engine:
             if blend.method == "auto":
                 self.blender.planner.calibrate()
             self._warm_up()
+
+    def warn_of_room(self, room: int, indexes: Iterable[VectorIndex]) -> None:
+        """Log a line if the passages of a question may not fit. room: tokens for prompt and answer."""
+        longest = max((index.manifest.chunk_tokens for index in indexes), default=0)
+        top_k, answer = self.config.retrieve.top_k, self.config.decode.max_new_tokens
+        needed = len(self.prompts.frame("")) + top_k * longest + answer
+        if longest and needed > room:
+            log.warning(
+                "%d passages of up to %d tokens, the question and %d tokens of answer may need %d tokens, and there "
+                "is room for %d: the nearest passages that fit are used (retrieve.top_k, retrieve.chunk_tokens)",
+                *(top_k, longest, answer, needed, room),
+            )
 
     def _warm_up(self) -> None:
         """Search, prefill and decode once: loads and verifies kernels, starts threads, touches memory.

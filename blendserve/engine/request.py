@@ -117,16 +117,20 @@ def prepare_request(
         require_room(least, room, decode, at_least=True)
     frame = prompts.frame(request.question, request.history)
     require_room(len(frame), room, decode, at_least=bool(request.passages))
-    passages = request.passages
+    passages, may_drop = request.passages, request.passages is None and request.top_k is None
     if passages is None:
         with clock.stage("retrieve"):
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k
             passages = tuple(search(request.question, top_k))
     chunks, n_tokens = list[Chunk](), len(frame)
     for passage in passages:  # one by one, as long as they fit
-        chunks.append(prompts.chunk(passage))
-        n_tokens += len(chunks[-1])
+        chunk = prompts.chunk(passage)
+        n_tokens += len(chunk)
+        if chunks and may_drop and n_tokens > room - decode.max_new_tokens:
+            break  # nobody asked for that many: the nearest ones that fit
+        chunks.append(chunk)
         require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
+    passages = passages[: len(chunks)]
     return PreparedRequest(frame.with_chunks(chunks), passages, blend, decode, clock)
 
 

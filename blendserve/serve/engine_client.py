@@ -177,6 +177,8 @@ class LocalEngineClient(EngineClient):
         self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
         self.prompts = engine.prompts
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
+        if self.max_tokens < engine.model.decoder.context_limit:
+            engine.warn_of_room(self.max_tokens, library.collections.values())
         self.scheduler = self.batch.scheduler
         load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
         held = lambda: engine.fetcher.copies.shared.n_held  # noqa: E731

@@ -14,6 +14,7 @@ import pytest
 from blendserve.blend import precompute, priors
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
+from blendserve.engine.request import Request
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.fetch import TieredStore
 from blendserve.store import KVStore, LMDBStore, MemoryStore, share_of
@@ -103,6 +104,22 @@ def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
     with pytest.raises(PromptTooLong) as error:
         warm.answer(QUESTION, SOME, max_new_tokens=21)
     assert error.value.over == 1
+
+
+@pytest.mark.parametrize("n_fit", [3, 2, 1, 0])
+def test_of_retrieved_passages_the_nearest_that_fit_are_used(n_fit: int, warm: Engine) -> None:
+    """Unless a client asks for their number. At least one is needed."""
+
+    def search(question: str, top_k: int) -> list[Passage]:
+        return list(PASSAGES[:top_k])
+
+    n = len(warm.prompts.build(QUESTION, PASSAGES[:n_fit])) + 12
+    by_default, asked = Request(QUESTION), Request(QUESTION, top_k=n_fit + 1)
+    if n_fit:
+        assert warm.prepare(by_default, search, room=n).passages == PASSAGES[:n_fit]
+    for request in (asked, *(() if n_fit else (by_default,))):
+        with pytest.raises(PromptTooLong):
+            warm.prepare(request, search, room=n)
 
 
 @pytest.mark.parametrize(
