@@ -17,6 +17,7 @@ from blendserve.cli.options import option, single_command, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.errors import InputError
+from blendserve.models.checkpoint import first_line
 
 UrlArg = Annotated[str, typer.Argument(help="Address of the vLLM server, such as http://127.0.0.1:8000.")]
 API_KEY = "VLLM_API_KEY"  # environment variable; vLLM's server reads it, too
@@ -110,7 +111,6 @@ def _client(url: str) -> httpx.Client:
 
 def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """Raises InputError."""
-    from blendserve.models.sources import first_line  # torch and all the rest: seconds
 
     try:
         answer = http.request(method, path, json=body)

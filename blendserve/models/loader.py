@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,31 @@ import xxhash
 from torch import Tensor
 
 from blendserve.config import ModelConfig
-from blendserve.errors import ConfigError, ModelError
+from blendserve.errors import ConfigError
 from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load
+from blendserve.models.checkpoint import (
+    check_folder,
+    check_hub,
+    check_settings,
+    check_weights,
+    first_line,
+    loading,
+)
 from blendserve.models.model import DecoderModel
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.recurrent import SEAM
 from blendserve.models.reference import TextTower
 from blendserve.models.refusals import TOWERS, check_supported
 from blendserve.models.runner import decode_in_int8
-from blendserve.models.sources import DEFAULT, bundled_folder, first_line, quiet, source_of
+from blendserve.models.sources import bundled_folder, quiet, source_of
 from blendserve.models.tokenizer import Tokenizer, agree
 from blendserve.threads import limit_torch
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TEXT_PARTS = "model.language_model.", "lm_head."  # of a vision-language checkpoint
 # What changes from machine to machine without changing a single KV value.
 VOLATILE = {
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "use_cache")
@@ -53,41 +62,51 @@ def load_model(config: ModelConfig) -> LoadedModel:
     limit_torch(config.threads)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
-    if config.name.startswith(RANDOM):
-        model = _load_random(config.name, dtype, device)
-    else:
-        model = _load(source_of(config.name), config.name, dtype, device)
-    if config.decode_weights == "int8":
-        decode_in_int8(model.decoder)
+    with loading(config.name):
+        if config.name.startswith(RANDOM):
+            model = _load_random(config.name, dtype, device)
+        else:
+            model = _load(_checked_source(config.name), config.name, dtype, device)
+        if config.decode_weights == "int8":
+            decode_in_int8(model.decoder)
     return model
 
 
 def read_configuration(config: ModelConfig) -> tuple[Any, torch.dtype]:
     """A model's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_model`."""
     dtype = _dtype(config.dtype, _device(config.device))
-    if config.name.startswith(RANDOM):
-        return shape_config(config.name.removeprefix(RANDOM)), dtype
-    with _hugging_face(source_of(config.name), config.name) as source:
-        return _supported_config(source).get_text_config(), dtype
+    with loading(config.name), quiet():
+        if config.name.startswith(RANDOM):
+            return shape_config(config.name.removeprefix(RANDOM)), dtype
+        return _supported_config(_checked_source(config.name)).get_text_config(), dtype
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """A model's tokenizer, weights unread. Raises as `load_model`."""
-    if config.name.startswith(RANDOM):
-        shape = config.name.removeprefix(RANDOM)
-        return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
-    with _hugging_face(source_of(config.name), config.name) as source:
-        return _tokenizer(source)
+    with loading(config.name), quiet():
+        if config.name.startswith(RANDOM):
+            shape = config.name.removeprefix(RANDOM)
+            return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
+        return _tokenizer(_checked_source(config.name))
+
+
+def _checked_source(name: str) -> str:
+    """A folder that may hold a model, or a hub id."""
+    source = source_of(name)
+    if Path(source).is_dir():
+        check_folder(Path(source))
+    return source
 
 
 def _load(source: str, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     folder = Path(source) if device.type == "cpu" and Path(source).is_dir() else None
     if folder and (model := _fast_load(folder, name, dtype)):
         return model
-    reference, tokenizer = _from_pretrained(source, name, dtype)
+    reference, tokenizer = _from_pretrained(source, dtype)
     decoder = DecoderModel.of(reference.to(device).eval())
     model = LoadedModel(name, decoder, tokenizer, fingerprint(reference), end_tokens(reference, tokenizer))
-    if folder and isinstance(tokenizer, Tokenizer) and not decoder.reference_parts:
+    is_plain = not getattr(reference.config, "quantization_config", None)
+    if folder and isinstance(tokenizer, Tokenizer) and is_plain and not decoder.reference_parts:
         config = reference.config.to_dict()
         start = fast_load.Start(config, tokenizer, model.end_tokens, model.fingerprint)
         fast_load.save(folder, dtype, start)
@@ -109,7 +128,7 @@ def _fast_load(folder: Path, name: str, dtype: torch.dtype) -> LoadedModel | Non
         return None
 
     def load_reference() -> Any:
-        reference, _ = _from_pretrained(str(folder), name, dtype)
+        reference, _ = _from_pretrained(str(folder), dtype)
         for called, parameter in reference.named_parameters():
             parameter.data = tensors[called]  # one copy for both
         return reference.eval()
@@ -199,43 +218,38 @@ def _device(name: str) -> torch.device:
     )
 
 
-def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """transformers' model, and the tokenizer."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    with _hugging_face(source, name):
+    with quiet():
         config = _supported_config(source)  # before gigabytes of weights are read
         tokenizer = _tokenizer(source)
-        if config.model_type in TOWERS:
-            return TextTower(AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)), tokenizer
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
+        is_tower = config.model_type in TOWERS
+        auto: Any = AutoModelForImageTextToText if is_tower else AutoModelForCausalLM
+        if quantisation := getattr(config, "quantization_config", None):
+            quantisation["dequantize"] = True
+        model, found = auto.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        check_weights(found, source, TEXT_PARTS if is_tower else ("",))
+        if quantisation:
+            model = model.to(dtype)  # dequantised weights are bf16, whatever was asked for
+        return TextTower(model) if is_tower else model, tokenizer
 
 
 def _supported_config(source: str) -> Any:
     from transformers import AutoConfig
 
-    if not Path(source).is_dir():
+    is_folder = Path(source).is_dir()
+    if not is_folder:
         _ask_hub(source)
+        check_hub(source)
     config = AutoConfig.from_pretrained(source)
     check_supported(config)
+    if not is_folder:
+        check_settings(config.to_dict(), source)
     return config
-
-
-@contextmanager
-def _hugging_face(source: str, name: str) -> Iterator[str]:
-    """Silences transformers, and turns what goes wrong with a folder or hub id into a ModelError."""
-    try:
-        with quiet():
-            yield source
-    except (OSError, ValueError, KeyError) as error:
-        is_folder = Path(source).is_dir()
-        place = "a local folder, and the Hugging Face hub does not give it"
-        raise ModelError(
-            f"model {name!r} is not {'a model folder' if is_folder else place}: {first_line(error)}. Give a folder with "
-            f"config.json, weights and tokenizer, a .gguf file, a hub id while online, or the bundled {DEFAULT!r}",
-            setting="model.name",
-            path=source,
-        ) from error
 
 
 def _ask_hub(name: str) -> None:
@@ -248,4 +262,6 @@ def _ask_hub(name: str) -> None:
         except (
             Exception
         ) as error:  # the client's own errors differ by version: all mean that it is not available
-            raise OSError(first_line(error)) from error
+            raise OSError(
+                f"there is no such folder, and the Hugging Face hub does not give it ({first_line(error)})"
+            ) from error

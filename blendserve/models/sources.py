@@ -19,6 +19,7 @@ import torch
 from blendserve.errors import ModelError
 from blendserve.models import fast_load, gguf
 from blendserve.models.adapter import Adapter
+from blendserve.models.checkpoint import check_weights, first_line
 from blendserve.models.refusals import check_supported
 from blendserve.paths import cached_path
 
@@ -152,9 +153,9 @@ def _convert(file: Path, into: Path) -> None:
                 quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
                 dtype=torch.bfloat16,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
-            if missing := info["missing_keys"]:  # transformers draws them at random
-                raise ModelError(f"{file} is damaged: it has no {min(missing)}", path=file)
+            check_weights(info, file)
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
             model.save_pretrained(into)
     except ModelError:
@@ -193,8 +194,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    """An error's message without what follows its first line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

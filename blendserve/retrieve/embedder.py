@@ -15,7 +15,8 @@ import xxhash
 
 from blendserve.core import Passage, Steps, run
 from blendserve.errors import ModelError
-from blendserve.models.sources import first_line, quiet
+from blendserve.models.checkpoint import first_line
+from blendserve.models.sources import quiet
 from blendserve.retrieve.bert import Bert, BertFolder
 from blendserve.retrieve.encoder import Encoder, SentenceTransformersEncoder, Window
 
