@@ -20,10 +20,11 @@ import numpy.typing as npt
 import tokenizers
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, processors
 from torch import Tensor
 
 from blendserve.models.fast_load import Start
+from blendserve.models.pre_tokenizers import set_pre_tokenizer
 from blendserve.models.tokenizer import Tokenizer
 
 Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
@@ -167,6 +168,7 @@ def write_folder(file: Path, into: Path) -> Start:
     """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE."""
     gguf = Gguf(file)
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
+    set_pre_tokenizer(tokenizer.backend_tokenizer, gguf.metadata.get("tokenizer.ggml.pre"), file)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     for name, values in (("config", config), ("tokenizer_config", settings)):
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
@@ -225,7 +227,6 @@ def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
             fuse_unk=False,
         )
     )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
     named = dict.fromkeys([*special.values(), *control])

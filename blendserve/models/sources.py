@@ -20,10 +20,13 @@ from blendserve.errors import ModelError
 from blendserve.models import fast_load, gguf
 from blendserve.models.adapter import Adapter
 from blendserve.models.checkpoint import check_weights, first_line
+from blendserve.models.pre_tokenizers import set_pre_tokenizer
 from blendserve.models.refusals import check_supported
 from blendserve.paths import cached_path
 
 log = logging.getLogger(__name__)
+
+CONVERSION = 2  # raise it when the same file becomes another folder: 2 cuts text as tokenizer.ggml.pre says
 
 
 class Bundled(NamedTuple):
@@ -72,7 +75,7 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     """The folder of a bundled model, converted first if need be. Raises ModelError."""
     bundled = BUNDLED[name]
     made_of = f"{name}-{bundled.adapter.sha256[:8]}" if bundled.adapter else name
-    target = cached_path("readers", made_of)
+    target = _converted(made_of)
     if (target / "config.json").exists():
         return target
     specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
@@ -106,12 +109,17 @@ def gguf_folder(file: Path) -> Path:
         raise ModelError(
             f"there is no file {file}: give the path of a GGUF file, a folder or a hub id", path=file
         )
-    target = cached_path("readers", f"gguf-{_sha256(file)[:24]}")
+    target = _converted(f"gguf-{_sha256(file)[:24]}")
     if not (target / "config.json").exists():
         log.info("Converting %s (once) into %s", file, target)
         with _new_folder(target) as into:
             _convert(file, into)
     return target
+
+
+def _converted(name: str) -> Path:
+    """The folder that this conversion makes of a file, apart from what earlier ones made."""
+    return cached_path("readers", f"{name}-v{CONVERSION}")
 
 
 @contextmanager
@@ -156,7 +164,10 @@ def _convert(file: Path, into: Path) -> None:
                 ignore_mismatched_sizes=True,
             )
             check_weights(info, file)
-            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            if _text(read, "tokenizer.ggml.model") == "gpt2":  # byte-level BPE
+                set_pre_tokenizer(tokenizer.backend_tokenizer, _text(read, "tokenizer.ggml.pre"), file)
+            tokenizer.save_pretrained(into)
             model.save_pretrained(into)
     except ModelError:
         raise
@@ -169,6 +180,12 @@ def _convert(file: Path, into: Path) -> None:
         raise ModelError(
             f"{file} is damaged, or transformers cannot convert it: {first_line(error)}", path=file
         ) from error
+
+
+def _text(read: Any, key: str) -> str | None:
+    """A text of the metadata, by gguf's reader."""
+    field = read.fields.get(key)
+    return None if field is None else bytes(field.parts[-1]).decode()
 
 
 def _sha256(file: Path) -> str:

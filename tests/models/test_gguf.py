@@ -15,17 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models import gguf as converter
-from blendserve.models.loader import LoadedModel, fingerprint, load_model
+from blendserve.models import pre_tokenizers, sources
+from blendserve.models.loader import LoadedModel, fingerprint, load_model, load_tokenizer
 from blendserve.models.sources import BUNDLED, bundled_folder, gguf_folder
 from tests.support.files import own_cache
 
 gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
 pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
+
+try:  # since transformers 5.23
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+except ImportError:
+    GGUF_PRE_TOKENIZER_SPLITS = {}
 
 TEXT = " The  cat sat on 12 mats.\n\nna\u00efve \u6f22\u5b57\U0001f642\t x\r\na<|im_start|>user\nb<|im_end|> <file_sep>c"
 MERGES = ["t h", "th e", "\u0120 a"]
@@ -69,6 +77,7 @@ def write_tiny(
     changed: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
     scaling: str | None = None,
     eos: int = 2,
+    pre: str | None = "default",
 ) -> Path:
     """A small model with random weights, by the gguf package. changed: shapes of tensors; None = there is none."""
     writer = gguf.GGUFWriter(file, family)
@@ -80,7 +89,8 @@ def write_tiny(
     if scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
     writer.add_token_merges(MERGES)
@@ -145,6 +155,140 @@ def test_a_small_llama_is_converted_as_transformers_converts_it(
     (tmp_path / "ours").mkdir()
     converter.write_folder(file, tmp_path / "ours")
     check_equal(tmp_path / "ours", gguf_folder(file))
+
+
+CUT = "It's 12345\n\n 6.7  camelCase\u00e9\r\n\r\n \u6f22\u5b57 x!?\n"
+
+
+def pieces(tokenizer: Any) -> list[str]:
+    return [
+        CUT[slice(*place)] for _, place in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(CUT)
+    ]
+
+
+@pytest.mark.parametrize("pre", [*sorted(pre_tokenizers.BY_NAME), None])
+def test_text_is_cut_as_the_file_says(pre: str | None, tmp_path: Path) -> None:
+    """In a conversion by transformers, too; and as by transformers where it knows the name."""
+    file = write_tiny(tmp_path / "tiny.gguf", pre=pre)
+    (tmp_path / "ours").mkdir()
+    made = converter.write_folder(file, tmp_path / "ours").tokenizer
+    loaded = load_tokenizer(ModelConfig(name=str(file)))
+    assert "".join(pieces(made)) == CUT
+    assert pieces(loaded) == pieces(made)
+    backends = [json.loads(each.backend_tokenizer.to_str()) for each in (made, loaded)]
+    assert backends[0] == backends[1]
+    assert backends[0]["model"]["ignore_merges"] == (pre in pre_tokenizers.WHOLE_TOKENS)
+    if split := GGUF_PRE_TOKENIZER_SPLITS.get(pre):
+        theirs = Split(Regex(split), "isolated").pre_tokenize_str(CUT)
+        assert pieces(made) == [piece for piece, _ in theirs]
+
+
+# By hand.
+WORDS = ["It", "'s", " "]
+CUTS = {
+    "smollm": [
+        *WORDS,
+        *"12345",
+        "\n\n ",
+        "6",
+        ".",
+        "7",
+        " ",
+        " camelCase\u00e9",
+        "\r\n\r\n",
+        " \u6f22\u5b57",
+    ],
+    "gpt-2": [
+        "It",
+        "'s",
+        " 12345",
+        "\n\n",
+        " 6",
+        ".",
+        "7",
+        " ",
+        " camelCase\u00e9",
+        "\r\n\r\n",
+        " \u6f22\u5b57",
+    ],
+    "qwen2": [
+        *WORDS,
+        *"12345",
+        "\n\n",
+        " ",
+        "6",
+        ".",
+        "7",
+        " ",
+        " camelCase\u00e9",
+        "\r\n\r\n",
+        " \u6f22\u5b57",
+    ],
+    "llama-bpe": [
+        *WORDS,
+        "123",
+        "45",
+        "\n\n",
+        " ",
+        "6",
+        ".",
+        "7",
+        " ",
+        " camelCase\u00e9",
+        "\r\n\r\n",
+        " \u6f22\u5b57",
+    ],
+    "gpt-4o": [
+        "It's",
+        " ",
+        "123",
+        "45",
+        "\n\n",
+        " ",
+        "6",
+        ".",
+        "7",
+        " ",
+        " camel",
+        "Case\u00e9",
+        "\r\n\r\n",
+        " \u6f22\u5b57",
+    ],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_the_cuts_are_these(pre: str, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    made = converter.write_folder(write_tiny(tmp_path / "tiny.gguf", pre=pre), tmp_path / "ours")
+    assert pieces(made.tokenizer)[: len(CUTS[pre])] == CUTS[pre]
+
+
+@pytest.mark.parametrize("pre", ["nonsense", None])
+def test_a_pre_tokenizer_that_is_not_known_is_warned_of(
+    pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(write_tiny(tmp_path / "tiny.gguf", pre=pre))
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert pre is None or pre in said.message
+
+
+def test_the_fingerprint_is_of_the_tokenizer_and_the_folder_of_the_conversion_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ours").mkdir()
+    converter.write_folder(write_tiny(tmp_path / "tiny.gguf", pre="gpt-2"), tmp_path / "ours")
+    base = load(tmp_path / "ours").fingerprint
+    assert load(tmp_path / "ours").fingerprint == base  # without transformers
+    file = tmp_path / "ours" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    cut = {"type": "Split", "pattern": {"String": "h"}, "behavior": "Isolated", "invert": False}
+    values["pre_tokenizer"]["pretokenizers"].insert(0, cut)
+    file.write_text(json.dumps(values))
+    assert load(tmp_path / "ours").fingerprint != base
+    before = gguf_folder(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(sources, "CONVERSION", sources.CONVERSION + 1)
+    assert gguf_folder(tmp_path / "tiny.gguf") != before
 
 
 def test_a_user_s_file_is_converted_once_and_known_by_its_content(
