@@ -64,9 +64,9 @@ class Draw:
 def attention(
     draw: Draw, at: Sequence[int] | None = None, total: int = 1, share: float = 1.0, dense: bool = False,
     n_kv: int = 2, group: int = 2, dim: int = 64, window: int | None = None, softcap: float | None = None,
-    size: float = 1.0, absent: float | None = None, sinks: bool = False,
+    size: float = 1.0, absent: float | None = None, sinks: bool = False, value_dim: int | None = None,
 ) -> Args:  # fmt: skip
-    """Rows over a slice of a larger cache. absent: share of keys that no row may see."""
+    """Rows over a slice of a larger cache. absent: share of keys that no row may see. value_dim: `dim` if None."""
     at = list(at or (range(int(total * (1 - share)), total) if dense else draw.rows(total, share)))
     hidden = None
     if absent is not None:
@@ -75,13 +75,15 @@ def attention(
     key, row = torch.arange(at[-1] + 1)[None], torch.tensor(at)[:, None]
     seen = (key <= row) & (key > row - (window or len(key[0])))
     unseen = ~seen.any(dim=0) if hidden is None else ~seen.any(dim=0) | hidden
-    cache = torch.full((2, n_kv, at[-1] + 10, dim), draw.fill)
-    cache[:, :, : at[-1] + 1] = torch.randn(2, n_kv, at[-1] + 1, dim, generator=draw.generator)
+    width = max(dim, value_dim or dim)
+    cache = torch.full((2, n_kv, at[-1] + 10, width), draw.fill)
+    cache[:, :, : at[-1] + 1] = torch.randn(2, n_kv, at[-1] + 1, width, generator=draw.generator)
     cache[:, :, : at[-1] + 1][:, :, unseen] = 100.0 if math.isnan(draw.fill) else draw.fill
     if hidden is not None:
         cache[0][:, : len(hidden)][:, hidden], cache[1][:, : len(hidden)][:, hidden] = draw.fill, 0.0
         cache = cache[:, :, : len(hidden)]
     keys, values = cache.to(draw.device, draw.dtype)
+    keys, values = keys[..., :dim], values[..., : value_dim or dim]
     q = draw(len(at), n_kv * group, dim, scale=size).transpose(0, 1)
     spec = AttentionSpec(1 / math.sqrt(dim), window, softcap, draw.sinks(n_kv * group) if sinks else None)
     here = torch.tensor(at)
@@ -98,11 +100,12 @@ def attention_at(draw: Draw, **options: Any) -> Args:
 
 def attention_chunks(
     draw: Draw, lengths: Sequence[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
-    window: int | None = None, softcap: float | None = None, sinks: bool = False,
+    window: int | None = None, softcap: float | None = None, sinks: bool = False, value_dim: int | None = None,
 ) -> Args:  # fmt: skip
     stack = ChunkStack(list(lengths), prefix, draw.device)
-    q, k, v = (draw(n, sum(lengths), dim) for n in (n_kv * group, n_kv, n_kv))
-    prefix_kv = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
+    q, k = (draw(n, sum(lengths), dim) for n in (n_kv * group, n_kv))
+    v = draw(n_kv, sum(lengths), value_dim or dim)
+    prefix_kv = draw(n_kv, prefix, dim), draw(n_kv, prefix, value_dim or dim)
     spec = AttentionSpec(1 / math.sqrt(dim), window, softcap, draw.sinks(n_kv * group) if sinks else None)
     return q, k, v, prefix_kv, spec, stack
 
@@ -115,15 +118,18 @@ def rotation(
 
 
 def placement(
-    draw: Draw, lengths: Sequence[int], heads: int = 2, dim: int = 64, width: int = 64, form: Rotary = HALVES
+    draw: Draw, lengths: Sequence[int], heads: int = 2, dim: int = 64, width: int = 64, form: Rotary = HALVES,
+    value_dim: int | None = None, apart: int = 6,
 ) -> Args:  # fmt: skip
-    """Chunks with two free positions between them."""
+    """Chunks with two free positions between them. value_dim: `dim` if None."""
+    dims = dim, value_dim or dim
     starts = [3 + sum(n + 2 for n in lengths[:i]) for i in range(len(lengths))]
     end = 3 + sum(lengths) + 2 * len(lengths)
     parts = [
-        (at, draw(heads, n, dim, apart=6), draw(heads, n, dim)) for at, n in zip(starts, lengths, strict=True)
+        (at, draw(heads, n, dims[0], apart=apart), draw(heads, n, dims[1]))
+        for at, n in zip(starts, lengths, strict=True)
     ]
-    keys, values = (torch.full((heads, end, dim), draw.fill).to(draw.device, draw.dtype) for _ in "kv")
+    keys, values = (torch.full((heads, end, d), draw.fill).to(draw.device, draw.dtype) for d in dims)
     return parts, keys, values, draw.rope(end, width, form), form
 
 
@@ -182,4 +188,76 @@ CASES: dict[str, Callable[..., Args]] = {  # by operation
     "correct": correction,
     "add_norm": norm,
     "gated_activation": gate,
+}
+
+# Shapes of published models, where the sizes of synthetic ones hide what a kernel cannot do
+
+_ROWS = (1, 8, 9, 33)
+_HEADS = (
+    (1, 64),
+    (2, 80),
+    (3, 64),
+    (4, 128),
+    (5, 96),
+    (6, 192),
+    (7, 64),
+    (8, 256),
+)  # query heads per kv head; dims
+_OUTS_OF_INPUTS = (  # hidden and inner sizes that are no multiples of 64, and odd vocabularies in front and behind
+    *((960, 600), (32_001, 120), (600, 1_000), (577, 90), (90, 577)),
+    *((2_560, 80), (49_153, 80), (80, 1_001), (1_001, 1_152)),
+)
+_PLACES = (  # dims of a key, rotated ones, dims of a value: whole heads, parts, and the latents of all heads
+    *(
+        (64, 64, 64),
+        (96, 96, 96),
+        (128, 32, 128),
+        (64, 64, 512),
+        (80, 80, 80),
+        (256, 128, 256),
+        (192, 64, 128),
+    ),
+)
+REAL: dict[str, list[dict[str, Any]]] = {  # by operation, in an order in which neighbours differ in one thing
+    "attend": [
+        {"at": range(300 - n * step, 300, step), "group": group, "dim": dim, "window": window}
+        for group, dim in _HEADS
+        for n, step, window in ((1, 1, None), (9, 1, None), (33, 3, None), (33, 3, 100))
+    ],
+    "attend_with_scores": [
+        {"at": range(200 - n, 200), "group": group, "dim": dim, "absent": 0.3}
+        for group, dim in _HEADS
+        for n in (1, 33)
+    ],
+    "attend_at": [{"at": [299], "group": group, "dim": dim} for group, dim in _HEADS],
+    "attend_chunks": [
+        {"lengths": lengths, "prefix": 9, "group": group, "dim": dim}
+        for group, dim in _HEADS
+        for lengths in ((33,), (1, 9, 33))
+    ],
+    "rotate": [
+        {"n": n, "heads": group, "dim": dim, "width": width}
+        for (group, _), (dim, width, _) in zip(_HEADS, _PLACES, strict=False)
+        for n in (1, 33)
+    ],
+    "place": [
+        {"lengths": lengths, "heads": group, "dim": dim, "width": width, "value_dim": value_dim}
+        for (group, _), (dim, width, value_dim) in zip(_HEADS, _PLACES, strict=False)
+        for lengths in ((33,), (1, 9, 33))
+    ],
+    "linear": [
+        {"rows": n, "outs": outs, "depth": depth, "bias": outs < 1_000}
+        for n in _ROWS
+        for outs, depth in _OUTS_OF_INPUTS
+    ],
+    "correct": [
+        {"lengths": (70, 33), "n": n, "heads": group, "dim": dim, "width": min(dim, width), "params": params}
+        for (group, _), (dim, width, value_dim) in zip(_HEADS, _PLACES, strict=False)
+        for n, params in ((9, SHIFT), (33, RIDGE))
+        if value_dim == dim
+    ],
+    "add_norm": [{"rows": n, "dim": dim} for dim in (90, 577, 600, 960, 1_152) for n in (1, 33)],
+    "gated_activation": [
+        {"rows": n, "width": width} for width in (90, 577, 1_000, 2_560) for n in (1, 9, 33)
+    ],
 }

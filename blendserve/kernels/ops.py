@@ -51,11 +51,11 @@ def _native_reason(function: str, level: Level, *_: object) -> str:
 
 
 def _flash_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
-    return selfcheck.attention_trouble((flash.attend,), Kind.of(q, keys, spec), ONE_ROW + DENSE)
+    return selfcheck.attention_trouble((flash.attend,), Kind.of(q, keys, values, spec), ONE_ROW + DENSE)
 
 
 def _packed_reason(q: Tensor, k: Tensor, v: Tensor, prefix: object, spec: AttentionSpec, *_: object) -> str:
-    return selfcheck.packed_chunks_trouble(Kind.of(q, k, spec))
+    return selfcheck.packed_chunks_trouble(Kind.of(q, k, v, spec))
 
 
 def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
@@ -63,16 +63,16 @@ def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, p
     on_gpu = q.device.type == "cuda"
     if not on_gpu and not switches.is_native_on():
         return f"switched off by {switches.NATIVE}=0"
-    kind = Kind.of(q, keys, AttentionSpec(spec.scale) if on_gpu else spec)
+    kind = Kind.of(q, keys, values, AttentionSpec(spec.scale) if on_gpu else spec)
     return selfcheck.attention_trouble((sdpa.attend,), kind, ONE_ROW + DENSE + (() if on_gpu else SCATTERED))
 
 
 def _triton_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
-    return selfcheck.attention_trouble(scattered.FORMS, Kind.of(q, keys, spec), ONE_ROW + SCATTERED)
+    return selfcheck.attention_trouble(scattered.FORMS, Kind.of(q, keys, values, spec), ONE_ROW + SCATTERED)
 
 
-def _placing_reason(chunks: object, keys: Tensor, values: Tensor, rope: object, rotary: Rotary) -> str:
-    return selfcheck.placing_trouble(rotary, keys.device, keys.dtype, keys.shape[-1])
+def _placing_reason(chunks: object, keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> str:
+    return selfcheck.placing_trouble(rotary, keys.device, keys.dtype, keys.shape[-1], rope.cos.shape[-1])
 
 
 def _has_keys(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> None:

@@ -26,10 +26,12 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan:
     """There is no softcap and no sink, and on a GPU no window that hides a key."""
     if spec.softcap is not None or spec.sinks is not None or not q.shape[1]:
         return False
+    if q.device.type == "cpu":
+        return True
+    if not plan.is_contiguous:  # first: the others' `kv_len` may wait for the GPU
+        return False
     hides_none = spec.window is None or spec.window >= plan.kv_len
-    return q.device.type == "cpu" or (
-        plan.is_contiguous and hides_none and are_supported(GPU_DTYPES, q, keys, values)
-    )
+    return hides_none and are_supported(GPU_DTYPES, q, keys, values)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:

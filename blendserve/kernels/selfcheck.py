@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from threading import Lock
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,30 @@ from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import AttentionSpec, Rope
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Attend = Callable[..., Any]
 Options = dict[str, Any]  # of a call of cases.py
+
+
+class Once(Generic[P, R]):
+    """A function that is called once for the same arguments in a process; other threads wait for that call."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.__wrapped__ = function
+        self._found: dict[Any, R] = {}
+        self._lock = Lock()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if args not in self._found:
+            with self._lock:
+                if args not in self._found:
+                    self._found[args] = self.__wrapped__(*args, **kwargs)
+        return self._found[args]
+
+    def cache_clear(self) -> None:
+        self._found.clear()
+
 
 WRITES = {"place": (1, 2), "correct": (0, 1)}  # operations that write to arguments
 TINY = 1e-37  # smaller results may be 0
@@ -95,7 +118,7 @@ def cpu_status(level: Level) -> Status:
     return checked(level)
 
 
-@cache
+@Once
 def checked(level: Level) -> Status:
     """The same, whatever the switch says."""
     try:
@@ -198,32 +221,33 @@ class Kind:
     device: torch.device
     dtype: torch.dtype
     group: int
-    dim: int
+    dim: int  # of queries and keys
+    value_dim: int
     windowed: bool
     softcapped: bool
     has_sinks: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, keys: Tensor, spec: AttentionSpec) -> Kind:
+    def of(cls, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Kind:
         group, has = q.shape[0] // keys.shape[0], (spec.window, spec.softcap, spec.sinks)
-        return cls(q.device, q.dtype, group, q.shape[2], *(x is not None for x in has))
+        return cls(q.device, q.dtype, group, q.shape[2], values.shape[2], *(x is not None for x in has))
 
     @property
     def options(self) -> Options:
         """Of a call with such heads."""
         window, softcap = 70 if self.windowed else None, 2.0 if self.softcapped else None
-        heads = {"group": self.group, "dim": self.dim, "sinks": self.has_sinks}
+        heads = {"group": self.group, "dim": self.dim, "value_dim": self.value_dim, "sinks": self.has_sinks}
         return {**heads, "window": window, "softcap": softcap}
 
 
-@cache
+@Once
 def attention_trouble(forms: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """Why an attention kernel may not serve, "" if it may. forms: all that is compiled; rows: positions below KEYS."""
     calls = [{**kind.options, "size": 2.0, "at": positions} for positions in rows]
     return _trouble(forms, Check("attend", calls, ATTENTION_BOUNDS), kind.dtype, kind.device)
 
 
-@cache
+@Once
 def packed_chunks_trouble(kind: Kind) -> str:
     """Why flash-attn's packed chunks may not serve, "" if they may."""
     calls = [{**kind.options, "lengths": (130, 9, 80), "prefix": n} for n in (0, 100)]
@@ -231,11 +255,11 @@ def packed_chunks_trouble(kind: Kind) -> str:
     return _trouble((flash.attend_chunks,), check, kind.dtype, kind.device)
 
 
-@cache
-def placing_trouble(form: Rotary, device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """Why a GPU's placement of such heads may not serve, "" if it may. Compiles it."""
-    # all of a head is rotated, or a part
-    calls = [{"lengths": (40, 33), "dim": dim, "width": width, "form": form} for width in {dim, dim // 4 * 2}]
+@Once
+def placing_trouble(form: Rotary, device: torch.device, dtype: torch.dtype, dim: int, width: int) -> str:
+    """Why a GPU's placement of such heads may not serve, "" if it may. Compiles it. width: rotated dims of a head."""
+    heads = {"lengths": (40, 33), "dim": dim, "width": width, "form": form}
+    calls = [{**heads, "apart": apart} for apart in (0, 6)]  # addresses that are multiples of 16, and others
     check = Check("place", calls, {dtype: 2 * torch.finfo(dtype).eps}, is_exact=True)
     return _trouble((cuda_place.place,), check, dtype, device)
 

@@ -24,7 +24,7 @@ from tests.support.kernel_formulas import FlashAttn
 from tests.support.kernels import Options, Way, off_gpu, ways
 
 PLAIN = next(way for way in ways() if (way.operation, way.name) == ("attend", "plain_torch"))
-CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, False, False)
+CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, 16, False, False)
 POSITIONS = (tuple(range(1, selfcheck.KEYS - 2, 3)),)
 
 
@@ -73,7 +73,11 @@ def test_attention() -> None:
         return attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), *rest).float()
 
     windowed = replace(CPU, windowed=True)
-    kinds = [CPU, windowed, *(replace(CPU, dtype=x, dim=64) for x in (torch.bfloat16, torch.float16))]
+    kinds = [
+        CPU,
+        windowed,
+        *(replace(CPU, dtype=x, dim=64, value_dim=64) for x in (torch.bfloat16, torch.float16)),
+    ]
     assert [attention_trouble((attend,), kind, POSITIONS) for kind in kinds] == [""] * 4
     for forms in ((attend, one_further), (in_bf16,), (failing,)):
         assert attention_trouble(forms, CPU, POSITIONS)
@@ -99,7 +103,7 @@ def test_packed_chunks(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", ROTARY_FORMS)
 def test_placement_by_triton(form: Rotary, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    args = form, torch.device("cpu"), torch.float32, 16
+    args = form, torch.device("cpu"), torch.float32, 16, 8
     assert placing_trouble.__wrapped__(*args) == ""
     wrong = next(other for other in ROTARY_FORMS if other.neighbours != form.neighbours)
     monkeypatch.setattr(Rotary, "rotate", lambda _, x, rope, plain=Rotary.rotate: plain(wrong, x, rope))

@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from blendserve.kernels import sdpa, selfcheck, switches
-from blendserve.kernels.cases import NAN, Args, Draw
+from blendserve.kernels.cases import NAN, REAL, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.cuda.available import flash_attn
 from blendserve.kernels.cuda.place import place
+from blendserve.kernels.dispatch import Backend, KernelOp
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import HALVES, INTERLEAVED
@@ -95,7 +96,7 @@ def each_case(way: Way, check: Callable[[Options], None]) -> None:
 
 
 def test_every_operation_is_in_the_table() -> None:
-    assert TABLE.keys() == OPERATIONS.keys() == {way.operation for way in WAYS}
+    assert TABLE.keys() == OPERATIONS.keys() == REAL.keys() == {way.operation for way in WAYS}
 
 
 @cells(WAYS)
@@ -119,6 +120,29 @@ def test_equals_the_formula_and_reads_nothing_unseen(way: Way, dtype: torch.dtyp
             assert all(map(same, got, replace(way, backend=plain, level=None).run(args)))
 
     each_case(way, check)
+
+
+def chosen_by_call(way: Way) -> KernelOp[..., Any]:
+    """The operation with this backend and the plain form alone."""
+    return KernelOp(
+        OPERATIONS[way.operation].backends[-1].run, replace(way.backend, unavailable_reason=lambda *_: "")
+    )
+
+
+@cells(WAYS)
+def test_real_shapes_call_after_call(way: Way, dtype: torch.dtype) -> None:
+    """Each goes to the backend only if that supports it, whatever came before, and every element is written."""
+    operation = chosen_by_call(way)
+    for options in REAL[way.operation][:: 5 if way.is_slow else 1]:
+        if way.is_slow and options.get("outs", 0) > 2_000:
+            continue
+        args = way.args(dtype, options)
+        chosen = replace(way, backend=Backend("by call", operation))
+        with torch.inference_mode():
+            assert operation.select(*args).supports(*args)
+        with guarded():
+            got = chosen.run(args)
+        compare(replace(way, level=None), dtype, args, got)
 
 
 @cells(NATIVE)
@@ -178,13 +202,23 @@ def formless(*args: Any) -> Args:
     return tuple(Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
 
 
+def last_chunk_apart(chunks: Any, *rest: Any) -> Args:
+    """The last chunk alone has its dims apart in memory."""
+    at, keys, values = chunks[-1]
+    return ([*chunks[:-1], (at, keys.mT.contiguous().mT, values)], *rest)
+
+
+def fresh_apart(keys: Tensor, values: Tensor, fresh: Any, *rest: Any) -> Args:
+    return (keys, values, type(fresh)(fresh.keys, fresh.values.mT.contiguous().mT, *fresh[2:]), *rest)
+
+
 REFUSED: dict[str, list[Options | Callable[..., Args]]] = {
     "attend": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2), lambda q, *rest: (q.clone().requires_grad_(), *rest)],
     "attend_with_scores": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2)],
     "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), {"form": INTERLEAVED}],
-    "place": [{"width": 16}, {"form": INTERLEAVED}],
+    "place": [{"width": 16}, {"form": INTERLEAVED}, {"value_dim": 96}, last_chunk_apart],
     "linear": [lambda x, *rest: (x[None], *rest), dims_apart(1)],
-    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), {"form": INTERLEAVED}],
+    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), {"form": INTERLEAVED}, fresh_apart],
     "add_norm": [{"dim": 7}, formless],
     "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, partial(F.silu))],
 }  # fmt: skip
@@ -194,13 +228,15 @@ REFUSED: dict[str, list[Options | Callable[..., Args]]] = {
 @torch.inference_mode()
 def test_says_what_it_cannot_do(way: Way) -> None:
     """Another backend serves, and gives the formula's numbers."""
-    dtype, small = way.dtypes[0], SMALL.get(way.operation, {})
+    dtype, small, operation = way.dtypes[0], SMALL.get(way.operation, {}), chosen_by_call(way)
+    assert operation.select(*way.args(dtype, small)).name == way.backend.name
     for refused in REFUSED[way.operation]:
         args = way.args(dtype, {**small, **refused} if isinstance(refused, dict) else small)
         args = args if isinstance(refused, dict) else refused(*args)
         assert not way.backend.supports(*args)
         other = replace(way, level=None, backend=OPERATIONS[way.operation].select(*args))
         assert other.backend.name != way.backend.name
+        assert operation.select(*args).name != way.backend.name
         if refused is not formless:
             compare(other, dtype, args, other.run(args))
     for wrong in set(DTYPES) - set(way.dtypes) if small else ():
@@ -227,7 +263,7 @@ def test_kernels_without_sinks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
         OPERATIONS["attend"](q, keys, values, without, plan)
         found = OPERATIONS["attend"](q, keys, values, with_sinks, plan)
         compare(WAYS[0], torch.float32, (q, keys, values, with_sinks, plan), [found])
-    assert Kind.of(q, keys, with_sinks).options["sinks"]
+    assert Kind.of(q, keys, values, with_sinks).options["sinks"]
 
 
 # Triton

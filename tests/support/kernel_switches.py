@@ -51,7 +51,6 @@ def forget() -> None:
     for kept in (autotune.FOUND, autotune.SPENT_S):
         kept.clear()
     for operation in ops.OPERATIONS.values():
-        operation.bound.clear()
         operation.order.clear()
 
 

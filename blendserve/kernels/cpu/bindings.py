@@ -44,6 +44,11 @@ def _is_native(level: Level, *tensors: Tensor) -> bool:
     return all(x.dtype == dtype and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
 
 
+def _is_word(level: Level, size: int) -> bool:
+    """Whether so many numbers are a whole number of words."""
+    return size * dtype_of(level).itemsize % WORD == 0
+
+
 # Attention
 
 
@@ -52,7 +57,7 @@ def supports_attention(
 ) -> bool:
     return (
         _is_native(level, q, keys, values)
-        and q.shape[-1] == values.shape[-1]
+        and q.shape[-1] == keys.shape[-1] == values.shape[-1]
         and q.shape[-1] % ATTENTION_LANES == 0
         and q.shape[-1] <= MAX_DIM
         and spec.scale > 0
@@ -104,8 +109,8 @@ def supports_linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None
     return (
         x.dim() == 2
         and _is_native(level, x, weight)
-        and (x.element_size() == WORD or weight.shape[0] % 2 == weight.shape[1] % 2 == 0)
-        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+        and all(_is_word(level, size) for size in weight.shape)
+        and (bias is None or _is_native(level, bias))
         and not torch.is_grad_enabled()
     )
 
@@ -190,8 +195,9 @@ def apply_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
 def supports_scatter(
     level: Level, chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> bool:
-    first = [stored for _, stored, _ in chunks[:1]]
-    return all(supports_rope(level, x, rope, rotary) for x in (*first, keys))
+    stored = [x for _, k, v in chunks for x in (k, v)]
+    is_equal = keys.shape[-1] == values.shape[-1]
+    return is_equal and _is_native(level, values, *stored) and supports_rope(level, keys, rope, rotary)
 
 
 def scatter_kv(
@@ -214,11 +220,17 @@ def _segment(start: int, keys: Tensor, values: Tensor | None) -> tuple[int, ...]
 
 
 def supports_correction(
-    level: Level, keys: Tensor, values: Tensor, fresh: object, rope: Rope, rotary: Rotary, *_: object
+    level: Level,
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    *_: object,
 ) -> bool:
-    dim = keys.shape[-1]
+    dim, parts = keys.shape[-1], (keys, values, fresh.keys, fresh.values)
     is_equal = dim == values.shape[-1]
-    return is_equal and dim % ROPE_STEP == 0 and _can_rotate(level, rope, rotary, dim, keys, values)
+    return is_equal and dim % ROPE_STEP == 0 and _can_rotate(level, rope, rotary, dim, *parts)
 
 
 def correct_kv(

@@ -20,13 +20,14 @@ BLOCK = 32  # tokens of one program
 
 def supports(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
     """Whether the kernel is made to place these, and triton is there."""
-    stored = [k for _, k, _ in chunks]
+    parts = [keys, values, *(x for _, k, v in chunks for x in (k, v))]
     return (
         keys.device.type == "cuda"
         and has_triton()
         and keys.shape == values.shape
-        and all(x.device == keys.device and x.dtype == keys.dtype for x in stored)
-        and all(x.stride(-1) == 1 for x in (*stored[:1], keys))
+        and rope.cos.stride() == rope.sin.stride()
+        and rope.cos.stride(-1) == 1
+        and all(x.device == keys.device and x.dtype == keys.dtype and x.stride(-1) == 1 for x in parts)
     )
 
 
