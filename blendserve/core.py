@@ -206,6 +206,7 @@ class BlendReport:
     tokens_suffix: int
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense, selection and refining passes included) / (T * L)
+    exact: bool  # whether the first token is full prefill's, up to rounding: no token's KV is approximate
     unusable: tuple[Unusable, ...] = ()  # missing and corrupt chunks that may be in the store
     # Of the chunks hit, how many came from where; "computed": here, while others were transferred.
     tiers: Mapping[str, int] = field(default_factory=dict)

@@ -62,7 +62,8 @@ class Prefilled:
         """With its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
         n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
-        done = cls(result, report, explain(plan, result, report), n_cached, report.tokens_reused)
+        n_blended = report.tokens_reused + plan.layout.n_lossy
+        done = cls(result, report, explain(plan, result, report), n_cached, n_blended)
         return replace(done, to_refine=rows_to_refine(plan, result)) if plan.blend.refine else done
 
     def refine(self, model: DecoderModel, ids: TokenIds) -> Steps[Prefilled]:
@@ -154,8 +155,8 @@ class Blender:
         return self.prefixes.n_cached(self._owner, prompt.prefix, self._is_exact(prompt, blend))
 
     def keep(self, prompt: Prompt, report: BlendReport, answer: TokenIds, cache: KVCache) -> None:
-        """Keep the KV of a plain prompt that was blended, and of its answer, for the next turn."""
-        if prompt.is_plain and (report.blended or report.tokens_kept):
+        """Keep the approximate KV of a plain prompt, and of its answer, for the next turn."""
+        if prompt.is_plain and not report.exact:
             self.prefixes.keep(self._owner, (*prompt.ids, *answer), cache)
 
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Callable[[], Hold]:

@@ -3,7 +3,9 @@
     [ prefix | chunk 0 | chunk 1 | chunk 2 (missing) | ... | suffix ]
       exact    exact     reused    fresh               ...   fresh
 
-exact   the KV was computed after this very prefix, at this very position: nothing to recompute
+exact   the KV was computed after this very prefix, at this very position: nothing to recompute; it is full prefill's
+        unless its codec is lossy
+kept    of the prefix: as a blended prompt before had it, so it is approximate
 reused  the KV was computed elsewhere and is rotated to its place; a policy selects the tokens to recompute
 fresh   there is no KV, or the method does not use it: computed in this request
 
@@ -20,7 +22,6 @@ from enum import Enum
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from blendserve.config import Method
 from blendserve.core import Prompt, Run, Span
 from blendserve.fetch.fetcher import Fetch
 from blendserve.store.base import LOCAL, Miss
+from blendserve.store.codecs.base import Pair
 from blendserve.store.key import ChunkKey
 from blendserve.store.view import ChunkView
 
@@ -64,6 +66,11 @@ class Segment:
     def is_placed(self) -> bool:
         """Whether its keys are after RoPE, where they stand: of a prefix."""
         return self.view is not None and self.view.is_placed
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its KV is full prefill's: computed in this place, and not coded with a loss."""
+        return self.state is State.EXACT and self.view is not None and self.view.is_lossless
 
     @property
     def is_stored(self) -> bool:
@@ -137,6 +144,15 @@ class Layout:
             if i is not None:
                 yield i, list(segments)
 
+    @property
+    def n_lossy(self) -> int:
+        """Tokens whose stored KV stands where it was computed, and was coded with a loss."""
+        return sum(len(s.span) for s in self.segments if s.state is State.EXACT and not s.is_exact)
+
+    def is_exact(self, n_recomputed: int) -> bool:
+        """Whether no token's KV is approximate once this many reusable tokens are recomputed."""
+        return n_recomputed == self.n_reusable and not self.count(State.KEPT) and not self.n_lossy
+
     def budget(self, ratio: float) -> int:
         """Tokens to recompute: a share of the found chunk tokens; exact ones count, but need no recomputation."""
         return min(round(ratio * self.n_found), self.n_reusable)
@@ -165,12 +181,10 @@ class Layout:
         return replace(self, segments=tuple(cut)) if n else self
 
     def for_method(self, method: Method) -> Layout:
-        """The same with the segments that a method does not use left fresh: prefix caching moves nothing."""
+        """The same with the segments that a method does not use left fresh: prefix caching uses what is exact."""
 
         def is_used(segment: Segment) -> bool:
-            is_prefix = segment.state is State.KEPT or (
-                segment.state is State.EXACT and segment.donor is None
-            )
+            is_prefix = segment.state is State.KEPT or (segment.is_exact and segment.donor is None)
             return method == "prefix" and is_prefix
 
         if method not in ("full", "prefix"):
@@ -211,7 +225,11 @@ def lay_out(
     return replace(layout, segments=tuple(segment for segment in segments if len(segment.span)))
 
 
-ASSUMED = cast(ChunkView, object())  # of a layout that is never read
+def _never_read(l: int) -> Pair:
+    raise AssertionError("a supposed chunk has no KV")
+
+
+ASSUMED = ChunkView(0, 0, 0, 0, None, _never_read, is_lossless=True)  # of a layout that is never read
 
 
 def suppose(prompt: Prompt, chunks: Collection[int], first_is_exact: bool) -> Layout:

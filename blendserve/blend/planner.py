@@ -71,7 +71,8 @@ class Planner:
             method: Method = "prefix" if layout.n_loaded else "full"
             if layout.n_found:
                 method, reason = choose_method(self._estimates(layout, blend))
-            blend, layout = blend.with_values(method=method), layout.for_method(method)
+            blend = blend.with_values(method=method)
+        layout = layout.for_method(blend.method)
         if isinstance(blend.ratio, str):
             ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
             blend = blend.with_values(ratio=ratio)

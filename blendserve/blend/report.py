@@ -51,6 +51,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         tokens_suffix=layout.n_suffix,
         bytes_loaded=result.bytes_loaded,
         cost=result.cost,
+        exact=layout.is_exact(n_recomputed),
         unusable=tuple(Unusable(i, miss.kind, miss.detail) for i, miss in misses if miss.kind != "absent"),
         tiers=dict(Counter(segment.source for segment in hits)),
         near=tuple(_near_chunks(layout)),
@@ -144,7 +145,7 @@ def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tu
     if s.state is not State.FRESH:
         return s.source, *_used(s)
     if s.is_stored:
-        because = plan.reason or f"method {plan.blend.method!r} does not use it in this place"
+        because = plan.reason or f"method {plan.blend.method!r} uses only KV that is exact in its place"
         return "", Reason.UNUSED, f"it was stored, and left alone: {because}"
     if s.miss and s.miss.kind != "absent":
         return "", Reason.UNUSABLE, f"its stored KV was of no use: {s.miss.detail}"
@@ -170,7 +171,7 @@ def _used(s: Segment) -> tuple[Reason, str]:
         return Reason.COMPUTED, said
     if s.state is State.EXACT:
         said = "it was stored, and stands right behind the prefix, as it did when its KV was computed"
-        return Reason.STORED, said
+        return Reason.STORED, said + ("" if s.is_exact else "; its codec is lossy")
     return Reason.MOVED, "it was stored, computed without the passages before it, and moved to its place"
 
 

@@ -40,6 +40,7 @@ class CacheEntry:
     version: Hashable
     n_bytes: int  # of that memory, for all layers
     layers: list[Pair | None]
+    is_lossless: bool
     is_evicted: bool = False  # readers fill it no more
 
     @property
@@ -50,7 +51,8 @@ class CacheEntry:
         """Of an entry that is whole, also after its eviction."""
         layers = [pair for pair in self.layers if pair]
         n_bytes, n_tokens = sum(part.nbytes for pair in layers for part in pair), layers[0][0].shape[1]
-        return ChunkView(len(layers), n_tokens, n_bytes, n_bytes, self.version, layers.__getitem__, True)
+        sizes, read = (len(layers), n_tokens, n_bytes, n_bytes), layers.__getitem__
+        return ChunkView(*sizes, self.version, read, in_memory=True, is_lossless=self.is_lossless)
 
 
 class CopyCache:
@@ -105,7 +107,8 @@ class CopyCache:
                 return None
             for victim in (key, *(v.key for v in victims)):
                 self.drop(victim)
-            entry = self._entries[key] = CacheEntry(view.version, n_bytes, [None] * view.n_layers)
+            layers: list[Pair | None] = [None] * view.n_layers
+            entry = self._entries[key] = CacheEntry(view.version, n_bytes, layers, view.is_lossless)
             self.n_bytes += n_bytes
             return entry
 

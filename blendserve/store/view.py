@@ -24,6 +24,7 @@ class ChunkView:
     read: Callable[[int], Pair]
     in_memory: bool = False  # decoded already: `layer` costs nothing
     is_placed: bool = False  # keys are after RoPE, at their positions
+    is_lossless: bool = False  # `layer` returns the very numbers that were computed
 
     def layer(self, l: int) -> Pair:
         """Layer l's keys before RoPE, unless they are placed, and values, [K, C, D] each, read-only by convention.
@@ -36,7 +37,8 @@ class ChunkView:
 
     def reading(self, read: Callable[[int], Pair]) -> ChunkView:
         """The same chunk, with layers from `read`."""
-        return ChunkView(self.n_layers, self.n_tokens, self.n_bytes, self.raw_bytes, self.version, read)
+        sizes = self.n_layers, self.n_tokens, self.n_bytes, self.raw_bytes
+        return ChunkView(*sizes, self.version, read, is_lossless=self.is_lossless)
 
 
 class TensorView(ChunkView):
@@ -45,7 +47,7 @@ class TensorView(ChunkView):
     def __init__(self, kv: ChunkKV, is_placed: bool = False) -> None:
         n_layers, n_bytes = kv.n_layers, kv.n_bytes
         read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
-        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True, is_placed)
+        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True, is_placed, True)
 
 
 class RecordView(ChunkView):
@@ -53,10 +55,10 @@ class RecordView(ChunkView):
 
     def __init__(self, record: ChunkRecord, tables: Tables = lambda hash: None) -> None:
         """tables: of codecs, by hash. Raises Undecodable if the codec, its level or its tables are missing."""
-        decoder = _RecordDecoder(record, codec_for(record.coding, tables))
-        super().__init__(
-            record.n_layers, record.n_tokens, record.n_bytes, record.raw_bytes, record.header, decoder.layer
-        )
+        codec = codec_for(record.coding, tables)
+        decoder = _RecordDecoder(record, codec)
+        sizes = record.n_layers, record.n_tokens, record.n_bytes, record.raw_bytes
+        super().__init__(*sizes, record.header, decoder.layer, is_lossless=codec.is_lossless)
         self.decode_ahead = decoder.decode_ahead
 
 

@@ -96,7 +96,7 @@ def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
         if at % 5 == 0:
             done = run(kind, name, changes)
             report = sorted(done.report.to_dict().items())
-            added = ("tokens_kept", "tokens_refined")  # since these were recorded
+            added = ("exact", "tokens_kept", "tokens_refined")  # since these were recorded
             numbers = [v for name, v in report if type(v) in (int, bool) and name not in added]
             codes = " ".join(part.code.value for part in done.explanation.parts)
             logits = [round(x, 5) for x in done.result.logits[:94:31].tolist()]

@@ -63,7 +63,7 @@ class Ranks:
             return keys[self.kv_heads], values[self.kv_heads]
 
         sizes = view.n_layers, view.n_tokens, view.n_bytes, view.raw_bytes
-        return ChunkView(*sizes, view.version, read, view.in_memory, view.is_placed)
+        return ChunkView(*sizes, view.version, read, view.in_memory, view.is_placed, view.is_lossless)
 
     def gather_kv(self, x: Tensor) -> Tensor:
         """Keys or values [K, ...] of all heads, from this rank's."""

@@ -153,6 +153,7 @@ class Codec(ABC):
     needs_tables: ClassVar[bool] = False
     needs_equal_layers: ClassVar[bool] = False  # all of one shape
     keeps_states: ClassVar[bool] = False  # and state maps
+    is_lossless: ClassVar[bool] = False  # decoding returns the very numbers that were encoded
     coding: Coding  # of the records that it writes
 
     @classmethod

@@ -24,7 +24,7 @@ MOST = 127
 class Int8(Raw):
     """About half of 16-bit KV."""
 
-    keeps_states = False
+    keeps_states = is_lossless = False
     coding = Coding("int8")
 
     @classmethod

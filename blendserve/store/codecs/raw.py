@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 class Raw(Codec):
     """No coding."""
 
-    random_access = keeps_states = True
+    random_access = keeps_states = is_lossless = True
     coding = Coding("raw")
 
     @classmethod
