@@ -17,7 +17,7 @@ from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.contents import Change
-from blendserve.retrieve.index import Added
+from blendserve.retrieve.index import Added, nearest_distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +79,4 @@ class Collections:
         """The passages nearest to the question over several collections, best first."""
         filled = [self.collections[name] for name in names if len(self.collections[name])]
         found = [p for index in filled for p in index.search(question, top_k)]
-        return sorted(found, key=lambda p: (-(p.score or 0.0), p.id))[:top_k]
+        return nearest_distinct(found, top_k)

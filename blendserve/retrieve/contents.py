@@ -109,14 +109,18 @@ class Contents:
         )
 
     def best(self, query: np.ndarray, k: int) -> dict[int, float]:
-        """Passage number -> best score: the k best passages, their equals in score, perhaps some more."""
+        """Passage number -> best score: the k best different passages, their equals in score, perhaps some more."""
         fetch = 2 * k + 8
         while True:
             scores, rows = self._nearest(query, fetch)
             best: dict[int, float] = {}
+            texts: dict[tuple[str, str], float] = {}
             for score, row in zip(scores.tolist(), rows.tolist(), strict=True):  # best first
-                best.setdefault(int(self.owner[row]), round(score, SCORE_DIGITS))
-            complete = len(best) > k and list(best.values())[k - 1] > list(best.values())[-1]
+                number = int(self.owner[row])
+                passage = self.passages[number]
+                last = best.setdefault(number, round(score, SCORE_DIGITS))
+                texts.setdefault((passage.title, passage.text), last)
+            complete = len(texts) > k and list(texts.values())[k - 1] > list(best.values())[-1]
             if complete or fetch >= len(self.owner):
                 return best
             fetch *= 4

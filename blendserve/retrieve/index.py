@@ -157,8 +157,8 @@ class VectorIndex:
     def search(self, question: str, top_k: int) -> list[Passage]:
         """The `top_k` passages nearest to the question (all, if fewer), best first, with `score` set.
 
-        Equal scores are put in order of passage id. Raises InputError for a blank question or top_k < 1,
-        IndexMissing when nothing has been added yet.
+        Of passages with the same title and text, one is found. Equal scores are put in order of passage id. Raises
+        InputError for a blank question or top_k < 1, IndexMissing when nothing has been added yet.
         """
         if not question.strip():
             raise InputError("the question is empty: ask something", setting="question")
@@ -171,7 +171,7 @@ class VectorIndex:
             )
         best = contents.best(self.embedder.embed_question(question), min(top_k, len(contents.passages)))
         found = [replace(contents.passages[n], score=score) for n, score in best.items()]
-        return sorted(found, key=lambda p: (-(p.score or 0.0), p.id))[:top_k]
+        return nearest_distinct(found, top_k)
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -298,3 +298,11 @@ class VectorIndex:
 def _batch_size(n_windows: int) -> float:
     """Number of windows that are embedded between two saves of an index with this many."""
     return max(BATCH_WINDOWS, BATCH_SHARE * n_windows)
+
+
+def nearest_distinct(passages: Iterable[Passage], top_k: int) -> list[Passage]:
+    """The `top_k` passages with the highest scores, then the least ids; of those with the same title and text, one."""
+    found: dict[tuple[str, str], Passage] = {}
+    for passage in sorted(passages, key=lambda p: (-(p.score or 0.0), p.id)):
+        found.setdefault((passage.title, passage.text), passage)
+    return list(found.values())[:top_k]

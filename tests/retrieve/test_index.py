@@ -47,7 +47,7 @@ DOCUMENTS = [
     for n, size in enumerate((4, 9, 16, 30, 5, 70))
     for version in (0, 1)
 ]
-DOCUMENTS += [Document("w3 w5 of twins", id=name) for name in ("twin2", "twin1", "twin3")]  # of equal scores
+DOCUMENTS += [Document("w3 w5 of twins", id=name) for name in ("twin2", "twin1", "twin3")]  # of equal texts
 NAMES = sorted({document.id for document in DOCUMENTS})
 
 
@@ -88,11 +88,12 @@ def disk_fails_at(step: int, error: BaseException) -> Iterator[None]:
 
 
 def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
-    """By the definition: the best window of every passage, sorted."""
+    """By the definition: the best window of every passage, sorted; of equal passages the first."""
     passages, embedder = index.passages, index.embedder
     query, windows = embed(embedder, [question])[0], [windows_of(embedder, p.text, p.title) for p in passages]
     best = [round(float((embed(embedder, w) @ query).max()), 6) for w in windows]
-    wanted = sorted((-score, p.id) for score, p in zip(best, passages, strict=True))
+    ranked = sorted((-score, p.id, p.title, p.text) for score, p in zip(best, passages, strict=True))
+    wanted = [each[:2] for n, each in enumerate(ranked) if each[2:] not in [e[2:] for e in ranked[:n]]]
     for k in counts:
         found = index.search(question, k)
         assert [p.id for p in found] == [name for _, name in wanted[:k]]
@@ -362,3 +363,16 @@ def test_a_killed_build_continues_after_its_last_batch(
     assert read_manifest(saved)[0].documents == 50
     build(saved, 55)
     assert build(saved, model="another") == n, "vectors of another model are none of this one"
+
+
+@pytest.mark.parametrize("copies", [1, 8, 60])
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_copies_of_a_passage_take_one_place(
+    tmp_path: Path, kind: Literal["flat", "hnsw"], copies: int
+) -> None:
+    index = create(tmp_path / "index", kind)
+    same = [Document("w3 w5 w7 and more", "T", f"copy{n:02}") for n in range(copies)]
+    others = [Document(f"w3 w5 w{n}", id=f"other{n}") for n in range(4)]
+    index.add([*same, *others])
+    assert_search(index, "w3 w5 w7", 1, 3, 5)
+    assert len(index.search("w3 w5 w7", 5)) == 5
