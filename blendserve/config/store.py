@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from blendserve.config.base import SECRET, Settings
 from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED_STORE, STORES, parse_codec
 
+DEFAULT_CAP_GB = 32.0
 TLS_SCHEMES = ("valkeys", "rediss")
 VALKEY_SCHEMES = ("valkey", "redis", "unix", *TLS_SCHEMES)
 HTTP_SCHEMES = ("http", "https")
@@ -141,9 +142,9 @@ class StoreBackendConfig(Settings):
     """Place of the KV store: a folder, `memory`, valkey://HOST:PORT/DATABASE (valkeys:// for TLS, unix:///PATH for a
     socket, USER@HOST for a user), or https://HOST/COLLECTION of a delivery service; kv/ in the folder of the index if
     empty."""
-    cap_gb: float = Field(32.0, gt=0)
+    cap_gb: float | None = Field(None, gt=0)
     """Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared server. The files are slightly
-    larger."""
+    larger. By default 32, but no more than the disk has room for; in memory a quarter of what is available."""
     eviction: EvictionName = EVICTIONS.default
     """What happens when the store is full: lru evicts the least recently used unpinned chunks, refuse stores nothing
     more."""
@@ -202,7 +203,7 @@ class StoreBackendConfig(Settings):
 
     @property
     def cap_bytes(self) -> int:
-        return round(self.cap_gb * 1e9)
+        return round((DEFAULT_CAP_GB if self.cap_gb is None else self.cap_gb) * 1e9)
 
 
 class RemoteConfig(StoreBackendConfig):

@@ -23,6 +23,7 @@ from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.verify import Verified, Verifier, with_end
 from blendserve.errors import RateLimited, ShuttingDown, StoreError
+from blendserve.machine import available_memory
 from blendserve.models.kv_cache import CachePool
 from blendserve.store import ChunkKey
 
@@ -51,7 +52,8 @@ class BatchEngine:
         model, limit = engine.model, engine.model.decoder.context_limit
         self.engine, self.fetcher = engine, engine.fetcher
         self.pool = CachePool(model.decoder, config.slots, min(config.slot_tokens or limit, limit))
-        self.fetcher.copies.shared.cap_bytes = round(config.share_mb * 1e6)
+        share_bytes = round(config.share_mb * 1e6)
+        self.fetcher.copies.shared.cap_bytes = min(share_bytes, available_memory() // 8)
         engine.blender.prefixes.cap_bytes = round(config.conversations_mb * 1e6)
         share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(

@@ -27,6 +27,7 @@ from blendserve.store.blobs import BlobInfo, BlobReader, BlobStore
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import NO_TABLES
+from blendserve.store.once import Once
 
 T = TypeVar("T")
 Write = Literal["back", "through"]
@@ -61,7 +62,7 @@ class TieredStore(KVStore):
         self.blobs: _Blobs = _Blobs(self)
         self.queue = WriteQueue(waiting_bytes)
         self._counts = dict.fromkeys(("hits", "misses", "failures", "written", "dropped"), 0)
-        self._warned: set[str] = set()
+        self._warned = Once()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -242,8 +243,7 @@ class TieredStore(KVStore):
 
     def _warn(self, what: str, why: object) -> None:
         """Once for each reason."""
-        if (message := f"{what}: {why}") not in self._warned:
-            self._warned.add(message)
+        if self._warned.is_new(message := f"{what}: {why}"):
             log.warning("%s", message)
 
 

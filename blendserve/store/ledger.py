@@ -30,6 +30,7 @@ import xxhash
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.once import Once
 from blendserve.store.policies import Admission, Candidate
 from blendserve.store.record import ChunkRecord
 
@@ -59,7 +60,7 @@ class UsageLog:
     def __init__(self, admission: Admission, clock: Clock = time) -> None:
         self._admission, self._clock = admission, clock
         self._notes = Notes()
-        self._logged: set[str] = set()
+        self._logged = Once()
         self._last, self._written = 0, clock.monotonic()
         self._lock = threading.Lock()
 
@@ -86,12 +87,11 @@ class UsageLog:
     def count(self, key: ChunkKey, counter: str, why: str = "") -> None:
         """Add 1 to a counter. "undecodable" turns the chunk's hit into a miss; `why` is logged once."""
         with self._lock:
-            tag, is_new = key[:TAG_BYTES], bool(why) and why not in self._logged
+            tag = key[:TAG_BYTES]
             self._notes.counts[tag, counter] += 1
             if counter == "undecodable":
                 self._notes.counts.update({(tag, "hits"): -1, (tag, "misses"): 1})
-            self._logged.add(why)
-        if is_new:
+        if why and self._logged.is_new(why):
             log.warning("stored chunks count as missing: %s", why)
 
     def used(self) -> dict[ChunkKey, int]:

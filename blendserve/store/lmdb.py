@@ -25,6 +25,7 @@ import lmdb
 
 from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
+from blendserve.machine import free_disk
 from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
@@ -94,15 +95,19 @@ class LMDBStore(TxnStore):
     ) -> LMDBStore:
         """A store on a disk that can only be read is opened for reading, with a warning."""
         assert path is not None
+        data = path / "data.mdb"
+        cap_bytes, free = config.cap_bytes, free_disk(path)
+        if config.cap_gb is None and free is not None:
+            cap_bytes = min(cap_bytes, free + (data.stat().st_size if data.exists() else 0))
         try:
-            return cls(path, config.cap_bytes, read_only, *policies)
+            return cls(path, cap_bytes, read_only, *policies)
         except StoreUnavailable as error:
             cause = error.__cause__
             is_refused = isinstance(cause, (lmdb.Error, OSError)) and code_of(cause) in NOT_PERMITTED
-            if read_only or not is_refused or not (path / "data.mdb").exists():
+            if read_only or not is_refused or not data.exists():
                 raise
             log.warning("the KV store %s cannot be written (%s): nothing new is stored", path, cause)
-            return cls(path, config.cap_bytes, True, *policies)
+            return cls(path, cap_bytes, True, *policies)
 
     def close(self) -> None:
         if not self._closed:

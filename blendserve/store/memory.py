@@ -11,11 +11,13 @@ from pathlib import Path
 from sortedcontainers import SortedDict
 
 from blendserve.config import StoreBackendConfig
+from blendserve.machine import available_memory
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.policies import Admission, Eviction, Policies
 from blendserve.store.txn_store import TxnStore
 
+SHARE = 4  # of the available memory, for a store without store.cap_gb
 PAST_NAMES = b"\xff" * 64  # sorts behind every name with the same prefix
 
 
@@ -43,7 +45,8 @@ class MemoryStore(TxnStore):
     def from_config(
         cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> MemoryStore:
-        return cls(config.cap_bytes, *policies)
+        cap_bytes = available_memory() // SHARE if config.cap_gb is None else config.cap_bytes
+        return cls(cap_bytes, *policies)
 
     def close(self) -> None:
         self.delete(list(self.keys()))

@@ -1,0 +1,96 @@
+"""Defaults that follow the machine: available memory under any cgroups, and room on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from blendserve.config import StoreConfig
+from blendserve.fetch import open_store
+from blendserve.machine import available_memory, free_disk
+from blendserve.store.once import Once
+
+GB = 1_000_000_000
+SYSTEM = 24 * GB
+V2 = "0::/pod/app\n"
+V1 = "5:cpu,cpuacct:/other\n4:memory:/pod/app\n"
+MACHINES: dict[str, tuple[str, Mapping[str, str], int]] = {
+    "no cgroups": ("", {}, SYSTEM),
+    "no limit": (V2, {"memory.max": "max", "memory.current": "5"}, SYSTEM),
+    "a container's root": (V2, {"memory.max": f"{2 * GB}", "memory.current": f"{GB // 2}"}, GB * 3 // 2),
+    "a limit above": (V2, {"pod/memory.max": f"{4 * GB}", "pod/memory.current": f"{GB}"}, 3 * GB),
+    "the smallest limit": (
+        V2,
+        {"pod/memory.max": f"{4 * GB}", "pod/memory.current": "0"}
+        | {"pod/app/memory.max": f"{GB}", "pod/app/memory.current": "0"},
+        GB,
+    ),
+    "kept files": (
+        V2,
+        {
+            "memory.max": f"{2 * GB}",
+            "memory.current": f"{2 * GB}",
+            "memory.stat": f"anon 7\ninactive_file {GB}",
+        },
+        GB,
+    ),
+    "full": (V2, {"memory.max": f"{GB}", "memory.current": f"{2 * GB}"}, 0),
+    "version 1": (
+        V1,
+        {
+            "memory/pod/app/memory.limit_in_bytes": f"{3 * GB}",
+            "memory/pod/app/memory.usage_in_bytes": f"{GB}",
+        },
+        2 * GB,
+    ),
+    "version 1 without a limit": (
+        V1,
+        {"memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/memory.usage_in_bytes": "0"},
+        SYSTEM,
+    ),
+    "another controller's": (V1, {"cpu/memory.limit_in_bytes": "1", "memory.max": "1"}, SYSTEM),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_available_memory_is_the_least_that_system_and_cgroups_leave(name: str, tmp_path: Path) -> None:
+    own, files, expected = MACHINES[name]
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    tree = {
+        proc / "self" / "cgroup": own,
+        proc / "meminfo": f"MemTotal: 1 kB\nMemAvailable: {SYSTEM // 1024} kB\n",
+    }
+    tree |= {cgroups / file: text for file, text in files.items()}
+    for path, text in tree.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_memory(proc, cgroups) == pytest.approx(expected, abs=1024)
+
+
+def test_this_machine_has_some_memory_and_a_disk_that_need_not_exist_yet(tmp_path: Path) -> None:
+    assert available_memory() > 0
+    assert free_disk(tmp_path / "not" / "yet") == pytest.approx(free_disk(tmp_path) or 0, rel=0.5)
+
+
+@pytest.mark.parametrize(("location", "expected"), [("memory", 2 * GB), ("", 2 * GB), ("kv", 7 * GB)])
+def test_a_store_without_a_cap_fits_the_machine(
+    location: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendserve.store.memory.available_memory", lambda: 8 * GB)
+    monkeypatch.setattr("blendserve.store.lmdb.free_disk", lambda path: 7 * GB)
+    if location == "kv":
+        location = str(tmp_path / location)
+    with open_store(StoreConfig(location=location), None) as store:
+        assert store.cap_bytes == expected
+    with open_store(StoreConfig(location=location, cap_gb=20), None) as store:
+        assert store.cap_bytes == 20 * GB  # what the user says holds
+
+
+def test_messages_that_are_given_once_take_bounded_memory() -> None:
+    once = Once(most=3)
+    assert [once.is_new(message) for message in "ababc"] == [True, True, False, False, True]
+    assert not once.is_new("a")
+    assert all(once.is_new(f"{n} s left") for n in range(1000))
+    assert once.is_new("a")  # forgotten: what is remembered is bounded
