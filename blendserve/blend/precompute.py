@@ -25,6 +25,7 @@ from blendserve.store.codecs.base import Codec
 
 MIN_LEASE_S = 30.0
 LEASE_MARGIN = 4.0  # times the expected computing time: a process has other work, too
+BACKGROUND_MARGIN = 40.0  # the same after a request: while others run, such work has a tenth of the time
 MIN_WAIT_S = 1.0
 POLL_S = 0.1  # between two looks for chunks that other processes compute
 FIRST_TOKEN_S = 0.02  # computing time of a token until one has been measured
@@ -126,10 +127,9 @@ class ChunkWriter:
         """
         admitted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
         damaged = {self.key(ids) for ids, chunk in admitted.items() if chunk.is_damaged}
-        with self._lease(admitted, damaged) as granted:
-            leased = [
-                ids for ids in granted if self._admits(ids)
-            ]  # else the lease found that nothing can be written
+        with self._lease(admitted, damaged, BACKGROUND_MARGIN) as granted:
+            # The lease may have found that nothing can be written now.
+            leased = [ids for ids in granted if self._admits(ids)]
             n_stored = sum(self._put(kv) for ids in leased if (kv := admitted[ids].kv))
             todo, start = [ids for ids in leased if not admitted[ids].kv], time.perf_counter()
             for stack in in_stacks(todo, self.chunks.stack_tokens):
@@ -206,12 +206,12 @@ class ChunkWriter:
 
     @contextmanager
     def _lease(
-        self, chunks: Iterable[TokenIds], damaged: Collection[ChunkKey] = ()
+        self, chunks: Iterable[TokenIds], damaged: Collection[ChunkKey] = (), margin: float = LEASE_MARGIN
     ) -> Iterator[list[TokenIds]]:
         """The chunks that are leased to this thread within the block: neither stored whole, nor leased by others."""
         keys = {self.key(ids): ids for ids in chunks}
         expected_s = self._token_s * sum(map(len, keys.values()))
-        granted = self._store.lease([*keys], max(MIN_LEASE_S, LEASE_MARGIN * expected_s)) if keys else set()
+        granted = self._store.lease([*keys], max(MIN_LEASE_S, margin * expected_s)) if keys else set()
         try:
             stored = self._store.contains(granted) - set(damaged)
             yield [ids for key, ids in keys.items() if key in granted - stored]

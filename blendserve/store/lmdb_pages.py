@@ -11,10 +11,13 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
-BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+BRANCH, LEAF = 1, 2  # flags of a page
 BIG = 1  # flag of a node: its value is on pages of its own
 HEADER, NODE = 16, 8  # bytes
 NO_PAGE = 2**64 - 1
@@ -52,8 +55,7 @@ def check_pages(data: Path, transaction: int) -> bool:
         (free_depth, free_root), (depth, root) = commit.trees
         walk.tree(free_root, free_depth, is_free_list=True)
         walk.tree(root, depth)
-        if walk.live & walk.free:
-            raise DamagedPages(f"page {min(walk.live & walk.free)} is in use and free")
+        walk.check_extents()
         return True
     finally:
         os.close(file)
@@ -80,11 +82,12 @@ def _commit(file: int, transaction: int) -> _Commit | None:
 
 
 class _Walk:
-    """The pages that were seen."""
+    """The pages that were seen: of trees, of large values, and free ones. No two of them may be the same."""
 
     def __init__(self, file: int, commit: _Commit) -> None:
         self._file, self._commit = file, commit
-        self.live, self.free = set[int](), set[int]()
+        self._tree = set[int]()
+        self._extents = [np.empty((0, 2), np.uint64)]  # first page and number of pages
 
     def tree(self, root: int, depth: int, is_free_list: bool = False) -> None:
         if root == NO_PAGE:
@@ -95,9 +98,20 @@ class _Walk:
         for left in reversed(range(depth)):
             level = [child for page in level for child in self._page(page, left == 0, is_free_list)]
 
+    def check_extents(self) -> None:
+        own = np.array([(page, 1) for page in self._tree], np.uint64).reshape(-1, 2)
+        extents = np.concatenate([*self._extents, own])
+        first, n = extents[np.argsort(extents[:, 0], kind="stable")].T
+        last = first + n - np.uint64(1)
+        is_outside = len(first) and (first[0] < 2 or (first > self._commit.last_page).any())
+        if is_outside or (last > self._commit.last_page).any() or (first[1:] <= last[:-1]).any():
+            raise DamagedPages("a page is referred to twice, or does not exist")
+
     def _page(self, number: int, is_leaf: bool, is_free_list: bool) -> list[int]:
         """Check a page -> the pages below it."""
-        self._enter(number)
+        if not 1 < number <= self._commit.last_page or number in self._tree:
+            raise DamagedPages(f"page {number} does not exist, or is referred to twice")
+        self._tree.add(number)
         size = self._commit.page_bytes
         raw = os.pread(self._file, size, number * size)
         if len(raw) < size:
@@ -111,38 +125,36 @@ class _Walk:
         at = np.frombuffer(raw, "<u2", n, HEADER).astype(np.int64)
         if int(at.min()) < upper or int(at.max()) > size - NODE:
             raise DamagedPages(f"page {number} has a node outside of it")
-        fields = np.frombuffer(raw, np.uint8)[at[:, None] + np.arange(NODE)].view("<u2").astype(np.int64)
-        low, high, node_flags, key_bytes = fields.T
+        low, high, node_flags, key_bytes = _numbers(raw, at, "<u2", 4).astype(np.int64).T
+        values = at + NODE + key_bytes
         if not is_leaf:
-            if int((at + NODE + key_bytes).max()) > size:
+            if int(values.max()) > size:
                 raise DamagedPages(f"page {number} has a key that is longer than the page")
-            return (low | high << 16 | node_flags << 32).tolist()  # type: ignore[no-any-return]
-        value_bytes = low | high << 16
-        is_big = node_flags == BIG
-        ends = at + NODE + key_bytes + np.where(is_big, 8, value_bytes)
+            children: list[int] = (low | high << 16 | node_flags << 32).tolist()
+            return children
+        value_bytes, is_big = low | high << 16, node_flags == BIG
+        ends = values + np.where(is_big, 8, value_bytes)
         if bool((node_flags & ~BIG).any()) or int(ends.max()) > size or bool((key_bytes == 0).any()):
             raise DamagedPages(
                 f"page {number} has a node that is longer than the page, or of an unknown kind"
             )
-        starts = at + NODE + key_bytes
-        for start, n_bytes in zip(starts[is_big].tolist(), value_bytes[is_big].tolist(), strict=True):
-            (first,) = struct.unpack_from("<Q", raw, start)
-            n_pages = (HEADER - 1 + n_bytes) // size + 1
-            for page in (
-                range(first, first + n_pages) if first + n_pages <= self._commit.last_page + 1 else [NO_PAGE]
-            ):
-                self._enter(page)
-            if is_free_list:
-                self._free(os.pread(self._file, n_bytes, first * size + HEADER), n_bytes)
+        self._values(raw, values[is_big], value_bytes[is_big], is_free_list)
         if is_free_list:
-            for start, n_bytes in zip(starts[~is_big].tolist(), value_bytes[~is_big].tolist(), strict=True):
+            for start, n_bytes in zip(values[~is_big].tolist(), value_bytes[~is_big].tolist(), strict=True):
                 self._free(raw[start : start + n_bytes], n_bytes)
         return []
 
-    def _enter(self, number: int) -> None:
-        if not 1 < number <= self._commit.last_page or number in self.live:
-            raise DamagedPages(f"page {number} does not exist, or is referred to twice")
-        self.live.add(number)
+    def _values(self, raw: bytes, at: Numbers, n_bytes: Numbers, is_free_list: bool) -> None:
+        """Large values, of which a leaf has the first page."""
+        size = self._commit.page_bytes
+        first = _numbers(raw, at, "<u8", 1)[:, 0]
+        n_pages = ((HEADER - 1 + n_bytes) // size + 1).astype(np.uint64)
+        if (first > self._commit.last_page).any():
+            raise DamagedPages("a large value lies on pages that do not exist")
+        self._extents.append(np.stack([first, n_pages], axis=1))
+        if is_free_list:
+            for page, length in zip(first.tolist(), n_bytes.tolist(), strict=True):
+                self._free(os.pread(self._file, length, page * size + HEADER), length)
 
     def _free(self, raw: bytes, n_bytes: int) -> None:
         """A list of free pages: its length, then their numbers, descending."""
@@ -150,7 +162,13 @@ class _Walk:
         if 8 * (n + 1) > n_bytes:
             raise DamagedPages(f"a list of {n} free pages has {n_bytes} bytes")
         pages = np.frombuffer(raw, "<u8", n, 8)
-        is_in_order = bool((pages[1:] < pages[:-1]).all())
-        if n and (not is_in_order or int(pages[-1]) < 2 or int(pages[0]) > self._commit.last_page):
-            raise DamagedPages("a list of free pages is out of order, or names pages that do not exist")
-        self.free.update(pages.tolist())
+        if (pages[1:] >= pages[:-1]).any():
+            raise DamagedPages("a list of free pages is out of order")
+        self._extents.append(np.stack([pages, np.ones_like(pages)], axis=1))
+
+
+def _numbers(raw: bytes, at: Numbers, kind: str, n: int) -> Numbers:
+    """n numbers from each of these places on, [P, n]."""
+    n_bytes = n * np.dtype(kind).itemsize
+    found: Numbers = np.frombuffer(raw, np.uint8)[at[:, None] + np.arange(n_bytes)].view(kind)
+    return found
