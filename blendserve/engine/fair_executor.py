@@ -152,8 +152,14 @@ class FairExecutor:
         self._stopped = False
         self._long: _Job | None = None  # the long job that has begun
         self._has_given_way = False  # to a short job, since its last step
+        self._n_jobs = 0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def n_jobs(self) -> int:
+        """Jobs that wait or run, also those whose result nobody awaits any more."""
+        return self._n_jobs
 
     def submit(self, tenant: str, work: Callable[[], T] | Steps[T]) -> Future[T]:
         """Queue a short job, or the steps of a long one. Raises RateLimited and ShuttingDown."""
@@ -164,8 +170,9 @@ class FairExecutor:
             if not isinstance(work, Generator) and self._waiting.of(tenant) >= self._queue:
                 raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
             self._waiting.put(tenant, job)
+            self._n_jobs += 1
             self._wake.notify()
-        job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
+        job.future.add_done_callback(lambda _: self._forget(job))
         return job.future
 
     async def run(self, tenant: str, call: Callable[..., T], *args: Any) -> T:
@@ -242,6 +249,8 @@ class FairExecutor:
             self._not_before = {**later, job.tenant: now + REJECTION_PENALTY * (now - began)}
             job.future.set_exception(error)
 
-    def _drop(self, job: _Job) -> None:
+    def _forget(self, job: _Job) -> None:
+        """It has ended, or was cancelled while it waited."""
         with self._wake:
+            self._n_jobs -= 1
             self._waiting.remove(job.tenant, job)

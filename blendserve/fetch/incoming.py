@@ -153,6 +153,9 @@ class IncomingChunks:
                 self._chunks.pop(key, None)
                 self._failed.pop(key, None)
 
+    def __len__(self) -> int:
+        return len(self._chunks)
+
     @property
     def n_bytes(self) -> int:
         """Bytes of all of them."""

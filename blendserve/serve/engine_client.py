@@ -181,7 +181,7 @@ class LocalEngineClient(EngineClient):
             engine.warn_of_room(self.max_tokens, library.collections.values())
         self.scheduler = self.batch.scheduler
         load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
-        held = lambda: engine.fetcher.copies.shared.n_held  # noqa: E731
+        held = lambda: self.in_use["held_chunks"]  # noqa: E731
         metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all, held)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
@@ -193,6 +193,20 @@ class LocalEngineClient(EngineClient):
     @property
     def is_alive(self) -> bool:
         return self.scheduler.alive
+
+    @property
+    def in_use(self) -> dict[str, int]:
+        """What requests occupy; all 0 when none is under way."""
+        fetcher, (n_waiting, n_slots) = self.engine.fetcher, self.scheduler.load
+        return {
+            "running": self.limits.n_running,
+            "preparing": self._preparing.total(),
+            "retrieving": self.collections.executor.n_jobs,
+            "waiting": n_waiting,
+            "slots": n_slots,
+            "held_chunks": fetcher.copies.shared.n_held,
+            "incoming_chunks": len(fetcher.remote.incoming) if fetcher.remote else 0,
+        }
 
     def start(self) -> None:
         """Start the model's thread."""

@@ -217,6 +217,11 @@ class Limits:
         self._uploading: Counter[str] = Counter()
         self._requests, self._body_bytes = TokenBucket(now), TokenBucket(now)
 
+    @property
+    def n_running(self) -> int:
+        """Requests that are answered or uploaded now."""
+        return self._running.total() + self._uploading.total()
+
     def take_request(self, tenant: Tenant) -> None:
         """Count a request. Raises RateLimited above the tenant's rate."""
         rate = tenant.max_per_minute or self._max_per_minute
