@@ -7,13 +7,17 @@ A prefix is never stored: a conversation depends on its order, and the engine's 
 
 A plain prompt that was blended is kept with its answer: the next turn goes on from the KV that the answer was made of.
 Exact of it is the beginning, up to the first chunk. Methods that are exact use no more.
+
+At the cap, the namespace that occupies most gives up what it used longest ago. So a tenant who sends many conversations
+pushes out its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +25,10 @@ from blendserve.blend.chunk_kv import ChunkComputer, placed
 from blendserve.core import Steps, TokenIds
 from blendserve.kv import ChunkKV
 from blendserve.models.kv_cache import KVCache
+
+Key: TypeAlias = tuple[
+    str, TokenIds
+]  # of a prefix: its owner and tokens. An owner is a namespace, or one with a scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class PrefixCache:
     def __init__(self, own: ChunkComputer, cap_bytes: int = 0) -> None:
         """own: computes chunks after the engine's own prefix. cap_bytes: limit of all other prefixes."""
         self._own, self.cap_bytes = own, cap_bytes
-        self._cached: OrderedDict[tuple[str, TokenIds], PrefixKV] = OrderedDict()  # of owner and tokens
+        self._cached: OrderedDict[Key, PrefixKV] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     def get(
@@ -122,7 +130,19 @@ class PrefixCache:
             self._cached[owner, ids] = prefix
             self._cached.move_to_end((owner, ids))
             while self.n_bytes > self.cap_bytes:
-                self._cached.popitem(last=False)
+                del self._cached[self._victim((owner, ids))]
+
+    def _victim(self, new: Key) -> Key:
+        """The prefix to evict for a new one: the least recently used of the namespace that occupies most."""
+        n_bytes = Counter[str]()
+        for key, prefix in self._cached.items():
+            n_bytes[_namespace(key)] += prefix.kv.n_bytes
+        return max((key for key in self._cached if key != new), key=lambda key: n_bytes[_namespace(key)])
+
+
+def _namespace(key: Key) -> str:
+    """That of a prefix's owner, without the scope."""
+    return key[0].partition("\0")[0]
 
 
 def _n_common(a: TokenIds, b: TokenIds) -> int:

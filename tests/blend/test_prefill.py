@@ -94,9 +94,20 @@ def test_prefixes_are_not_found_across_namespaces_and_stay_below_their_cap() -> 
     kept = PrefixCache(base(), cap)
     one, two = ((*base().context, *some_ids(50, n)) for n in (4, 5))
     assert [get(kept, one, namespace).reused for namespace in "aba"] == [n_base, n_base, n_base + 50]
-    get(kept, two)  # the cap is for two, and "b"'s was used longest ago
+    get(kept, two)  # the cap is for two
     assert kept.n_bytes <= cap
-    assert get(kept, one, "b").reused == n_base
+    assert get(kept, two).reused == n_base + 50
+
+
+def test_a_namespace_with_many_prefixes_pushes_out_its_own() -> None:
+    n_base = len(base().context)
+    kept = PrefixCache(base(), 3 * (n_base + 50) * base().model.kv_bytes_per_token)
+    first, *others = ((*base().context, *some_ids(50, n)) for n in range(10, 22))
+    get(kept, first, "b")
+    for n, ids in enumerate(others):
+        get(kept, ids, f"a\0user {n}")  # scopes are names that its clients choose
+    assert get(kept, first, "b").reused == n_base + 50
+    assert get(kept, others[-1], f"a\0user {len(others) - 1}").reused == n_base + 50
 
 
 # Memory
