@@ -21,8 +21,8 @@ MIN_TEXT = 64  # characters of a text that is looked for; a shorter one may be a
 
 Tokenized = tuple[TokenIds, list[tuple[int, int]]]
 """Ids, and where each starts and stops in the text; no places if the tokenizer does not know them."""
-Tokenize = Callable[[str, bool], Tokenized]
-"""(text, is_literal); is_literal: control tokens are read as text."""
+Tokenize = Callable[[str, bool, int], Tokenized]
+"""(text, is_literal, number of tokens before it); is_literal: control tokens are read as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
     rendered = _render(tokenizer, messages, tools)
     ids, starts, stops, at = list[int](), list[int](), list[int](), 0
     for part in filter(None, re.split(f"(<{nonce}-[0-9]+>)", rendered)):
-        new, places = tokenize(marks[part], True) if part in marks else tokenize(part, False)
+        is_control = part in marks
+        new, places = tokenize(marks[part] if is_control else part, is_control, len(ids))
         ids += new
         starts += [at if part in marks else at + start for start, _ in places]
         at += len(part)

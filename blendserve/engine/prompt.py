@@ -18,14 +18,14 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, Span, TokenIds
 from blendserve.engine.chat import Chat, Tokenized, chat_ids
-from blendserve.errors import InputError, ModelUnsupported
+from blendserve.errors import InputError, ModelUnsupported, PromptTooLong
 
 PRIMER = Path(__file__).with_name("primer.txt")
 PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
@@ -99,10 +99,11 @@ class PromptBuilder:
         prefix = self._ids(head, said) if history else self.prefix
         return PromptFrame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
 
-    def plain(self, text: Chat | str) -> Prompt:
+    def plain(self, text: Chat | str, room: int | None = None, reserved: int = 0) -> Prompt:
         """A client's own prompt: a chat by the model's template, or a text as it is, control tokens included.
 
-        Raises InputError for a chat that the template refuses, and for a text without tokens.
+        A chat is tokenised only as far as it fits `room` with `reserved` tokens for the answer.
+        Raises PromptTooLong; InputError for a chat that the template refuses, and for a text without tokens.
         """
         if isinstance(text, str):
             ids = tuple(
@@ -110,7 +111,7 @@ class PromptBuilder:
             )
             texts: tuple[Span, ...] = (Span(0, len(ids)),)
         else:
-            ids, texts = chat_ids(self._tokenizer, text, self._places)
+            ids, texts = chat_ids(self._tokenizer, text, partial(self._places_within, room, reserved))
         if not ids:
             raise InputError("the prompt is empty: send some text", setting="prompt")
         return Prompt.plain(ids, texts=texts)
@@ -187,6 +188,19 @@ class PromptBuilder:
 
     def _tokens(self, text: str, literal: bool) -> TokenIds:
         return tuple(self._encode(text, literal)["input_ids"])
+
+    def _places_within(
+        self, room: int | None, reserved: int, text: str, literal: bool, before: int
+    ) -> Tokenized:
+        """Ids and places of one more part of a prompt; before: tokens of the others. Raises PromptTooLong."""
+        if room is None:
+            return self._places(text, literal)
+        left = max(0, room - reserved - before)
+        least = self.at_least([text], left)
+        ids, places = ((), []) if least else self._places(text, literal)
+        if max(least, len(ids)) > left:
+            raise PromptTooLong(before + max(least, len(ids)), room, reserved, at_least=True)
+        return ids, places
 
     def _places(self, text: str, literal: bool) -> Tokenized:
         if not getattr(self._tokenizer, "backend_tokenizer", None):  # others do not know the places

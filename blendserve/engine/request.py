@@ -139,7 +139,7 @@ def _plain_prompt(plain: Chat | str, room: int, prompts: PromptBuilder, decode: 
     texts = [plain] if isinstance(plain, str) else plain.texts
     if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
         require_room(least, room, decode, at_least=True)
-    prompt = prompts.plain(plain)
+    prompt = prompts.plain(plain, room, decode.max_new_tokens)
     require_room(len(prompt), room, decode)
     return prompt
 

@@ -17,6 +17,7 @@ from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
 from blendserve.serve.schemas import (
     MAX_ITEMS,
+    MAX_TOOLS,
     BlendOptions,
     Body,
     JsonObject,
@@ -25,6 +26,7 @@ from blendserve.serve.schemas import (
     Stop,
     Text,
     Tokens,
+    ToolName,
 )
 
 DROPPED = {"thinking", "redacted_thinking"}
@@ -149,7 +151,7 @@ class MessageIn(Body):
 
 class ToolIn(Body):
     type: Annotated[Literal["custom"] | None, BeforeValidator(_custom)] = None
-    name: Name
+    name: ToolName
     description: Text | None = None
     input_schema: JsonObject
     cache_control: Any = None
@@ -173,7 +175,7 @@ class CountRequest(Body):
     model: Name
     messages: Annotated[list[MessageIn], Field(min_length=1, max_length=MAX_ITEMS)]
     system: TextBlocks = Field(default_factory=list)
-    tools: Annotated[list[ToolIn], Field(max_length=MAX_ITEMS)] | None = None
+    tools: Annotated[list[ToolIn], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
 
     @property

@@ -23,6 +23,8 @@ from blendserve.serve.openai import ServedModel
 from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details, figures
 from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
 
+COUNTED = 4  # contexts; clients count prompts that do not fit, to shorten them
+
 router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
 
 
@@ -40,22 +42,22 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
     form = MessagesFormat(served.name, [tool.name for tool in body.offered_tools], notices)
     max_tokens = body.max_tokens
     if 2 * max_tokens > client.max_tokens:  # clients send the limit of a far larger model
-        n_prompt = len(await _prompt(client, context.tenant, chat))
+        n_prompt = len(await _prompt(client, context.tenant, chat, client.max_tokens))
         max_tokens = min(max_tokens, max(1, client.max_tokens - n_prompt))
     return await context.respond(served.constrain(body.query(chat, max_tokens)), form, body.stream)
 
 
 @router.post("/count_tokens")
 async def count_tokens(body: CountRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, int]:
-    """The number of tokens of a prompt, cached or not."""
+    """The number of tokens of a prompt, cached or not. Raises PromptTooLong for one of COUNTED contexts."""
     ServedModel.of(client, body.model)
     chat, _ = body.chat().without_lines(client.http.volatile_lines)
-    return {"input_tokens": len(await _prompt(client, tenant, chat))}
+    return {"input_tokens": len(await _prompt(client, tenant, chat, COUNTED * client.max_tokens))}
 
 
-async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat) -> Prompt:
-    """The prompt alone. Raises InputError."""
-    return await client.collections.executor.run(tenant.name, client.prompts.plain, chat)
+async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat, room: int) -> Prompt:
+    """The prompt alone. Raises InputError, PromptTooLong."""
+    return await client.collections.executor.run(tenant.name, client.prompts.plain, chat, room)
 
 
 class MessagesFormat:

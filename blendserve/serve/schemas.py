@@ -30,6 +30,8 @@ from blendserve.serve.middleware import check_json_complexity
 
 MAX_ITEMS = 1000
 MAX_TOKENS = 10**6
+MAX_TOOLS = 128  # as OpenAI's API has it
+MAX_TOOL_NAME = 64  # characters; the same
 
 
 def _reject_lone_surrogates(text: str) -> str:
@@ -51,6 +53,7 @@ Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json_text)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
+ToolName = Annotated[Text, Field(min_length=1, max_length=MAX_TOOL_NAME)]
 Label = Annotated[Text, Field(max_length=512)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
@@ -201,7 +204,7 @@ class ToolCall(Body):
 
 
 class Function(Body):
-    name: Name
+    name: ToolName
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -259,7 +262,7 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_ITEMS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,18 @@ OPEN, CLOSE = "<tool_call>", re.compile(r"\s*(?:</tool_call>|\Z)")
 MARKERS = "[TOOL_CALLS]", "<|python_tag|>"
 MAX_SPACE = 8  # characters of white space between two tokens of the beginning of a call
 N_SPACES = 8  # places of white space in such a beginning, at most
+OPENINGS = ("{", "[ARGS]")  # of a call that begins with its name
+HEADS = (OPEN + "{", *MARKERS)
+OBJECTS = tuple(
+    f'{bracket}{{{kind}"name":' for bracket in ("", "[") for kind in ("", '"type":"function",')
+)  # without white space; a name follows
+_GAP = rf"\s{{0,{MAX_SPACE}}}"
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_KIND = rf'"type"{_GAP}:{_GAP}"function"{_GAP},{_GAP}'
+_MARKED = re.compile("|".join((rf"{OPEN}{_GAP}\{{", *map(re.escape, MARKERS))))
+_OBJECT = re.compile(rf'(?:\[{_GAP})?\{{{_GAP}(?:{_KIND})?"name"{_GAP}:{_GAP}({_QUOTED})')
+_OPENING = re.compile(r"\{|\[ARGS\]")  # behind a name
+_ARGUMENTS = re.compile(r"(?:\[ARGS\])?\s*(?=\{)")
 _SPACE = re.compile(r"\s*")
 _SEPARATORS = re.compile(rf"(?:[\s;,]|{'|'.join(map(re.escape, MARKERS))})*")
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks within strings
@@ -52,26 +65,16 @@ class ToolCallParser:
     def __init__(self, names: Iterable[str]) -> None:
         """names: of the offered tools."""
         self._names = set(names)
-        quoted = [json.dumps(name, ensure_ascii=False) for name in self._names]
-        gap = rf"\s{{0,{MAX_SPACE}}}"
-        function = rf'(?:"type"{gap}:{gap}"function"{gap},{gap})?"name"{gap}:{gap}'
-        patterns = [
-            *(rf"{OPEN}{gap}\{{", *map(re.escape, MARKERS)),
-            rf"(?:\[{gap})?\{{{gap}{function}(?:{_any_of(quoted)})",
-            rf"(?<![\w-])(?:{_any_of(self._names)})(?:\{{|\[ARGS\])",
-        ]
-        self._head = re.compile("|".join(patterns))  # the beginning of a call
-        objects = [f'{{{kind}"name":{name}' for name in quoted for kind in ("", '"type":"function",')]
-        direct = [name + opening for name in self._names for opening in ("{", "[ARGS]")]
-        heads = [OPEN + "{", *MARKERS, *objects, *("[" + head for head in objects), *direct]
-        self._squeezed = ["".join(head.split()) for head in heads]
-        self._first = {head[0] for head in heads}
-        self._longest = max(map(len, heads)) + N_SPACES * MAX_SPACE
-        self._direct = re.compile(rf"({_any_of(self._names)})(?:\[ARGS\])?\s*(?=\{{)")
-        self._seen, self._n_shown = (
-            "",
-            0,
-        )  # the last character of the text and white space behind it; shown of it
+        self._lengths = sorted({len(name) for name in self._names}, reverse=True)
+        self._quoted = {json.dumps(name, ensure_ascii=False) for name in self._names}
+        squeezed = {"".join(name.split()) for name in self._names}
+        self._direct = Beginnings(name + opening for name in squeezed for opening in OPENINGS)
+        self._objects = Beginnings("".join(name.split()) for name in self._quoted)
+        self._first = {"<", "[", "{", *(name[0] for name in self._names if name)}
+        longest = max(map(len, (*OBJECTS, *HEADS))) + max(map(len, (*self._quoted, "")))
+        self._longest = longest + N_SPACES * MAX_SPACE
+        self._seen = ""  # the last character of the text, and white space behind it
+        self._n_shown = 0  # characters of it that were shown
         self._held = ""  # may begin a call
         self._pieces = list[str]()  # behind the beginning of a call
 
@@ -95,26 +98,46 @@ class ToolCallParser:
         text = "".join((self._seen, self._held, *self._pieces))
         at, calls, kept = self._n_shown, list[Call](), list[str]()
         search_at = len(self._seen)
-        while self._names and (head := self._head.search(text, search_at)):
-            end, found = self._calls(text, head.start())
+        while self._names and (head := self._head(text, search_at)):
+            end, found = self._calls(text, head[0])
             if found:
-                kept.append(text[at : head.start()].rstrip())
+                kept.append(text[at : head[0]].rstrip())
                 calls += found
                 at = end
-            search_at = max(at, head.end())
+            search_at = max(at, head[1])
         rest = text[at:]
         return "".join((*kept, "" if calls and rest.isspace() else rest)), calls
 
     def _candidate(self, text: str, at: int) -> tuple[int, bool]:
         """Where a call may begin in text[at:], and whether its whole beginning is there."""
-        head = self._head.search(text, at)
-        stop = head.start() if head else len(text)
+        head = self._head(text, at)
+        stop = head[0] if head else len(text)
         for start in range(max(at, len(text) - self._longest), stop):
-            if text[start] in self._first:
-                beginning = "".join(text[start:].split())
-                if any(head.startswith(beginning) for head in self._squeezed):
-                    return start, False
+            if text[start] in self._first and self._may_begin("".join(text[start:].split())):
+                return start, False
         return stop, head is not None
+
+    def _head(self, text: str, at: int) -> tuple[int, int] | None:
+        """Where the first beginning of a call in text[at:] starts and stops."""
+        found = [marked.span()] if (marked := _MARKED.search(text, at)) else []
+        named = _OBJECT.search(text, at)
+        while named and named[1] not in self._quoted:
+            named = _OBJECT.search(text, named.start() + 1)
+        found += [named.span()] if named else []
+        for opening in _OPENING.finditer(text, at):
+            before = text[max(at, opening.start() - self._lengths[0]) : opening.start()]
+            name = next((before[-n:] for n in self._lengths if before[-n:] in self._names), None)
+            if name and not _is_within_word(text, opening.start() - len(name)):
+                found.append((opening.start() - len(name), opening.end()))
+                break
+        return min(found, default=None)
+
+    def _may_begin(self, squeezed: str) -> bool:
+        """Whether a text without white space is the beginning of a call's beginning."""
+        for head in OBJECTS:
+            if squeezed.startswith(head) and self._objects.has(squeezed[len(head) :]):
+                return True
+        return any(head.startswith(squeezed) for head in (*HEADS, *OBJECTS)) or self._direct.has(squeezed)
 
     def _calls(self, text: str, start: int) -> tuple[int, list[Call]]:
         """The calls that begin at `start`, one after another, and where they end; none if it is text."""
@@ -134,9 +157,10 @@ class ToolCallParser:
 
     def _unit(self, text: str, at: int) -> tuple[int, list[Call]] | None:
         """A call, or a list of calls, and where it ends."""
-        if direct := self._direct.match(text, at):
-            value, end = _decode(text, direct.end())
-            calls = [self._call({"name": direct[1], "arguments": value} if isinstance(value, dict) else None)]
+        name = next((text[at : at + n] for n in self._lengths if text[at : at + n] in self._names), "")
+        if name and (arguments := _ARGUMENTS.match(text, at + len(name))):
+            value, end = _decode(text, arguments.end())
+            calls = [self._call({"name": name, "arguments": value} if isinstance(value, dict) else None)]
         else:
             value, end = _decode(text, at)
             calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
@@ -166,8 +190,21 @@ def split_calls(text: str, names: Iterable[str]) -> tuple[str, list[Call]]:
     return shown + rest, calls
 
 
-def _any_of(texts: Iterable[str]) -> str:
-    return "|".join(map(re.escape, texts))
+class Beginnings:
+    """Texts, by their beginnings."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = sorted(texts)
+
+    def has(self, beginning: str) -> bool:
+        """Whether a text begins so."""
+        at = bisect_left(self._texts, beginning)
+        return at < len(self._texts) and self._texts[at].startswith(beginning)
+
+
+def _is_within_word(text: str, at: int) -> bool:
+    """Whether the character in front of `at` belongs to a word."""
+    return at > 0 and (text[at - 1].isalnum() or text[at - 1] in "_-")
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
