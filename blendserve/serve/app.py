@@ -163,14 +163,17 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     """The first validation error of a request, without the invalid value."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
+    where, kind, why = problem["loc"], problem["type"], problem["msg"].removeprefix("Value error, ")
     # Pydantic's location also names the branch of a union, such as `list[TextPart]`: not a field.
-    field = ".".join(str(part) for part in problem["loc"][1:] if "[" not in str(part))
-    if problem["type"] == "json_invalid" or problem["loc"] == ("body",):
-        field, message = "", "the body is not a JSON object: send one, with `Content-Type: application/json`"
+    field = ".".join(str(part) for part in where[1:] if "[" not in str(part))
+    if kind == "json_invalid":
+        reason = problem["ctx"]["error"]
+        field, message = "", f"the body is not JSON: {reason[0].lower()}{reason[1:]} at position {where[1]}"
+    elif where == ("body",) and kind != "value_error":
+        message = "the body is not a JSON object: send one, with `Content-Type: application/json`"
     else:
-        why = problem["msg"].removeprefix("Value error, ")
-        message = f"{field or problem['loc'][0]}: {why[0].lower()}{why[1:]}"
-    body = error_body(message, "invalid_request_error", field or None, problem["type"])
+        message = f"{field or where[0]}: {why[0].lower()}{why[1:]}"
+    body = error_body(message, "invalid_request_error", field or None, kind)
     return error_json(body, 400, request.url.path)
 
 

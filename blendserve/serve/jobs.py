@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from blendserve.errors import BlendserveError, NotFound, RateLimited
 
-MAX_JOBS = 1000  # remembered
+MAX_JOBS = 1000  # remembered; above it, the namespace with most ended jobs loses its oldest one
 MAX_RUNNING = 100
 MAX_RUNNING_PER_NAMESPACE = 8  # each job holds the body of its request
 
@@ -67,11 +68,17 @@ class Jobs:
         job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, total_documents=total_documents)
         self._jobs[job.id] = job
         if len(self._jobs) > MAX_JOBS:
-            del self._jobs[next(iter(self._jobs))]
+            self._forget_one()
         task = asyncio.ensure_future(_run(job, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
+
+    def _forget_one(self) -> None:
+        """Forget the oldest ended job of the namespace that has most of them: no tenant pushes out others."""
+        ended = [job for job in self._jobs.values() if job.state != "running"]
+        ((most, _),) = Counter(job.namespace for job in ended).most_common(1)
+        del self._jobs[next(job.id for job in ended if job.namespace == most)]
 
     def get(self, namespace: str, job_id: str) -> Job:
         """A job by id. Raises NotFound, also for a job of another namespace."""

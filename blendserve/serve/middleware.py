@@ -102,6 +102,12 @@ def check_json_complexity(body: bytes) -> None:
 
     The contents of strings do not count. Invalid JSON is left to the parser.
     """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        wrong = body[error.start]
+        message = f"the body is not UTF-8: byte 0x{wrong:02x} at position {error.start}: send JSON in UTF-8"
+        raise InputError(message) from None
     if b"\0" in body:
         raise InputError("the body is not a JSON object in UTF-8: send one")
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
