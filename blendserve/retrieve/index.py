@@ -190,7 +190,11 @@ class VectorIndex:
             change = run(self._embed(batch, progress, done, total))
             done += len(change.vectors)
             more = self.commit(change)
-            added = Added(*(before + now for before, now in zip(added, more, strict=True)))
+            added = Added(
+                added.documents + more.documents,
+                added.passages + more.passages,
+                added.replaced + more.replaced,
+            )
         return added
 
     def embed_steps(self, documents: Iterable[Document]) -> Steps[Change]:

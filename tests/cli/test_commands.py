@@ -21,6 +21,7 @@ import lmdb
 import pytest
 import typer
 import yaml
+from rich.progress import Progress
 
 import blendserve
 from blendserve import console
@@ -180,14 +181,14 @@ def test_ctrl_c_while_a_bar_starts_leaves_the_terminal_free(monkeypatch: pytest.
 
 def test_the_rate_of_a_bar_counts_what_was_done_since_it_appeared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was stored before, or while the model was loaded, took none of its time."""
-    now, shown, update_bar = [0.0], list[str](), console.Progress.update
+    now, shown, update_bar = [0.0], list[str](), Progress.update
 
     def watched(bar: Any, task: Any, **fields: Any) -> None:
         shown.append(fields["rate"])
         update_bar(bar, task, **fields)
 
     monkeypatch.setattr(console.err, "get_time", lambda: now[0])
-    monkeypatch.setattr(console.Progress, "update", watched)
+    monkeypatch.setattr(Progress, "update", watched)
     with console.progress("Precomputing", "tokens", refreshes=False) as update:
         update(4000, 9000)
         now[0] = 2.0
@@ -216,10 +217,10 @@ def test_an_index_on_a_read_only_disk_is_asked_and_not_changed(
     """Root may write anywhere: LMDB refuses in place of the disk."""
     folder, opened = Path(shutil.copytree(index, tmp_path / "index")), lmdb.open
 
-    def read_only_disk(path: str, *args: Any, readonly: bool = False, **options: Any) -> Any:
-        if not readonly:
+    def read_only_disk(path: str, **options: Any) -> Any:
+        if not options.get("readonly"):
             raise OSError(errno.EROFS, "Read-only file system", path)
-        return opened(path, *args, readonly=True, **options)
+        return opened(path, **options)
 
     monkeypatch.setattr(lmdb, "open", read_only_disk)
     report = cli("ask", "Where was the bee seen?", "-i", folder, "--max-new-tokens", 2, "--json")

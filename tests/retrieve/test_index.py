@@ -175,9 +175,11 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(document=st.sampled_from(DOCUMENTS), step=st.integers(1, 6), is_gone=st.booleans())
     def change_on_a_full_disk(self, document: Document, step: int, is_gone: bool) -> None:
         """The change is refused, and the index in memory is the one on disk."""
-        change = self.index.delete if is_gone else self.index.add
         with suppress(VectorIndexError), disk_fails_at(step, FULL):
-            change(document.id if is_gone else [document])  # type: ignore[operator]
+            if is_gone:
+                self.index.delete(document.id)
+            else:
+                self.index.add([document])
             assert self.held.get(document.id) == (None if is_gone else document)  # nothing was to be done
 
     @rule(document=st.sampled_from(DOCUMENTS), is_gone=st.booleans())
