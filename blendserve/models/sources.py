@@ -144,6 +144,8 @@ def _convert(file: Path, into: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         read = GGUFReader(file)
+        if parts := read.fields.get("split.count"):
+            _refuse_part(file, int(parts.parts[-1][0]))
         scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
         kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
         if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
@@ -180,6 +182,16 @@ def _convert(file: Path, into: Path) -> None:
         raise ModelError(
             f"{file} is damaged, or transformers cannot convert it: {first_line(error)}", path=file
         ) from error
+
+
+def _refuse_part(file: Path, n_parts: int) -> None:
+    if n_parts > 1:
+        raise ModelError(
+            f"{file} is one of {n_parts} parts of a GGUF file: merge them by llama.cpp's "
+            "`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and give the whole file",
+            setting="model.name",
+            path=file,
+        )
 
 
 def _text(read: Any, key: str) -> str | None:

@@ -32,6 +32,7 @@ _REASONS: dict[type[Exception], str] = {
     lmdb.VersionMismatchError: "has a data.mdb of another LMDB version: move it, or set store.location",
     **dict.fromkeys((lmdb.CorruptedError, lmdb.PageNotFoundError), DAMAGED),
     lmdb.MapResizedError: "was enlarged by another process: open it again",
+    lmdb.MemoryError: "does not fit into the address space that is left: raise `ulimit -v`, or lower store.cap_gb",
     lmdb.ReadersFullError: f"has {MAX_READERS} open readers already: close some",
 }
 

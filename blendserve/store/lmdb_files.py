@@ -27,7 +27,7 @@ def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
     if read_only:
         if not exists:
             raise unavailable(path, "does not exist: precompute one, or set store.location")
-        readable = partial(lmdb.open, str(path), map_size=0, readonly=True, create=False)
+        readable = partial(_mapped, path, map_size, 0, readonly=True, create=False)
         try:
             return readable(max_readers=MAX_READERS)
         except (lmdb.Error, OSError) as error:
@@ -36,10 +36,18 @@ def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
             return readable(lock=False)
     path.mkdir(parents=True, exist_ok=True)
     # Without metasync a power cut may undo the last chunk, never damage the others; a kill undoes nothing.
-    env = lmdb.open(str(path), map_size=0 if exists else map_size, max_readers=MAX_READERS, metasync=False)
-    if env.info()["map_size"] < map_size:  # 0: as large as the file says
+    env = _mapped(path, map_size, 0 if exists else map_size, max_readers=MAX_READERS, metasync=False)
+    if env.info()["map_size"] < map_size:
         env.set_mapsize(map_size)
     return env
+
+
+def _mapped(path: Path, lowest: int, size: int, **options: bool | int) -> lmdb.Environment:
+    """A map of `size`, 0 = what the file says; one of `lowest`, or what is in use, if there is no space for it."""
+    try:
+        return lmdb.open(str(path), map_size=size, **options)
+    except lmdb.MemoryError:
+        return lmdb.open(str(path), map_size=lowest, **options)
 
 
 def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:

@@ -78,6 +78,7 @@ def write_tiny(
     scaling: str | None = None,
     eos: int = 2,
     pre: str | None = "default",
+    parts: int = 0,
 ) -> Path:
     """A small model with random weights, by the gguf package. changed: shapes of tensors; None = there is none."""
     writer = gguf.GGUFWriter(file, family)
@@ -91,6 +92,8 @@ def write_tiny(
     writer.add_tokenizer_model("gpt2")
     if pre:
         writer.add_tokenizer_pre(pre)
+    if parts:
+        writer.add_uint16("split.count", parts)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
     writer.add_token_merges(MERGES)
@@ -302,6 +305,13 @@ def test_a_user_s_file_is_converted_once_and_known_by_its_content(
     assert len(caplog.records) == 1
     assert load(write_tiny(file, family="qwen2", changed=UNTIED)).fingerprint != first.fingerprint
     assert len(caplog.records) == 2
+
+
+def test_a_part_of_a_file_is_refused_as_such_and_one_of_one_is_whole(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        load(write_tiny(tmp_path / "tiny-00001-of-00002.gguf", parts=2, changed={"blk.1.ffn_up": None}))
+    assert "2 parts" in str(error.value)  # allow: it was called damaged
+    load(write_tiny(tmp_path / "tiny-00001-of-00001.gguf", parts=1))
 
 
 REFUSED: list[Any] = [

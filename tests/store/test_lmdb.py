@@ -390,3 +390,24 @@ def test_damaged_totals_are_recounted(path: Path) -> None:
     with LMDBStore(path, 3 * UNIT, eviction=LRU()) as store:
         put_kv(store, key_of(3), chunk(BIG))
         assert stored(store) == {1, 2, 3}
+
+
+def open_in_little_space(connection: Connection, path: Path, cap_bytes: int, read_only: bool) -> None:
+    """Send whether chunk 0 can be read; "refused" where the map does not fit."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, used + 2**33))
+    try:
+        store = LMDBStore(path, cap_bytes, read_only=read_only)
+        connection.send(has(store, key_of(0)))
+    except StoreUnavailable as error:
+        connection.send("refused" if isinstance(error.__cause__, lmdb.MemoryError) else str(error.__cause__))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_large_map_opens_in_little_address_space_under_a_lower_cap(path: Path, read_only: bool) -> None:
+    filled(path)
+    with lmdb.open(str(path), map_size=2**37) as env, env.begin(write=True) as txn:
+        txn.put(b"~", b"")  # the file asks for so much from now on
+    for cap, expected in ((2**36, "refused"), (CAP, True)):
+        with process(open_in_little_space, path, cap, read_only) as (_, connection):
+            assert connection.recv() == expected
