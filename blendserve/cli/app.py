@@ -29,6 +29,7 @@ FILES = {  # command -> its file
     **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
     **{"warm": "warm"},
 }
+log = logging.getLogger(__name__)
 COMMANDS = Registry("command", {name: f"blendserve.cli.{file}:{name}" for name, file in FILES.items()})
 
 
@@ -96,6 +97,7 @@ def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # at exit, Python would print a traceback for what cannot be written
         return code
     except BlendserveError as error:
+        log.debug("The error with its causes:", exc_info=error)  # shown by --verbose
         return _refuse(str(error))
     except ModuleNotFoundError as error:
         extra = extra_with(error.name or "")

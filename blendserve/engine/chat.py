@@ -16,6 +16,7 @@ from typing import Any
 
 from blendserve.core import Span, TokenIds
 from blendserve.errors import InputError
+from blendserve.models.chat_templates import choose
 
 MIN_TEXT = 64  # characters of a text that is looked for; a shorter one may be a word of the template
 
@@ -58,7 +59,7 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
 
     Raises InputError for what the template refuses, and for tools that it has no place for.
     """
-    if chat.tools and "tools" not in (tokenizer.chat_template or ""):
+    if chat.tools and "tools" not in (choose(tokenizer.chat_template, True) or ""):
         raise InputError(
             "the model's chat template has no place for tools: leave `tools` out, or send tool_choice 'none'"
         )

@@ -173,7 +173,7 @@ def write_folder(file: Path, into: Path) -> Start:
     for name, values in (("config", config), ("tokenizer_config", settings)):
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
-    if tokenizer.chat_template:
+    if isinstance(tokenizer.chat_template, str):
         (into / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
     save_file(_weights(gguf, config), into / "model.safetensors", {"format": "pt"})
     return Start({**DEFAULTS, **config}, tokenizer, frozenset({config["eos_token_id"]}), fingerprint=None)

@@ -18,6 +18,7 @@ from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError
 from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load
+from blendserve.models.chat_templates import choose
 from blendserve.models.checkpoint import (
     check_folder,
     check_hub,
@@ -165,6 +166,7 @@ def _tokenizer(source: str | Path) -> Any:
 
     own = AutoTokenizer.from_pretrained(source)
     if not getattr(own, "backend_tokenizer", None):
+        choose(own.chat_template, has_tools=False)  # or ModelError
         return own
     ours = Tokenizer.of(own)
     return ours if agree(ours, own) else own

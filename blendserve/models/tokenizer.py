@@ -5,18 +5,14 @@ It does what transformers' own does with the same file, without importing transf
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
-import jinja2.ext
 import tokenizers
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from blendserve.models.chat_templates import TemplateLimit, choose, render
 
 
 @dataclass(eq=False)
@@ -26,7 +22,7 @@ class Tokenizer:
     backend_tokenizer: tokenizers.Tokenizer
     special_tokens: dict[str, str]  # by name: bos_token, eos_token, ...
     eos_token_id: int | None
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None  # of several, by their names
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokenizer:
@@ -85,7 +81,8 @@ class Tokenizer:
         """The chat as text. Raises jinja2.TemplateError where the template refuses it."""
         assert not tokenize, "text and control tokens are tokenised apart"
         return str(
-            _compiled(self.chat_template or "").render(
+            render(
+                choose(self.chat_template, bool(tools)) or "",
                 messages=[dict(message) for message in messages],
                 tools=tools,
                 documents=None,
@@ -118,6 +115,7 @@ def probe_ids(tokenizer: Any) -> list[int]:
 
 def agree(ours: Tokenizer, theirs: Any) -> bool:
     """Whether both encode, decode and render chats alike: a class of transformers may do more than its Rust backend."""
+    choose(ours.chat_template, has_tools=False)  # or ModelError
     special = "".join(map(str, ours.special_tokens.values()))
     texts = (*SAMPLES, special, f"a {special} b")
     return _behaviour(ours, texts) == _behaviour(theirs, texts)
@@ -141,21 +139,7 @@ def _chat(tokenizer: Any, roles: Sequence[str], tools: Any) -> Any:
     messages = [{"role": role, "content": f" {role} {n}\n"} for n, role in enumerate(roles)]
     try:
         return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
-    except TemplateError:
+    except TemplateLimit:
+        raise
+    except Exception:  # transformers' own raises whatever the template's parts raise
         return None
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = lambda x, ensure_ascii=False, indent=None: json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
