@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, in_stacks
 from blendserve.blend.donors import DonorIndex
 from blendserve.core import Steps, TokenIds
+from blendserve.errors import StoreCircuitOpen
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.write_queue import write_behind
 from blendserve.kv import ChunkKV
@@ -123,8 +124,14 @@ class ChunkWriter:
     def write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
         """Compute and store chunks that a request missed -> number stored.
 
-        Skips chunks that the store does not admit, that another process is computing, or that are stored by now.
+        Skips chunks that the store does not admit, that another process is computing, or that are stored by now. Stores
+        nothing while the store's server is down, which was logged.
         """
+        with suppress(StoreCircuitOpen):
+            return (yield from self._write_back(missing))
+        return 0
+
+    def _write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
         admitted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}
         damaged = {self.key(ids) for ids, chunk in admitted.items() if chunk.is_damaged}
         with self._lease(admitted, damaged, BACKGROUND_MARGIN) as granted:

@@ -71,9 +71,13 @@ def publish(
 
     with Engine.open(index, settings) as engine:
         per_token = engine.model.decoder.kv_bytes_per_token
-        computing = console.progress("Precomputing", "tokens", per_token)
-        with computing as computed, console.progress("Encoding", "chunks") as encoded:
-            made = run(engine, name, level or (), computed, encoded)
+        with (
+            console.progress("Precomputing", "tokens", per_token) as computed,
+            console.progress("Sampling text from the model", "tokens") as sampled,
+            console.progress("Fitting tables", "steps") as fitted,
+            console.progress("Encoding", "chunks") as encoded,
+        ):
+            made = run(engine, name, level or (), computed, encoded, sampled, fitted)
     text = (
         f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
         f"{', '.join(made.levels)}; next: blendserve kdn serve"

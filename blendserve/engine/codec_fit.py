@@ -40,8 +40,19 @@ FREQUENT = 1 << 14  # tokens at the front of the vocabulary
 log = logging.getLogger(__name__)
 
 
-def writing_codec(config: Config, model: LoadedModel, prompts: PromptBuilder, store: KVStore) -> Codec:
-    """The codec that `store.codec` names, with the model's tables. Raises ConfigError, TablesMissing, StoreError."""
+def writing_codec(
+    config: Config,
+    model: LoadedModel,
+    prompts: PromptBuilder,
+    store: KVStore,
+    sampling: Progress = lambda done, total: None,
+    fitting: Progress = lambda done, total: None,
+) -> Codec:
+    """The codec that `store.codec` names, with the model's tables; those of a bundled model are fitted if need be.
+
+    sampling: progress of the text to fit on, in tokens. fitting: the codec's own progress. Raises ConfigError,
+    TablesMissing, StoreError.
+    """
     name, level = parse_codec(config.store.codec)
     made: type[Codec] = CODECS.load(name)
     if made.needs_equal_layers and not model.decoder.has_equal_layers:
@@ -65,7 +76,8 @@ def writing_codec(config: Config, model: LoadedModel, prompts: PromptBuilder, st
             name,
             model.name,
         )
-        hash = fit(name, self_generated_text(model, FIT_TOKENS), model, prompts, store)
+        text = self_generated_text(model, FIT_TOKENS, sampling)
+        hash = fit(name, text, model, prompts, store, fitting=fitting)
         codec = _with_tables(made, level, store, hash)
     if codec is None:
         raise TablesMissing(

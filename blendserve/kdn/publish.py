@@ -41,10 +41,13 @@ def publish(
     levels: Sequence[str] = (),
     progress: Progress | None = None,
     done: Progress = lambda n, total: None,
+    sampling: Progress = lambda n, total: None,
+    fitting: Progress = lambda n, total: None,
 ) -> Collection:
     """Publish an engine's index and store. levels: codecs beside the one that the store writes.
 
-    progress: of precompute, in tokens. done: of encoding, in chunks. Raises InputError, ConfigError, StoreError.
+    progress: of precompute, in tokens. done: of encoding, in chunks. sampling, fitting: of missing tables of the levels
+    (codec_fit.py). Raises InputError, ConfigError, StoreError.
     """
     valid_name(name)
     words, index, store = _levels(engine, levels), engine.index, engine.store
@@ -58,7 +61,7 @@ def publish(
             "there is room"
         )
     settings = {word: engine.config.replace("store.codec", word) for word in words[1:]}
-    fitted = engine.model, engine.prompts, store  # tables are fitted if the store has none
+    fitted = engine.model, engine.prompts, store, sampling, fitting
     codecs = {word: writing_codec(config, *fitted) for word, config in settings.items()}
     prior = engine.blender.priors.hash()
     _, files, _ = read(index.path)

@@ -18,6 +18,7 @@ from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
 from blendserve.config import BlendConfig, RemoteConfig, StoreConfig
 from blendserve.core import Prompt
+from blendserve.engine import codec_fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, NotFound, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_store
@@ -29,6 +30,7 @@ from blendserve.fetch.plan import Candidate, LinkState, Plan
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
+from blendserve.models import sources
 from blendserve.retrieve.manifest import read as read_index
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
@@ -221,6 +223,19 @@ def test_while_the_service_is_away_a_fetched_index_is_used_and_chunks_miss(
 
 
 # Collections
+
+
+def test_publishing_shows_the_progress_of_tables_that_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sources.BUNDLED, "tiny", sources.BUNDLED["smollm2-135m"])
+    monkeypatch.setattr(codec_fit, "FIT_TOKENS", 100)
+    monkeypatch.setattr(codec_fit, "TEXT_TOKENS", 50)
+    shown: dict[str, list[tuple[int, int]]] = {name: [] for name in ("computed", "done", "sampled", "fitted")}
+    updates = [lambda n, total, steps=steps: steps.append((n, total)) for steps in shown.values()]
+    publish(peers.publisher(tmp_path, MemoryStore(2**30)), NAME, ["predict"], *updates)
+    for name, steps in shown.items():
+        assert (name, len(steps) > 0, steps[-1][0]) == (name, True, steps[-1][1])
 
 
 def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import PASSWORD, library
 from blendserve.store.valkey_layout import chunk_name
 from tests.endurance.faults import CHUNKS, FAULTS, FaultFixture, run_fault
+from tests.support.engines import PASSAGES, QUESTIONS, toy_engine
 from tests.support.http import certificate
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
 from tests.support.valkey import PATIENT_S, cluster, needs_server, shared_server
@@ -181,6 +182,17 @@ def test_a_trusted_certificate_of_another_name_gets_no_password(
                 with pytest.raises(StoreUnavailable):
                     opened.stats()
         assert bool(other.up.n_bytes) == (name == "IP:127.0.0.1")
+
+
+def test_a_server_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By an answer, its report and the log together."""
+    away = store(f"valkey://127.0.0.1:{free_port()}")
+    with toy_engine(away) as engine:
+        report = engine.answer(QUESTIONS[0], PASSAGES, method="blend", max_new_tokens=1).report
+    assert {miss.kind for miss in report.unusable} == {"unreachable"}
+    said = [*(record.getMessage() for record in caplog.records), report.reason]
+    said += [miss.reason for miss in report.unusable]
+    assert sum(away.config.where in text for text in said) == 1
 
 
 # Failover: the address of the settings leads to another server
