@@ -48,7 +48,6 @@ class Commands(TyperGroup):
 
 
 app = make_app()
-log = logging.getLogger(__name__)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,7 +7,8 @@ ahead counts as now when the store is next written.
 
     u KEY              last used 8 | bytes 8 | raw bytes 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
     o LAST_USED KEY    empty: unpinned chunks in order of use (big-endian time: a scan gives the oldest first)
-    n TAG              totals of a namespace, or of all, the fields of Totals 8 each | xxh3-64 8
+    n TAG              totals of a namespace, or of all: chunks 4 | tokens, bytes, raw bytes 8 each | pins 4 |
+                       pinned bytes 8 | xxh3-64 with TOTALS_FORMAT and the tag 8
     c TAG              COUNTERS 8 each | xxh3-64 with the tag 8
 
 Bytes are as stored. A damaged entry counts as an unpinned chunk of unknown size that was never used. Missing or damaged
@@ -21,7 +22,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -39,9 +40,10 @@ log = logging.getLogger(__name__)
 NOTE_EVERY_S = 60.0  # the notes of a store that only reads
 AHEAD_NS = 60 * 10**9  # a use later than now by this was noted when a clock was ahead
 COUNTERS = "hits", "misses", "corrupt", "evictions", "refused", "undecodable"  # in the order of a record
+TOTALS_FORMAT = b"2"  # others are counted again
 ENTRY, ORDER, TOTALS, COUNTS = b"u", b"o", b"n", b"c"
 
-_ENTRY, _TOTALS = struct.Struct("<QQQIB"), struct.Struct("<6Q")
+_ENTRY, _TOTALS = struct.Struct("<QQQIB"), struct.Struct("<IQQQIQ")
 _COUNTS = struct.Struct(f"<{len(COUNTERS)}q")
 _TIME, _SUM = struct.Struct(">Q"), struct.Struct("<Q")
 
@@ -197,21 +199,35 @@ class Ledger:
     def totals(self, tag: bytes = b"") -> Totals:
         """Of one namespace, or of all."""
         if tag not in self._totals:
-            written = unpack_sealed(_TOTALS, tag, self.txn.get(TOTALS + tag))
+            written = unpack_sealed(_TOTALS, TOTALS_FORMAT + tag, self.txn.get(TOTALS + tag))
             self._totals[tag] = Totals(*written) if written else self._count(tag)
         return self._totals[tag]
 
-    def oldest(self, spare: ChunkKey, used: Mapping[ChunkKey, int]) -> Iterator[Candidate]:
-        """Unpinned chunks except `spare`, least recently used first. used: uses later than all written ones."""
-        for name, _ in self.txn.scan(ORDER):
-            key = name[1 + _TIME.size :]
-            if key != spare and key not in used:
-                entry = self.entry(key)
-                yield Candidate(key, entry.n_bytes if entry else 0)
-        for key in sorted(used, key=used.__getitem__):
-            entry = self.entry(key)
-            if key != spare and entry and not entry.pinned:
-                yield Candidate(key, entry.n_bytes)
+    def above_share(self, tag: bytes, more: int, cap_bytes: int) -> set[bytes]:
+        """The namespaces that hold more than an equal share of the cap, once `tag` has `more` bytes."""
+        tags = {name[1:] for name, _ in self.txn.scan(TOTALS) if len(name) > 1} | {tag}
+        n_bytes = {each: self.totals(each).n_bytes + (more if each == tag else 0) for each in tags}
+        n_namespaces = sum(map(bool, n_bytes.values()))
+        return {each for each, n in n_bytes.items() if n * n_namespaces > cap_bytes}
+
+    def oldest(
+        self, spare: ChunkKey, used: Mapping[ChunkKey, int], first: Set[bytes] = frozenset()
+    ) -> Iterator[Candidate]:
+        """Unpinned chunks except `spare`: those of the namespaces `first`, then the others; least recently used first.
+
+        used: uses later than all written ones.
+        """
+        for is_first in (True, False):
+            for name, _ in self.txn.scan(ORDER):
+                key = name[1 + _TIME.size :]
+                if key != spare and key not in used and (key[:TAG_BYTES] in first) == is_first:
+                    entry = self.entry(key)
+                    yield Candidate(key, entry.n_bytes if entry else 0)
+            for key in sorted(used, key=used.__getitem__):
+                if key != spare and (key[:TAG_BYTES] in first) == is_first:
+                    entry = self.entry(key)
+                    if entry and not entry.pinned:
+                        yield Candidate(key, entry.n_bytes)
 
     def put(self, key: ChunkKey, entry: Entry | None) -> None:
         """Write a chunk's entry in place of the one before; None removes that."""
@@ -285,7 +301,7 @@ class Ledger:
     def flush(self) -> None:
         """Write the totals."""
         for tag, totals in self._totals.items():
-            self.txn.put(TOTALS + tag, seal(tag, _TOTALS.pack(*totals)))
+            self.txn.put(TOTALS + tag, seal(TOTALS_FORMAT + tag, _TOTALS.pack(*totals)))
 
     def _count(self, tag: bytes) -> Totals:
         totals = Totals()

@@ -224,9 +224,15 @@ class TxnStore(KVStore):
         return False
 
     def _victims(self, ledger: Ledger, key: ChunkKey, more: int) -> list[Candidate]:
-        """The chunks to evict for `more` bytes of a chunk. Raises StoreFull."""
+        """The chunks to evict for `more` bytes of a chunk. Raises StoreFull.
+
+        Namespaces above their share of the cap lose chunks first, so one tenant's requests do not evict another's KV.
+        """
         stored = ledger.totals().n_bytes
-        oldest = ledger.oldest(key, self._usage.used())
+        if stored + more <= self.cap_bytes:
+            return []
+        above = ledger.above_share(key[:TAG_BYTES], more, self.cap_bytes)
+        oldest = ledger.oldest(key, self._usage.used(), above)
         victims = self._eviction.victims(oldest, stored + more - self.cap_bytes)
         if victims is None:
             raise store_full(f"the KV store {self.location or 'in memory'}", stored, more, self.cap_bytes)

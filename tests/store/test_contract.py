@@ -129,6 +129,26 @@ def test_a_new_chunk_needs_more_requests_than_its_victims(kind: str, tmp_path: P
         assert stored(store) == {9}
 
 
+@every_kind
+def test_one_namespace_evicts_nothing_of_another_that_holds_less_than_its_share(
+    kind: str, tmp_path: Path
+) -> None:
+    """By any number of puts; one that is alone may use the whole cap, and gives it back."""
+    with opened(kind, tmp_path / "kv", 12 * chunk().n_bytes, eviction=LRU()) as store:
+        greedy = [key_of(n, "greedy") for n in range(40)]
+        for key in greedy[:20]:
+            assert put_kv(store, key, chunk())
+        assert len(store.contains(greedy)) == 12
+        for tenant in ("first", "second"):
+            own = [key_of(n, tenant) for n in range(4)]
+            for key in own:
+                assert put_kv(store, key, chunk())
+            for key in greedy[20:]:
+                assert put_kv(store, key, chunk())
+            assert store.contains(own) == set(own)
+        assert store.contains(greedy) >= set(greedy[-4:])
+
+
 @given(st.lists(st.integers(0, 40), max_size=300))
 def test_the_sketch_never_underestimates_until_it_ages(asked: list[int]) -> None:
     """And up to the limit of its counters."""

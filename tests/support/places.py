@@ -89,12 +89,21 @@ class StoreModel:
         )
 
     def victims(self, key: ChunkKey, size: int) -> tuple[list[ChunkKey], bool]:
-        """The least recently used chunks that have to go, as few as possible, and whether those make room."""
+        """The chunks that have to go, as few as possible, and whether those make room.
+
+        The least recently used go first; where namespaces share the cap, those of namespaces above an equal part.
+        """
         tag = key[:TAG_BYTES] if self.server else b""
         others = [k for k in self.chunks if k != key and k.startswith(tag)]
         excess, victims = sum(self.sizes[k] for k in others) + size - self.cap, list[ChunkKey]()
         unit = 1000 if self.server else 1
-        for k in sorted(set(others) - self.pins, key=lambda k: (self.used[k] // unit, k)):
+        held = Counter({key[:TAG_BYTES]: size})
+        for k in others:
+            held[k[:TAG_BYTES]] += self.sizes[k]
+        spared = {t for t, n in held.items() if not self.server and n * len(+held) <= self.cap}
+        for k in sorted(
+            set(others) - self.pins, key=lambda k: (k[:TAG_BYTES] in spared, self.used[k] // unit, k)
+        ):
             if excess > 0:
                 victims.append(k)
                 excess -= self.sizes[k]
