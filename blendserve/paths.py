@@ -15,6 +15,7 @@ from blendserve.errors import ConfigError, InputError
 
 INDEXES = Path("indexes")
 HOME_CACHE = os.path.join("~", ".cache")
+SEAL_BYTES = 16  # of a digest, which takes twice as many characters at the end of a cached file
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,43 @@ def write_cached(file: Path, text: str) -> None:
     """Write it in one step. A cache that cannot be written costs a few seconds a start, not an answer."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(text, "utf-8")
+        write_sealed(file, text.encode())
+
+
+def read_cached(file: Path) -> str:
+    """What `write_cached` wrote. Raises OSError without a file, ValueError for one that was cut or changed."""
+    content = file.read_bytes()
+    if not _is_sealed(content):
+        raise ValueError(f"{file} is damaged")
+    return content[: -2 * SEAL_BYTES].decode()
+
+
+def write_sealed(file: Path, content: bytes) -> None:
+    """Write the content and a digest of it to the disk; the file appears whole, or not at all. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix=".write-", dir=file.parent) as folder:
+        scratch = Path(folder, "whole")
+        with scratch.open("wb") as opened:
+            opened.write(content + _seal(content))
+            opened.flush()
+            os.fsync(opened.fileno())  # else the name may reach the disk before the content
         os.replace(scratch, file)
+
+
+def is_sealed(file: Path) -> bool:
+    """Whether the file is there as `write_sealed` wrote it."""
+    try:
+        return _is_sealed(file.read_bytes())
+    except OSError:
+        return False
+
+
+def _is_sealed(content: bytes) -> bool:
+    at = len(content) - 2 * SEAL_BYTES
+    return at >= 0 and content[at:] == _seal(content[:at])
+
+
+def _seal(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=SEAL_BYTES).hexdigest().encode()
 
 
 def index_folder(index: str | Path) -> Path:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blendserve
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 PACKAGES = ("torch", "transformers", "faiss-cpu", "lmdb", "numpy")
 # The instruction sets that matter for speed: x86, then ARM, the oldest first.
@@ -83,6 +89,24 @@ def commit() -> str:
         return subprocess.run(describe, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+@cache
+def code_digest(*parts: str) -> str:
+    """A digest of the code in these files and folders of the package."""
+    digest = hashlib.blake2b(digest_size=12)
+    for file in (file for part in parts for file in _files(files(blendserve) / part)):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _files(place: Traversable) -> Iterator[Traversable]:
+    if place.is_file():
+        yield place
+    elif place.name not in ("__pycache__", "data", "prebuilt"):
+        for inner in sorted(place.iterdir(), key=lambda each: each.name):
+            yield from _files(inner)
 
 
 def _version(package: str) -> str:

@@ -30,7 +30,7 @@ from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.kernels.autotune import machine
 from blendserve.kv import ChunkKV, join_layers
 from blendserve.models.model import DecoderModel
-from blendserve.paths import cached_file, write_cached
+from blendserve.paths import cached_file, read_cached, write_cached
 from blendserve.registry import FULL_REUSE, POLICIES
 from blendserve.store.view import TensorView
 
@@ -107,7 +107,7 @@ def calibrated(model: DecoderModel, fingerprint: str, fresh: bool = False) -> Co
     file = cached_file("profit", about)
     try:
         if not fresh:
-            return CostModel(**json.loads(file.read_text()))
+            return CostModel(**json.loads(read_cached(file)))
     except (OSError, ValueError, TypeError):
         pass  # none yet, or a damaged one
     log.info("Measuring the prefill and blending speed of this machine (once, a few seconds)")

@@ -41,16 +41,18 @@ from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
+from blendserve.kernels import autotune, switches
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import Forward, model_forward
 from blendserve.models.runner import append
-from blendserve.paths import cached_file, write_cached
+from blendserve.paths import cached_file, read_cached, write_cached
+from blendserve.provenance import code_digest
 from blendserve.registry import FULL_REUSE
 from blendserve.store.view import TensorView
 
-FORMAT = 3  # of the checks: raise it when one is added, or when the prefill changes
+CODE = "kernels", "models", "blend", "engine/gate.py"  # what a verdict is about
 SLACK = 3.0
 FLOOR = 1e-4
 MAX_TOKENS = 2048  # tokens of the prompt
@@ -117,11 +119,12 @@ class GateReport:
 
 def check_model(model: LoadedModel) -> GateReport:
     """The kept verdict on this model, machine and these versions, or a new one."""
-    versions = FORMAT, __version__, torch.__version__, version("transformers")
-    about = versions, (platform.node(), model.decoder.device, model.fingerprint)
+    versions = __version__, code_digest(*CODE), torch.__version__, version("transformers")
+    machine = platform.node(), autotune.machine(), switches.is_native_on(), model.decoder.device
+    about = versions, machine, model.fingerprint
     file = cached_file("gate", about)
     try:
-        return GateReport(model.name, tuple(GateRow(**row) for row in json.loads(file.read_text())))
+        return GateReport(model.name, tuple(GateRow(**row) for row in json.loads(read_cached(file))))
     except (OSError, ValueError, TypeError):
         log.info("Checking that blending is correct with %s (once, a few seconds)", model.name)
     report = check(model)

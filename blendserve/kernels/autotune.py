@@ -37,8 +37,8 @@ from blendserve.kernels.cpu import isa
 from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
-from blendserve.paths import cached_path, write_cached
-from blendserve.provenance import cpu_name
+from blendserve.paths import cached_path, read_cached, write_cached
+from blendserve.provenance import code_digest, cpu_name
 
 TIE = 1.05  # of a time: what is closer counts as equal
 RUNS = 4  # of each backend and sample that must count
@@ -46,7 +46,6 @@ BUDGET_S = 2.0  # for all measurements of a process
 MAX_WAIT_SHARE = 0.05  # of a run: its threads may have waited for a core for so long
 NOT_TUNED = "not measured: the machine was busy or slow"
 TASKS = Path("/proc/self/task")
-SOURCES = Path(__file__).parent
 
 Times = dict[str, list[float]]  # seconds of a call by backend, one for each sample
 Calls = Sequence[Sequence[tuple[Any, ...]]]  # the samples: arguments of a few calls each
@@ -210,12 +209,8 @@ def machine() -> str:
 @cache
 def _machine(threads: int, sets: tuple[str, ...]) -> str:
     libraries = torch.backends.cpu.get_cpu_capability(), *map(os.environ.get, cpu_cap.LIBRARIES)
-    about = repr((cpu_name(), sets, libraries, threads, torch.__version__))
-    files = sorted(
-        file for folder in (SOURCES, SOURCES / "cpu") for file in folder.iterdir() if file.is_file()
-    )
-    parts = (about.encode(), *(file.read_bytes() for file in files))
-    return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
+    about = repr((cpu_name(), sets, libraries, threads, torch.__version__, code_digest("kernels")))
+    return hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
 
 
 def cache_file() -> Path:
@@ -226,7 +221,7 @@ def cache_file() -> Path:
 def _kept() -> dict[str, Any]:
     """What the file holds; nothing of a file that is missing or damaged."""
     try:
-        return dict(json.loads(cache_file().read_text()))
+        return dict(json.loads(read_cached(cache_file())))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 

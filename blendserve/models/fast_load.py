@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blendserve import __version__
 from blendserve.models.tokenizer import Tokenizer
-from blendserve.paths import cached_file, write_cached
+from blendserve.paths import cached_file, read_cached, write_cached
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Start(NamedTuple):
 def load(folder: Path, dtype: torch.dtype) -> tuple[Start, dict[str, Tensor]] | None:
     """The folder's record and weights; None without a record, and where anything is damaged."""
     try:
-        head, _, backend = record_file(folder, dtype).read_text("utf-8").partition("\n")
+        head, _, backend = read_cached(record_file(folder, dtype)).partition("\n")
         record = json.loads(head)
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend), **record["tokenizer"])
         ends = frozenset(record["end_tokens"])

@@ -19,6 +19,7 @@ from blendserve.blend.layout import Layout
 from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig
+from blendserve.paths import read_cached, write_cached
 from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_decoder
 
@@ -86,7 +87,7 @@ def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(
     assert min(astuple(first)) >= 0
     assert first.seconds(Work(1, 200, 20_000, 0)) > 0
     (file,) = (tmp_path / "blendserve" / "profit").iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "per_row": 0.125}))
+    write_cached(file, json.dumps({**json.loads(read_cached(file)), "per_row": 0.125}))
     assert calibrated(tiny_decoder("llama"), "f").per_row == 0.125
     assert len(caplog.records) == 1
     file.write_text("{")

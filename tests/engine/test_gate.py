@@ -141,7 +141,7 @@ def test_nothing_passes_that_cannot_fail(monkeypatch: pytest.MonkeyPatch) -> Non
     assert failed(tiny_decoder("llama")) == {"full reuse"}
 
 
-def test_the_verdict_is_kept_by_fingerprint_and_format(
+def test_the_verdict_is_kept_by_fingerprint_code_and_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked, kept = list[str](), tmp_path / "blendserve" / "gate"
@@ -157,11 +157,16 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
     Engine.open(CONFIG, model=model).close()
     assert [check_model(r) for r in (model, other, other)] == [first] * 3
     assert checked == [model.fingerprint, "other"]
-    monkeypatch.setattr(gate, "FORMAT", gate.FORMAT + 1)
-    assert check_model(model) == first
-    for n, damage in enumerate(("", '[{"check": "x"}]', "{"), 4):
+    for n, changes in enumerate(("another digest of the code", "other kernels"), 3):
+        double = (gate, "code_digest") if n == 3 else (gate.autotune, "machine")
+        monkeypatch.setattr(*double, lambda *_, changes=changes: changes)
+        assert check_model(model) == first
+        assert len(checked) == n
+    for n, damage in enumerate(
+        (lambda x: b"", lambda x: b"[]", lambda x: x[: len(x) // 2], lambda x: x[:-1]), 5
+    ):
         for file in kept.iterdir():
-            file.write_text(damage)
+            file.write_bytes(damage(file.read_bytes()))
         assert check_model(model) == first
         assert len(checked) == n
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(kept.iterdir())))  # where nothing can be kept

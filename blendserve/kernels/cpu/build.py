@@ -7,7 +7,7 @@ The sources use no torch headers, so this takes a few seconds. The object links 
 it binds to the one that torch brought into the process, and shares its threads.
 
 A wheel carries objects for machines without a compiler in `prebuilt/`, named by a digest of their sources; they are used
-first.
+first. An object ends in a digest of itself, which loaders ignore: a cut one would kill the process that calls it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
-from blendserve.paths import cached_path
+from blendserve.paths import cached_path, is_sealed, write_sealed
 
 SOURCES = Path(__file__).parent
 PREBUILT = SOURCES / "prebuilt"
@@ -40,18 +40,18 @@ def build(level: Level) -> Path:
     """The shared object of an instruction set, compiled first if need be. Raises Unavailable, naming what is missing."""
     if reason := missing(level):
         raise Unavailable(reason)
-    if (made := prebuilt(level)).exists():
+    if is_sealed(made := prebuilt(level)):
         return made
     compiler = find_compiler()
     target = cached_path("native", f"{level.name}-{_digest(level, _run([compiler, '--version']))}.so")
-    if not target.exists():
+    if not is_sealed(target):
         try:
             import fcntl  # start-up: Unix alone, and `missing` has refused every other system
 
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.with_suffix(".lock").open("a") as lock:  # the system releases it if its holder dies
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not target.exists():
+                if not is_sealed(target):
                     compile_level(level, compiler, target)
         except OSError as error:
             raise Unavailable(f"{target.parent} cannot be written: {error.strerror}") from None
@@ -95,7 +95,7 @@ def compile_level(level: Level, compiler: str, target: Path) -> None:
             list(pool.map(_run, commands))
         linked = Path(folder, "linked.so")
         _run([compiler, *LINK, *objects.values(), "-o", str(linked)])
-        os.replace(linked, target)
+        write_sealed(target, linked.read_bytes())
 
 
 def _run(command: list[str]) -> str:
@@ -116,7 +116,7 @@ def prebuild() -> list[Path]:
     for old in set(PREBUILT.glob("*.so")) - set(made):
         old.unlink()
     for level, target in zip(LEVELS.values(), made, strict=True):
-        if not target.exists():
+        if not is_sealed(target):
             compile_level(level, find_compiler(), target)
     return made
 

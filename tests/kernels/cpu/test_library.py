@@ -21,6 +21,7 @@ from blendserve.kernels.cpu import build, isa
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
 from blendserve.kernels.cpu.library import LAYOUTS, loaded
 from blendserve.models.loader import fast_dtype
+from blendserve.paths import write_sealed
 from tests.support.kernel_switches import forget
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +85,31 @@ def test_compiled_once_and_found_by_the_next_process(
     assert build.build(level) == first
 
 
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: len(content) // 2],
+    "a page short": lambda content: content[:-4096],
+    "empty": lambda content: b"",
+    "zeros, as after a power cut": lambda content: bytes(len(content)),
+    "a bit": lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", ["cache", "package"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_object_is_never_loaded(damage: str, where: str, level: Level, tmp_path: Path) -> None:
+    """It is compiled again. A process that maps it would be killed at the first call."""
+    if where == "package":
+        assert build.main("all") == 0
+    whole = build.build(level)
+    damaged = DAMAGE[damage](whole.read_bytes())
+    whole.write_bytes(damaged)
+    again = build.build(level)
+    assert again.read_bytes() != damaged
+    assert (again == whole) == (where == "cache")
+    assert selfcheck.cpu_status(level).active
+
+
 def wrong(level: Level) -> None:
     loaded(level)
     raise build.Unavailable("gated activations are wrong here")
@@ -91,7 +117,7 @@ def wrong(level: Level) -> None:
 
 def broken_object(level: Level, folder: Path, patch: pytest.MonkeyPatch) -> None:
     build.PREBUILT.mkdir()
-    build.prebuilt(level).write_bytes(b"not a shared object")
+    write_sealed(build.prebuilt(level), b"not a shared object")
 
 
 FAULTS: dict[str, Callable[[Level, Path, pytest.MonkeyPatch], object]] = {
