@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import blendserve
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+    from importlib.abc import Traversable
 
 PACKAGES = ("torch", "transformers", "faiss-cpu", "lmdb", "numpy")
 # The instruction sets that matter for speed: x86, then ARM, the oldest first.

@@ -36,8 +36,8 @@ RULE = (
 )
 
 
-class ThreadTuner:
-    """The number of threads for one thread's work of few rows."""
+class ThreadTuner(threading.local):
+    """The number of threads for the calling thread's work of few rows: each thread that shares it has its own."""
 
     def __init__(
         self,
@@ -52,8 +52,11 @@ class ThreadTuner:
         self.tries_more = False  # the last trial was of more threads
 
 
-class Series:
-    """Units that cost alike, timed. Series may be nested between units; each compares its own units alone."""
+class Series(threading.local):
+    """Units that cost alike, timed. Series may be nested between units; each compares its own units alone.
+
+    Threads may share it: each has its own window and trial.
+    """
 
     def __init__(self, tuner: ThreadTuner) -> None:
         self._tuner = tuner
@@ -115,15 +118,10 @@ class Series:
             tuner.threads = tried
 
 
-class _OfThisThread(threading.local):
-    def __init__(self) -> None:
-        self.tuner = ThreadTuner()
-
-
-_of_this_thread = _OfThisThread()
+_tuner = ThreadTuner()
 
 
 def layer_series(n_rows: int, device: torch.device) -> Series | None:
     """For the layers of a pass of the calling thread, which begins with this number of rows; None: no choice."""
     has_choice = device.type == "cpu" and n_rows <= MAX_ROWS and torch.get_num_threads() > 1
-    return Series(_of_this_thread.tuner) if has_choice else None
+    return Series(_tuner) if has_choice else None

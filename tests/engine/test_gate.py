@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from blendserve.engine import gate
 from blendserve.engine.engine import Engine
 from blendserve.engine.gate import GateReport, GateRow, check, check_model, run_checks
 from blendserve.errors import ModelUnsupported
-from blendserve.kernels import rows
+from blendserve.kernels import autotune, rows
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import Rope
 from blendserve.models.families import FAMILIES
@@ -158,13 +159,14 @@ def test_the_verdict_is_kept_by_fingerprint_code_and_kernels(
     assert [check_model(r) for r in (model, other, other)] == [first] * 3
     assert checked == [model.fingerprint, "other"]
     for n, changes in enumerate(("another digest of the code", "other kernels"), 3):
-        double = (gate, "code_digest") if n == 3 else (gate.autotune, "machine")
+        double = (gate, "code_digest") if n == 3 else (autotune, "machine")
         monkeypatch.setattr(*double, lambda *_, changes=changes: changes)
         assert check_model(model) == first
         assert len(checked) == n
-    for n, damage in enumerate(
-        (lambda x: b"", lambda x: b"[]", lambda x: x[: len(x) // 2], lambda x: x[:-1]), 5
-    ):
+    damages: list[Callable[[bytes], bytes]] = [
+        *(lambda x: b"", lambda x: b"[]", lambda x: x[: len(x) // 2], lambda x: x[:-1])
+    ]
+    for n, damage in enumerate(damages, 5):
         for file in kept.iterdir():
             file.write_bytes(damage(file.read_bytes()))
         assert check_model(model) == first

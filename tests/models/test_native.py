@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache
 
@@ -200,3 +201,21 @@ def test_fewer_threads_serve_while_they_are_faster() -> None:
     for _ in range(200):
         series.run(unit)
     assert tuner.threads == 4
+
+
+@threads(4)
+def test_threads_that_share_a_series_do_not_see_each_other() -> None:
+    """The units of one are faster with one thread, those of the other with all."""
+    now = 0.0
+    tuner = ThreadTuner(lambda: 4, lambda: now, lambda: 0.0)
+    series = Series(tuner)
+
+    def unit(seconds: dict[int, float]) -> None:
+        nonlocal now
+        now += seconds[team.size()]
+
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(100):
+            series.run(lambda: unit({1: 0.02, 2: 0.03, 4: 0.05}))
+            other.submit(threads(4)(series.run), lambda: unit({1: 0.08, 2: 0.04, 4: 0.02})).result()
+        assert (tuner.threads, other.submit(lambda: tuner.threads).result()) == (1, 4)
