@@ -221,6 +221,7 @@ def doctor(settings: Config) -> Output:
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
+    from blendserve.engine.prompt import PromptBuilder
     from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
@@ -229,7 +230,7 @@ def doctor(settings: Config) -> Output:
     from blendserve.provenance import machine
 
     model = load_model(settings.model)
-    decoder, checks = model.decoder, check(model)
+    decoder, checks, prompts = model.decoder, check(model), PromptBuilder(model.tokenizer, settings.prompt)
     costs = calibrated(decoder, model.fingerprint, fresh=True)
     native, decoding = native_decoder(decoder)
     how = "by a CUDA graph" if decoder.device.type == "cuda" else f"layer by layer ({decoding})"
@@ -240,6 +241,7 @@ def doctor(settings: Config) -> Output:
         "kv_bytes_per_token": decoder.kv_bytes_per_token,
         "kv_layers": decoder.kv_layers,
         "context_tokens": decoder.context_limit,
+        "template_date": settings.prompt.date if prompts.writes_date else None,
         "seconds": asdict(costs),
         "kernels": {
             "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
@@ -253,6 +255,10 @@ def doctor(settings: Config) -> Output:
     where = f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
     show = partial(_show_health, f"{model.name} on {where}", checks, found)
     return Output(found, show, int(not checks.passed))
+
+
+def _about_date(date: str | None) -> str:
+    return f"this template writes the date: {date} (prompt.date) for chunk KV" if date else "writes no date"
 
 
 def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
@@ -280,6 +286,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"approximate: {', '.join(found['approximate']) or 'nothing'}",
         f"kv bytes per token: {found['kv_bytes_per_token']:,} ({found['kv_layers']})",
         f"context tokens: {found['context_tokens']:,}",
+        f"chat template: {_about_date(found['template_date'])}",
         f"costs for method auto: {costs['per_row'] * 1e3:.3g} ms per computed token, "
         f"{costs['per_loaded'] * 1e6:.3g} us per loaded token, {costs['per_pair'] * 1e9:.3g} ns per attention pair, "
         f"{costs['per_pass'] * 1e3:.3g} ms per pass",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -33,6 +34,11 @@ def _auto_ratio(text: str) -> str:
     if word != "auto" or (colon and not 0 <= float(least) <= 1):
         raise ValueError("a ratio is a number from 0 to 1, auto, or auto:R with its minimum")
     return text
+
+
+def _date(text: str) -> str:
+    """Raises ValueError."""
+    return date.fromisoformat(text).isoformat()
 
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -86,6 +92,9 @@ class PromptConfig(Settings):
     """Instruction before the passages."""
     kv_context: KVContext = "prefix"
     """Text that chunk KV is computed after; with prefix, the first chunk of a prompt is exact."""
+    date: Annotated[str, AfterValidator(_date)] = "2026-01-01"
+    """Date that a chat template writes, if it writes one. It stays the same, as chunk KV is computed after it: another
+    date makes other KV. Plain prompts have today's."""
     separator: Annotated[str, AfterValidator(_separator)] = ""
     """Text that separates chunks inside a question, such as ' # # ': each part before the last is a chunk, the last
     part is the question; empty turns this off."""

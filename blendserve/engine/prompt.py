@@ -18,6 +18,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,22 @@ class PromptBuilder:
     def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
         """Raises ModelUnsupported for a chat template that does not repeat what it is given."""
         self._tokenizer, self._literal, self._config = tokenizer, literal_tokenizer(tokenizer), config
+        self._now = datetime.fromisoformat(config.date)
         self._head, self._tail = self._template(())
+        if self._template(())[0] != self._head:
+            raise ModelUnsupported(
+                "the model's chat template writes other text each time, so no KV behind it can be reused: give its "
+                "tokenizer another chat_template, or none"
+            )
         self.prefix = self._ids(self._head)
         self.kv_context = self._kv_context(config.kv_context)
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether the chat template writes a date, which is `prompt.date`."""
+        other = copy.copy(self)
+        other._now = self._now.replace(year=self._now.year + 1, month=self._now.month % 12 + 1, day=1)
+        return other._template(()) != (self._head, self._tail)
 
     def build(
         self, question: str, passages: Sequence[Passage], history: Sequence[ChatMessage] = ()
@@ -171,10 +185,10 @@ class PromptBuilder:
             return bos + "".join(f"{m['role'].title()}: {m['content']}\n" for m in messages) + "Assistant:"
         from jinja2 import TemplateError  # not at the top: only chat templates need it
 
+        from blendserve.models.tokenizer import prompt_at
+
         try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
+            return prompt_at(self._tokenizer, messages, self._now)
         except TemplateError:
             return ""
 

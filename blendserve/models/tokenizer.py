@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import product
 from typing import Any
 
@@ -80,16 +81,37 @@ class Tokenizer:
     ) -> str:
         """The chat as text. Raises jinja2.TemplateError where the template refuses it."""
         assert not tokenize, "text and control tokens are tokenised apart"
-        return str(
-            render(
-                choose(self.chat_template, bool(tools)) or "",
-                messages=[dict(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
+        template = choose(self.chat_template, bool(tools))
+        return _rendered(
+            template, self.special_tokens, messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
+
+
+def prompt_at(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime) -> str:
+    """The chat as text, up to the answer, with this time in place of the present. Raises jinja2.TemplateError.
+
+    tokenizer: transformers' own, too, which passes no function to a template.
+    """
+    template = choose(tokenizer.chat_template, has_tools=False)
+    if "strftime_now" not in (template or ""):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    special = tokenizer.special_tokens if isinstance(tokenizer, Tokenizer) else tokenizer.special_tokens_map
+    return _rendered(
+        template,
+        {name: str(token) for name, token in special.items()},
+        messages,
+        tools=None,
+        add_generation_prompt=True,
+        strftime_now=now.strftime,
+    )
+
+
+def _rendered(
+    template: str | None, special_tokens: dict[str, str], messages: Sequence[dict[str, Any]], **variables: Any
+) -> str:
+    """Raises jinja2.TemplateError where the template refuses the messages."""
+    said = [dict(message) for message in messages]
+    return render(template or "", messages=said, documents=None, **special_tokens, **variables)
 
 
 SAMPLES = ("The cat sat on 12 mats.\n\n", " na\u00efve \u6f22\u5b57 \U0001f642\t x", "")

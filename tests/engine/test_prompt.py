@@ -133,10 +133,40 @@ def test_a_template_without_a_system_role_gets_it_from_the_user(
             prompts.build(QUESTION, (), [ChatMessage("user", "Hi")])
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[0].content[:20] }}"])
-def test_a_template_that_loses_the_prompt_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('never') }}",
+        "{{ messages[0].content[:20] }}",
+        "{{ range(100000) | random }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_loses_the_prompt_or_never_writes_it_twice_is_refused(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelUnsupported):
         PromptBuilder(with_template(template, monkeypatch), PromptConfig())
+
+
+DATED = "{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }} {% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def test_a_template_that_writes_the_time_gives_every_builder_the_same_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunk KV of yesterday has today's key."""
+    tokenizer = with_template(DATED, monkeypatch)
+    first, second = (PromptBuilder(tokenizer, PromptConfig()) for _ in range(2))
+    turns = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Ho")]
+    assert first.kv_context == second.kv_context
+    assert first.build(QUESTION, PASSAGES, turns) == second.build(QUESTION, PASSAGES, turns)
+    other = PromptBuilder(tokenizer, PromptConfig(date="2026-03-04"))
+    assert tokenizer.decode(other.prefix).startswith("04 Mar 2026, 00:00:00.000000")
+    assert (first.writes_date, other.writes_date) == (True, True)
+
+
+def test_other_templates_write_no_date() -> None:
+    assert not PromptBuilder(bundled_tokenizer(), PromptConfig()).writes_date
 
 
 # A separator
