@@ -28,9 +28,8 @@ from blendserve.core import Prompt, Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.spans import MOST, Hit, SpanIndex, Tokens
+from blendserve.store.spans import EDGE, MOST, Hit, SpanIndex, Tokens
 
-EDGE = 8  # tokens of a chunk that may be missing at either end
 MIN_SPAN = 48  # tokens of a run
 OVERLAPS = 16  # runs that a run may overlap with
 WORK = 16  # tokens to compare for each token of a prompt, at most
@@ -69,8 +68,9 @@ def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey
 
     read: the tokens of stored chunks. Chunks that are found in vain (an equal middle, other ends) count as work.
     """
-    hits, left, found = index.find(ids), WORK * len(ids), set[Run]()
-    keys = _candidates(hits, len(ids) // MIN_SPAN + MOST)
+    hits, left, found = _by_rank(index.find(ids)), WORK * len(ids), set[Run]()
+    compared = set[tuple[ChunkKey, int]]()
+    keys = list(dict.fromkeys(hit.key for hit in hits))[: len(ids) // MIN_SPAN + MOST]
     donors = {key: np.asarray(tokens, np.int64) for key, tokens in read(keys).items()} if keys else {}
     places = {key: index.places(donor) for key, donor in donors.items()}
     for hit in (hit for hit in hits if hit.key in donors):
@@ -78,7 +78,7 @@ def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey
         for anchor in places[hit.key].get(hit.hash, ()):
             start = hit.place - anchor  # where the chunk would start
             first, last = max(0, -start), min(len(donor), len(ids) - start)
-            if last - first > left:
+            if last - first > left or (hit.key, start) in compared:
                 continue
             left -= last - first
             equal = ids[start + first : start + last] == donor[first:last]
@@ -86,16 +86,17 @@ def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey
             head, tail = first + run.start, len(donor) - first - run.stop
             if len(run) >= MIN_SPAN and max(head, tail) <= EDGE:
                 found.add(Run(Span(start + head, start + first + run.stop), hit.key, head, tail))
+                compared.add((hit.key, start))
     return Cover(best_cover(found), WORK * len(ids) - left)
 
 
-def _candidates(hits: Sequence[Hit], most: int) -> list[ChunkKey]:
-    """The chunks to read, `most` at most: of each place its first hit, then of each its second one, and so on."""
-    ranks, ranked = Counter[int](), list[tuple[int, ChunkKey]]()
+def _by_rank(hits: Sequence[Hit]) -> list[Hit]:
+    """Of each place its first hit, then of each its second one, and so on: boilerplate is last."""
+    ranks, ranked = Counter[int](), list[tuple[int, Hit]]()
     for hit in hits:
-        ranked.append((ranks[hit.place], hit.key))
+        ranked.append((ranks[hit.place], hit))
         ranks[hit.place] += 1
-    return list(dict.fromkeys(key for _, key in sorted(ranked, key=lambda each: each[0])))[:most]
+    return [hit for _, hit in sorted(ranked, key=lambda each: each[0])]
 
 
 def _run_around(equal: np.ndarray, anchor: int, width: int) -> Span:

@@ -1,11 +1,11 @@
 """Finds stored chunks inside a prompt, at any offset, by hashes of token windows, in memory.
 
-    chunk   -> hash of the window in its middle, or of a window every `stride` tokens: its anchors
+    chunk   -> hashes of three windows, or of a window every `stride` tokens: its anchors
     prompt  -> hash of every window, in O(n) -> filter of bits -> anchors with the same hash: hits
 
 This is rsync's search (Tridgell and Mackerras, 1996) with anchors in place of blocks: the stored side has few windows,
-the prompt's side has all. The middle, as chunks of one document often begin and end alike (metadata, licences). A hit is
-a hint: its reader compares the tokens.
+the prompt's side has all. Three, as chunks of one document often begin, end or go on alike (metadata, licences): a chunk
+is found if one of its anchors is in few others. A hit is a hint: its reader compares the tokens.
 
 An anchor is one integer of 64 bits, 38 of its hash and 26 of its chunk's number, in sorted arrays, each more than twice
 as large as the next one. New chunks become one more array, and arrays are merged as they grow. A filter in front of them,
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from blendserve.store.key import ChunkKey
 
 WINDOW = 32  # tokens of an anchor
+EDGE = 8  # tokens of a chunk that may be missing at either end, and still it is found
 MOST = 16  # hits at one place of a prompt, of the chunks that were added last: boilerplate is in many chunks
 APART = 48  # tokens from one place of a window to the next one that counts: ruled tables, blank lines
 SLOT_BITS = 26  # of a chunk's number: at most 67 million
@@ -98,7 +99,10 @@ class SpanIndex:
     """The anchors of chunks, by key. Safe to share between threads."""
 
     def __init__(self, stride: int = 0, width: int = WINDOW, hasher: Hasher | None = None) -> None:
-        """stride: tokens from anchor to anchor of a chunk; 0: one, in its middle. hasher: the process's if None."""
+        """stride: tokens from anchor to anchor of a chunk; 0: one in its middle, and one EDGE from either end.
+
+        hasher: the process's if None.
+        """
         self.stride, self.width, self._hasher = stride, width, hasher or process_hasher()
         self._slots: dict[ChunkKey, int] = {}
         self._keys: list[ChunkKey | None] = []  # by number; None: deleted
@@ -124,7 +128,8 @@ class SpanIndex:
         if not starts:
             return np.empty(0, np.uint64)
         tokens = np.asarray(ids[starts[0] : starts[-1] + self.width], np.int64)
-        return self._hasher.windows(tokens, self.width)[:: self.stride or 1]
+        anchors: Marks = self._hasher.windows(tokens, self.width)[np.asarray(starts) - starts[0]]
+        return anchors
 
     def places(self, ids: Sequence[int] | Tokens) -> dict[int, list[int]]:
         """Where in a chunk its anchors start, by hash."""
@@ -173,12 +178,16 @@ class SpanIndex:
         found = zip(places[at].tolist(), slots.tolist(), hashes[places[at]].tolist(), strict=True)
         return [Hit(place, key, hash) for place, slot, hash in found if (key := keys[slot])]
 
-    def _starts(self, n_tokens: int) -> range:
-        """Where the anchors of a chunk of `n_tokens` tokens start."""
+    def _starts(self, n_tokens: int) -> Sequence[int]:
+        """Where the anchors of a chunk of `n_tokens` tokens start, ascending."""
         last = n_tokens - self.width
         if last < 0:
-            return range(0)
-        return range(0, last + 1, self.stride) if self.stride else range(last // 2, last // 2 + 1)
+            return ()
+        if self.stride:
+            return range(0, last + 1, self.stride)
+        if last < 2 * EDGE:
+            return (last // 2,)
+        return tuple(dict.fromkeys((EDGE, last // 2, last - EDGE)))
 
     def _renumber(self) -> None:
         """Close the gaps in the numbers, and drop the anchors of deleted chunks. The order stays."""

@@ -159,3 +159,16 @@ def test_few_chunks_are_read_and_each_places_latest_one_first() -> None:
     found = find_chunks(np.asarray(text, np.int64), index, read)
     assert [chunks[run.donor] for run in found.runs] == latest
     assert len(asked) == len(set(asked)) <= len(text) // MIN_SPAN + MOST
+
+
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_a_chunk_is_found_however_many_have_a_part_of_it(shared: int) -> None:
+    """Boilerplate at the beginning, in the middle or at the end of 250 chunks."""
+    boilerplate, chunks = some_ids(60, 999), list[TokenIds]()
+    for n in range(250):
+        parts = [some_ids(44, 2 * n), some_ids(44, 2 * n + 1)]
+        parts.insert(shared, boilerplate)
+        chunks.append(tuple(i for part in parts for i in part))
+    asked = [3, 100, 7, 249, 180]
+    ids = tuple(i for n in asked for i in chunks[n])
+    assert [run.donor[0] for run in cover(ids, chunks).runs] == asked
