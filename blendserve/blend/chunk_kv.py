@@ -26,6 +26,7 @@ from blendserve.store import ChunkKey, chunk_key
 from blendserve.store.codecs.base import ChunkShape
 from blendserve.store.key import TAG_BYTES, namespace_tag
 
+SCOPE_BYTES = 4  # of a learnt chunk's key, which all chunks of its scope share
 STACK_TOKENS = 1024  # rows of a stack on a CPU: enough to fill the matmuls, few enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
 GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
@@ -58,7 +59,16 @@ class ChunkKeys:
             return chunk_key(*fields, self.namespace)
         # in the namespace, and unrelated to the keys of other scopes
         key = chunk_key(*fields, f"{self.namespace}\0{self.scope}")
-        return namespace_tag(self.namespace) + key[TAG_BYTES:]
+        return self._beginning + key[TAG_BYTES + SCOPE_BYTES :]
+
+    def owns(self, key: ChunkKey) -> bool:
+        """Whether a key of the namespace may be of this scope; other keys' tokens need not be read."""
+        return self.scope is None or key.startswith(self._beginning)
+
+    @property
+    def _beginning(self) -> bytes:
+        """Of the keys of this scope."""
+        return namespace_tag(self.namespace) + namespace_tag(f"{self.namespace}\0{self.scope}")[:SCOPE_BYTES]
 
     def learnt_by(self, scope: str) -> ChunkKeys:
         """Keys of chunks that are learnt in a scope. All scopes of this namespace share one namespace for theirs."""

@@ -72,7 +72,9 @@ class DonorIndex:
         self._next_refresh = time.monotonic() + REFRESH_S
         before = self._index.keys  # chunks that are added from here on may not be listed, and stay
         stored = set[ChunkKey]()
-        is_built = self._ask_stores(lambda store: stored.update(store.keys(self._key.namespace)))
+        is_built = self._ask_stores(
+            lambda store: stored.update(filter(self._key.owns, store.keys(self._key.namespace)))
+        )
         if is_built:
             self._index.discard(before - stored)
             self._not_donors &= stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
 from concurrent.futures import Future
@@ -31,7 +32,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_SCOPES = 100  # whose recent prompts are remembered: 4 MB each at most
+RECENT_TOKENS = 1 << 24  # of the recent prompts of all scopes: 64 MB
+SCOPE_TOKENS = 1 << 12  # that a scope counts for without any prompt: its indexes take as much memory
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
 
 
@@ -104,16 +106,25 @@ class BatchEngine:
         )
 
     def _scope(self, namespace: str, scope: str) -> Scope:
-        """Of a client's plain prompts. Beyond MAX_SCOPES, the one that was used longest ago is forgotten."""
+        """Of a client's plain prompts. Beyond RECENT_TOKENS, others are forgotten."""
         found = self._scopes.pop((namespace, scope), None)
         if found is None:
             tokenizer = self.engine.model.tokenizer
             blender = self.blender(namespace).for_scope(scope, learns=self._learn_bytes > 0)
             found = Scope(blender, Learner(lambda token: tokenizer.decode([token]).endswith("\n")))
-            if len(self._scopes) >= MAX_SCOPES:
-                del self._scopes[next(iter(self._scopes))]
         self._scopes[namespace, scope] = found
+        self._forget_scopes()
         return found
+
+    def _forget_scopes(self) -> None:
+        """Forget scopes beyond the limit: of the namespace that has most, the one that was used longest ago."""
+        tokens = Counter[str]()
+        for (namespace, _), scope in self._scopes.items():
+            tokens[namespace] += SCOPE_TOKENS + scope.learner.n_tokens
+        while tokens.total() > RECENT_TOKENS and len(self._scopes) > 1:
+            largest = max(tokens, key=tokens.__getitem__)
+            oldest = next(key for key in self._scopes if key[0] == largest)
+            tokens[largest] -= SCOPE_TOKENS + self._scopes.pop(oldest).learner.n_tokens
 
     def _prefill(self, sequence: Sequence, blender: Blender, scope: Scope | None) -> Steps[Prefilled]:
         """scope: to learn from the prompt."""

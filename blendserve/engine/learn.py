@@ -76,6 +76,7 @@ class Learner:
         self._index = SpanIndex(STRIDE, WINDOW)
         self._prompts: dict[ChunkKey, np.ndarray] = {}  # ids by number, the latest last
         self._n_seen = 0
+        self.n_tokens = 0  # of the recent prompts
 
     def see(self, prompt: Prompt, start: int) -> list[TokenIds]:
         """The segments of a prompt that earlier ones have behind other text, the shortest first; then it is one of those.
@@ -109,13 +110,13 @@ class Learner:
         key = self._n_seen.to_bytes(8, "big")
         self._prompts[key] = ids.astype(np.int32)
         self._index.add([(key, self._index.anchors(ids))])
-        left = sum(map(len, self._prompts.values()))
+        self.n_tokens += len(ids)
         forgotten = list[ChunkKey]()
         for old, prompt in self._prompts.items():
-            if left <= self._recent_tokens:
+            if self.n_tokens <= self._recent_tokens:
                 break
             forgotten.append(old)
-            left -= len(prompt)
+            self.n_tokens -= len(prompt)
         for old in forgotten:
             del self._prompts[old]
         self._index.discard(forgotten)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
-from blendserve.config import ServeConfig
+from blendserve.config import BlendConfig, ServeConfig
 from blendserve.core import Answer, Prompt, Run, Span, TokenIds, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.chat import Chat
@@ -264,6 +265,46 @@ def test_scopes_and_namespaces_find_nothing_of_each_other(one: tuple[str, str]) 
         engine.blender.writer.precompute([engine.prompts.text_ids(b)])
         found = ask(batch, chat(c, b), scope="lee").report.spans
         assert [span.learnt for span in found] == [False]
+
+
+def test_a_new_scope_reads_no_tokens_of_other_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks those have learnt."""
+    store, asked = MemoryStore(ROOMY), list[bytes]()
+    by = tiny_blender(store)
+    for n in range(20):
+        learnt = by.for_scope(f"user{n}", learns=True).learnt
+        assert learnt
+        learnt.precompute([TEXTS[n % 4]])
+    describe = store.describe
+
+    def counted(keys: Iterable[bytes]) -> Any:
+        keys = list(keys)
+        asked.extend(keys)
+        return describe(keys)
+
+    monkeypatch.setattr(store, "describe", counted)
+    prompt = whole((*OTHERS[2], *TEXTS[3], *OTHERS[2]))
+    blend = BlendConfig(method="blend")
+    assert by.for_scope("new", learns=True).match(prompt, blend).runs == ()
+    assert asked == []
+    own = by.for_scope("user3", learns=True)
+    assert [run.is_learnt for run in own.match(prompt, blend).runs] == [True]
+    assert own.learnt
+    assert set(asked) == {own.learnt.key(TEXTS[3])}
+
+
+def test_a_user_learns_however_many_others_there_are() -> None:
+    """More than 100, of the same namespace or of another one."""
+    a, b, c, _ = PARAGRAPHS
+    with toy_engine() as engine:
+        batch = batch_of(engine)
+        ask(batch, chat(a, b), scope="kim")
+        request = engine.prepare(Request("", plain=chat(c)))
+        for n in range(150):
+            crowd = replace(request, scope=f"user{n}")
+            batch.sequence(crowd, lambda event: None, namespace="other" if n % 2 else "").release()
+        ask(batch, chat(b, a), scope="kim")
+        assert learnt_texts(engine) != []
 
 
 def test_learning_goes_on_after_a_restart() -> None:
