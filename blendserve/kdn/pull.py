@@ -109,9 +109,9 @@ def _update(client: Client, folder: Path, namespace: str | None) -> None:
             "chunks would be found: set store.namespace as its publisher did",
             setting="store.namespace",
         )
-    manifest = collection.files.get(MANIFEST)
+    described = collection.files.get(MANIFEST)
     with suppress(OSError):
-        if manifest and manifest.pieces == (tables_hash((folder / MANIFEST).read_bytes()).hex(),):
+        if described and described.pieces == (tables_hash((folder / MANIFEST).read_bytes()).hex(),):
             return
     if collection.files.keys() != FILES:  # names are paths
         raise InvalidReply("an index of other files than blendserve's")

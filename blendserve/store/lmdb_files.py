@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import xxhash
@@ -42,7 +43,7 @@ def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
     return env
 
 
-def _mapped(path: Path, lowest: int, size: int, **options: bool | int) -> lmdb.Environment:
+def _mapped(path: Path, lowest: int, size: int, **options: Any) -> lmdb.Environment:
     """A map of `size`, 0 = what the file says; one of `lowest`, or what is in use, if there is no space for it."""
     try:
         return lmdb.open(str(path), map_size=size, **options)

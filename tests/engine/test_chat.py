@@ -185,7 +185,7 @@ def test_our_tokenizer_renders_tools_as_transformers_does(template: str) -> None
     theirs, ours = tokenizers(template)
     assert agree(ours, theirs)
     other = copy.deepcopy(ours)
-    other.chat_template = (ours.chat_template or "").replace("tojson", "tojson(indent=1)")
+    other.chat_template = str(ours.chat_template).replace("tojson", "tojson(indent=1)")
     assert agree(other, theirs) == (template != "hermes")
 
 

@@ -104,7 +104,7 @@ def listed(*names: str) -> list[dict[str, str]]:
 
 
 def rendered(tokenizer: Any, *tools: dict[str, Any]) -> str:
-    def tokenize(text: str, is_literal: bool) -> Any:
+    def tokenize(text: str, is_literal: bool, before: int) -> Any:
         return tokenizer(text, add_special_tokens=False)["input_ids"], []
 
     return str(tokenizer.decode(chat_ids(tokenizer, Chat(tuple(MESSAGES), tools), tokenize)[0]))
