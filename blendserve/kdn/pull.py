@@ -122,9 +122,9 @@ def _update(client: Client, folder: Path, namespace: str | None) -> None:
     n_bytes = sum(blob.n_bytes for blob in collection.files.values())
     with client.within(FASTEST_LIMIT_S + n_bytes / MIN_BYTES_S):
         files = {name: _file(client, name, blob) for name, blob in collection.files.items()}
-    manifest = _checked_manifest(files)
+    checked = _checked_manifest(files)
     del files[MANIFEST]
-    write(folder, manifest, files, manifest_digest(folder))
+    write(folder, checked, files, manifest_digest(folder))
 
 
 def _file(client: Client, name: str, blob: Blob) -> bytes:

@@ -40,7 +40,7 @@ def _checked_connection(lib: Any) -> Any:
     """
     connection: Any = lib.SSLConnection
 
-    class CheckedConnection(connection):
+    class CheckedConnection(connection):  # type: ignore[misc]  # the package may be missing
         def __init__(self, **options: Any) -> None:
             super().__init__(**{**options, "ssl_check_hostname": True})
 
