@@ -48,6 +48,9 @@ from blendserve.store.txn_store import TxnStore
 
 MIB = 1 << 20
 WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
+TURN_S = (
+    0.1  # that a thread waits for another process at a time, while other threads of its own wait behind it
+)
 ATTEMPTS = 5  # to check the pages of a commit that writers do not replace meanwhile
 
 
@@ -345,20 +348,33 @@ class Environment:
     @contextmanager
     def _alone(self, wait_s: float) -> Iterator[None]:
         """Be the only writer of all threads and processes; LMDB's own lock has no timeout."""
-        busy = unavailable(
-            self.path, f"has had another writer for {wait_s:g} s: wait for that process, or stop it"
-        )
-        if not self._one_writer.acquire(timeout=wait_s):
-            raise busy
+        end = time.monotonic() + wait_s
+        while not self._take_turn(min(wait_s, TURN_S)):
+            if time.monotonic() >= end:
+                raise unavailable(
+                    self.path, f"has had another writer for {wait_s:g} s: wait for that process, or stop it"
+                )
         try:
             if _identity(self._data) != self._identity:
                 raise unavailable(self.path, "was removed or replaced: open it again")
-            with self._writer_file.acquire(timeout=wait_s):
-                yield
-        except filelock.Timeout:
-            raise busy from None
+            yield
         finally:
+            self._writer_file.release()
             self._one_writer.release()
+
+    def _take_turn(self, wait_s: float) -> bool:
+        """Take both locks. wait_s: for another process, which may have been stopped; threads of this one go on."""
+        if not self._one_writer.acquire(timeout=WRITER_WAIT_S if wait_s else 0.0):
+            return False
+        try:
+            self._writer_file.acquire(timeout=wait_s)
+        except filelock.Timeout:
+            self._one_writer.release()
+            return False
+        except BaseException:
+            self._one_writer.release()
+            raise
+        return True
 
     def _refuse_truncated(self) -> None:
         """Raise StoreUnavailable for a file that was cut short: reading past its end would kill the process."""
