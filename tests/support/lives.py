@@ -11,7 +11,7 @@ import json
 import threading
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
@@ -73,7 +73,8 @@ class Life:
         self.reads.set()
         self.status, self.text, self.is_sound, self.is_broken = 0, b"", True, False
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
+        scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http"}
+        scope["path"] = path
         scope |= {"raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
         scope |= {
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -105,12 +106,12 @@ class ServerMachine(RuleBasedStateMachine):
     def open(self, prefetches: bool = True, is_open: bool = True) -> None:
         self.n_threads = threading.active_count()
         self.loop = asyncio.new_event_loop()
-        self.decoder: Any = faulty_model().decoder
+        self.decoder = cast("Any", faulty_model().decoder)
         self.decoder.fault = None
         store = TieredStore(MemoryStore(2**20), far_store())
         fetcher = KVFetcher(store, prefetch_bytes=2**26 if prefetches else 0)
         config = CONFIG.replace("store.write_back", "none")
-        self.engine: Any = Engine(config, faulty_model(), store, fetcher=fetcher)
+        self.engine = cast("Any", Engine(config, faulty_model(), store, fetcher=fetcher))
         self.gate, self.is_held_up, self.is_refusing = threading.Event(), False, False
         if is_open:
             self.gate.set()
