@@ -84,11 +84,19 @@ class Context:
             stack.enter_context(client.limits.concurrency_slot(self.tenant))
             if client.http.log_text:
                 request.state.text = query.question
-            handle = await until_disconnect(request, client.submit(query, self.tenant))
-            stack.callback(handle.cancel)
+
+            async def submit() -> RequestHandle:
+                """Whoever cancels the outer task, a submitted request is cancelled with it."""
+                submitted = await client.submit(query, self.tenant)
+                stack.callback(submitted.cancel)
+                return submitted
+
+            handle = await until_disconnect(request, submit())
             found = _found(handle)
             if stream:
-                return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s, found)
+                response = EventStream(form.events(handle), client.http.ping_s, found)
+                response.on_close = stack.pop_all().close  # after all that may raise
+                return response
             answer = await until_disconnect(request, handle.answer())
             body = await until_disconnect(request, form.complete(handle, answer))
             return JSONResponse(body, headers=found)
@@ -185,19 +193,18 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         events: AsyncIterator[StreamEvent],
-        on_close: Callable[[], None],
         ping_s: float,
         headers: Mapping[str, str],
     ) -> None:
         headers = {**headers, "Cache-Control": "no-cache"}
         super().__init__(_sse_lines(events, ping_s), media_type="text/event-stream", headers=headers)
-        self._on_close = on_close
+        self.on_close: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._on_close()
+            self.on_close()
 
 
 async def _sse_lines(events: AsyncIterator[StreamEvent], ping_s: float) -> AsyncIterator[str]:
