@@ -30,6 +30,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
 
+N_RANKED = 256, 4096  # tokens, in which most nuclei end
 STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
 
 # position of the first token, tokens -> logits [n, V] after each
@@ -271,11 +272,34 @@ class Sampler:
         if self._config.is_greedy:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.float().cpu() / self._config.temperature, dim=-1)
-        ranked, order = probabilities.sort(descending=True)
-        dropped = ranked.cumsum(0) - ranked >= self._config.top_p
-        dropped[0] = False  # not even by a top_p that float32 has no number for
-        ranked[dropped] = 0.0
-        return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
+        if self._config.top_p >= 1:
+            return draw(probabilities, self._generator)
+        ranked, order = nucleus_of(probabilities, self._config.top_p)
+        return int(order[draw(ranked, self._generator)])
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> int:
+    """A token by its probability [V]: the first whose cumulative sum is above one random number."""
+    sums = probabilities.cumsum(0, dtype=torch.float64)
+    if not bool(sums[-1] > 0):
+        raise RuntimeError("the logits are not numbers")
+    at = sums[-1] * torch.rand(1, dtype=torch.float64, generator=generator)
+    return min(int(torch.searchsorted(sums, at, right=True)), len(probabilities) - 1)
+
+
+def nucleus_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest tokens whose probabilities [V] sum to `top_p`: theirs, the largest first, and their ids.
+
+    All of them are sorted only where the N_RANKED largest do not sum to it.
+    """
+    for k in (*(n for n in N_RANKED if n < len(probabilities)), len(probabilities)):
+        is_all = k == len(probabilities)
+        ranked, order = probabilities.sort(descending=True) if is_all else probabilities.topk(k)
+        before = ranked.cumsum(0) - ranked
+        if float(before[-1]) >= top_p:
+            break
+    n = max(1, int((before < top_p).sum()))  # one, even by a top_p that float32 has no number for
+    return ranked[:n], order[:n]
 
 
 class Detokenizer:

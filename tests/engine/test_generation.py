@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import run
-from blendserve.engine.generate import Detokenizer, Sampler, generate
+from blendserve.engine.generate import Detokenizer, Sampler, generate, nucleus_of
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import Runner
 from tests.support.blending import lay, some_prompt
@@ -101,6 +101,20 @@ def test_sampling_follows_the_nucleus_distribution(temperature: float, top_p: fl
     for token, share in expected.items():
         sigma = (n * share * (1 - share)) ** 0.5
         assert abs(drawn[token] - n * share) <= 4.5 * sigma
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 8.0])
+def test_a_nucleus_is_that_of_the_sorted_vocabulary(spread: float, top_p: float) -> None:
+    """From one token up to nearly all of them."""
+    logits = spread * torch.randn(20_001, generator=torch.Generator().manual_seed(1))
+    probabilities = torch.softmax(logits, dim=-1)
+    ranked, order = probabilities.sort(descending=True)
+    n = max(1, int((ranked.cumsum(0) - ranked < top_p).sum()))
+    found, ids = nucleus_of(probabilities, top_p)
+    assert torch.equal(found, ranked[:n])
+    assert torch.equal(probabilities[ids], found)
+    assert set(ids.tolist()) == set(order[:n].tolist())
 
 
 @pytest.mark.parametrize(
