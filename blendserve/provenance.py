@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
         "blendserve": blendserve.__version__,
         "commit": commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: package_version(name) for name in PACKAGES},
     }
 
 
@@ -109,7 +109,8 @@ def _files(place: Traversable) -> Iterator[Traversable]:
             yield from _files(inner)
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The installed version; "" if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

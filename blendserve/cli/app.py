@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any
 
 import typer
@@ -20,6 +19,7 @@ from blendserve import console
 from blendserve.cli.options import make_app, option
 from blendserve.errors import BlendserveError
 from blendserve.extras import extra_with, install_hint
+from blendserve.provenance import package_version
 from blendserve.registry import Registry
 
 FILES = {  # command -> its file
@@ -52,9 +52,8 @@ app = make_app()
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(
-            f"blendserve {blendserve.__version__}, torch {version('torch')}, Python {platform.python_version()}"
-        )
+        torch = package_version("torch") or "(not installed)"
+        print(f"blendserve {blendserve.__version__}, torch {torch}, Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -99,10 +98,12 @@ def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
         log.debug("The error with its causes:", exc_info=error)  # shown by --verbose
         return _refuse(str(error))
     except ModuleNotFoundError as error:
-        extra = extra_with(error.name or "")
-        if extra is None:
+        name = error.name or ""
+        extra, is_ours = extra_with(name), name.partition(".")[0] in ("", "blendserve")
+        if extra is None and is_ours:
             raise
-        return _refuse(f"this command needs the package {error.name}: {install_hint(extra)}")
+        remedy = "install blendserve again with its dependencies" if extra is None else install_hint(extra)
+        return _refuse(f"this command needs the package {name}: {remedy}")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

@@ -99,9 +99,11 @@ class Settings(BaseModel):
 @cache
 def _descriptions(module: str) -> dict[str, str]:
     """CLASS.FIELD -> the string below it. pydantic's use_attribute_docstrings would double the time of the import."""
-    classes = [
-        n for n in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(n, ast.ClassDef)
-    ]
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:  # the package was installed without its sources
+        return {}
+    classes = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
     return {
         f"{node.name}.{ast.unparse(field.target)}": str(below.value.value)
         for node in classes

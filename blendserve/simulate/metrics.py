@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import sys
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -35,14 +35,23 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
     for nodes, routing in grid:
         result = Cluster(config, nodes, routing).run(workload.requests(config, nodes), number, step)
         cells.append({"nodes": nodes, "routing": routing, **summary(config, result, nodes)})
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "simulate": "cluster",
         "versions": versions(),
         "settings": config.model_dump(mode="json"),
         "cells": cells,
-        "peak_memory_bytes": peak if sys.platform == "darwin" else peak * 1024,
+        "peak_memory_bytes": _peak_memory_bytes(),
     }
+
+
+def _peak_memory_bytes() -> int | None:
+    """Of this process so far; None where the system does not tell."""
+    with suppress(ImportError):
+        import resource  # Unix alone has it
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return None
 
 
 def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Metrics:
@@ -92,7 +101,8 @@ def show(metrics: Metrics) -> None:
         columns.split("|"),
         rows,
     )
-    console.out.print(f"peak memory of this process: {metrics['peak_memory_bytes'] / 1e9:.2f} GB")
+    if peak := metrics["peak_memory_bytes"]:
+        console.out.print(f"peak memory of this process: {peak / 1e9:.2f} GB")
 
 
 def plot(metrics: Metrics) -> bytes:

@@ -212,7 +212,8 @@ def _renew_lock() -> None:
     _lock, _opening = threading.RLock(), threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+if hasattr(os, "register_at_fork"):  # Unix alone has forks
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Environment:
