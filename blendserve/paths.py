@@ -87,6 +87,10 @@ def _seal(content: bytes) -> bytes:
 
 def index_folder(index: str | Path) -> Path:
     """indexes/NAME for a bare name that is no folder here; what has a separator, as ./NAME, is the folder itself."""
+    if not isinstance(index, str | Path) or not str(index) or "\0" in str(index):
+        raise InputError(
+            f"index cannot be {index!r}: give the name of an index, or its folder", setting="index"
+        )
     path = Path(index)
     is_name = str(index) == path.name and not path.exists()
     return INDEXES / path if isinstance(index, str) and is_name else path

@@ -172,7 +172,7 @@ class DecodeConfig(Settings):
     """Sampling temperature; 0 is greedy decoding."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling: draw from the likeliest tokens whose probabilities sum to this."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Random seed of sampling."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""

@@ -22,6 +22,7 @@ from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config
 from blendserve.core import Answer, Document, Passage, TokenIds, run
+from blendserve.engine.arguments import check_count, check_shard, check_text, chunks_within, own_passages
 from blendserve.engine.calibrate import PROMPTS, calibrate
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents
@@ -160,7 +161,9 @@ class Engine:
         return added.documents
 
     def delete(self, *doc_ids: str) -> int:
-        """Remove documents with their passages, vectors and KV -> how many were there."""
+        """Remove documents with their passages, vectors and KV -> how many were there. Raises InputError."""
+        for doc_id in doc_ids:
+            check_text(doc_id, "doc_ids")
         return self._documents().delete(*doc_ids)[0]
 
     def precompute(
@@ -201,13 +204,15 @@ class Engine:
         questions: users' own; without any, some are made of the passages. `progress(prompts done, prompts in all)`; what
         was measured stays if it is stopped. Raises InputError, StoreError, ConfigError.
         """
+        check_count(prompts, "prompts")
+        asked = [passage.text for passage in own_passages(questions, "questions")]
         self.gate.require()
         if self.model.decoder.recurrent:
             raise ConfigError(
                 f"there is no ratio to choose for {self.model.name}: chunks of recurrent layers are reused whole",
                 setting="blend.quality",
             )
-        return calibrate(self, prompts, questions, progress)
+        return calibrate(self, prompts, asked, progress)
 
     def missing(
         self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
@@ -238,7 +243,9 @@ class Engine:
         The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
         model that fails the gate is told to blend; method auto answers by the model's own forward.
         """
-        own = None if passages is None else tuple(Passage(p) if isinstance(p, str) else p for p in passages)
+        own = None if passages is None else own_passages(passages)
+        check_text(question, "question")
+        top_k = None if top_k is None else check_count(top_k, "top_k")
         blend, decode = split_options(options)
         return self.run(self.prepare(Request(question, own, top_k, blend=blend, decode=decode)))
 
@@ -400,12 +407,10 @@ class Engine:
         self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
     ) -> list[TokenIds]:
         """The chunks of one share of the index's passages, or of these."""
-        i, n = shard
-        if not 0 <= i < n:
-            shares = f"count from 0/{n} to {n - 1}/{n}" if n > 0 else "there is at least one, 0/1"
-            raise InputError(f"shard {i}/{n} does not exist: {shares}", setting="shard")
-        chunks = self.prompts.chunk_ids(self._index().passages if passages is None else passages)
-        return [ids for ids in chunks if share_of(ids, n) == i]
+        i, n = check_shard(shard)
+        given = self._index().passages if passages is None else own_passages(passages)
+        found = chunks_within(given, self.prompts, self.model.decoder.context_limit)
+        return [ids for ids in found if share_of(ids, n) == i]
 
 
 def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:

@@ -100,6 +100,8 @@ def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Itera
     """
     if isinstance(objects, str | Mapping | Document):
         objects = [objects]
+    if not isinstance(objects, Iterable):
+        raise CorpusError(f"documents cannot be {_start(repr(objects))}: give a list of documents or texts")
     for n, item in enumerate(objects, 1):
         if isinstance(item, Document):
             item = {"text": item.text, "title": item.title, "id": item.id}

@@ -24,7 +24,10 @@ def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
     Opening for reading changes nothing. Where the lock file may not be written it takes no lock: then no writer
     elsewhere knows of this reader, so its snapshot may change underneath it (and fail checksums).
     """
-    exists = (path / "data.mdb").exists()
+    data = path / "data.mdb"
+    exists = (
+        data.exists() and data.stat().st_size > 0
+    )  # a writer that was killed at once leaves an empty file
     if read_only:
         if not exists:
             raise unavailable(path, "does not exist: precompute one, or set store.location")
