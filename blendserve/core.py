@@ -248,6 +248,7 @@ class Reason(str, Enum):
     NO_DONOR = "no donor"  # not stored, nor is any text of it
     DONOR_UNUSABLE = "donor unusable"  # not stored; a chunk that has text of it could not be used
     UNUSABLE = "unusable"  # stored, and damaged or not decodable here
+    SHORT = "short"  # stored, and computed: a short chunk's KV is far from what it is in a prompt
     UNUSED = "unused"  # stored, but the method does not use it in this place
     NOT_STORED = "not stored"
     NOT_LOOKED_UP = "not looked up"

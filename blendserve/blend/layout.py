@@ -16,6 +16,7 @@ a plain prompt, with runs of the stored chunks that were found in it (match.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -33,6 +34,9 @@ from blendserve.store.base import LOCAL, Miss
 from blendserve.store.codecs.base import Pair
 from blendserve.store.key import ChunkKey
 from blendserve.store.view import ChunkView
+
+LEAST_REUSED = 64  # tokens of a stored chunk: a shorter one is computed where tokens may be recomputed
+LEAST_RECOMPUTED = 16  # tokens of each reused chunk, unless none is to be recomputed
 
 LayerKV = tuple[Tensor, Tensor]  # one layer's keys after RoPE, and values [K, S, D]
 
@@ -56,6 +60,7 @@ class Segment:
     view: ChunkView | None = None  # where KV is read from, whether the method uses it or not
     offset: int = 0  # where the segment starts in the view
     source: str = ""  # local | remote | computed
+    is_short: bool = False  # fresh, as its stored chunk has fewer than LEAST_REUSED tokens
     is_seam: bool = False  # fresh, as a state map begins behind it
     donor: ChunkKey | None = None  # the stored chunk that the view belongs to, of a run
     miss: Miss | None = (
@@ -154,8 +159,24 @@ class Layout:
         return n_recomputed == self.n_reusable and not self.count(State.KEPT) and not self.n_lossy
 
     def budget(self, ratio: float) -> int:
-        """Tokens to recompute: a share of the found chunk tokens; exact ones count, but need no recomputation."""
-        return min(round(ratio * self.n_found), self.n_reusable)
+        """Tokens to recompute: a share of the found chunk tokens; exact ones count, but need no recomputation.
+
+        No fewer than LEAST_RECOMPUTED of each reused chunk, unless the share is 0.
+        """
+        least = sum(min(LEAST_RECOMPUTED, n) for n in self._reused_lengths) if ratio else 0
+        return min(max(round(ratio * self.n_found), least), self.n_reusable)
+
+    @cached_property
+    def _reused_lengths(self) -> list[int]:
+        """Reused tokens of each chunk that has some; of a plain prompt, of each stored chunk that was found."""
+        counts = Counter[int]()
+        for segment in self.segments:
+            if segment.state is State.REUSED and segment.chunk is not None:
+                is_plain = self.prompt.is_plain
+                counts[segment.span.start - segment.offset if is_plain else segment.chunk] += len(
+                    segment.span
+                )
+        return [*counts.values()]
 
     def state_at(self, start: int, offset: int = 0) -> State:
         """The state of stored KV that is used from position `start` on, read from `offset` tokens into its chunk."""
@@ -180,15 +201,18 @@ class Layout:
         cut = (part for segment in self.segments for part in parts(segment) if len(part.span))
         return replace(self, segments=tuple(cut)) if n else self
 
-    def for_method(self, method: Method) -> Layout:
-        """The same with the segments that a method does not use left fresh: prefix caching uses what is exact."""
+    def for_method(self, method: Method, recomputes: bool = False) -> Layout:
+        """The same with the segments that a method does not use left fresh: prefix caching uses what is exact.
+
+        recomputes: whether blending recomputes tokens; chunks below LEAST_REUSED are then computed.
+        """
 
         def is_used(segment: Segment) -> bool:
             is_prefix = segment.state is State.KEPT or (segment.is_exact and segment.donor is None)
             return method == "prefix" and is_prefix
 
         if method not in ("full", "prefix"):
-            return self
+            return replace(self, segments=tuple(map(_floored, self.segments))) if recomputes else self
         segments = (s if is_used(s) else replace(s, state=State.FRESH) for s in self.segments)
         return replace(self, segments=tuple(segments))
 
@@ -225,6 +249,12 @@ def lay_out(
     return replace(layout, segments=tuple(segment for segment in segments if len(segment.span)))
 
 
+def _floored(segment: Segment) -> Segment:
+    """Fresh, if it is reused from a chunk that is too short."""
+    is_short = segment.state is State.REUSED and segment.view and segment.view.n_tokens < LEAST_REUSED
+    return replace(segment, state=State.FRESH, is_short=True) if is_short else segment
+
+
 def _never_read(l: int) -> Pair:
     raise AssertionError("a supposed chunk has no KV")
 
@@ -234,7 +264,8 @@ ASSUMED = ChunkView(0, 0, 0, 0, None, _never_read, is_lossless=True)  # of a lay
 
 def suppose(prompt: Prompt, chunks: Collection[int], first_is_exact: bool) -> Layout:
     """The layout if the prefix and these chunks were stored: to estimate costs, not to read."""
-    return lay_out(prompt, ASSUMED, dict.fromkeys(chunks, ASSUMED), first_is_exact=first_is_exact)
+    views = {i: replace(ASSUMED, n_tokens=len(prompt.chunks[i])) for i in chunks}
+    return lay_out(prompt, ASSUMED, views, first_is_exact=first_is_exact)
 
 
 def with_runs(layout: Layout, segment: Segment, runs: Sequence[Run], fetch: Fetch) -> Iterator[Segment]:

@@ -72,7 +72,7 @@ class Planner:
             if layout.n_found:
                 method, reason = choose_method(self._estimates(layout, blend))
             blend = blend.with_values(method=method)
-        layout = layout.for_method(blend.method)
+        layout = layout.for_method(blend.method, make_policy(blend).recomputes)
         if isinstance(blend.ratio, str):
             ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
             blend = blend.with_values(ratio=ratio)
@@ -81,7 +81,8 @@ class Planner:
     def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:
         """Seconds that each method is expected to take."""
         costs, policy, n_layers = self.calibrate(), make_policy(blend), self._model.n_layers
-        return {m: costs.seconds(count_work(layout.for_method(m), policy, n_layers)) for m in METHODS}
+        layouts = {method: layout.for_method(method, policy.recomputes) for method in METHODS}
+        return {m: costs.seconds(count_work(layouts[m], policy, n_layers)) for m in METHODS}
 
     def token_saves_s(
         self, prompt: Prompt, blend: BlendConfig, chunks: Collection[int], first_is_exact: bool

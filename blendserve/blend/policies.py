@@ -63,6 +63,11 @@ class Policy:
         """Number of tokens that are recomputed, for the cost model too."""
         return layout.budget(self.config.min_ratio)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether tokens are recomputed at all; full reuse is what it says, whatever it reuses."""
+        return self.config.min_ratio > 0
+
     def is_scored(self, layout: Layout) -> bool:
         """Whether the scoring pass runs; it does not without a choice, of the prefill or of refining."""
         n = self.n_selected(layout)
@@ -136,7 +141,7 @@ class DeviationPolicy(Policy):
 class NonePolicy(Policy):
     """Recomputes nothing: full reuse, as in PromptCache (arXiv 2311.04934)."""
 
-    has_ratio = False
+    has_ratio = recomputes = False
 
     def n_selected(self, layout: Layout) -> int:
         return 0

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import Layout, Segment, State
+from blendserve.blend.layout import LEAST_REUSED, Layout, Segment, State
 from blendserve.blend.planner import PrefillPlan
 from blendserve.blend.prefill import PassResult
 from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, ReusedSpan, Span, Unusable
@@ -19,6 +19,7 @@ STATE = {name: n for n, name in enumerate(Explanation.STATES)}
 KEPT = (
     "it was kept from the prompt before, as that had it: chunks in it do not stand where they were computed"
 )
+SHORT = f"a chunk of fewer than {LEAST_REUSED} tokens is too short to be blended"
 NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
 
@@ -144,6 +145,8 @@ def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tu
         return NEAR, Reason.NEAR, near.reason
     if s.state is not State.FRESH:
         return s.source, *_used(s)
+    if s.is_short:
+        return "", Reason.SHORT, f"it was stored, and computed: {SHORT}"
     if s.is_stored:
         because = plan.reason or f"method {plan.blend.method!r} uses only KV that is exact in its place"
         return "", Reason.UNUSED, f"it was stored, and left alone: {because}"
@@ -193,6 +196,8 @@ def _why_nothing_was_blended(plan: PrefillPlan) -> str:
     layout = plan.layout
     if plan.blend.method in {"full", "prefix"}:
         return f"method {plan.blend.method!r} does not blend"
+    if not layout.n_reusable and any(s.is_short for s in layout.segments):
+        return SHORT
     if layout.n_reusable:
         return "every token was chosen for recomputation"
     if layout.n_found:

@@ -13,14 +13,22 @@ from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.core import Chunk, Prompt, Reason, TokenIds
 from blendserve.kv import stacked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
-from tests.support.blending import PREFIX, distance, model_kv, model_logits, some_ids, tiny_blender
+from tests.support.blending import (
+    PREFIX,
+    distance,
+    model_kv,
+    model_logits,
+    some_ids,
+    some_prompt,
+    tiny_blender,
+)
 from tests.support.plain import CHUNKS, END, TEXT, A, other, plain
 from tests.support.stores import ROOMY
 
@@ -114,3 +122,36 @@ def test_an_exact_method_is_exact_whatever_is_stored(
     done = by.run(prompt, source.blend.with_values(method=method))
     assert done.report.exact
     assert distance(done.result.logits, model_logits(by.model, prompt)) < BOUND
+
+
+@pytest.mark.floors
+@pytest.mark.parametrize("policy", ["query", "deviation", "chunk_head", "random"])
+@given(
+    st.lists(st.sampled_from([3, 40, 63, 64, 90, 600]), min_size=2, max_size=5), st.sampled_from([0.0, 0.05])
+)
+def test_short_chunks_are_computed_and_some_tokens_of_each_other_one_recomputed(
+    policy: str, lengths: list[int], ratio: float
+) -> None:
+    """Unless the ratio is 0, which stays full reuse. 5% of a long chunk is more than the floor."""
+    prompt = some_prompt(lengths)
+    by = tiny_blender(None, *(chunk.ids for chunk in prompt.chunks))
+    done = by.run(prompt, BlendConfig(method="blend", policy=policy, ratio=ratio, correction="none"))
+    later = [n for n in lengths[1:] if n >= 64 or not ratio]
+    short = sum(lengths[1:]) - sum(later)
+    report = done.report
+    assert (report.tokens_computed, report.tokens_reused + report.tokens_recomputed) == (short, sum(later))
+    share = round(ratio * (lengths[0] + sum(later)))
+    assert report.tokens_recomputed == (min(max(share, 16 * len(later)), sum(later)) if ratio else 0)
+    codes = [part.code for part in done.explanation.parts if part.kind == "passage"]
+    assert [code is Reason.SHORT for code in codes[1:]] == [n < 64 and ratio > 0 for n in lengths[1:]]
+
+
+@pytest.mark.floors
+def test_a_prompt_of_short_chunks_is_computed_and_says_why() -> None:
+    prompt = some_prompt([17, 17, 30])
+    by = tiny_blender(None, *(chunk.ids for chunk in prompt.chunks))
+    done = by.run(prompt, BlendConfig(method="blend"))
+    assert (done.report.exact, done.report.blended, done.report.chunks_hit) == (True, False, 3)
+    assert done.report.reason
+    assert distance(done.result.logits, model_logits(by.model, prompt)) < BOUND
+    assert by.run(prompt, BlendConfig(method="reuse")).report.tokens_reused == 47
