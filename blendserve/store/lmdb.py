@@ -32,7 +32,6 @@ from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.key import ChunkKey
 from blendserve.store.lmdb_errors import (
-    DAMAGED,
     NOT_PERMITTED,
     MapFull,
     code_of,
@@ -40,8 +39,15 @@ from blendserve.store.lmdb_errors import (
     explaining,
     unavailable,
 )
-from blendserve.store.lmdb_files import FORMAT, FORMAT_KEY, check_format, format_record, open_files
-from blendserve.store.lmdb_pages import DamagedPages, check_pages
+from blendserve.store.lmdb_files import (
+    FORMAT,
+    FORMAT_KEY,
+    check_format,
+    format_record,
+    identity,
+    open_files,
+    refuse_damaged,
+)
 from blendserve.store.policies import Admission, Eviction, Policies
 from blendserve.store.record import ChunkRecord
 from blendserve.store.txn_store import TxnStore
@@ -51,7 +57,6 @@ WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
 TURN_S = (
     0.1  # that a thread waits for another process at a time, while other threads of its own wait behind it
 )
-ATTEMPTS = 5  # to check the pages of a commit that writers do not replace meanwhile
 
 
 log = logging.getLogger(__name__)
@@ -228,9 +233,9 @@ class Environment:
             self._lmdb = open_files(path, map_size, read_only)
             try:
                 self.read_only = bool(self._lmdb.flags()["readonly"])
-                self._identity = _identity(self._data)
+                self._identity = identity(self._data)
                 self._refuse_truncated()
-                self._refuse_damaged()
+                refuse_damaged(self._lmdb, path)
                 check_format(self._lmdb, path, self.read_only)
                 if not self.read_only:
                     self._lmdb.reader_check()  # the slot of a killed reader keeps freed pages from being reused
@@ -246,7 +251,7 @@ class Environment:
         """
         with _opening:
             with _lock:
-                env = next((env for env in _open if _identity(path / "data.mdb") == env._identity), None)
+                env = next((env for env in _open if identity(path / "data.mdb") == env._identity), None)
                 if env is not None:
                     if env.read_only and not read_only:
                         raise unavailable(
@@ -305,7 +310,7 @@ class Environment:
     @property
     def is_current(self) -> bool:
         """Whether the path still names these files. The number of a closed file may be another one's by now."""
-        return self._pid != os.getpid() or (self in _open and _identity(self._data) == self._identity)
+        return self._pid != os.getpid() or (self in _open and identity(self._data) == self._identity)
 
     @contextmanager
     def reading(self) -> Iterator[_LMDBTxn]:
@@ -356,7 +361,7 @@ class Environment:
                     self.path, f"has had another writer for {wait_s:g} s: wait for that process, or stop it"
                 )
         try:
-            if _identity(self._data) != self._identity:
+            if identity(self._data) != self._identity:
                 raise unavailable(self.path, "was removed or replaced: open it again")
             yield
         finally:
@@ -386,27 +391,9 @@ class Environment:
                 f"was cut short, {size} bytes of {needed} are left: delete its data.mdb and precompute again",
             )
 
-    def _refuse_damaged(self) -> None:
-        """Raise StoreUnavailable for pages on which LMDB would end the process."""
-        try:
-            for _ in range(ATTEMPTS):
-                with self._lmdb.begin() as txn:
-                    if check_pages(self._data, txn.id()):
-                        return
-        except DamagedPages as error:
-            raise unavailable(self.path, f"{DAMAGED} ({error})") from None
-
     def _sizes(self) -> tuple[int, int]:
         """Bytes of the file, and up to its last page. Of a file that was removed or replaced, twice the latter: the map
         still has its content."""
         needed = (int(self._lmdb.info()["last_pgno"]) + 1) * int(self._lmdb.stat()["psize"])
-        size = os.stat(self._data).st_size if _identity(self._data) == self._identity else needed
+        size = os.stat(self._data).st_size if identity(self._data) == self._identity else needed
         return size, needed  # in this order: another process extends the file before it commits
-
-
-def _identity(data: Path) -> tuple[int, int] | None:
-    try:
-        status = os.stat(data)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

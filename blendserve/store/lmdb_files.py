@@ -10,12 +10,14 @@ import lmdb
 import xxhash
 
 from blendserve.errors import StoreVersion
-from blendserve.store.lmdb_errors import MAX_READERS, NOT_PERMITTED, code_of, unavailable
+from blendserve.store.lmdb_errors import DAMAGED, MAX_READERS, NOT_PERMITTED, code_of, unavailable
+from blendserve.store.lmdb_pages import DamagedPages, check_pages
 
 FORMAT = 4
 OLDEST_FORMAT = 3  # without totals, which are counted when the store is first written
 FORMAT_KEY = b"m:format"
 _MAGIC = b"BLKV"
+ATTEMPTS = 5  # to check the pages of a commit that writers do not replace meanwhile
 
 
 def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
@@ -77,6 +79,26 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
             txn.put(FORMAT_KEY, format_record(FORMAT))
 
 
+def refuse_damaged(env: lmdb.Environment, path: Path) -> None:
+    """Raise StoreUnavailable for pages on which LMDB would end the process."""
+    try:
+        for _ in range(ATTEMPTS):
+            with env.begin() as txn:
+                if check_pages(path / "data.mdb", txn.id()):
+                    return
+    except DamagedPages as error:
+        raise unavailable(path, f"{DAMAGED} ({error})") from None
+
+
 def format_record(version: int) -> bytes:
     record = _MAGIC + version.to_bytes(2, "little")
     return record + xxhash.xxh3_64_digest(record)
+
+
+def identity(data: Path) -> tuple[int, int] | None:
+    """Return what tells this file from another one of its name; None if there is none."""
+    try:
+        status = data.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

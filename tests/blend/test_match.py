@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.match import EDGE, MIN_SPAN, WORK, Cover, best_cover, find_chunks
+from blendserve.blend.match import MIN_SPAN, WORK, Cover, best_cover, find_chunks
 from blendserve.core import Run, Span, TokenIds
-from blendserve.store.spans import MOST, WINDOW, SpanIndex
+from blendserve.store.spans import EDGE, MOST, WINDOW, SpanIndex
 from tests.support.blending import some_ids
 from tests.support.plain import CHUNKS, A, B, Copy, other
 

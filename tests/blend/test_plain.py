@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.blend.match import EDGE, MIN_SPAN
+from blendserve.blend.match import MIN_SPAN
 from blendserve.config import BlendConfig, Method
 from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run
 from blendserve.engine.chat import Chat
@@ -23,6 +23,7 @@ from blendserve.kv import stacked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
 from blendserve.store import MemoryStore
+from blendserve.store.spans import EDGE
 from tests.support.blending import (
     PREFIX,
     TracedCache,

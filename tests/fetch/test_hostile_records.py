@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,12 @@ some_fields = st.sampled_from(list(FIELDS)).flatmap(lambda name: st.fixed_dictio
 def forged(fields: dict[str, object], codec: Codec, every_layer: bool) -> ChunkRecord:
     """A record under the chunk's key that says this of itself, and holds what it says."""
     heads, dim, value_dim = SHAPE.layers[0]
-    said = {"dtype": SHAPE.dtype, "n_layers": SHAPE.n_layers, "n_tokens": SHAPE.n_tokens, "state_rows": 0}
+    said: dict[str, Any] = {
+        "dtype": SHAPE.dtype,
+        "n_layers": SHAPE.n_layers,
+        "n_tokens": SHAPE.n_tokens,
+        "state_rows": 0,
+    }
     said |= {"heads": heads, "dim": dim, "value_dim": value_dim, "with_ids": True} | fields
 
     def layer(l: int, side: int, width: str, usual: int) -> Tensor:
@@ -70,7 +76,7 @@ def forged(fields: dict[str, object], codec: Codec, every_layer: bool) -> ChunkR
         count = shape[0] * shape[1] * shape[2]
         return source.repeat(1 + count // len(source))[:count].reshape(shape).to(said["dtype"])
 
-    layers = range(int(str(said["n_layers"])))
+    layers = range(said["n_layers"])
     sides = [
         join_layers([layer(l, side, width, usual) for l in layers])
         for side, width, usual in ((0, "dim", dim), (1, "value_dim", value_dim))

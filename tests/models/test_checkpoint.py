@@ -136,6 +136,18 @@ def cycle(name: str) -> Callable[[Path], object]:
     return make
 
 
+def remove(*names: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def in_turn(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: [change(folder) for change in changes]
+
+
 def configure(**values: Any) -> Callable[[Path], object]:
     return lambda folder: change_json(folder, "config.json", **values)
 
@@ -155,14 +167,14 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "hqq": quantised(quant_method="hqq", quant_config={}),
     "exl3": quantised(quant_method="exl3", bits=4),
     "quantised by a list": configure(quantization_config=[4]),
-    "no config": lambda folder: (folder / "config.json").unlink(),
+    "no config": remove("config.json"),
     "empty config": write("config.json", ""),
     "config cut": write("config.json", '{"model_type": "llama", '),
     "config of bytes": write("config.json", b"\xff\xfe\x00"),
     "config is a list": write("config.json", "[1, 2]"),
     "config is a number": write("config.json", "7"),
     "config is deep": write("config.json", "[" * 100_000),
-    "config is a folder": lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
+    "config is a folder": in_turn(remove("config.json"), lambda folder: (folder / "config.json").mkdir()),
     "config in a circle": cycle("config.json"),
     "no model type": configure(model_type=None),
     "an unknown model type": configure(model_type="nonsense"),
@@ -180,18 +192,18 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "unknown dtype": configure(dtype="float99"),
     "unknown rope": configure(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
     "rope of text": configure(rope_parameters="wide"),
-    "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "no weights": remove(WEIGHTS),
     "empty weights": write(WEIGHTS, b""),
     "weights of text": write(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
     "weights with a huge header": write(WEIGHTS, (2**62).to_bytes(8, "little") + b"x" * 100),
     "weights with a header of no JSON": write(WEIGHTS, (4).to_bytes(8, "little") + b"\xff{}\x00"),
     "weights cut": lambda f: write(WEIGHTS, (f / WEIGHTS).read_bytes()[:-1000])(f),
     "weights in a circle": cycle(WEIGHTS),
-    "pickled weights": lambda f: ((f / WEIGHTS).unlink(), write("pytorch_model.bin", b"\x80\x04.")(f)),
+    "pickled weights": in_turn(remove(WEIGHTS), write("pytorch_model.bin", b"\x80\x04.")),
     "shard missing": shards,
-    "index of no JSON": lambda f: (shards(f), write("model.safetensors.index.json", "{")(f)),
-    "index is a list": lambda f: (shards(f), write("model.safetensors.index.json", "[]")(f)),
-    "no tokenizer": lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")],
+    "index of no JSON": in_turn(shards, write("model.safetensors.index.json", "{")),
+    "index is a list": in_turn(shards, write("model.safetensors.index.json", "[]")),
+    "no tokenizer": remove("tokenizer.json", "tokenizer_config.json"),
     "tokenizer cut": write("tokenizer.json", "{"),
     "tokenizer is a list": write("tokenizer.json", "[]"),
     "tokenizer of another form": write("tokenizer.json", '{"model": {"type": "Nonsense"}}'),

@@ -181,7 +181,7 @@ def test_text_is_cut_as_the_file_says(pre: str | None, tmp_path: Path) -> None:
     backends = [json.loads(each.backend_tokenizer.to_str()) for each in (made, loaded)]
     assert backends[0] == backends[1]
     assert backends[0]["model"]["ignore_merges"] == (pre in pre_tokenizers.WHOLE_TOKENS)
-    if split := GGUF_PRE_TOKENIZER_SPLITS.get(pre):
+    if split := GGUF_PRE_TOKENIZER_SPLITS.get(str(pre)):
         theirs = Split(Regex(split), "isolated").pre_tokenize_str(CUT)
         assert pieces(made) == [piece for piece, _ in theirs]
 
