@@ -34,7 +34,7 @@ from blendserve.models.reference import TextTower
 from blendserve.models.refusals import TOWERS, check_supported
 from blendserve.models.runner import decode_in_int8
 from blendserve.models.sources import bundled_folder, quiet, source_of
-from blendserve.models.tokenizer import Tokenizer, agree, probe_ids
+from blendserve.models.tokenizer import Tokenizer, agree
 from blendserve.threads import limit_torch
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class LoadedModel:
     name: str
     decoder: DecoderModel
     tokenizer: Any
-    fingerprint: str  # of configuration, weights and tokenizer: part of every chunk's key
+    fingerprint: str  # of configuration and weights: part of every chunk's key
     end_tokens: frozenset[int]  # any of these ends an answer
 
 
@@ -105,9 +105,7 @@ def _load(source: str, name: str, dtype: torch.dtype, device: torch.device) -> L
         return model
     reference, tokenizer = _from_pretrained(source, dtype)
     decoder = DecoderModel.of(reference.to(device).eval())
-    model = LoadedModel(
-        name, decoder, tokenizer, fingerprint(reference, tokenizer), end_tokens(reference, tokenizer)
-    )
+    model = LoadedModel(name, decoder, tokenizer, fingerprint(reference), end_tokens(reference, tokenizer))
     is_plain = not getattr(reference.config, "quantization_config", None)
     if folder and isinstance(tokenizer, Tokenizer) and is_plain and not decoder.reference_parts:
         config = reference.config.to_dict()
@@ -126,7 +124,7 @@ def _fast_load(folder: Path, name: str, dtype: torch.dtype) -> LoadedModel | Non
         return None
     start, tensors = loaded
     config = fast_load.Configuration(**start.config)
-    digest = _fingerprint(config, tensors, start.tokenizer)
+    digest = _fingerprint(config, tensors)
     if start.fingerprint not in {None, digest}:
         return None
 
@@ -148,7 +146,7 @@ def _load_random(name: str, dtype: torch.dtype, device: torch.device) -> LoadedM
     log.info("Making random weights in the shape of %s", shape)
     with quiet():
         model = random_model(config, dtype, device=device)
-    digest = _digest(model.config, tokenizer)
+    digest = _digest(model.config)
     digest.update(f"random, by torch {torch.__version__}".encode())  # in place of gigabytes of weights
     decoder = DecoderModel.of(model.to(device).eval())
     return LoadedModel(name, decoder, tokenizer, digest.hexdigest(), end_tokens(model, tokenizer))
@@ -179,28 +177,26 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in (*ends, tokenizer.eos_token_id) if i is not None)
 
 
-def fingerprint(model: Any, tokenizer: Any = None) -> str:
-    """Digest of transformers' model, by its configuration and weights, and of how its tokenizer cuts text.
+def fingerprint(model: Any) -> str:
+    """Digest of transformers' model, by its configuration and weights: equal exactly when stored KV may be shared.
 
-    Equal exactly when stored KV may be shared. Other tokens of the same text would miss it, and take its place.
+    The tokenizer is no part of it: a chunk's key has the token ids.
     """
-    return _fingerprint(model.config, model.state_dict(), tokenizer)
+    return _fingerprint(model.config, model.state_dict())
 
 
-def _fingerprint(config: Any, tensors: Mapping[str, Tensor], tokenizer: Any) -> str:
-    digest = _digest(config, tokenizer)
+def _fingerprint(config: Any, tensors: Mapping[str, Tensor]) -> str:
+    digest = _digest(config)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _digest(config: Any, tokenizer: Any) -> xxhash.xxh3_128:
+def _digest(config: Any) -> xxhash.xxh3_128:
     settings = {k: v for k, v in config.to_dict().items() if k not in VOLATILE}
     if check_supported(config).recurrent:
         settings["seam"] = SEAM  # stored state maps begin behind it
-    if tokenizer is not None:
-        settings["tokenizer"] = probe_ids(tokenizer)
     return xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode())
 
 

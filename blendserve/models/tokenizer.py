@@ -119,20 +119,8 @@ CHATS = (
     *(("system", "user"), ("user",)),
     *(("system", "user", "assistant", "user"), ("user", "assistant", "user")),
 )
-
-# Cut in another way by each of the usual pre-tokenizers.
-PROBE = (
-    "\n\n1. It's 3.14159,  42\t1234567\r\n\r\n \n  IN camelCase_x\u00e9 "
-    "\u6f22\u5b57\u304b\u306a \u0433\u043e\u0434 2024!?\nthen the cat sat on a mat"
-)
-
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string", "description": "Na\u00efve?"}}}
 TOOLS = [{"type": "function", "function": {"name": "find", "description": "", "parameters": PARAMETERS}}]
-
-
-def probe_ids(tokenizer: Any) -> list[int]:
-    """Ids by which two tokenizers of one vocabulary are told apart."""
-    return [int(i) for i in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
 
 
 def agree(ours: Tokenizer, theirs: Any) -> bool:
