@@ -76,10 +76,9 @@ def ends_no_process() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def tiny_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are tiny: chunks below the least size of blending are blended, at the ratio itself."""
-    layout = sys.modules.get("blendserve.blend.layout")
-    if layout and not request.node.get_closest_marker("floors"):
-        monkeypatch.setattr(layout, "LEAST_REUSED", 0)
-        monkeypatch.setattr(layout, "LEAST_RECOMPUTED", 0)
+    if not request.node.get_closest_marker("floors"):
+        monkeypatch.setattr("blendserve.blend.layout.LEAST_REUSED", 0)
+        monkeypatch.setattr("blendserve.blend.layout.LEAST_RECOMPUTED", 0)
 
 
 @pytest.fixture

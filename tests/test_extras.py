@@ -26,10 +26,11 @@ def test_a_module_belongs_to_the_extra_that_installs_it() -> None:
     assert found == ["evaluate", "ray", None, None, None]
 
 
-def test_a_missing_module_of_an_extra_is_an_error_line_and_any_other_a_bug() -> None:
-    assert run(Mock(side_effect=ModuleNotFoundError(name="scipy")), []) == 2
+def test_a_missing_module_is_an_error_line_unless_it_is_our_own() -> None:
+    for name in ("scipy", "torch", "nowhere.at_all"):
+        assert run(Mock(side_effect=ModuleNotFoundError(name=name)), []) == 2
     with pytest.raises(ModuleNotFoundError):
-        run(Mock(side_effect=ModuleNotFoundError(name="nowhere")), [])
+        run(Mock(side_effect=ModuleNotFoundError(name="blendserve.nowhere")), [])
 
 
 def test_every_extra_that_an_error_may_name_is_declared() -> None:

@@ -92,9 +92,7 @@ def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(
     assert len(caplog.records) == 1
     file.write_text("{")
     assert calibrated(tiny_decoder("llama"), "f").per_row != 0.125
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where nothing can be kept
-    assert calibrated(tiny_decoder("llama"), "f").per_pass >= 0
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])

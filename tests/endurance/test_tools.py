@@ -107,6 +107,7 @@ def test_reuse_lasts() -> None:
     assert all(block["bytes_most"] > 0.8 * found["cap_bytes"] for block in found["blocks"])
 
 
+@pytest.mark.floors  # as the server, which is another process
 def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:
     with Engine(CONFIG, model(), LMDBStore(tmp_path / "kv", 2**27)) as engine:
         asks = kill_serving.make_asks(engine, PASSAGES, 6, 0)

@@ -24,7 +24,8 @@ PACKAGE = Path(blendserve.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 GROUND = ("core.py", "config/", "timing.py", "registry.py", "errors.py")  # nouns, settings and names
 SIDE_ROOMS = (
-    *("retrieve/", "fetch/", "store/", "kernels/", "engine/gate.py", "blend/prefix_cache.py"),
+    *("retrieve/", "fetch/", "store/", "kernels/", "blend/prefix_cache.py"),
+    *("engine/arguments.py", "engine/gate.py"),
     *("blend/priors.py", "blend/loader.py", "blend/policies.py", "blend/corrections.py"),
     *("models/model.py", "models/kv_cache.py"),
     *("models/native.py", "models/thread_tuner.py", "models/runner.py"),

@@ -32,7 +32,7 @@ from tests.support.stores import read
 from tests.support.valkey import needs_server, settings
 from tests.support.waiting import eventually
 
-pytestmark = [needs_server, pytest.mark.timeout(300)]  # starting a cluster counts
+pytestmark = [needs_server, pytest.mark.floors, pytest.mark.timeout(300)]  # starting a cluster counts
 SERVE = ServeConfig(slots=4, slot_tokens=512, max_concurrent=8)
 MOST_TRIES = 12
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blendserve.core import TokenIds
 from blendserve.store import spans as module
-from blendserve.store.spans import APART, MOST, WINDOW, Hasher, SpanIndex, Tokens
+from blendserve.store.spans import APART, EDGE, MOST, WINDOW, Hasher, SpanIndex, Tokens
 from tests.support.blending import some_ids
 
 STRIDES = pytest.mark.parametrize("stride", [0, 7, 16])
@@ -30,12 +30,19 @@ def index_of(chunks: list[TokenIds], stride: int = 0) -> SpanIndex:
     return index
 
 
+def starts(n_tokens: int, stride: int) -> list[int]:
+    """Where the anchors of a chunk start: every `stride` tokens, or in its middle and EDGE from either end."""
+    last = n_tokens - WINDOW
+    if stride or last < 0:
+        return [*range(0, last + 1, stride or 1)]
+    return [EDGE, last // 2, last - EDGE] if last >= 2 * EDGE else [last // 2]
+
+
 def anchors_in(chunks: list[TokenIds], ids: Tokens, stride: int) -> set[tuple[int, bytes]]:
     """(place, key) of every anchor that is in a prompt, by comparing tokens."""
     text, found = ids.tolist(), set()
     for n, chunk in enumerate(chunks):
-        last = len(chunk) - WINDOW
-        for at in range(0, last + 1, stride) if stride else [last // 2][: last >= 0]:
+        for at in starts(len(chunk), stride):
             window = list(chunk[at : at + WINDOW])
             found |= {(i, key(n)) for i in range(len(text) - WINDOW + 1) if text[i : i + WINDOW] == window}
     return found
@@ -120,10 +127,13 @@ def test_at_one_place_the_latest_chunks_are_found() -> None:
 def test_a_window_that_repeats_itself_at_once_counts_once(period: int) -> None:
     pattern = some_ids(period, 1)
     index = index_of([pattern * 200] * 3)
+    windows = {at % period for at in starts(200 * period, 0)}
     hits = index.find(array(pattern * (20_000 // period)))
-    assert [(hit.place, hit.key) for hit in hits] == [(hits[0].place, key(n)) for n in (2, 1, 0)]
+    assert [(hit.place, hit.key) for hit in hits] == [
+        (at, key(n)) for at in sorted(windows) for n in (2, 1, 0)
+    ]
     far = array(pattern * 200, some_ids(APART, 2), pattern * 200)
-    assert len({hit.place for hit in index.find(far)}) == 2
+    assert len({hit.place for hit in index.find(far)}) == 2 * len(windows)
 
 
 def test_there_is_at_most_one_hit_for_each_token_and_first_hits_come_first() -> None:

@@ -127,7 +127,6 @@ FAULTS: dict[str, Callable[[Level, Path, pytest.MonkeyPatch], object]] = {
         build, "find_compiler", lambda: str(folder)
     ),
     "broken source": lambda level, _, patch: (build.SOURCES / "toy.cpp").write_text("this is not C++;"),
-    "unwritable cache": lambda level, folder, _: (folder / "cache").write_text("where the folder should be"),
     "broken object": broken_object,
     "refused": lambda level, _, patch: patch.setattr(selfcheck, "check_level", wrong),
     "switched off": lambda level, _, patch: patch.setenv(switches.NATIVE, "0"),
