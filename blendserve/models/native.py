@@ -1,9 +1,9 @@
 """A model's layers in native calls, where its forms have kernels: its weights as these read them, and the two halves of
 a layer around attention. Decoding steps are in runner.py.
 
-Native calls run the kernels of the layer loop (forward.py) in the same order, so the bits are the same; in fp32, where
-the loop's linear layers are torch's, decoding steps are equal to rounding. The loop serves everywhere else: for other
-forms, and for passes whose linear layers are faster in torch.
+Native calls run the kernels of the layer loop (forward.py) in the same order, so the bits are the same. Decoding steps
+are equal to rounding where the loop's linear layers or attention are others: torch's, as in fp32, or AMX's. The loop
+serves everywhere else: for other forms, and for passes whose linear layers are faster in torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Run tokens behind what caches hold: by one native call, by the layer loop, or on a GPU by a CUDA graph.
 
-Native call: where a model's forms have kernels (native.py), a step is one call. It gives the loop's bits in bf16, and its
-numbers to rounding in fp32. The first step of a model runs both and compares them.
+Native call: where a model's forms have kernels (native.py), a step is one call. It gives the loop's bits where that runs
+the same kernels; where its linear layers or attention are torch's, as in fp32, or AMX's, they sum in another order, and
+the numbers are equal to rounding. The first step of a model runs both and compares them.
 
 CUDA graph: a step is hundreds of kernels that take a GPU less time than the host takes to launch them. A graph has fixed
 addresses, so one graph runs the rows of all caches: a row more costs next to nothing, as a step's time goes into reading

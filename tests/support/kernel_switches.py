@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from blendserve.kernels import autotune, ops, switches
 from blendserve.kernels.cases import NAN
+from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.models.model import DecoderModel
 
 
 @contextmanager
@@ -61,3 +63,18 @@ def plain_torch() -> Iterator[None]:
         forget()
         yield
     forget()
+
+
+@contextmanager
+def loop_over_kernels_of_steps(model: DecoderModel) -> Iterator[None]:
+    """The layer loop over the kernels that decoding steps run, also where the CPU has AMX, which has no steps.
+
+    Linear layers and attention sum in another order there; all other kernels have the same source for each set.
+    """
+    others = {f"{level.title} kernel" for level in LEVELS.values() if "decode_step" not in level.sources}
+    with ExitStack() as patches:
+        for operation in (ops.linear, ops.attend):
+            left = [backend for backend in operation.backends if backend.name not in others]
+            patches.enter_context(patch.object(operation, "backends", left))
+        patches.enter_context(patch.dict(model.native_layers, clear=True))
+        yield

@@ -9,7 +9,8 @@
 //     and at the end   residual, norm, output head                              some outputs
 //
 // It calls the inner loops of the other kernels and rounds where they do: logits and KV are those of the layer-by-layer
-// loop, to the bit. A row's numbers depend neither on the other rows nor on the number of threads.
+// loop over kernels of the same instruction set, to the bit. A row's numbers depend neither on the other rows nor on the
+// number of threads.
 //
 // Threads claim the items of a stage one by one, and a stage ends when all of its items are done: no thread waits for a
 // thread that has not begun. Norms are cheap, so each thread computes the norms of its own items.
