@@ -96,7 +96,7 @@ class CorpusError(BlendserveError):
 
 
 class ModelError(BlendserveError):
-    """A model or embedder cannot be loaded."""
+    """A model or embedder cannot be loaded, or not be used in a forked child."""
 
     public = "the model cannot be used: see the server's log"
 

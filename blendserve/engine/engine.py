@@ -33,6 +33,7 @@ from blendserve.engine.request import PreparedRequest, Request, Search, prepare_
 from blendserve.engine.targets import Targets
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
+from blendserve.forks import begin_computing, is_forked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
@@ -190,6 +191,7 @@ class Engine:
 
     def learn(self, chunks: GenericSequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
         """Learn from stored chunks what `precompute` learns at its end."""
+        begin_computing()
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
             self.blender.priors.learn(chunks, learning)
 
@@ -205,6 +207,7 @@ class Engine:
         was measured stays if it is stopped. Raises InputError, StoreError, ConfigError.
         """
         check_count(prompts, "prompts")
+        begin_computing()
         asked = [passage.text for passage in own_passages(questions, "questions")]
         self.gate.require()
         if self.model.decoder.recurrent:
@@ -262,6 +265,7 @@ class Engine:
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
         the model's context. indexes: that are searched; by default the engine's own.
         """
+        begin_computing()
         decoder = self.model.decoder
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
@@ -277,6 +281,7 @@ class Engine:
 
         Raises ModelUnsupported then for methods that blend.
         """
+        begin_computing()
         if self.gate.passed:
             sequence = Sequence(request, self.model, partial(prefill, blender=self.blender))
             return AnswerStream(
@@ -301,7 +306,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the store; idempotent."""
-        if self._owns_store:
+        if self._owns_store and not is_forked():  # what is open is the parent's
             self.fetcher.close()
             self.store.close()
 
@@ -383,6 +388,7 @@ class Engine:
     @cached_property
     def gate(self) -> GateReport:
         """Whether this model may blend: checked on its weights once, and kept."""
+        begin_computing()
         return check_model(self.model)
 
     def _write_back(self, missing: GenericSequence[MissingChunk]) -> None:
@@ -396,6 +402,7 @@ class Engine:
         return Documents(self._index(), self.prompts, [self.blender.writer])
 
     def _index(self) -> VectorIndex:
+        begin_computing()
         if self.index is None:
             raise InputError(
                 "this engine has no index: pass `passages`, or open one with Engine.open('indexes/<name>')",
@@ -407,6 +414,7 @@ class Engine:
         self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
     ) -> list[TokenIds]:
         """The chunks of one share of the index's passages, or of these."""
+        begin_computing()
         i, n = check_shard(shard)
         given = self._index().passages if passages is None else own_passages(passages)
         found = chunks_within(given, self.prompts, self.model.decoder.context_limit)

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from blendserve.errors import StoreError
+from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.fetch.copy_stream import CopyStream, HostCopy
+from blendserve.forks import REMEDY, Home
 from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, KVStore
 from blendserve.store.codecs.base import Codec
@@ -37,6 +38,7 @@ class WriteQueue:
         self._tasks: dict[Future[object], tuple[ChunkKey, int]] = {}  # with the bytes that each holds
         self._changed = threading.Condition()
         self._is_closed = False
+        self._home = Home()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="blendserve-queue")
 
     @property
@@ -48,8 +50,12 @@ class WriteQueue:
     def add(self, key: ChunkKey, n_bytes: int, run: Callable[[], object], wait: bool = False) -> bool:
         """Run a task after all others -> False if there is no room, and it is dropped.
 
-        wait: for room. A task handles its own errors.
+        wait: for room. A task handles its own errors. Raises StoreUnavailable in a forked child, which lacks the thread.
         """
+        if not self._home.is_here:
+            raise StoreUnavailable(
+                f"the KV store's writes are of the process that this one was forked from: {REMEDY}"
+            )
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._is_closed or self._has_room(n_bytes))
@@ -73,12 +79,16 @@ class WriteQueue:
             self._changed.wait_for(lambda: not self.has(key))
 
     def flush(self) -> None:
-        """Wait until all tasks are done."""
+        """Wait until all tasks are done; in a forked child they are the parent's."""
+        if not self._home.is_here:
+            return
         with self._changed:
             self._changed.wait_for(lambda: not self._tasks)
 
     def close(self) -> None:
         """Finish all tasks and end the thread; idempotent."""
+        if not self._home.is_here:
+            return
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError
+from blendserve.forks import begin_computing
 from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load
 from blendserve.models.chat_templates import choose
@@ -60,6 +61,7 @@ class LoadedModel:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelError, ModelUnsupported, ConfigError."""
+    begin_computing()
     limit_torch(config.threads)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)

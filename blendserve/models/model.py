@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blendserve.forks import begin_computing
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import Rope, Ropes
 from blendserve.kv import KVShape
@@ -238,7 +239,8 @@ class DecoderModel:
         return sum(shape.numbers for shape in self.kv_shapes) * self.dtype.itemsize
 
     def embed(self, ids: Tensor) -> States:
-        """Token ids [S] -> hidden [S, E]."""
+        """Token ids [S] -> hidden [S, E]. Every pass begins here. Raises ModelError in a forked child."""
+        begin_computing()
         hidden = call_norm(self._embedding_norm, F.embedding(ids, self.embeddings))[1]
         hidden = hidden if self._embedding_scale is None else hidden * self._embedding_scale
         return Hidden(hidden, self._layer_embeddings(ids, hidden)) if self._layer_embeddings else hidden

@@ -15,6 +15,7 @@ import xxhash
 
 from blendserve.core import Passage, Steps, run
 from blendserve.errors import ModelError
+from blendserve.forks import begin_computing
 from blendserve.models.checkpoint import first_line
 from blendserve.models.sources import quiet
 from blendserve.retrieve.bert import Bert, BertFolder
@@ -56,6 +57,7 @@ class Embedder:
 
         Raises ModelError when it cannot be found or loaded, or is no sentence-transformers model.
         """
+        begin_computing()
         folder = model_folder(name)
         if not (folder / "modules.json").is_file():
             raise ModelError(
@@ -91,6 +93,7 @@ class Embedder:
         self, windows: Sequence[Window], progress: Progress | None = None, is_question: bool = False
     ) -> Steps[np.ndarray]:
         """Unit vectors, [n, dimension] float32; windows of like length form a batch, longest first."""
+        begin_computing()
         vectors = np.zeros((len(windows), self.dimension), np.float32)
         order, done = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids)), 0
         while done < len(windows):

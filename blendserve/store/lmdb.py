@@ -25,6 +25,7 @@ import lmdb
 
 from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
+from blendserve.forks import REMEDY, Home
 from blendserve.machine import free_disk
 from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
@@ -226,7 +227,8 @@ class Environment:
 
     def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
         self.path, self._data = path, path / "data.mdb"
-        self._pid, self._users, self._transactions = os.getpid(), 0, 0
+        self._home = Home()
+        self._users, self._transactions = 0, 0
         self._one_writer = threading.Lock()
         self._writer_file = filelock.FileLock(path / "writer.lock", thread_local=False, poll_interval=0.01)
         with explaining(path):
@@ -271,11 +273,10 @@ class Environment:
 
         Raises StoreUnavailable when closed, or inherited by a fork.
         """
-        if os.getpid() != self._pid:  # closing what it inherited would end its parent's snapshots
+        if not self._home.is_here:  # closing what it inherited would end its parent's snapshots
             raise unavailable(
                 self.path,
-                "was open when this process was forked, and cannot be used here: open it after the fork only, or start "
-                "processes by spawn",
+                f"was open when this process was forked, and cannot be used here: {REMEDY}",
             )
         with _lock:
             if self not in _open:
@@ -288,7 +289,7 @@ class Environment:
         with _lock:
             self._users -= 1
             self._transactions -= transactions
-            if self._users == 0 and os.getpid() == self._pid:
+            if self._users == 0 and self._home.is_here:
                 self._close()
 
     def retire(self) -> None:
@@ -310,7 +311,7 @@ class Environment:
     @property
     def is_current(self) -> bool:
         """Whether the path still names these files. The number of a closed file may be another one's by now."""
-        return self._pid != os.getpid() or (self in _open and identity(self._data) == self._identity)
+        return not self._home.is_here or (self in _open and identity(self._data) == self._identity)
 
     @contextmanager
     def reading(self) -> Iterator[_LMDBTxn]:

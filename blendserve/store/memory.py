@@ -11,6 +11,8 @@ from pathlib import Path
 from sortedcontainers import SortedDict
 
 from blendserve.config import StoreBackendConfig
+from blendserve.errors import StoreUnavailable
+from blendserve.forks import REMEDY, Home
 from blendserve.machine import available_memory
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
@@ -40,6 +42,7 @@ class MemoryStore(TxnStore):
         self._data: SortedDict[bytes, bytes] = SortedDict()
         self._readers = 0  # transactions that read `_data` now
         self._lock = threading.RLock()
+        self._home = Home()
 
     @classmethod
     def from_config(
@@ -49,10 +52,12 @@ class MemoryStore(TxnStore):
         return cls(cap_bytes, *policies)
 
     def close(self) -> None:
-        self.delete(list(self.keys()))
+        if self._home.is_here:
+            self.delete(list(self.keys()))
 
     @contextmanager
     def _begin_read(self) -> Iterator[_DictTxn]:
+        self._refuse_forked()
         with self._lock:
             data = self._data
             self._readers += 1
@@ -64,6 +69,7 @@ class MemoryStore(TxnStore):
 
     @contextmanager
     def _begin_write(self, wait_s: float | None) -> Iterator[_DictTxn]:
+        self._refuse_forked()
         with self._lock:
             if self._readers:  # they keep reading the old dictionary
                 self._data, self._readers = self._data.copy(), 0
@@ -73,6 +79,12 @@ class MemoryStore(TxnStore):
             except BaseException:
                 txn.undo()
                 raise
+
+    def _refuse_forked(self) -> None:
+        if not self._home.is_here:
+            raise StoreUnavailable(
+                f"the KV store in memory is of the process that this one was forked from: {REMEDY}"
+            )
 
 
 class _DictTxn:
