@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,23 @@ from pathlib import Path, PurePosixPath
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 UNKNOWN_BYTES = 4 << 30  # assumed where the system does not tell
+SHARE = 8  # of the available memory, that one cache takes by default
+
+log = logging.getLogger(__name__)
+
+
+def fit(default: int, share: int = SHARE) -> int:
+    """Return a default number of bytes, or one part in `share` of the available memory where that is less."""
+    return min(default, available_memory() // share)
+
+
+def checked_cap(n_bytes: int, setting: str, available: int | None = None, what: str = "memory") -> int:
+    """Return the bytes that a setting allows, with a warning if the machine has fewer. available: by default memory."""
+    available = available_memory() if available is None else available
+    if n_bytes > available:
+        text = "%s allows %d MB, and %d MB of %s are available: lower it, or the process may fail when it fills up"
+        log.warning(text, setting, n_bytes // 10**6, available // 10**6, what)
+    return n_bytes
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

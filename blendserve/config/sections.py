@@ -264,14 +264,16 @@ class ServeConfig(HttpConfig):
     slots: Positive = 8
     """Requests that decode in one batch."""
     slot_tokens: Positive | None = None
-    """Tokens reserved for prompt and answer of a request; by default the model's context length."""
+    """Tokens reserved for prompt and answer of a request; by default the model's context length, or fewer where the KV
+    of all slots would take more than half of the available memory."""
     gap_ms: NotNegative = 50.0
     """Prefill time after which running answers decode one step, in milliseconds."""
     prefill_share: ClassVar[float] = 0.75  # of the time, for a prefill while answers are decoded
     background_share: ClassVar[float] = 0.1  # of the time, for documents and write-back while requests run
-    share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load
-    conversations_mb: NotNegative = 256.0
-    """Memory for the KV of earlier conversation turns, in MB."""
+    share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load; less on a small machine
+    conversations_mb: NotNegative | None = None
+    """Memory for the KV of earlier conversation turns, in MB; by default 256, but at most an eighth of what is
+    available."""
     scope_headers: ClassVar = ("x-blendserve-scope", "x-openwebui-user-id")
     """Headers that name the user of a plain prompt, for front-ends that have one key for all users."""
     volatile_lines: ClassVar = ("x-anthropic-billing-header:",)
@@ -287,8 +289,8 @@ class DeliverConfig(HttpConfig):
 
     port: int = Field(8010, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
-    memory_mb: NotNegative = 256.0
-    """Memory for recently delivered chunks, in MB."""
+    memory_mb: NotNegative | None = None
+    """Memory for recently delivered chunks, in MB; by default 256, but at most an eighth of what is available."""
     send_s: ClassVar[float] = 30.0  # without progress, after which a client is disconnected
     mb_per_minute: NotNegative = 0.0
     """MB sent per minute and API key; 0 sets no limit."""

@@ -24,14 +24,15 @@ from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.verify import Verified, Verifier, with_end
 from blendserve.errors import RateLimited, ShuttingDown, StoreError
-from blendserve.machine import available_memory
-from blendserve.models.kv_cache import CachePool
+from blendserve.machine import checked_cap, fit
+from blendserve.models.kv_cache import CachePool, tokens_of_slots
 from blendserve.store import ChunkKey
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+CONVERSATIONS = 256_000_000  # bytes of their KV
 RECENT_TOKENS = 1 << 24  # of the recent prompts of all scopes: 64 MB
 SCOPE_TOKENS = 1 << 12  # that a scope counts for without any prompt: its indexes take as much memory
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
@@ -51,12 +52,15 @@ class BatchEngine:
     def __init__(self, engine: Engine, observer: Observer, config: ServeConfig) -> None:
         """Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
-        model, limit = engine.model, engine.model.decoder.context_limit
+        model, mb = engine.model, config.conversations_mb
         self.engine, self.fetcher = engine, engine.fetcher
-        self.pool = CachePool(model.decoder, config.slots, min(config.slot_tokens or limit, limit))
-        share_bytes = round(config.share_mb * 1e6)
-        self.fetcher.copies.shared.cap_bytes = min(share_bytes, available_memory() // 8)
-        engine.blender.prefixes.cap_bytes = round(config.conversations_mb * 1e6)
+        n_tokens = tokens_of_slots(model.decoder, config.slots, config.slot_tokens)
+        self.pool = CachePool(model.decoder, config.slots, n_tokens)
+        self.fetcher.copies.shared.cap_bytes = fit(config.share_mb * 10**6)
+        setting = "serve.conversations_mb"
+        engine.blender.prefixes.cap_bytes = (
+            fit(CONVERSATIONS) if mb is None else checked_cap(round(mb * 1e6), setting)
+        )
         share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(
             model, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle

@@ -13,6 +13,7 @@ from blendserve.errors import ConfigError
 from blendserve.fetch.copies import open_copies
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.tiered import TieredStore
+from blendserve.machine import fit
 from blendserve.registry import ADMISSIONS, EVICTIONS, STORES
 from blendserve.store import KVStore, MemoryStore, StoreKind
 from blendserve.store.policies import Policies
@@ -31,7 +32,7 @@ def open_storage(
     copies = open_copies(config, device)
     with ExitStack() as opened:
         store = opened.enter_context(open_store(config, default_path))
-        fetcher = KVFetcher(store, copies=copies, prefetch_bytes=config.prefetch_bytes)
+        fetcher = KVFetcher(store, copies=copies, prefetch_bytes=fit(config.prefetch_bytes))
         opened.pop_all()
     return store, fetcher
 

@@ -24,6 +24,7 @@ import torch
 from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch.copy_stream import CopyStream, as_one, copy_stream_to, split_kv
+from blendserve.machine import checked_cap
 from blendserve.registry import ADMISSIONS
 from blendserve.store import ChunkKey, ChunkView
 from blendserve.store.base import TierStats
@@ -245,6 +246,7 @@ def open_copies(config: StoreConfig, device: torch.device, stream: CopyStream | 
             f"setting 'store.device_bytes' cannot be {config.device_bytes}: {why}",
             setting="store.device_bytes",
         )
+    checked_cap(config.memory_bytes, "store.memory_bytes")
     caches = [CopyCache("memory", config.memory_bytes, admission, _cloned)]
     if stream:
         device_cache = CopyCache("device", config.device_bytes, admission, partial(_sent, stream))

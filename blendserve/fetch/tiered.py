@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 from blendserve.errors import CorruptBlob, StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.fetch.source import RemoteSource, StoreSource
-from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
+from blendserve.fetch.write_queue import WriteQueue
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, Snapshot, StoreStats, VerifyReport, read_record
 from blendserve.store.base import LOCAL, REMOTE, ChunkInfo, Progress, RemoteStats
 from blendserve.store.blobs import BlobInfo, BlobReader, BlobStore
@@ -44,7 +44,7 @@ class TieredStore(KVStore):
         local: KVStore,
         remote: KVStore | RemoteSource,
         write: Write = "back",
-        waiting_bytes: int = WAITING_BYTES,
+        waiting_bytes: int | None = None,
         clock: Clock = time,
     ) -> None:
         """remote: a source alone is not written to. waiting_bytes: limit of what waits to be written."""

@@ -21,20 +21,21 @@ from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.fetch.copy_stream import CopyStream, HostCopy
 from blendserve.forks import REMEDY, Home
 from blendserve.kv import ChunkKV
+from blendserve.machine import fit
 from blendserve.store import ChunkKey, ChunkRecord, KVStore
 from blendserve.store.codecs.base import Codec
 
 log = logging.getLogger(__name__)
 
-WAITING_BYTES = 1 << 30  # of chunks that wait to be written
+WAITING_BYTES = 1 << 30  # of chunks that wait to be written; less on a small machine
 
 
 class WriteQueue:
     """Tasks about chunks, run in order by one thread; the interpreter ends only after all of them. Thread-safe."""
 
-    def __init__(self, cap_bytes: int = WAITING_BYTES) -> None:
-        """cap_bytes: that waiting tasks hold; a task alone may hold more."""
-        self.cap_bytes = cap_bytes
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        """cap_bytes: that waiting tasks hold, by default WAITING_BYTES; a task alone may hold more."""
+        self.cap_bytes = fit(WAITING_BYTES) if cap_bytes is None else cap_bytes
         self._tasks: dict[Future[object], tuple[ChunkKey, int]] = {}  # with the bytes that each holds
         self._changed = threading.Condition()
         self._is_closed = False

@@ -11,6 +11,7 @@ as filling it. So the memory of the last cache that is not referred to any more 
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections import deque
@@ -21,16 +22,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blendserve import machine
+from blendserve.errors import ConfigError
 from blendserve.kv import ChunkKV, Layers, map_layers
 from blendserve.models.model import DecoderModel
 from blendserve.models.recurrent import State
 
 ALIGNMENT = 64  # bytes
 MAX_EXCESS = 4  # times what is asked for: more memory is not held for it
+LEAST_TOKENS = 256  # of a slot, without which a server is of no use
 SPARE = 0.25  # of the bytes asked for; memory that is not touched costs nothing
 
 Memory = NDArray[np.uint8]
 _kept: deque[Memory] = deque(maxlen=1)
+
+log = logging.getLogger(__name__)
 
 
 class KVCache:
@@ -111,6 +117,33 @@ class CachePool:
         if cache in self._free:
             raise ValueError("this slot is free already")
         self._free.append(cache)
+
+
+def tokens_of_slots(model: DecoderModel, n: int, wanted: int | None) -> int:
+    """Return how many tokens each of n slots has room for.
+
+    That is `wanted`, or by default the model's context; no more than the context, and by default no more than fill half
+    of the available memory. Raises ConfigError where `wanted`, or a default of LEAST_TOKENS, does not fit.
+    """
+    context, available = model.context_limit, _available(model.device)
+    per_token = n * _numbers(model, 1) * model.dtype.itemsize
+    fitting = available // 2 // max(1, per_token)
+    tokens = min(context, max(fitting, LEAST_TOKENS) if wanted is None else wanted)
+    if tokens * per_token > available:
+        raise ConfigError(
+            f"settings 'serve.slots' and 'serve.slot_tokens' cannot be {n} and {tokens}: their KV takes "
+            f"{tokens * per_token // 10**6} MB, and {available // 10**6} MB are available: lower them",
+            setting="serve.slots" if wanted is None else "serve.slot_tokens",
+        )
+    if wanted is None and tokens < context:
+        text = "a request has room for %d tokens of the model's %d, as %d MB are available for %d slots (serve.slots)"
+        log.warning(text, tokens, context, available // 10**6, n)
+    return tokens
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that are free where a model on this device has its KV."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else machine.available_memory()
 
 
 def slots(keys: Layers, values: Layers) -> list[KVCache]:

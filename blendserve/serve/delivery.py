@@ -29,6 +29,7 @@ from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave
 from blendserve.kdn.catalog import CollectionCatalog, summary
 from blendserve.kdn.publish import set_pins, unpublish
+from blendserve.machine import checked_cap, fit
 from blendserve.serve.app import create_app
 from blendserve.serve.auth import Backend, TenantDep, backend_of
 from blendserve.serve.keys import Tenant, TokenBucket
@@ -39,6 +40,7 @@ from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 
 SEND_BYTES = 1 << 18  # sent at a time
+MEMORY = 256_000_000  # bytes of bodies that were sent
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
@@ -81,6 +83,8 @@ class DeliveryBackend(Backend):
         self.catalog = CollectionCatalog(store, now=clock.monotonic)
         self.executor = FairExecutor("delivery", config.queue)
         self._sent_mb = TokenBucket()
+        mb = config.memory_mb
+        self._memory_bytes = fit(MEMORY) if mb is None else checked_cap(round(mb * 1e6), "deliver.memory_mb")
         self._bodies = OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody]()  # least recently used first
         self._cached_bytes = 0
 
@@ -129,7 +133,7 @@ class DeliveryBackend(Backend):
             raise not_found()
         self._bodies[keys] = body  # now the last one to be evicted
         self._cached_bytes += body.n_bytes if record else 0
-        while self._cached_bytes > self.http.memory_mb * 1e6:
+        while self._cached_bytes > self._memory_bytes:
             self._cached_bytes -= self._bodies.popitem(last=False)[1].n_bytes
         return body
 

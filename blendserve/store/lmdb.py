@@ -26,7 +26,7 @@ import lmdb
 from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
-from blendserve.machine import free_disk
+from blendserve.machine import checked_cap, free_disk
 from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
@@ -106,8 +106,12 @@ class LMDBStore(TxnStore):
         assert path is not None
         data = path / "data.mdb"
         cap_bytes, free = config.cap_bytes, free_disk(path)
-        if config.cap_gb is None and free is not None:
-            cap_bytes = min(cap_bytes, free + (data.stat().st_size if data.exists() else 0))
+        if free is not None:
+            free += data.stat().st_size if data.exists() else 0
+            fits = min(cap_bytes, free)
+            cap_bytes = (
+                fits if config.cap_gb is None else checked_cap(cap_bytes, "store.cap_gb", free, "the disk")
+            )
         try:
             return cls(path, cap_bytes, read_only, *policies)
         except StoreUnavailable as error:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from sortedcontainers import SortedDict
 
+from blendserve import machine
 from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
-from blendserve.machine import available_memory
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.policies import Admission, Eviction, Policies
@@ -48,7 +48,9 @@ class MemoryStore(TxnStore):
     def from_config(
         cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> MemoryStore:
-        cap_bytes = available_memory() // SHARE if config.cap_gb is None else config.cap_bytes
+        cap_bytes = machine.available_memory() // SHARE
+        if config.cap_gb is not None:
+            cap_bytes = machine.checked_cap(config.cap_bytes, "store.cap_gb")
         return cls(cap_bytes, *policies)
 
     def close(self) -> None:
