@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, in_stacks
 from blendserve.blend.donors import DonorIndex
 from blendserve.core import Steps, TokenIds
-from blendserve.errors import StoreCircuitOpen
+from blendserve.errors import StoreCircuitOpen, StoreError
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.write_queue import write_behind
 from blendserve.kv import ChunkKV
@@ -113,11 +113,11 @@ class ChunkWriter:
         """Delete chunks and their copies -> number deleted."""
         return self.delete_keys({self.key(ids) for ids in chunks})
 
-    def delete_keys(self, keys: Collection[ChunkKey]) -> int:
-        """The same by key."""
+    def delete_keys(self, keys: Collection[ChunkKey], wait: bool = True) -> int:
+        """The same by key. wait: as of KVStore.delete."""
         self._fetcher.forget(keys)
         try:
-            return self._store.delete(keys)
+            return self._store.delete(keys, wait)
         finally:
             self._fetcher.deleted(keys)  # also what a request has read meanwhile
 
@@ -125,11 +125,17 @@ class ChunkWriter:
         """Compute and store chunks that a request missed -> number stored.
 
         Skips chunks that the store does not admit, that another process is computing, or that are stored by now. Stores
-        nothing while the store's server is down, which was logged.
+        nothing while the store cannot be written, which was logged; `failed_writes` of the fetcher counts these chunks.
         """
-        with suppress(StoreCircuitOpen):
-            return (yield from self._write_back(missing))
-        return 0
+        chunks = list(missing)
+        try:
+            return (yield from self._write_back(chunks))
+        except StoreCircuitOpen:
+            self._fetcher.failed_writes += len(chunks)
+            return 0
+        except StoreError:
+            self._fetcher.failed_writes += len(chunks)
+            raise
 
     def _write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
         admitted = {chunk.ids: chunk for chunk in missing if self._admits(chunk.ids)}

@@ -19,6 +19,7 @@ import numpy as np
 from blendserve.blend.near import equal_runs
 from blendserve.blend.precompute import ChunkWriter
 from blendserve.core import Prompt, Span, TokenIds
+from blendserve.errors import StoreError
 from blendserve.store import ChunkKey
 from blendserve.store.spans import WINDOW, SpanIndex
 
@@ -55,16 +56,30 @@ class LearntChunks:
         self._spent_until = max(self._spent_until, now)
         if is_stored or n_bytes > self.cap_bytes or self._spent_until > now + BURST_S:
             return False
+        before = self._bytes.get(key, 0)
+        gone = self._oldest(key, self.n_bytes - before + n_bytes - self.cap_bytes)
+        try:
+            if gone:
+                writer.delete_keys(gone, wait=False)
+        except StoreError:  # the store cannot be written now, and has logged why
+            return False
+        for old in (key, *gone):
+            self.n_bytes -= self._bytes.pop(old, 0)
         self._spent_until += len(ids) / TOKENS_PER_S
-        self.n_bytes += n_bytes - self._bytes.pop(key, 0)
+        self.n_bytes += n_bytes
         self._bytes[key] = n_bytes
-        gone = list[ChunkKey]()
-        while self.n_bytes > self.cap_bytes:
-            oldest, size = self._bytes.popitem(last=False)
-            gone.append(oldest)
-            self.n_bytes -= size
-        writer.delete_keys(gone)
         return True
+
+    def _oldest(self, spare: ChunkKey, n_bytes: int) -> list[ChunkKey]:
+        """The least recently found chunks except `spare` that have this many bytes together, or all."""
+        found = list[ChunkKey]()
+        for key, size in (self._bytes or {}).items():
+            if n_bytes <= 0:
+                break
+            if key != spare:
+                found.append(key)
+                n_bytes -= size
+        return found
 
 
 class Learner:

@@ -68,6 +68,7 @@ class KVFetcher:
         prefetch_bytes: limit of chunks that are read ahead for queued prompts. planner, early_start: see Remote.
         """
         self.store, self.local, self.source = store, store, source
+        self.failed_writes = 0  # chunks that requests missed, and that could not be stored
         self.tiered = store if isinstance(store, TieredStore) else None
         if self.tiered:
             self.local, self.source = self.tiered.local, source or self.tiered.source

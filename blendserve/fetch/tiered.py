@@ -119,7 +119,7 @@ class TieredStore(KVStore):
             return here
         return max(here, self.ask(self.remote, partial(self.remote.pin, asked), 0))
 
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
+    def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
         """From both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
         asked, found, unreached = list(keys), set[ChunkKey](), dict[str, StoreError]()
         for key in asked:
@@ -127,7 +127,7 @@ class TieredStore(KVStore):
         for name, store in zip((LOCAL, REMOTE), stores_of(self), strict=False):
             try:
                 found |= store.contains(asked)
-                store.delete(asked)
+                store.delete(asked, wait)
             except StoreError as error:
                 unreached[name] = error
         if unreached:

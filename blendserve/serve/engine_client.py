@@ -182,7 +182,8 @@ class LocalEngineClient(EngineClient):
         self.scheduler = self.batch.scheduler
         load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
         held = lambda: self.in_use["held_chunks"]  # noqa: E731
-        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all, held)
+        failed = lambda: engine.fetcher.failed_writes  # noqa: E731
+        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all, held, failed)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)

@@ -129,9 +129,10 @@ class Metrics(HttpMetrics):
         learnt: Callable[[], int] = lambda: 0,
         controllers: Callable[[], Controllers] = list,
         held: Callable[[], int] = lambda: 0,
+        failed: Callable[[], int] = lambda: 0,
     ) -> None:
         """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes, those
-        of targets of quality, by collection, and held chunks.
+        of targets of quality, by collection, held chunks, and failed writes.
         """
         for name, help, value in (
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
@@ -141,7 +142,7 @@ class Metrics(HttpMetrics):
             ("learnt_bytes", "Stored bytes of chunks learnt from plain prompts", learnt),
         ):
             Gauge(f"blendserve_{name}", help, registry=self.registry).set_function(value)
-        self.registry.register(StoreCollector(store))
+        self.registry.register(StoreCollector(store, failed))
         self.registry.register(QualityCollector(controllers))
 
     def checked(self, result: str, loss: Loss | None, seconds: float) -> None:
@@ -205,10 +206,13 @@ class QualityCollector(Collector):
 class StoreCollector(Collector):
     """The statistics of a store."""
 
-    def __init__(self, store: KVStore | KVFetcher) -> None:
-        self._store = store
+    def __init__(self, store: KVStore | KVFetcher, failed: Callable[[], int]) -> None:
+        """failed: number of failed writes."""
+        self._store, self._failed = store, failed
 
     def collect(self) -> Iterator[Metric]:
+        help = "Chunks that were missing and could not be stored, as the store could not be written"
+        yield CounterMetricFamily("blendserve_store_failed_writes", help, self._failed())
         up = GaugeMetricFamily("blendserve_store_up", "Whether the KV store answers")
         try:
             stats = self._store.stats()

@@ -158,8 +158,11 @@ class KVStore(ABC):
         """
 
     @abstractmethod
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Remove chunks, pinned or not -> number of removed ones."""
+    def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
+        """Remove chunks, pinned or not -> number of removed ones.
+
+        wait: for another process that writes; False: a request waits. Raises StoreUnavailable.
+        """
 
     @abstractmethod
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
@@ -179,7 +182,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether an unpinned put of `n_bytes` would be stored now: ask before computing the chunk."""
+        """Whether an unpinned put of `n_bytes` would be stored now: ask before computing the chunk.
+
+        Raises StoreUnavailable where nothing can be stored at all.
+        """
 
     @abstractmethod
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:

@@ -83,6 +83,11 @@ class Breaker:
         with self._lock:
             return bool(self._pause_s) and (self._is_trying or self._now() < self._until)
 
+    def refuse_open(self) -> None:
+        """Raise StoreCircuitOpen where a call would be refused now."""
+        if self.is_open:
+            raise self._error()
+
     def enter(self) -> None:
         """Ask before a call. Raises StoreCircuitOpen while it is open."""
         with self._lock:

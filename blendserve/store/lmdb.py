@@ -129,7 +129,8 @@ class LMDBStore(TxnStore):
             self._env.release()
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        return not self._breaker.is_open and super().admits(key, n_bytes)
+        self._breaker.refuse_open()
+        return super().admits(key, n_bytes)
 
     def _begin_read(self) -> AbstractContextManager[_LMDBTxn]:
         return self._current().reading()

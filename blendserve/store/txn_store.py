@@ -126,8 +126,8 @@ class TxnStore(KVStore):
         self._put(record, pin)
         return True
 
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
-        with self._write() as ledger:
+    def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
+        with self._write(None if wait else REQUEST_WAIT_S) as ledger:
             return sum(_drop(ledger, key) for key in keys)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:

@@ -158,7 +158,7 @@ class ValkeyStore(KVStore):
             raise
         return True
 
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
+    def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
         self._check(writing=True)
         asked = list(keys)
         deleted = sum(map(int, self._each(asked, layout.on_chunk("unlink"))))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import filelock
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.learn import BURST_S, LEAST, MOST, TOKENS_PER_S, Learner, LearntChunks
 from blendserve.engine.request import Observer, PrefillDone, Request
 from blendserve.kv import stacked
-from blendserve.store import MemoryStore
+from blendserve.store import LMDBStore, MemoryStore
 from blendserve.store.view import decode
 from tests.support.blending import some_ids, tiny_blender
 from tests.support.engines import Listener, toy_engine
@@ -133,6 +135,30 @@ def test_the_least_recently_found_chunk_makes_room() -> None:
     assert abs(learnt.n_bytes - 3 * size) < size / 2
     store.delete([writer.key(a)])  # as an eviction does
     assert [learn(ids) for ids in (c, a)] == [False, True]
+
+
+def test_learning_does_not_wait_for_a_store_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes, and was stopped. What is not stored is counted; the chunks to make room stay known."""
+    monkeypatch.setattr("blendserve.store.lmdb.WRITER_WAIT_S", 1e6)
+    a, b, c = (some_ids(100, i) for i in range(3))
+    with LMDBStore(tmp_path, ROOMY) as store:
+        blender = tiny_blender(store)
+        writer = blender.for_scope("", learns=True).learnt
+        assert writer
+        learnt = LearntChunks(round(1.5 * writer.expected_bytes(100)))
+        assert learnt.admits(a, writer)
+        run(writer.write_back([MissingChunk(a)]))
+        with filelock.FileLock(tmp_path / "writer.lock"):
+            assert not learnt.admits(b, writer)
+            assert run(writer.write_back([MissingChunk(b), MissingChunk(c)])) == 0
+            assert blender.fetcher.failed_writes == 2
+        assert set(store.keys()) == {writer.key(a)}
+        store.pin([], pinned=True)  # waits for the lock, gets it, and says so
+        assert learnt.admits(b, writer)
+        assert run(writer.write_back([MissingChunk(b)])) == 1
+        assert set(store.keys()) == {writer.key(b)}
 
 
 def test_a_minutes_worth_of_tokens_is_learnt_at_once_and_then_as_many_as_time_allows() -> None:
