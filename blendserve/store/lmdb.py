@@ -27,7 +27,6 @@ from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
 from blendserve.machine import checked_cap, free_disk
-from blendserve.store.base import store_full
 from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
@@ -176,17 +175,13 @@ class LMDBStore(TxnStore):
         try:
             super()._put(record, pin)
         except MapFull:
-            self._evict_ahead(2 * record.n_bytes)
+            self._evict_ahead(record.key, 2 * record.n_bytes)
             super()._put(record, pin)
 
-    def _evict_ahead(self, n_bytes: int) -> None:
+    def _evict_ahead(self, key: ChunkKey, n_bytes: int) -> None:
         """Evict that much. LMDB reuses the pages that a transaction freed only in the second one after it."""
         with self._write() as ledger:
-            victims = self._eviction.victims(ledger.oldest(b"", {}), n_bytes)
-            if victims is None:
-                stored = ledger.totals().n_bytes
-                raise store_full(f"the file of the KV store {self.path}", stored, n_bytes, self.cap_bytes)
-            self._evict(ledger, victims)
+            self._evict(ledger, self._victims(ledger, key, n_bytes, ledger.totals().n_bytes))
         with self._write() as ledger:
             ledger.txn.put(FORMAT_KEY, format_record(FORMAT))  # a transaction that writes nothing is none
 

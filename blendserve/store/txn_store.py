@@ -223,19 +223,21 @@ class TxnStore(KVStore):
         self._usage.count(key, "refused")
         return False
 
-    def _victims(self, ledger: Ledger, key: ChunkKey, more: int) -> list[Candidate]:
-        """The chunks to evict for `more` bytes of a chunk. Raises StoreFull.
+    def _victims(
+        self, ledger: Ledger, key: ChunkKey, more: int, cap_bytes: int | None = None
+    ) -> list[Candidate]:
+        """The chunks to evict for `more` bytes of a chunk. cap_bytes: by default the store's. Raises StoreFull.
 
         Namespaces above their share of the cap lose chunks first, so one tenant's requests do not evict another's KV.
         """
-        stored = ledger.totals().n_bytes
-        if stored + more <= self.cap_bytes:
+        cap_bytes, stored = self.cap_bytes if cap_bytes is None else cap_bytes, ledger.totals().n_bytes
+        if stored + more <= cap_bytes:
             return []
-        above = ledger.above_share(key[:TAG_BYTES], more, self.cap_bytes)
+        above = ledger.above_share(key[:TAG_BYTES], more, cap_bytes)
         oldest = ledger.oldest(key, self._usage.used(), above)
-        victims = self._eviction.victims(oldest, stored + more - self.cap_bytes)
+        victims = self._eviction.victims(oldest, stored + more - cap_bytes)
         if victims is None:
-            raise store_full(f"the KV store {self.location or 'in memory'}", stored, more, self.cap_bytes)
+            raise store_full(f"the KV store {self.location or 'in memory'}", stored, more, cap_bytes)
         return victims
 
     def _put(self, record: ChunkRecord, pin: bool) -> None:

@@ -298,6 +298,20 @@ def test_the_cap_is_reached_before_the_map_or_chunks_are_evicted_early(
         assert store.verify().bad == ()
 
 
+def test_a_full_map_evicts_nothing_of_a_namespace_that_holds_less_than_its_share(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map is full before the cap, as pages are used in part."""
+    monkeypatch.setattr(MAP_BYTES, lambda cap: cap + 40 * 4096)
+    with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
+        own = [key_of(n, "tenant") for n in range(3)]
+        for key in own:
+            assert put_kv(store, key, chunk(10))
+        for n in range(150):
+            assert put_kv(store, key_of(n), chunk(1 + 37 * n % 400))
+        assert store.contains(own) == set(own)
+
+
 def fill_the_disk(_: Connection, path: Path) -> None:
     with LMDBStore(path, CAP) as store:
         put_kv(store, key_of(0), chunk(300))
