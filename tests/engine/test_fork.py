@@ -26,12 +26,11 @@ SOME = list(PASSAGES[:2])
 CHUNK = b"c" * 32
 
 
-def queue() -> WriteQueue:
-    """A queue whose thread has run a task."""
+def queueing() -> Callable[[], object]:
     queue = WriteQueue()
     queue.add(CHUNK, 1, lambda: None)
-    queue.flush()
-    return queue
+    queue.flush()  # its thread has run a task
+    return lambda: queue.add(CHUNK, 1, lambda: None)
 
 
 # By name: what a parent makes and uses, and what its child does with it.
@@ -49,7 +48,7 @@ USES: dict[str, Callable[[], Callable[[], object]]] = {
     "new embedder": lambda: engine_call(lambda _: Embedder.load()),
     "embedder": lambda: embedding(),
     "store": lambda: engine_call(lambda engine: engine.store.stats()),
-    "queue of writes": lambda: (made := queue()) and (lambda: made.add(CHUNK, 1, lambda: None)),
+    "queue of writes": lambda: queueing(),
 }
 
 
