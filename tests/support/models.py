@@ -342,19 +342,24 @@ def from_config(made: Any) -> Any:
 @cache
 def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A random model; the same object every time, so tests must not change it."""
-    model = from_config(tiny_config(name))
-    with torch.no_grad():
-        for name_of, parameter in model.named_parameters():
-            if name_of.endswith("A_log"):  # states last, as in trained models
-                parameter.uniform_(-6, -3)
-            elif parameter.dim() == 1:  # norms and biases: among ones and zeros many mistakes would not show
-                parameter += 0.3 * torch.rand_like(parameter)
-        for name_of, buffer in model.named_buffers():
-            if name_of.endswith("layer_scalar"):  # Gemma 4's
-                buffer += 0.3 * torch.rand_like(buffer)
+    model = _unlike_new(from_config(tiny_config(name)), dtype)
+    return TextTower(model).eval() if name in CHECKPOINTS else model
+
+
+@torch.no_grad()
+def _unlike_new(model: Any, dtype: torch.dtype) -> Any:
+    """Its norms and biases at random: among ones and zeros many mistakes would not show."""
+    for name_of, parameter in model.named_parameters():
+        if name_of.endswith("A_log"):  # states last, as in trained models
+            parameter.uniform_(-6, -3)
+        elif parameter.dim() == 1:
+            parameter += 0.3 * torch.rand_like(parameter)
+    for name_of, buffer in model.named_buffers():
+        if name_of.endswith("layer_scalar"):  # Gemma 4's
+            buffer += 0.3 * torch.rand_like(buffer)
     for parameter in model.parameters():  # not buffers: transformers keeps RoPE's frequencies in fp32
         parameter.data = parameter.data.to(dtype)
-    return TextTower(model).eval() if name in CHECKPOINTS else model
+    return model
 
 
 @cache
@@ -365,10 +370,7 @@ def wide_model(name: str, dtype: torch.dtype) -> Any:
     made.hidden_size, made.head_dim, made.vocab_size = 256, 64, 98
     if n_kv_heads:
         made.num_key_value_heads, made.num_attention_heads = int(n_kv_heads), 2 * int(n_kv_heads)
-    model = from_config(made)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
+    return _unlike_new(from_config(made), dtype)
 
 
 @cache
