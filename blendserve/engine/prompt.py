@@ -32,7 +32,8 @@ PRIMER = Path(__file__).with_name("primer.txt")
 PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
 MESSAGE = "<<<blendserve-message-{}>>>"
 LONG = 6  # characters a token: most texts have fewer
-CUT = 16  # tokens that a text, or its beginning, may have more alone than in a prompt, at most
+CUT = 16  # tokens that a text, or a piece of it, may have more alone than in a prompt, at most
+PIECE = 1024  # tokens: a piece has many more than CUT
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")
 
 
@@ -91,16 +92,16 @@ class PromptBuilder:
     def at_least(self, texts: Iterable[str], limit: int) -> int:
         """Tokens that these texts have at least, if that is more than `limit` (>= 0), else 0.
 
-        Short texts are not tokenised. Of long ones, only so much is tokenised as decides it.
+        Short texts are not tokenised. Long ones are tokenised piece by piece, as far as decides it: words may be long.
         """
-        stripped, n = [text.strip() for text in texts], 0
+        stripped, n, piece = [text.strip() for text in texts], 0, LONG * (limit + PIECE)
         if sum(map(len, stripped)) <= LONG * limit:
             return 0
         for text in stripped:
-            beginning = text[: LONG * (limit - n + CUT)]
-            n += max(0, len(self._tokens(beginning, literal=True)) - CUT)
-            if n > limit:
-                return n
+            for at in range(0, len(text), piece):
+                n += max(0, len(self._tokens(text[at : at + piece], literal=True)) - CUT)
+                if n > limit:
+                    return n
         return 0
 
     def frame(self, question: str, history: Sequence[ChatMessage] = ()) -> PromptFrame:

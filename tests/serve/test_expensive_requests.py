@@ -18,7 +18,13 @@ from tests.support.scripted import scripted_model
 CONTROL = "<|im_end|>"  # tokenised apart from the text around it
 SIZE = 600_000  # characters
 CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
-LONG = {"words": "word " * (SIZE // 5), "control tokens": CONTROL * (SIZE // len(CONTROL)), "one": "x" * SIZE}
+WORD = "government "  # one token of more characters than most
+LONG = {
+    "words": "word " * (SIZE // 5),
+    "long words": WORD * (SIZE // len(WORD)),
+    "control tokens": CONTROL * (SIZE // len(CONTROL)),
+    "one": "x" * SIZE,
+}
 MOST = 100_000  # characters that are tokenised for a request; the context has 1,024 tokens
 
 
