@@ -15,7 +15,7 @@ from blendserve.core import Passage
 from blendserve.engine.prompt import PromptBuilder, passage_text
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
-from blendserve.retrieve import VectorIndex
+from blendserve.retrieve import TokenCounter, VectorIndex
 from blendserve.retrieve.contents import Change
 from blendserve.retrieve.index import Added, nearest_distinct
 
@@ -80,3 +80,9 @@ class Collections:
         filled = [self.collections[name] for name in names if len(self.collections[name])]
         found = [p for index in filled for p in index.search(question, top_k)]
         return nearest_distinct(found, top_k)
+
+
+def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:
+    """For an index whose passages are chunks in the prompts of this model."""
+    model = f"{name} ({dtype.removeprefix('torch.')})"
+    return TokenCounter(model, fingerprint, lambda passage: len(prompts.chunk(passage)))

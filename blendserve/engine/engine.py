@@ -16,39 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.cost import synthetic_prompt
 from blendserve.blend.policies import defaults_for
 from blendserve.blend.precompute import MissingChunk, PrecomputeReport
-from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config
 from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.arguments import check_count, check_shard, check_text, chunks_within, own_passages
 from blendserve.engine.calibrate import PROMPTS, calibrate
 from blendserve.engine.codec_fit import writing_codec
-from blendserve.engine.documents import Documents
+from blendserve.engine.documents import Documents, token_counter
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
 from blendserve.engine.targets import Targets
+from blendserve.engine.warm_up import warm_up
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.forks import begin_computing, is_forked
-from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
-from blendserve.models.runner import append
 from blendserve.paths import index_folder
 from blendserve.quality.calibration import Calibration
-from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
-from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_manifest
+from blendserve.registry import CORRECTIONS, STORES
+from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.store.base import Progress
 from blendserve.timing import Clock
 
 PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
-WARM_FRAME, WARM_QUESTION = 256, 16  # tokens of a usual prompt beside its passages; of those, a question's
-MAX_WARM_UP = 4096  # tokens; a longer prompt takes longer than all that a warm-up saves
 
 log = logging.getLogger(__name__)
 
@@ -336,7 +331,7 @@ class Engine:
         if self.gate.passed:
             if blend.method == "auto":
                 self.blender.planner.calibrate()
-            self._warm_up()
+            warm_up(self.config, self.model.decoder, self.blender, self.prompts.prefix, self.index)
 
     def warn_of_room(self, room: int, indexes: Iterable[VectorIndex]) -> None:
         """Log a line if the passages of a question may not fit. room: tokens for prompt and answer."""
@@ -349,26 +344,6 @@ class Engine:
                 "is room for %d: the nearest passages that fit are used (retrieve.top_k, retrieve.chunk_tokens)",
                 *(top_k, longest, answer, needed, room),
             )
-
-    def _warm_up(self) -> None:
-        """Search, prefill and decode once: loads and verifies kernels, starts threads, touches memory.
-
-        The prompt is synthetic and of a usual length, as memory is allocated by size.
-        """
-        config, decoder = self.config, self.model.decoder
-        if self.index is not None and len(self.index):
-            self.index.search("What is the question?", 1)
-        passages = config.retrieve.top_k * config.retrieve.chunk_tokens
-        room = min(MAX_WARM_UP, decoder.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
-        n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        layout = synthetic_prompt(decoder, min(WARM_QUESTION, room // 4), n_stored)
-        options = FULL_REUSE if config.blend.method == "reuse" else {}
-        blend = config.blend.with_values(**{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(decoder, max(room, layout.n_tokens + 1))
-        cache.fill(0.0)
-        done = run(blend_prefill(decoder, layout, blend, cache))
-        append(decoder, done.cache, layout.n_tokens, [int(done.logits.argmax())])
-        run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:
         """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
@@ -419,9 +394,3 @@ class Engine:
         given = self._index().passages if passages is None else own_passages(passages)
         found = chunks_within(given, self.prompts, self.model.decoder.context_limit)
         return [ids for ids in found if share_of(ids, n) == i]
-
-
-def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:
-    """For an index whose passages are chunks in the prompts of this model."""
-    model = f"{name} ({dtype.removeprefix('torch.')})"
-    return TokenCounter(model, fingerprint, lambda passage: len(prompts.chunk(passage)))

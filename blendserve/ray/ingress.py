@@ -14,8 +14,8 @@ from typing import Any
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.policies import defaults_for
 from blendserve.config import Config, ServeConfig
-from blendserve.engine.documents import Collections
-from blendserve.engine.engine import Engine, token_counter
+from blendserve.engine.documents import Collections, token_counter
+from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import prepare_request

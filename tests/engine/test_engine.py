@@ -193,8 +193,7 @@ STEPS = [
     "Targets",
     "check_model",
     "writing_codec",
-    "synthetic_prompt",
-    "blend_prefill",
+    "warm_up",
 ]
 
 
