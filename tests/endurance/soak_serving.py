@@ -45,6 +45,7 @@ from tests.support.toy import toy_model
 from tests.support.waiting import eventually
 
 TENANTS = ("ann", "bob")
+CONVERSATIONS_MB = 16.0  # full before the memory is watched
 ASKS, PASSAGES, CHUNK_TOKENS = 16, 24, 48  # of each tenant
 VALKEY_UP_S, VALKEY_DOWN_S = 20.0, 5.0
 WARM_UP = 0.2  # of the run
@@ -111,6 +112,7 @@ def prepare(
     keys["operator"] = KeyFile(file).create(Tenant("operator", "operator", admin=True))
     settings["store"] = {"location": str(out / "kv"), "cap_gb": n_bytes / 2e9, "remote": {"location": valkey}}
     settings["serve"] = {"slots": 4, "slot_tokens": 1024, "log_text": False, "keys": str(file)}
+    settings["serve"]["conversations_mb"] = CONVERSATIONS_MB
     (out / "soak.yaml").write_text(yaml.safe_dump(settings))
     indexes = [word for name in TENANTS for word in ("--index", str(out / name))]
     return serve_command(*indexes, "--config", str(out / "soak.yaml")), keys, asks
