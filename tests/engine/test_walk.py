@@ -22,7 +22,14 @@ from tests.support.kernel_switches import threads
 MAX_FILES, MAX_STAYS = 10, 12
 PACKAGE = Path(blendserve.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
-GROUND = ("core.py", "config/", "timing.py", "registry.py", "errors.py")  # nouns, settings and names
+GROUND = (
+    "core.py",
+    "config/",
+    "timing.py",
+    "registry.py",
+    "errors.py",
+    "forks.py",
+)  # nouns, settings and names
 SIDE_ROOMS = (
     *("retrieve/", "fetch/", "store/", "kernels/", "blend/prefix_cache.py"),
     *("engine/arguments.py", "engine/gate.py"),
