@@ -20,7 +20,7 @@ from blendserve.fetch.copies import open_copies
 from blendserve.fetch.write_queue import WriteQueue
 from blendserve.machine import available_memory, free_disk
 from blendserve.models.kv_cache import LEAST_TOKENS
-from blendserve.store.once import Once
+from blendserve.store.last_messages import LastMessages
 from tests.support.engines import toy_engine
 
 GB = 1_000_000_000
@@ -160,7 +160,7 @@ def test_a_cap_that_a_small_machine_cannot_hold_is_named(
 
 
 def test_messages_that_are_given_once_take_bounded_memory() -> None:
-    once = Once(most=3)
+    once = LastMessages(most=3)
     assert [once.is_new(message) for message in "ababc"] == [True, True, False, False, True]
     assert not once.is_new("a")
     assert all(once.is_new(f"{n} s left") for n in range(1000))

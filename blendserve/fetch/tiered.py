@@ -27,7 +27,7 @@ from blendserve.store.blobs import BlobInfo, BlobReader, BlobStore
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import NO_TABLES
-from blendserve.store.once import Once
+from blendserve.store.last_messages import LastMessages
 
 T = TypeVar("T")
 Write = Literal["back", "through"]
@@ -62,7 +62,7 @@ class TieredStore(KVStore):
         self.blobs: _Blobs = _Blobs(self)
         self.queue = WriteQueue(waiting_bytes)
         self._counts = dict.fromkeys(("hits", "misses", "failures", "written", "dropped"), 0)
-        self._warned = Once()
+        self._warned = LastMessages()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -242,7 +242,7 @@ class TieredStore(KVStore):
             self._counts[what] += n
 
     def _warn(self, what: str, why: object) -> None:
-        """Once for each reason."""
+        """LastMessages for each reason."""
         if self._warned.is_new(message := f"{what}: {why}"):
             log.warning("%s", message)
 

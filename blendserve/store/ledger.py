@@ -31,7 +31,7 @@ import xxhash
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey
-from blendserve.store.once import Once
+from blendserve.store.last_messages import LastMessages
 from blendserve.store.policies import Admission, Candidate
 from blendserve.store.record import ChunkRecord
 
@@ -62,7 +62,7 @@ class UsageLog:
     def __init__(self, admission: Admission, clock: Clock = time) -> None:
         self._admission, self._clock = admission, clock
         self._notes = Notes()
-        self._logged = Once()
+        self._logged = LastMessages()
         self._last, self._written = 0, clock.monotonic()
         self._lock = threading.Lock()
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 MOST = 256
 
 
-class Once:
+class LastMessages:
     """The last messages. Thread-safe."""
 
     def __init__(self, most: int = MOST) -> None:
