@@ -116,7 +116,7 @@ def with_store(config: CostConfig, store: KVStore) -> CostConfig:
     stats = store.stats()
     if not stats.tokens:
         raise InputError(
-            f"the store at {stats.path} holds no chunk to measure: run `blendserve precompute` first",
+            f"the store at {stats.path} has no chunk to measure: run `blendserve precompute` first",
             path=stats.path,
         )
     uncoded = stats.bytes == stats.raw_bytes

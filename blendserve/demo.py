@@ -217,7 +217,7 @@ def _work(answer: Answer) -> str:
         return f"not blended: {report.reason}"
     work = f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed"
     n = report.chunks_corrupt
-    return f"{work}; damaged chunks in the store, computed anew: {n}" if n else work
+    return f"{work}; {n} damaged chunks were computed again" if n else work
 
 
 def _print_next_steps(index: Path) -> None:

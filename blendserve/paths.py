@@ -114,7 +114,7 @@ def check_output_folder(folder: Path) -> Path:
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise InputError(f"{folder} cannot be written: {there} is no folder", path=folder)
+        raise InputError(f"{folder} cannot be written: {there} is not a folder", path=folder)
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be written: check the permissions of {there}", path=folder)
     return folder
@@ -139,7 +139,7 @@ def _writable_cache(wanted: Path | None) -> Path:
         folder = _temporary_cache()
     except OSError:
         raise ConfigError(f"{why}: set XDG_CACHE_HOME to a writable folder", path=wanted) from None
-    log.warning("%s: using %s; set XDG_CACHE_HOME to a writable folder that stays", why, folder)
+    log.warning("%s: using %s; set XDG_CACHE_HOME to a writable folder", why, folder)
     return folder
 
 

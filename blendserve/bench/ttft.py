@@ -57,7 +57,7 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
     grid = dict.fromkeys((context, min(chunk, context)) for context, chunk in pairs)
     for context, chunk in grid:
         if context % chunk:
-            raise ConfigError(f"a context of {context:,} tokens is no multiple of chunks of {chunk:,}")
+            raise ConfigError(f"a context of {context:,} tokens is not a multiple of chunks of {chunk:,}")
     model = open_model(config, log)
     check_room(model, max(config.contexts) + config.suffix_tokens, "the longest prompt")
     rates = measure_rates(model.decoder.dtype, model.decoder.device)

@@ -58,6 +58,15 @@ class PrecomputeReport:
     left: int = 0  # that other processes are computing
 
 
+@dataclass(frozen=True, slots=True)
+class PrecomputeEstimate:
+    """What a precompute run would compute and store."""
+
+    chunks: int
+    tokens: int
+    bytes: int  # as stored, about
+
+
 @dataclass(slots=True)
 class PrecomputeRun:
     """Counts of a precompute run that is under way."""
@@ -108,6 +117,12 @@ class ChunkWriter:
         keys = {self.key(ids): ids for ids in chunks if ids}
         stored = self._fetcher.locate(keys, remote=True)
         return [ids for key, ids in keys.items() if key not in stored]
+
+    def estimate(self, chunks: Iterable[TokenIds]) -> PrecomputeEstimate:
+        """Return what `precompute` would add to the store for these chunks."""
+        lengths = [len(ids) for ids in self.missing(chunks)]
+        n_bytes = sum(self.expected_bytes(length) for length in lengths)
+        return PrecomputeEstimate(len(lengths), sum(lengths), n_bytes)
 
     def delete(self, chunks: Iterable[TokenIds]) -> int:
         """Delete chunks and their copies -> number deleted."""

@@ -16,9 +16,7 @@ from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, R
 from blendserve.fetch.fetcher import COMPUTED
 
 STATE = {name: n for n, name in enumerate(Explanation.STATES)}
-KEPT = (
-    "it was kept from the prompt before, as that had it: chunks in it do not stand where they were computed"
-)
+KEPT = "kept from the last turn, and approximate: chunks in it were reused at other positions"
 SHORT = f"a chunk of fewer than {LEAST_REUSED} tokens is too short to be blended"
 NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
@@ -137,45 +135,42 @@ def _kind(layout: Layout, segment: Segment, runs: Mapping[int, int] | None) -> t
 def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tuple[str, Reason, str]:
     """Where the KV of a part with this first segment was read from, why or why not, and the same as a sentence."""
     if kind == "suffix":
-        said = "it is the question and the end of the prompt, which are computed for every request"
+        said = "computed: every request computes the question and the end of the prompt"
         return "", Reason.SUFFIX, said
     if kind == "text":
-        return "", Reason.NOT_STORED, "no stored chunk was found in it"
+        return "", Reason.NOT_STORED, "computed: no stored chunk was found in this text"
     if near and near.donors:
         return NEAR, Reason.NEAR, near.reason
     if s.state is not State.FRESH:
         return s.source, *_used(s)
     if s.is_short:
-        return "", Reason.SHORT, f"it was stored, and computed: {SHORT}"
+        return "", Reason.SHORT, f"stored, but computed: {SHORT}"
     if s.is_stored:
-        because = plan.reason or f"method {plan.blend.method!r} uses only KV that is exact in its place"
-        return "", Reason.UNUSED, f"it was stored, and left alone: {because}"
+        because = plan.reason or f"method {plan.blend.method!r} uses only exact KV"
+        return "", Reason.UNUSED, f"stored, but not used: {because}"
     if s.miss and s.miss.kind != "absent":
-        return "", Reason.UNUSABLE, f"its stored KV was of no use: {s.miss.detail}"
+        return "", Reason.UNUSABLE, f"stored, but could not be used: {s.miss.detail}"
     if near:
         has_errors = plan.layout.donor_errors[near.chunk]
         return "", Reason.DONOR_UNUSABLE if has_errors else Reason.NO_DONOR, near.reason
     if s.miss:
-        return "", Reason.NOT_STORED, "it was not in the store"
-    because = plan.reason or f"method {plan.blend.method!r} reuses nothing of it"
-    return "", Reason.NOT_LOOKED_UP, f"nothing was looked for: {because}"
+        return "", Reason.NOT_STORED, "computed: it was not in the store"
+    because = plan.reason or f"method {plan.blend.method!r} reuses no KV here"
+    return "", Reason.NOT_LOOKED_UP, f"computed without a lookup: {because}"
 
 
 def _used(s: Segment) -> tuple[Reason, str]:
     if s.state is State.KEPT:
         return Reason.KEPT, KEPT
     if s.chunk is None:
-        return (
-            Reason.STORED,
-            "its KV is full prefill's, computed where it stands, for this prompt or an earlier one",
-        )
+        return Reason.STORED, "exact: computed at this position, for this prompt or an earlier one"
     if s.source == COMPUTED:
-        said = "it was computed here, without the passages before it, while others were transferred"
+        said = "computed here, without seeing the passages before it, while other chunks were transferred"
         return Reason.COMPUTED, said
     if s.state is State.EXACT:
-        said = "it was stored, and stands right behind the prefix, as it did when its KV was computed"
-        return Reason.STORED, said + ("" if s.is_exact else "; its codec is lossy")
-    return Reason.MOVED, "it was stored, computed without the passages before it, and moved to its place"
+        said = "same position as when it was computed"
+        return Reason.STORED, f"exact: {said}" if s.is_exact else f"{said}, but its codec is lossy"
+    return Reason.MOVED, "reused: moved here without seeing the passages before it"
 
 
 def _near_chunks(layout: Layout) -> Iterator[NearChunk]:
@@ -186,9 +181,9 @@ def _near_chunks(layout: Layout) -> Iterator[NearChunk]:
         donors = tuple(dict.fromkeys(s.donor.hex() for s in used if s.donor))
         n, n_tokens = sum(len(s.span) for s in used), sum(len(s.span) for s in chunks[i])
         others = ("no stored chunk has", "a stored chunk has", f"{len(donors)} stored chunks have")
-        what = f"{n} of its {n_tokens} tokens in the same order" if donors else "text of it that is of use"
+        what = f"{n} of its {n_tokens} tokens in the same order" if donors else "enough of its text"
         why = f"it was not in the store, {'but' if donors else 'and'} {others[min(len(donors), 2)]} {what}"
-        why += f"; of one that has, nothing could be used: {error}" if error else ""
+        why += f"; a similar chunk could not be used: {error}" if error else ""
         yield NearChunk(i, donors, n, n_tokens - n, why)
 
 
@@ -201,7 +196,7 @@ def _why_nothing_was_blended(plan: PrefillPlan) -> str:
     if layout.n_reusable:
         return "every token was chosen for recomputation"
     if layout.n_found:
-        return "the only chunk found stands first, where its KV is exact"
+        return "only the first chunk was found, and its KV is exact there"
     misses = (s.miss for s in layout.segments if s.chunk is not None and s.miss and s.miss.kind != "absent")
     if unusable := next(misses, None):
         return f"no stored chunk could be used: {unusable.detail}"

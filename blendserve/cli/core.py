@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from blendserve import console
 from blendserve.cli.options import (
@@ -27,10 +28,11 @@ from blendserve.errors import InputError
 from blendserve.paths import check_output_folder, index_folder
 
 if TYPE_CHECKING:
+    from blendserve.blend.precompute import PrecomputeEstimate
     from blendserve.engine.engine import Engine
     from blendserve.retrieve import Skipped
 
-NO_PRIOR = "no correction prior: the corpus is too small, or the correction uses none"
+NO_PRIOR = "no correction prior was fitted: the corpus is too small, or the correction uses none"
 log = logging.getLogger(__name__)
 CorpusArg = Annotated[
     Path,
@@ -54,13 +56,13 @@ def demo(
         "Address of the page's server. Where others can reach it, the printed URL has an API key.",
         envvar="BLENDSERVE_DEMO_HOST",
     ),
-    port: int = option(8000, "Port of the page's server; 0 takes any free one."),
+    port: int = option(8000, "Port of the page's server; 0 chooses a free one."),
 ) -> None:
     """Ask about Python without and with a cache, and compare methods.
 
-    The index holds Python's language reference. The questions are answered by full prefill and from precomputed KV,
-    and each method prefills the same prompt. With --page, you ask in a web page instead.
-    Another model needs an index folder of its own, or replaces the index.
+    The index contains Python's language reference. The command answers questions by full prefill and from precomputed
+    KV, and times each method on the same prompt. With --page, you ask in a web page instead. With another model, give
+    another index folder, or the index is replaced.
     """
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds
 
@@ -76,8 +78,8 @@ def demo(
 def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     """Build an index of a corpus.
 
-    An existing index of the same name is replaced. Files of a folder that are not UTF-8 text are left out and named; the
-    exit code is 1 then.
+    An existing index of the same name is replaced. If text files of a folder are not UTF-8, they are skipped and named,
+    and the exit code is 1.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import Skipped, read_documents
@@ -96,8 +98,8 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
 def add(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
     """Add the new documents of a corpus to an index.
 
-    A document with a known id and new text replaces the old one. Unchanged documents are skipped. Files of a folder that
-    are not UTF-8 text are left out and named; the exit code is 1 then.
+    A document with a known id and new text replaces the old one. Unchanged documents are skipped. If text files of a
+    folder are not UTF-8, they are skipped and named, and the exit code is 1.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import Skipped, read_documents
@@ -150,22 +152,19 @@ def _facts(engine: Engine, exit_code: int = 0, skipped: Skipped | None = None, *
 def precompute(
     index: IndexArg,
     settings: Config,
-    shard: str = option("0/1", "Share of the work to do, i/n with i from 0; shards may use one store."),
-    workers: int | None = option(
-        None,
-        "Number of actors on a Ray cluster, each with a model; without it, this process computes.",
-        min=1,
-    ),
+    shard: str = option("0/1", "Part of the work to do, as i/n with i from 0; parts can share a store."),
+    workers: int | None = option(None, "Number of Ray workers. [default: compute in this process]", min=1),
     ray: RayOpt = None,
 ) -> Output:
     """Compute and store the KV of an index's chunks.
 
-    Stored chunks are skipped, so the command can be stopped and run again at any time. Afterwards a correction
-    prior is fitted on a sample of the chunks, if the store has none, and with a target of quality, ratios are
-    calibrated (`blendserve calibrate`). The exit code is 1 if a chunk is missing at the end.
+    The command first prints how many tokens it will compute, and how much disk they need. It skips stored chunks, so
+    you can stop it and run it again at any time. At the end it fits a correction prior on a sample of the chunks, if the
+    store has none. If a quality target is set, it also calibrates the ratio (`blendserve calibrate`). The exit code is 1
+    if a chunk is missing at the end.
 
-    Several processes or machines with one store (a file or a server): run the same command in each. A chunk that
-    one process computes is leased to it; the others skip it and check it again at the end:
+    Several processes or machines with one store (a file or a server): run the same command in each. A process leases
+    the chunks that it computes. The others skip these and check them again at the end:
 
     \b
         blendserve precompute docs -c configs/precompute_worker.yaml      # on each machine
@@ -184,8 +183,8 @@ def precompute(
         CUDA_VISIBLE_DEVICES=1 blendserve precompute docs &
         wait
 
-    The machines of a Ray cluster, or the GPUs or cores of this one: actors write to one store that all of them can
-    reach (docs/how-to/ray-cluster.md). If an actor or machine dies, its stored chunks remain:
+    The machines of a Ray cluster, or the GPUs or cores of this machine. The workers write to one store that all of them
+    can reach (docs/how-to/ray-cluster.md). If a worker or machine dies, its stored chunks remain:
 
     \b
         blendserve precompute docs -c configs/precompute_worker.yaml --workers 4
@@ -195,10 +194,11 @@ def precompute(
 
     part = _shard(shard)
     if ray and not workers:
-        raise InputError("--ray names the cluster of the workers: give --workers, too")
+        raise InputError("--ray is the cluster for --workers: give --workers, too")
     if workers and part != (0, 1):
         raise InputError("--shard is for independent processes: leave it out with --workers")
     with Engine.open(index, settings) as engine:
+        expected = _estimate(engine, part)
         per_token = engine.model.decoder.kv_bytes_per_token
         computing = console.progress("Precomputing", "tokens", per_token)
         fitting = console.progress("Fitting the correction prior", "tokens")
@@ -214,7 +214,7 @@ def precompute(
                 with console.progress("Calibrating", "prompts") as measured:
                     engine.calibrate(progress=measured)
         except KeyboardInterrupt:
-            log.info("stopped: computed chunks are stored; run the same command to resume")
+            log.info("stopped: the computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
         if engine.blender.priors.current() is None:
             log.info(NO_PRIOR)
@@ -224,8 +224,31 @@ def precompute(
         f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
         f"{report.bytes / 1e6:,.0f} MB), {report.skipped} already stored, {missing} missing"
     )
-    values = {**asdict(report), "tokens_per_second": round(rate, 1), "missing": missing}
+    values = {**asdict(report), "expected_bytes": expected.bytes}
+    values |= {"tokens_per_second": round(rate, 1), "missing": missing}
     return Output(values, text, int(missing > 0))
+
+
+def _estimate(engine: Engine, part: tuple[int, int]) -> PrecomputeEstimate:
+    """Log what a run will compute and the room that this needs in the store, and return it."""
+    found = engine.blender.writer.estimate(engine.chunks(shard=part))
+    config = engine.config.store
+    if found.chunks:
+        log.info(
+            "%d chunks to compute: %d tokens, about %s as %s",
+            found.chunks,
+            found.tokens,
+            decimal(found.bytes),
+            config.codec,
+        )
+    stats = engine.store.stats(config.namespace)
+    room = max(0, stats.cap_bytes - stats.pinned_bytes)
+    if found.bytes > room:
+        log.warning(
+            "the store has room for %s: raise store.cap_gb, or choose a codec that stores less (--codec)",
+            decimal(room),
+        )
+    return found
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -249,7 +272,8 @@ def ask(
 ) -> None:
     """Answer a question from an index.
 
-    The answer is streamed. Its sources, the numbers of reused and recomputed tokens, and the time to first token follow.
+    The command streams the answer. Then it prints the sources, the numbers of reused and recomputed tokens, and the
+    time to first token.
     """
     if not question.strip():
         raise InputError("the question is empty: ask something")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blendserve.quality.calibration import Calibration
 
 DEFAULT = BlendConfig(quality=0.9)  # the target of the table without one in the settings
-COLUMNS = "ratio", "loss", "interval", "KL mean, worst", "of full's time", "keeps the target"
+COLUMNS = "ratio", "loss", "interval", "KL mean, worst", "of full prefill's time", "meets the target"
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 def calibrate(
     index: IndexArg,
     settings: Config,
-    prompts: int = option(128, "Number of prompts; more of them certify a closer target.", min=1),
+    prompts: int = option(128, "Number of prompts; more prompts can prove a closer target.", min=1),
     questions: Path | None = option(
-        None, "File of your users' questions, one a line; without it, questions are made of passages."
+        None, "File with questions of your users, one per line. [default: generate them from passages]"
     ),
 ) -> Output:
     """Measure how far answers at every recompute ratio are from full prefill, on prompts of an index.
 
-    With blend.quality or blend.max_kl set, the engine then serves with the least ratio that keeps the target with 90%
-    confidence, and answers exactly if none does. One calibration serves every target. A stopped run goes on where it
-    was, and a larger --prompts adds to it.
+    If blend.quality or blend.max_kl is set, blendserve then uses the cheapest ratio that meets the target with 90%
+    confidence. If no ratio does, it answers exactly. One calibration serves every target. Run a stopped command again to
+    resume it. A larger --prompts adds prompts.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
@@ -51,12 +51,12 @@ def calibrate(
         raise InputError(f"the questions in {questions} cannot be read: {error}") from None
     own = [line.strip() for line in own if line.strip()]
     if questions and not own:
-        raise InputError(f"{questions} has no questions: write one a line")
+        raise InputError(f"{questions} has no questions: write one per line")
     with Engine.open(index, settings) as engine, console.progress("Calibrating", "prompts") as measured:
         try:
             found = engine.calibrate(prompts, own, measured)
         except KeyboardInterrupt:
-            log.info("stopped: what was measured is stored; run the same command to resume")
+            log.info("stopped: the measurements are stored; run the same command to resume")
             raise typer.Exit(130) from None
     return _output(found, settings.blend if settings.blend.has_target else DEFAULT)
 
@@ -84,7 +84,7 @@ def _output(found: Calibration, blend: BlendConfig) -> Output:
             {"ratio": ratio, "loss": mean, "low": low, "high": high, "mean_kl": kl, "worst_kl": max(kls)}
         )
         rows[-1] |= {"of_full": time, "keeps": keeps, "needed": needed}
-        advice = f"not shown; {f'about {needed}' if needed else 'more'} prompts might"
+        advice = f"not proven; {f'about {needed}' if needed else 'more'} prompts might"
         advice = advice if mean < target.limit else "no"
         ends, worst = f"{low:.3f} to {high:.3f}", f"{kl:.3f}, {max(kls):.2f}"
         shown.append((f"{ratio:g}", f"{mean:.3f}", ends, worst, f"{time:.2f}", "yes" if keeps else advice))
@@ -93,7 +93,7 @@ def _output(found: Calibration, blend: BlendConfig) -> Output:
     def show() -> None:
         title = f"{target}, largest loss {target.limit:.3f}; {found.prompts} {found.asked} questions"
         console.table(title, COLUMNS, shown)
-        says = "no ratio keeps it: answers are exact" if chosen is None else f"chosen ratio: {chosen:g}"
+        says = "no ratio meets it: answers are exact" if chosen is None else f"chosen ratio: {chosen:g}"
         console.out.print(says, markup=False)
 
     values = {"target": str(target), "prompts": found.prompts, "questions": found.asked, "chosen": chosen}

@@ -195,7 +195,9 @@ def _show_costs(found: dict[str, Any]) -> None:
     for tier, level in found["keep"].items():
         console.out.print(f"{tier}: {'store ' + level if level else 'recompute'}", markup=False)
     if found["missing"]:
-        console.out.print(f"left out, numbers missing: {', '.join(found['missing'])}", markup=False)
+        console.out.print(
+            f"skipped, because numbers are missing: {', '.join(found['missing'])}", markup=False
+        )
 
 
 def _number(value: float | str, factor: float) -> str:

@@ -40,14 +40,13 @@ def serve(
     ),
     no_index: bool = option(
         False,
-        "Serve without an index: prompts are read as they are, as by any other OpenAI server. Their KV is reused as far "
-        "as it is stored, with `store.location` across restarts.",
+        "Serve without an index, for clients that send complete prompts. Stored text in a prompt is reused. Set "
+        "`store.location` to keep the store across restarts.",
         "--no-index",
     ),
     replicas: str | None = option(
         None,
-        "Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. "
-        "Without it, one engine runs in this process.",
+        "Number of Ray replicas, or a range in which Ray Serve scales them. [default: one engine in this process]",
         metavar="N|MIN-MAX",
     ),
     ray: RayOpt = None,
@@ -55,11 +54,10 @@ def serve(
 ) -> None:
     """Serve indexes over an HTTP API that OpenAI clients can use.
 
-    Options are defaults: a request can override them. --config also reads the server's own section, `serve`.
+    A request can override these options. --config also reads the server's own section, `serve`.
 
-    With --replicas, this process retrieves passages and handles HTTP, and engines on a Ray cluster run the model. They
-    share one store. A request goes to the replica that has most of its chunks in memory, unless that replica is
-    overloaded:
+    With --replicas, this process retrieves passages and handles HTTP. Engines on a Ray cluster run the model and share
+    one store. A request goes to the replica with most of its chunks in memory, unless that replica is overloaded:
 
     \b
         blendserve serve -i docs -c configs/cluster.yaml --replicas 2
@@ -96,17 +94,17 @@ def create(
     name: OwnerArg,
     file: FileOpt = KEYS,
     namespace: str | None = option(
-        None, "Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
+        None, "Namespace of the KV cache; keys of other namespaces cannot read it. [default: NAME]"
     ),
     collection: list[str] | None = option(
         None, "Collection that the key may use; repeat it for several. [default: all collections]"
     ),
-    read_only: bool = option(False, "Refuse changes of documents, pins and stored KV.", "--read-only"),
+    read_only: bool = option(False, "Forbid changes of documents, pins and stored KV.", "--read-only"),
     admin: bool = option(
-        False, "Allow access to /metrics and other admin routes, and pins without a quota.", "--admin"
+        False, "Allow /metrics and other admin routes, and pins without a quota.", "--admin"
     ),
-    max_concurrent: int | None = option(None, "Concurrent requests. [default: the server's limit]", min=1),
-    max_per_minute: int | None = option(None, "Requests per minute. [default: the server's limit]", min=1),
+    max_concurrent: int | None = option(None, "Limit of concurrent requests. [default: the server's]", min=1),
+    max_per_minute: int | None = option(None, "Limit of requests per minute. [default: the server's]", min=1),
 ) -> Output:
     """Create a key and print it once.
 

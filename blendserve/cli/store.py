@@ -81,7 +81,7 @@ def merge(
 ) -> Output:
     """Copy chunks from other stores into the index's store.
 
-    Password and deadline for servers come from store.secret_file and store.deadline_s. The exit code is 1 if a source
+    The password and the deadline for servers are store.secret_file and store.deadline_s. The exit code is 1 if a source
     chunk is damaged.
     """
     from blendserve.fetch import open_store  # torch: a second
@@ -113,7 +113,7 @@ def list_codecs() -> Output:
 def show(index: IndexArg, settings: Config) -> Output:
     """Show the codec tables in an index's store.
 
-    New chunks are coded with the current tables.
+    New chunks use the current tables.
     """
     with _open(index, settings) as store:
         found = [
@@ -137,22 +137,19 @@ def fit_tables(
     index: IndexArg,
     settings: Config,
     codec: list[str] | None = option(
-        None, "Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
+        None, "Codec to fit tables for. Repeatable. [default: every installed codec that needs tables]"
     ),
     text: list[Path] | None = option(
         None,
-        "File or folder with text to fit on, as for `index build`, repeatable; text sampled from "
-        "the model if not given.",
+        "File or folder with text to fit on, as for `index build`. Repeatable. [default: text "
+        "that the model generates]",
     ),
-    tokens: int = option(
-        16_384, "Length of the text to fit on, in tokens, taken from all files in turn.", min=1
-    ),
+    tokens: int = option(16_384, "Number of tokens to fit on, taken from all files in turn.", min=1),
 ) -> Output:
-    """Fit a codec's tables for a model, into an index's store.
+    """Fit a codec's tables for a model, and put them into an index's store.
 
-    New chunks are coded with the new tables; stored chunks keep theirs. All tenants of the store share the tables,
-    so fit on text whose statistics all of them may see. The closer the text is to the stored documents, the smaller
-    is their KV.
+    New chunks use the new tables, stored chunks keep their tables. All tenants of the store share the tables, so fit on
+    text whose statistics all of them may see. Text similar to your documents makes their KV smaller.
 
     \b
         blendserve codec fit docs                               # every codec that needs tables

@@ -106,7 +106,7 @@ def _client(url: str) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers)
     except httpx.InvalidURL as error:
-        raise InputError(f"{url!r} is no address of a server: {error}", setting="url") from None
+        raise InputError(f"{url!r} is not the address of a server: {error}", setting="url") from None
 
 
 def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

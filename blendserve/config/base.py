@@ -139,7 +139,7 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         if "=" not in word:
             raise ConfigError(
-                f"--set {word!r} is no assignment: write --set SECTION.NAME=VALUE, as in store.cap_gb=8"
+                f"--set {word!r} is not an assignment: write --set SECTION.NAME=VALUE, as in store.cap_gb=8"
             )
     return {name.strip(): value for name, _, value in (word.partition("=") for word in words)}
 
@@ -156,7 +156,7 @@ def _parse(section: type[BaseModel], words: Mapping[str, str]) -> dict[str, Any]
             try:
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
-                what = f"setting {name!r} cannot be {text!r}: it is no list or mapping as in YAML, such as [a, b]"
+                what = f"setting {name!r} cannot be {text!r}: it is not a list or mapping in YAML, such as [a, b]"
                 raise ConfigError(what, setting=name) from None
         _merge(values, _nest(name, value))
     return values

@@ -53,11 +53,11 @@ class RuntimeConfig(Settings):
     """What a model runs on, and in which number format."""
 
     dtype: Dtype = "auto"
-    """Number format of weights, computation and KV; auto chooses the fastest one of the device."""
+    """Number format of weights, computation and KV; auto chooses the fastest format on the device."""
     device: str = "auto"
     """Device to run on, such as cpu or cuda:1; auto chooses a GPU if there is one."""
     threads: Positive | None = None
-    """Number of CPU threads; all CPUs that the process may use if not set."""
+    """Number of CPU threads; if not set, the number of CPUs that the process may use."""
     decode_weights: Literal["model", "int8"] = "model"
     """Weights for decoding on a CPU: the model's own, or an int8 copy, which is faster and approximate. Prefill and
     stored KV always use the model's own."""
@@ -93,11 +93,11 @@ class PromptConfig(Settings):
     kv_context: KVContext = "prefix"
     """Text that chunk KV is computed after; with prefix, the first chunk of a prompt is exact."""
     date: Annotated[str, AfterValidator(_date)] = "2026-01-01"
-    """Date that a chat template writes, if it writes one. It stays the same, as chunk KV is computed after it: another
-    date makes other KV. Plain prompts have today's."""
+    """Date in prompts whose chat template contains one. It is fixed because chunk KV is computed after it: with another
+    date all chunks are computed again. Plain prompts use today's date."""
     separator: Annotated[str, AfterValidator(_separator)] = ""
-    """Text that separates chunks inside a question, such as ' # # ': each part before the last is a chunk, the last
-    part is the question; empty turns this off."""
+    """Text that separates chunks inside a question, such as ' # # '. The last part is the question, the parts before it
+    are chunks. Empty turns this off."""
 
 
 class BlendConfig(Settings):
@@ -108,29 +108,28 @@ class BlendConfig(Settings):
     policy: PolicyName = POLICIES.default
     """Policy that selects the tokens to recompute."""
     ratio: Ratio | AutoRatio = 0.05
-    """Fraction of the context tokens to recompute; auto recomputes as many as fit into the loading time, auto:R at
-    least the fraction R."""
+    """Fraction of the context tokens to recompute; auto recomputes as many as fit into the loading time, auto:R does the
+    same with at least the fraction R."""
     refine: Ratio = 0.0
-    """Fraction of the context tokens that is recomputed after the first token, before the second: the rest of the answer
-    comes closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
+    """Fraction of the context tokens to recompute between the first and the second token, so that the rest of the answer
+    is closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
     correction: CorrectionName = CORRECTIONS.default
     """Correction of the KV of tokens that are not recomputed."""
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
-    """Layers at which a policy that compares layers selects tokens; several layers narrow the selection step by
-    step."""
+    """Layers at which policy deviation selects tokens; several layers narrow the selection step by step."""
     near: bool = False
     """Reuse the KV of identical text in similar cached chunks (near-duplicates)."""
     quality: Annotated[float, Field(ge=0.5, le=0.98)] | None = None
     """Target: least mean agreement of answers with full prefill, as a fraction of their tokens. Calibration then
-    chooses the ratio; without one, answers are exact."""
+    chooses the ratio; without a calibration, answers are exact."""
     max_kl: Annotated[float, Field(ge=0.01)] | None = None
-    """Target in place of quality: most answers have at most this mean KL to full prefill, in nats."""
+    """Target in place of quality: largest mean KL of an answer to full prefill, in nats."""
     exceed: Annotated[float, Field(ge=0.02, le=0.5)] = 0.1
-    """Largest fraction of answers above max_kl."""
+    """Largest fraction of answers that may be above max_kl."""
     confidence: ClassVar[float] = 0.9  # probability that what a calibration promises holds
     check: Ratio = 0.01
-    """Fraction of the server's answers with a target that are verified while it is idle. They adjust the ratio; 0
-    verifies none, and the ratio stays."""
+    """Fraction of answers that an idle server compares with full prefill, if there is a target. These checks adjust the
+    ratio; with 0 the ratio stays."""
 
     @model_validator(mode="after")
     def _one_target(self) -> BlendConfig:
@@ -171,14 +170,14 @@ class DecodeConfig(Settings):
     temperature: float = Field(0.0, ge=0.0)
     """Sampling temperature; 0 is greedy decoding."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: draw from the likeliest tokens whose probabilities sum to this."""
+    """Nucleus sampling: total probability of the likeliest tokens to sample from."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Random seed of sampling."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
     drafts: bool = True
-    """Draft tokens that repeat prompt or answer, and check several in one step. The answer is the same, and comes
-    sooner where it quotes. For models whose step is one native call."""
+    """Whether to guess tokens that repeat the prompt or the answer, and verify several per step (prompt lookup). The
+    answer is the same, and faster if it quotes. For models whose decode step is one native call."""
 
     @property
     def is_greedy(self) -> bool:
@@ -220,15 +219,15 @@ class HttpConfig(Settings):
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
     hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names of a server without API keys, besides localhost: a request by another name is refused, as a web site may
-    have sent it."""
+    """Host names of a server without API keys, besides localhost. A request to another name is refused, because a web
+    site may have sent it."""
     proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = ()
-    """Addresses or networks of proxies, such as 10.0.0.0/8, whose X-Forwarded-For is the client's address."""
+    """Addresses or networks of trusted proxies, such as 10.0.0.0/8. Their X-Forwarded-For is the client's address."""
     keys: Path | None = None
     """File with API keys (`blendserve keys create`). Without keys, requests need none."""
     api_key: Annotated[SecretStr, BeforeValidator(_api_key)] | None = None
     """A single API key with full access, in addition to those of `keys`. `blendserve serve` also reads it from
-    BLENDSERVE_API_KEY, which keeps it out of the process list."""
+    BLENDSERVE_API_KEY, so that it is not in the process list."""
     max_body_kb: Positive = 1024
     """Largest request body, in KB."""
     body_s: ClassVar[float] = 30.0  # for a request body
@@ -239,7 +238,7 @@ class HttpConfig(Settings):
     queue: Positive = 64
     """Queued requests per API key; further requests get status 429."""
     drain_s: NotNegative = 30.0
-    """Time for running requests to end after SIGTERM, in seconds."""
+    """Time after SIGTERM in which running requests may end, in seconds."""
 
     @property
     def has_keys(self) -> bool:
@@ -259,15 +258,15 @@ class ServeConfig(HttpConfig):
     """Model name in /v1/models and in responses; requests may use it. By default the name given as `--model`, of a
     folder its last part."""
     cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
-    """Web origins whose pages may call the API from a browser, such as http://localhost:3000; * allows all. Without
-    any, browsers block such calls."""
+    """Web origins whose pages may call the API from a browser, such as http://localhost:3000; * allows all. By default
+    browsers block such calls."""
     slots: Positive = 8
-    """Requests that decode in one batch."""
+    """Number of requests that decode in one batch."""
     slot_tokens: Positive | None = None
     """Tokens reserved for prompt and answer of a request; by default the model's context length, or fewer where the KV
     of all slots would take more than half of the available memory."""
     gap_ms: NotNegative = 50.0
-    """Prefill time after which running answers decode one step, in milliseconds."""
+    """Prefill time after which running requests decode one step, in milliseconds."""
     prefill_share: ClassVar[float] = 0.75  # of the time, for a prefill while answers are decoded
     background_share: ClassVar[float] = 0.1  # of the time, for documents and write-back while requests run
     share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load; less on a small machine
@@ -293,7 +292,7 @@ class DeliverConfig(HttpConfig):
     """Memory for recently delivered chunks, in MB; by default 256, but at most an eighth of what is available."""
     send_s: ClassVar[float] = 30.0  # without progress, after which a client is disconnected
     mb_per_minute: NotNegative = 0.0
-    """MB sent per minute and API key; 0 sets no limit."""
+    """Limit of MB sent per minute and API key; 0 sets no limit."""
 
 
 def check_binding(http: HttpConfig) -> None:

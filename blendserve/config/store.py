@@ -31,13 +31,13 @@ def _parts(url: str) -> SplitResult:
     scheme, _, rest = url.rpartition("://")
     user, at, _ = rest.rpartition("@")
     if at and (":" in user or scheme not in VALKEY_SCHEMES):
-        why = "must hold no password and no key, as it is shown in logs: put it into secret_file beside it"
+        why = "must not contain a password or key, because logs show it: put the secret into secret_file"
         raise PydanticCustomError(SECRET, why)
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"this is no URL: {error}") from None
+        raise ValueError(f"this is not a URL: {error}") from None
     return parts
 
 
@@ -146,25 +146,24 @@ class StoreBackendConfig(Settings):
     """Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared server. The files are slightly
     larger. By default 32, but no more than the disk has room for; in memory a quarter of what is available."""
     eviction: EvictionName = EVICTIONS.default
-    """What happens when the store is full: lru evicts the least recently used unpinned chunks, refuse stores nothing
-    more."""
+    """Eviction policy of a full store: lru evicts the least recently used unpinned chunks, refuse stores no new
+    chunks."""
     admission: AdmissionName = ADMISSIONS.default
-    """Which new chunks a full store admits: tinylfu those used more often than the chunks they would replace, always
-    all."""
+    """Admission policy of a full store: tinylfu admits chunks that are used more often than those they would replace,
+    always admits all."""
     secret_file: Path | None = None
-    """File with the password of a Valkey server or the API key of a delivery service; the environment variable
-    BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_KDN_KEY if not set."""
+    """File with the password of a Valkey server or the API key of a delivery service. If not set, the environment
+    variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_KDN_KEY is used."""
     ca_file: Path | None = None
-    """File with the certificate authorities trusted for TLS; the system's if not set."""
+    """File with the certificate authorities trusted for TLS; by default those of the system."""
     deadline_s: float | None = Field(None, gt=0, le=60)
-    """Time that a request waits for a server in total, in seconds; by default 1 for Valkey, 5 for a delivery
-    service."""
+    """Longest total wait of a request for a server, in seconds; by default 1 for Valkey, 5 for a delivery service."""
     level: str = "auto"
-    """Codec and level to fetch chunks of a collection at, such as raw or predict@2; auto chooses for each chunk from
-    the speed of the link, decoding and prefill."""
+    """Codec and level of fetched chunks, such as raw or predict@2; auto chooses per chunk from the speed of the link,
+    of decoding and of prefill."""
     ttft_ms: float = Field(0.0, ge=0)
-    """Time limit for fetching and decoding a request's chunks at level auto, in milliseconds: the finest level that
-    meets it is chosen; 0 chooses the fastest level."""
+    """Time limit for fetching and decoding the chunks of a request, in milliseconds. Level auto then chooses the finest
+    level that meets it; 0 chooses the fastest level."""
     relay: str = ""
     """MoQ relay to fetch chunks of a collection from, https://HOST:PORT#FINGERPRINT (SHA-256 of its certificate, in
     hex; without it, a trusted authority must have signed the certificate). Chunks that it does not deliver come from
@@ -217,25 +216,26 @@ class StoreConfig(StoreBackendConfig):
 
     codec: CodecWord = Field(
         CODECS.default,
-        description="Codec of newly stored KV, written name or name@level; stored chunks keep theirs. "
+        description="Codec of newly stored KV, as name or name@level; stored chunks keep their codec. "
         f"One of {', '.join(CODECS.names)}.",
     )
     write_back: Annotated[WriteBack, BeforeValidator(_write_back)] = "auto"
-    """What is stored after an answer: missing, the chunks that its request had to compute; learn, also text that plain
-    prompts repeat, in at most an eighth of cap_gb; auto, learn on a server without API keys and missing on others; or
-    none."""
+    """What to store after an answer: missing stores the chunks that the request had to compute. learn also stores text
+    that plain prompts repeat, in at most an eighth of cap_gb. auto is learn on a server without API keys, and missing on
+    others. none stores nothing."""
     namespace: str = ""
-    """Namespace of the KV: part of every chunk's key, so tenants cannot read each other's KV."""
+    """Namespace of the KV. It is part of every chunk's key, so tenants cannot read each other's KV."""
     device_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Size of the cache of hot chunks in GPU memory, in bytes or as 4GB; 0 turns it off."""
     memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Size of the cache of decoded hot chunks in memory, pinned if the model runs on a GPU, in bytes or as 4GB; 0 turns
     it off."""
     remote: RemoteConfig | None = None
-    """Store shared with other machines: read for chunks that the own store lacks, written with the chunks computed
-    here. It has the settings of `store` from location to relay."""
+    """Store shared with other machines. The engine reads chunks from it that its own store lacks, and writes the chunks
+    that it computes. It has the settings of `store` from location to relay."""
     remote_write: Literal["back", "through"] = "back"
-    """When to write to the remote store: back writes in the background, through before a chunk counts as stored."""
+    """When to write to the remote store: back writes in the background, through writes before a chunk counts as
+    stored."""
     pinned_share: ClassVar[float] = 1 / 2  # of the cap without others' pins, for a key that is not an admin's
     learnt_share: ClassVar[float] = 1 / 8  # of the cap, for what was learnt in a namespace
     prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests

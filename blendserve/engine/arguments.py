@@ -33,7 +33,9 @@ def check_text(text: object, setting: str) -> str:
     if not isinstance(text, str):
         raise InputError(f"{setting} cannot be {_shown(text)}: give a text", setting=setting)
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise InputError(f"{setting} has a lone surrogate, which is no character: remove it", setting=setting)
+        raise InputError(
+            f"{setting} has a lone surrogate, which is not a character: remove it", setting=setting
+        )
     return text
 
 

@@ -72,7 +72,7 @@ def writing_codec(
         return codec
     if model.name in BUNDLED:
         log.info(
-            "Fitting tables of codec %s for %s on text sampled from it; the store keeps them",
+            "Fitting tables of codec %s for %s (once) on text that the model generates",
             name,
             model.name,
         )

@@ -321,7 +321,7 @@ class Engine:
         try:
             self.blender.writer.codec = writing_codec(self.config, self.model, self.prompts, self.store)
         except StoreUnavailable as error:
-            log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
+            log.warning("chunks are stored as raw until the engine is restarted: %s", error)
         if CORRECTIONS.load(blend.correction).uses_prior:
             self.blender.priors.current()
         if self.fetcher.has_remote:
@@ -340,8 +340,8 @@ class Engine:
         needed = len(self.prompts.frame("")) + top_k * longest + answer
         if longest and needed > room:
             log.warning(
-                "%d passages of up to %d tokens, the question and %d tokens of answer may need %d tokens, and there "
-                "is room for %d: the nearest passages that fit are used (retrieve.top_k, retrieve.chunk_tokens)",
+                "%d passages of up to %d tokens, the question and %d tokens of answer may need %d tokens, but only %d "
+                "fit: the nearest passages that fit are used (retrieve.top_k, retrieve.chunk_tokens)",
                 *(top_k, longest, answer, needed, room),
             )
 

@@ -70,7 +70,7 @@ class PromptBuilder:
         self._head, self._tail = self._template(())
         if self._template(())[0] != self._head:
             raise ModelUnsupported(
-                "the model's chat template writes other text each time, so no KV behind it can be reused: give its "
+                "the model's chat template writes other text each time, so no KV after it can be reused: give its "
                 "tokenizer another chat_template, or none"
             )
         self.prefix = self._ids(self._head)

@@ -61,7 +61,7 @@ class Request:
                 setting="question",
             )
         if not question.strip():
-            message = f"the question is empty: put it behind the last separator {separator!r}"
+            message = f"the question is empty: put it after the last separator {separator!r}"
             raise InputError(message, setting="question")
         passages = tuple(Passage(part.strip()) for part in parts if part.strip())
         return replace(self, question=question, passages=(*(self.passages or ()), *passages))

@@ -235,7 +235,7 @@ class Scheduler:
 
     def _fail_all(self) -> None:
         if self._task:
-            log.info("a background task is cancelled, as the server stops")
+            log.info("a background task was cancelled by the shutdown")
             self._task.close()
             self._task = None
         while self._idle:

@@ -165,7 +165,9 @@ def _read(name: str) -> tuple[Path, str]:
     if name in LONGBENCH:
         return Path(name), _download(name)
     known = ", ".join([*BUNDLED, "reference", *LONGBENCH])
-    raise CorpusError(f"dataset {name!r} is no file and no known name: {known}", setting="evaluate.dataset")
+    raise CorpusError(
+        f"dataset {name!r} is neither a file nor a known name: {known}", setting="evaluate.dataset"
+    )
 
 
 def _download(task: str) -> str:
@@ -199,9 +201,11 @@ def _records(path: Path, text: str) -> list[tuple[int, Record]]:
     values = [*enumerate(values[0][1], 1)] if is_array else values
     for n, value in values:
         if not isinstance(value, dict):
-            raise CorpusError(f"{path}, record {n}: {value!r:.40} is no object: {FORM}", path=path, line=n)
+            raise CorpusError(
+                f"{path}, record {n}: {value!r:.40} is not an object: {FORM}", path=path, line=n
+            )
     if not values:
-        raise CorpusError(f"{path} holds no records: at least one is needed", path=path)
+        raise CorpusError(f"{path} has no records: at least one is needed", path=path)
     return values
 
 

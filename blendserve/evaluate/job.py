@@ -74,7 +74,7 @@ def evaluate(
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
-            log.info("left out %s: %s", example_id, why)
+            log.info("skipped question %s: %s", example_id, why)
         model = {
             "model": engine.model.name,
             "dtype": str(engine.model.decoder.dtype).removeprefix("torch."),

@@ -160,7 +160,7 @@ def _suffixes(word: str, text: str) -> tuple[KVContext | None, str | None, str |
             raise ConfigError(f"method {word!r}: {error}") from None
     known = [*get_args(KVContext), *CODECS.names, *edits.EDITS]
     raise ConfigError(
-        f"method {word!r}: {parts[-1]!r} is no KV context, codec or edit: {nearest(parts[-1], known)}"
+        f"method {word!r}: {parts[-1]!r} is not a KV context, codec or edit: {nearest(parts[-1], known)}"
     )
 
 

@@ -92,7 +92,7 @@ def show_all(runs: Mapping[str, Metrics | str]) -> None:
             cells = [metrics["metric"], str(metrics["questions"]), str(len(metrics["left_out"]))]
             cells += [_score_and_kl(metrics["methods"][method]) for method in methods]
         rows.append([Path(name).name, *cells])
-    columns = ("data", "metric", "questions", "left out", *methods)
+    columns = ("data", "metric", "questions", "skipped", *methods)
     console.table("Score (mean KL / full reuse's)", columns, rows)
 
 

@@ -62,7 +62,7 @@ def open_store(
     if not isinstance(opened, KVStore):
         if remote:
             raise ConfigError(
-                f"nothing can be stored in the delivery service {config.location}, so 'store.remote' is of no use behind "
+                f"nothing can be stored in the delivery service {config.location}, so 'store.remote' has no effect with "
                 "it: give it as store.remote.location, and leave store.location out or set it to a folder",
                 setting="store.remote",
             )

@@ -120,7 +120,7 @@ class CopyCache:
         try:
             pair = entry.layers[l] = self._copy(pair)
         except RuntimeError as error:  # out of memory on a device: other work in this process needs it
-            log.warning("the %s cache grows no more: %s", self.name, str(error).splitlines()[0])
+            log.warning("the %s cache cannot grow further: %s", self.name, str(error).splitlines()[0])
             with self._lock:
                 self.drop(key)
                 self.cap_bytes = self.n_bytes
@@ -241,7 +241,7 @@ def open_copies(config: StoreConfig, device: torch.device, stream: CopyStream | 
     if config.device_bytes > (free := stream.free_bytes() if stream else 0):
         why = f"the model runs on the {device.type.upper()}; set store.memory_bytes, or model.device to a GPU"
         if stream:
-            why = f"beside the model the GPU has {free} bytes free, and the caches of requests need some of them"
+            why = f"the GPU has {free} bytes free besides the model, and the caches of requests need some of them"
         raise ConfigError(
             f"setting 'store.device_bytes' cannot be {config.device_bytes}: {why}",
             setting="store.device_bytes",

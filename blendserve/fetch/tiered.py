@@ -181,7 +181,7 @@ class TieredStore(KVStore):
     def close(self) -> None:
         """Write the queue first."""
         if n_bytes := self.queue.bytes:
-            log.info("%d bytes of chunks are still to be written", n_bytes)
+            log.info("%d bytes of chunks are not written yet", n_bytes)
         self.queue.close()
         for opened in (self.local, self.source, self._opened):
             opened.close()

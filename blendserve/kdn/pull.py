@@ -92,7 +92,7 @@ def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None 
         trouble = why if isinstance(why, Exception) else StoreUnavailable(f"{settings.server} {why}")
         if manifest_digest(folder) is None or isinstance(error, NotFoundReply):
             raise trouble from None
-        log.warning("%s; using the last fetched index of %r", trouble, settings.collection)
+        log.warning("%s; using the index of %r that was fetched before", trouble, settings.collection)
     return folder
 
 

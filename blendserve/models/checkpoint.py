@@ -61,7 +61,7 @@ def check_folder(folder: Path) -> None:
         raise _is_adapter(adapter, read_json(adapter).get("base_model_name_or_path"))
     if not (folder / CONFIG).is_file():
         raise ModelError(
-            f"{folder} is no model folder, as it has no {CONFIG}: give a folder with {CONFIG}, weights and tokenizer",
+            f"{folder} is not a model folder: it has no {CONFIG}: give a folder with {CONFIG}, weights and tokenizer",
             setting="model.name",
             path=folder,
         )
@@ -82,7 +82,7 @@ def check_hub(name: str) -> None:
 
 def _is_adapter(file: Path, base: Any) -> ModelError:
     return ModelError(
-        f"{file.parent} holds an adapter (LoRA) of {str(base)!r}, which would be left out: merge it into that model "
+        f"{file.parent} has an adapter (LoRA) of {str(base)!r}, which would be ignored: merge it into that model "
         "(`merge_and_unload` and `save_pretrained` of the package peft) and give the merged folder. "
         f"If the weights are merged already, remove {file.name}",
         setting="model.name",
@@ -159,7 +159,7 @@ def check_weights(found: Mapping[str, Collection[Any]], path: object, parts: tup
             path=path,
         )
     if unexpected:
-        log.warning("%s has weights that the model has no place for, which are left out: %s", path, extra)
+        log.warning("%s has weights that the model does not use: %s", path, extra)
 
 
 def _others(names: Collection[Any]) -> str:

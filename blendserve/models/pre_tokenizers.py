@@ -105,7 +105,7 @@ def set_pre_tokenizer(backend: Any, name: str | None, file: object) -> None:
         )
         log.warning(
             "%s %s: numbers and blank lines may be other tokens than in training. "
-            "Use the model's Hugging Face folder where answers matter",
+            "For correct answers, use the model's Hugging Face folder",
             *(file, known),
         )
         if name is not None:

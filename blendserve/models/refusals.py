@@ -23,9 +23,9 @@ REFUSALS = {
         "qwen4_exp_text"
     ),
     "it pools keys over windows at fixed positions, so that a moved chunk is right at few offsets only": "deepseek_v4",
-    "it has no attention, so that there is no KV to reuse": "mamba mamba2 falcon_mamba rwkv xlstm",
+    "it has no attention, so there is no KV to reuse": "mamba mamba2 falcon_mamba rwkv xlstm",
     "its recurrent layers are not built in": "recurrent_gemma jamba minimax",
-    "its attention reads the embeddings beside what the layers before give, which is not built in": "zamba zamba2",
+    "its attention also reads the embeddings, which is not supported": "zamba zamba2",
     "its positions are added to the input, so that a key cannot be moved": (
         "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
     ),

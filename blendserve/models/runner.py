@@ -230,7 +230,7 @@ class Runner:
             return capture(self._step, self._model.device)
         except RuntimeError as error:  # CUDA's errors are such
             self._model.can_capture = False
-            log.warning("decoding goes on without a CUDA graph: %s", str(error).splitlines()[0])
+            log.warning("decoding continues without a CUDA graph: %s", str(error).splitlines()[0])
             return None
 
     def _step(self) -> Tensor:

@@ -131,12 +131,12 @@ async def answer_from(handle: Any, errors: Any, request: RoutedRequest) -> Async
         except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
             continue
         except errors.OutOfMemoryError as error:  # Ray ends a process if a machine's memory runs low
-            log.warning("A replica was ended while it answered: %s", error)
+            log.warning("A replica was stopped during a request: %s", error)
         except errors.RayError as error:
             # Ray's text names machines and processes, which the client must not see.
             log.error("A replica failed: %s", error)
             raise unwrap_ray_error(error, "the replica failed: the server's log says why") from error
-    raise ClusterUnavailable(f"{ATTEMPTS} replicas died while they answered: send the request again")
+    raise ClusterUnavailable(f"{ATTEMPTS} replicas died during the request: send it again")
 
 
 async def _events(stream: Any) -> AsyncGenerator[Event, None]:

@@ -73,7 +73,7 @@ def read_documents(source: str | Path, skipped: Skipped | None = None) -> Iterat
     path, skipped = Path(source), Skipped() if skipped is None else skipped
     suffix, advice = path.suffix.lower(), "write some text into it"
     if path.is_dir():
-        documents, advice = _read_folder(path, skipped), f"it holds no {', '.join(TEXT)} file with text in it"
+        documents, advice = _read_folder(path, skipped), f"it has no {', '.join(TEXT)} file with text in it"
     elif not path.exists():
         raise CorpusError(
             f"corpus {path} does not exist: give a .jsonl file or a folder of .txt and .md files", path=path
@@ -129,13 +129,13 @@ def _read_folder(folder: Path, skipped: Skipped) -> Iterator[Document]:
         except CorpusError as error:
             skipped.unreadable[name] = str(error)
             if len(skipped.unreadable) <= SHOWN:
-                log.warning("left out: %s", error)
+                log.warning("skipped: %s", error)
             continue
         skipped.read += len(documents)
         skipped.blank += not documents
         yield from documents
     if text := str(skipped):
-        log.warning("%s: %d files read; not read: %s", folder, skipped.read, text)
+        log.warning("%s: %d files read; skipped: %s", folder, skipped.read, text)
 
 
 def _files(folder: Path, skipped: Skipped) -> list[Path]:

@@ -61,7 +61,7 @@ class Embedder:
         folder = model_folder(name)
         if not (folder / "modules.json").is_file():
             raise ModelError(
-                f"embedder {name!r}: {folder} holds no sentence-transformers model (no modules.json): "
+                f"embedder {name!r}: {folder} has no sentence-transformers model (no modules.json): "
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
         try:

@@ -64,8 +64,8 @@ class DeliveryMetrics(HttpMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunks = self.counter("delivered_chunks", "Chunks requested, by where they were read", "source")
-        self.bytes = self.counter("delivered_bytes", "Bytes of bodies, as sent")
+        self.chunks = self.counter("delivered_chunks", "Requested chunks, by source", "source")
+        self.bytes = self.counter("delivered_bytes", "Size of sent bodies")
 
 
 class DeliveryBackend(Backend):

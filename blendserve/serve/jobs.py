@@ -108,7 +108,7 @@ async def _run(job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
         job.state, job.error = "failed", error.public_message
     except asyncio.CancelledError:
         job.state, job.error = "failed", "the server has shut down"
-        log.warning("the server stops before a job has ended, %s", job.progress)
+        log.warning("a job was cut by the shutdown, at %s", job.progress)
         raise
     except Exception:
         log.exception("a job failed")

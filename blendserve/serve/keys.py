@@ -167,7 +167,7 @@ class ApiKeys:
                     self._of_file, self._stamp = self._file.read(), stamp
         except (OSError, ConfigError) as error:
             if self._stamp is not None:  # once, not for each request
-                log.error("no API key of the key file is valid until it can be read: %s", error)
+                log.error("the key file cannot be read, so none of its keys is valid: %s", error)
             self._of_file, self._stamp = {}, None
         return {**self._single, **self._of_file}
 

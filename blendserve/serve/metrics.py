@@ -26,44 +26,45 @@ BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 # name, help, labels
 COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("prompt_tokens", "Prompt tokens, by how their KV was obtained", ("kind",)),
+    ("prompt_tokens", "Prompt tokens, cached or computed", ("kind",)),
     ("generated_tokens", "Generated tokens", ()),
-    ("chunks", "Chunks of prompts, by the result of their look-up", ("found",)),
-    ("chunks_hit_by_tier", "Chunks found, by the tier they were read from", ("tier",)),
+    ("chunks", "Chunk lookups, by result", ("found",)),
+    ("chunks_hit_by_tier", "Chunk hits, by the tier they were read from", ("tier",)),
     ("chunks_unusable", "Stored chunks that could not be used, by reason", ("why",)),
-    ("near_chunks", "Chunks searched for among near-duplicates, by result", ("found",)),
+    ("near_chunks", "Near-duplicate lookups, by result", ("found",)),
     ("near_requests", "Requests that reused KV of near-duplicates", ()),
-    ("near_tokens", "Tokens of chunks with a near-duplicate, by how their KV was obtained", ("kind",)),
-    (
-        "spans",
-        "Stretches of plain prompts found in stored chunks, by whether those were learnt or precomputed",
-        ("kind",),
-    ),
-    ("loaded_bytes", "Stored KV loaded into prompts", ()),
-    ("load_seconds", "Time to load it", ()),
-    ("quality_checks", "Checks of served answers, by result", ("result",)),
-    ("quality_check_seconds", "Time of these checks", ()),
+    ("near_tokens", "Tokens of chunks with a near-duplicate, cached or computed", ("kind",)),
+    ("spans", "Cached passages found in plain prompts, learnt or precomputed", ("kind",)),
+    ("loaded_bytes", "Size of loaded KV", ()),
+    ("load_seconds", "Time to load KV", ()),
+    ("quality_checks", "Checks of answers against full prefill, by result", ("result",)),
+    ("quality_check_seconds", "Time spent on checks of answers", ()),
 )
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("ttft_seconds", "Time from a request's arrival to its first token", ("method",), SECONDS),
     ("inter_token_seconds", "Time between two tokens of an answer", ("method",), SECONDS),
-    ("queue_seconds", "Time from the prompt to the start of its prefill", ("method",), SECONDS),
-    ("match_seconds", "Time to look for stored chunks in a plain prompt", (), MATCH_SECONDS),
+    ("queue_seconds", "Time that a request waits before its prefill", ("method",), SECONDS),
+    ("match_seconds", "Time to search a plain prompt for cached passages", (), MATCH_SECONDS),
     ("batch_size", "Requests in a decoding step", (), BATCH_SIZES),
     ("quality_kl", "Mean KL of checked answers to full prefill, in nats", (), KLS),
 )
 # kind, name, help, attribute of StoreStats
 STORE_METRICS: tuple[tuple[Callable[[str, str, float], Metric], str, str, str], ...] = (
-    (GaugeMetricFamily, "bytes", "Stored bytes of chunks", "bytes"),
-    (GaugeMetricFamily, "raw_bytes", "The same, decoded", "raw_bytes"),
-    (GaugeMetricFamily, "tables_bytes", "Codec tables, which do not count towards the cap", "tables_bytes"),
+    (GaugeMetricFamily, "bytes", "Size of the stored chunks", "bytes"),
+    (GaugeMetricFamily, "raw_bytes", "Size of the stored chunks, decoded", "raw_bytes"),
+    (GaugeMetricFamily, "tables_bytes", "Size of codec tables, outside the cap", "tables_bytes"),
     (GaugeMetricFamily, "cap_bytes", "Capacity of the KV store", "cap_bytes"),
     (GaugeMetricFamily, "chunks", "Chunks in the store", "chunks"),
-    (GaugeMetricFamily, "pinned", "Chunks that are never evicted", "pins"),
+    (GaugeMetricFamily, "pinned", "Chunks protected from eviction", "pins"),
     (CounterMetricFamily, "evictions", "Chunks evicted", "evictions"),
-    (CounterMetricFamily, "admissions_refused", "Chunks refused by admission", "admissions_refused"),
-    (CounterMetricFamily, "corrupt", "Damaged records found by look-ups", "corrupt"),
-    (CounterMetricFamily, "undecodable", "Look-ups of chunks without their codec or tables", "undecodable"),
+    (
+        CounterMetricFamily,
+        "admissions_refused",
+        "Chunks that a full store did not admit",
+        "admissions_refused",
+    ),
+    (CounterMetricFamily, "corrupt", "Damaged records found by lookups", "corrupt"),
+    (CounterMetricFamily, "undecodable", "Chunks that could not be decoded", "undecodable"),
     (CounterMetricFamily, "remote_hits", "Chunks read from the remote store", "remote.hits"),
     (CounterMetricFamily, "remote_misses", "Chunks that the remote store did not return", "remote.misses"),
     (CounterMetricFamily, "remote_failures", "Failed calls of the remote store", "remote.failures"),
@@ -78,15 +79,25 @@ QUALITY_METRICS: tuple[tuple[Any, str, str, Callable[[Controller], float | None]
     (
         GaugeMetricFamily,
         "ratio",
-        "Recompute ratio that serves; 1: exact",
+        "Recompute ratio in use; 1: exact",
         lambda c: 1.0 if c.ratio is None else c.ratio,
     ),
     (GaugeMetricFamily, "loss", "Mean loss of checked answers", lambda c: (c.interval() or [None])[0]),
-    (GaugeMetricFamily, "loss_low", "Lower end of its interval", lambda c: (c.interval() or [None] * 2)[1]),
-    (GaugeMetricFamily, "loss_high", "Upper end of its interval", lambda c: (c.interval() or [None] * 3)[2]),
+    (
+        GaugeMetricFamily,
+        "loss_low",
+        "Lower end of the loss interval",
+        lambda c: (c.interval() or [None] * 2)[1],
+    ),
+    (
+        GaugeMetricFamily,
+        "loss_high",
+        "Upper end of the loss interval",
+        lambda c: (c.interval() or [None] * 3)[2],
+    ),
     (GaugeMetricFamily, "checked_at", "Unix time of the last check; 0: none", lambda c: c.checked_at),
-    (CounterMetricFamily, "alarms", "Times that checks showed the target missed", lambda c: c.alarms),
-    (CounterMetricFamily, "changes", "Changes of the ratio by checks", lambda c: c.changes),
+    (CounterMetricFamily, "alarms", "Number of times that checks showed a missed target", lambda c: c.alarms),
+    (CounterMetricFamily, "changes", "Ratio changes caused by checks", lambda c: c.changes),
 )
 
 
@@ -137,9 +148,9 @@ class Metrics(HttpMetrics):
         for name, help, value in (
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
             ("slots_in_use", "Requests in prefill or decode", lambda: load()[1]),
-            ("slots", "Slots", lambda: slots),
+            ("slots", "Number of slots", lambda: slots),
             ("held_chunks", "Chunks that queued and starting requests keep in memory", held),
-            ("learnt_bytes", "Stored bytes of chunks learnt from plain prompts", learnt),
+            ("learnt_bytes", "Size of stored chunks learnt from plain prompts", learnt),
         ):
             Gauge(f"blendserve_{name}", help, registry=self.registry).set_function(value)
         self.registry.register(StoreCollector(store, failed))
@@ -211,9 +222,9 @@ class StoreCollector(Collector):
         self._store, self._failed = store, failed
 
     def collect(self) -> Iterator[Metric]:
-        help = "Chunks that were missing and could not be stored, as the store could not be written"
+        help = "Missing chunks that could not be written to the store"
         yield CounterMetricFamily("blendserve_store_failed_writes", help, self._failed())
-        up = GaugeMetricFamily("blendserve_store_up", "Whether the KV store answers")
+        up = GaugeMetricFamily("blendserve_store_up", "Whether the KV store responds")
         try:
             stats = self._store.stats()
         except StoreError:
@@ -227,7 +238,9 @@ class StoreCollector(Collector):
             for part in attribute.split("."):
                 value = getattr(value, part, None)  # None: without a remote store
             yield kind(f"blendserve_store_{name}", help, value or 0)
-        tiers = GaugeMetricFamily("blendserve_store_tier_bytes", "Decoded chunks by tier", labels=["tier"])
+        tiers = GaugeMetricFamily(
+            "blendserve_store_tier_bytes", "Size of decoded chunks, by tier", labels=["tier"]
+        )
         for tier in stats.tiers:
             tiers.add_metric([tier.name], tier.bytes)
         yield tiers

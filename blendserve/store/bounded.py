@@ -32,7 +32,7 @@ from blendserve.store.clock import Clock
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORKERS = 4
 
-HINT = "beside its url in the settings"
+HINT = "next to its URL in the settings"
 
 T = TypeVar("T")
 Client: TypeAlias = Any  # what the peer's library makes: shared by all workers
@@ -49,7 +49,7 @@ def read_file(path: Path, setting: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
+        why = getattr(error, "strerror", None) or "it is not text"
         raise PeerUnusable(
             f"cannot be asked, as the file {path} cannot be read ({why}): correct {setting} {HINT}"
         ) from None
@@ -101,7 +101,7 @@ class Breaker:
         with self._lock:
             self._is_trying = False
             if self._pause_s and (reading or not self._by_reading):
-                log.warning("%s answers again", self._server)
+                log.warning("%s responds again", self._server)
                 self._pause_s = self._until = 0.0
                 self._by_reading = False
 

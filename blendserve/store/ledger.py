@@ -94,7 +94,7 @@ class UsageLog:
             if counter == "undecodable":
                 self._notes.counts.update({(tag, "hits"): -1, (tag, "misses"): 1})
         if why and self._logged.is_new(why):
-            log.warning("stored chunks count as missing: %s", why)
+            log.warning("some stored chunks cannot be read and count as missing: %s", why)
 
     def used(self) -> dict[ChunkKey, int]:
         """Last uses that are not written yet."""

@@ -168,7 +168,7 @@ class LMDBStore(TxnStore):
                     )
                 env.retire()
                 self._env = Environment.open(self.path, map_bytes(self.cap_bytes), self.read_only)
-                log.warning("the KV store %s was removed or replaced, and is opened anew", self.path)
+                log.warning("the KV store %s was removed or replaced: opening it again", self.path)
             return self._env
 
     def _put(self, record: ChunkRecord, pin: bool) -> None:
@@ -299,7 +299,7 @@ class Environment:
         """
         with _lock:
             if self._transactions:
-                what = "was removed or replaced, and is opened anew as soon as its open snapshots end"
+                what = "was removed or replaced: it is opened again when its open snapshots end"
                 raise unavailable(self.path, what)
             self._close()
 

@@ -28,7 +28,7 @@ DAMAGED = (
     "has a damaged file: move its data.mdb away, and run `blendserve precompute` to store the chunks again"
 )
 _REASONS: dict[type[Exception], str] = {
-    lmdb.InvalidError: "has a data.mdb that is no LMDB file of a known version: move it, or set store.location",
+    lmdb.InvalidError: "has a data.mdb that is not an LMDB file of a known version: move it, or set store.location",
     lmdb.VersionMismatchError: "has a data.mdb of another LMDB version: move it, or set store.location",
     **dict.fromkeys((lmdb.CorruptedError, lmdb.PageNotFoundError), DAMAGED),
     lmdb.MapResizedError: "was enlarged by another process: open it again",

@@ -120,7 +120,7 @@ class ValkeyPeer:
             return f"cannot be reached ({text}): start it, or correct its location in the settings"
         if isinstance(error, lib.ResponseError):
             return StoreUnavailable(f"{self.server} refuses: {text}")
-        return f"sends what is no answer ({type(error).__name__}: {text})"
+        return f"sent something that is not a response ({type(error).__name__}: {text})"
 
     def _options(self) -> dict[str, Any]:
         """Raises PeerUnusable."""

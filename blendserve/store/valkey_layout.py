@@ -278,9 +278,7 @@ class Accounts:
     def _warn_of_garbage(self, n: int) -> None:
         if n and not self._has_logged:
             self._has_logged = True
-            log.warning(
-                "the accounting on the Valkey server has values of another program, which are not counted"
-            )
+            log.warning("the counters on the Valkey server have values of another program, which are ignored")
 
     def reserve(
         self,

@@ -21,6 +21,7 @@ import lmdb
 import pytest
 import typer
 import yaml
+from rich.filesize import decimal
 from rich.progress import Progress
 
 import blendserve
@@ -86,6 +87,16 @@ def test_index_and_store_commands_add_up(index: Path, tmp_path: Path) -> None:
     assert cli("index", "delete", index, "doc-4", "doc-5", "--json").json()["deleted"] == 2
     assert chunks() == before
     assert cli("index", "delete", index, "doc-4").code == 1
+
+
+def test_precompute_says_what_it_needs_before_it_starts(tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    assert cli("index", "build", write_corpus(tmp_path / "corpus.jsonl", 3), index).code == 0
+    expected = cli("precompute", index, "--json").json()["expected_bytes"]
+    assert expected == cli("store", "stats", index, "--json").json()["raw_bytes"]
+    assert cli("precompute", index, "--json").json()["expected_bytes"] == 0
+    full = cli("precompute", index, "--store", tmp_path / "small", "--set", "store.cap_gb=0.000001")
+    assert (full.code, decimal(expected) in full.err) == (2, True)
 
 
 def test_shards_merge_into_one_store(index: Path, tmp_path: Path) -> None:

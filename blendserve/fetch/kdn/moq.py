@@ -70,7 +70,7 @@ class MoqSource(KdnSource):
             job.cancel()
             self._rest_until = time.monotonic() + REST_S
             why = getattr(error, "details", None) or repr(error)
-            log.warning("the MoQ relay at %s is not asked for %g s: %s", self._url, REST_S, why)
+            log.warning("the MoQ relay at %s is not used for %g s: %s", self._url, REST_S, why)
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             return
         chunk.begin(header)

@@ -185,7 +185,7 @@ class JobPlanner:
         n = len(self._keys.context)
         if ids[:n] != self._keys.context or len(ids) - n < MIN_SPAN:
             raise InputError(
-                f"a chunk to store is at least {MIN_SPAN} tokens behind the {n} tokens of this server's context, and "
+                f"a chunk to store has at least {MIN_SPAN} tokens after the {n} tokens of this server's context, and "
                 "this prompt is not: run `blendserve warm` with the settings of the server",
                 setting=NAME,
             )
@@ -200,7 +200,7 @@ class JobPlanner:
         runs = self._finder.find(ids, 0, len(ids))
         plan = _Plan(ids, self._blend, runs, task=FIT)
         if all(self._is_exact(run, plan) for run in runs):
-            raise InputError("a prompt to fit a prior on has stored chunks behind other text", setting=NAME)
+            raise InputError("a prompt to fit a prior on needs stored chunks after other text", setting=NAME)
         return plan
 
     def _is_exact(self, run: Run, plan: _Plan) -> bool:
