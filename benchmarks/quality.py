@@ -48,7 +48,7 @@ class QualityConfig(BenchConfig):
     """A promise and what becomes of it."""
 
     dataset: str = Field("generated", description="Data set whose passages are the index.")
-    documents: Positive = Field(600, description="Number of its passages, at most.")
+    documents: Positive = Field(600, description="Maximum number of passages.")
     quality: float = Field(0.9, description="Target: least mean agreement with full prefill.")
     prompts: Positive = Field(128, description="Number of prompts to calibrate on.")
     unseen: Positive = Field(150, description="Number of other prompts.")
@@ -57,9 +57,11 @@ class QualityConfig(BenchConfig):
     parts: tuple[Literal["promise", "drift", "load"], ...] = Field(
         ("promise", "drift", "load"), description="Parts to run."
     )
-    served: Positive = Field(40, description="Number of requests of a round beside checks.")
-    pause: float = Field(1.5, gt=0, description="Mean pause between them, in times of an answer.")
-    after: Positive = Field(40, description="Number of prompts behind the alarm.")
+    served: Positive = Field(40, description="Number of requests per round while checks run.")
+    pause: float = Field(
+        1.5, gt=0, description="Mean pause between requests, as a multiple of the answer time."
+    )
+    after: Positive = Field(40, description="Number of prompts after the alarm.")
 
 
 def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:

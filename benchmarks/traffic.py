@@ -47,7 +47,7 @@ class TrafficConfig(BenchConfig):
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
     asked: Positive = Field(6, description="Number of passages in a prompt.")
     questions: Positive = Field(200, description="Number of questions while the server learns.")
-    pause_s: float = Field(1.0, ge=0, description="Pause behind each of those, in seconds.")
+    pause_s: float = Field(1.0, ge=0, description="Pause after each of these questions, in seconds.")
     orders: Positive = Field(500, description="Number of questions about stored passages.")
     turns: Positive = Field(6, description="Number of turns of an agent's conversation.")
     searched: Positive = Field(2, description="Number of passages that a turn brings.")

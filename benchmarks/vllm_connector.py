@@ -63,10 +63,14 @@ class VllmConfig(BenchConfig):
     repeats: Positive = Field(20, description="Number of questions.")
     rounds: Positive = Field(5, description="Number of questions to all engines.")
     unrelated: Positive = Field(40, description="Number of prompts without stored text.")
-    beside: Positive = Field(5, description="Number of answers that decode beside a job.")
-    decoded: Positive = Field(96, description="Length of the answer that decodes beside a job, in tokens.")
+    beside: Positive = Field(5, description="Number of answers that decode while a job runs.")
+    decoded: Positive = Field(
+        96, description="Length of the answer that decodes while a job runs, in tokens."
+    )
     slice_tokens: int | None = Field(
-        None, ge=0, description="Work of a job beside other work; the connector's default if not set."
+        None,
+        ge=0,
+        description="Prefill tokens per step of a job while requests run; the connector's default if not set.",
     )
     eager: bool = Field(False, description="Run vLLM without compilation.")
     new_tokens: Positive = Field(8, description="Length of an answer, in tokens.")

@@ -71,11 +71,11 @@ def options(
 ) -> None:
     """Answer questions over documents with cached KV of text chunks.
 
-    The KV cache of a chunk is reused wherever the chunk stands in the prompt, which cuts the time to first token.
+    The KV cache of a chunk is reused at any position of a prompt, which cuts the time to first token.
 
     `blendserve COMMAND --help` describes a command and its options. Results go to stdout, progress and messages to
     stderr. Exit codes: 0 success, 1 done but something is missing or bad, 2 invalid input or settings (one line
-    says what), 130 after Ctrl-C, 141 when the reader of stdout has gone.
+    says what), 130 after Ctrl-C, 141 when the program that read stdout has closed it.
     """
     console.show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
 

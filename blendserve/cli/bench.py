@@ -18,9 +18,7 @@ from blendserve.provenance import describe
 
 OutOpt = Annotated[
     Path | None,
-    typer.Option(
-        help="File for the samples; the same command measures what is missing in it.", callback=check_output
-    ),
+    typer.Option(help="File for the samples. The same command resumes it.", callback=check_output),
 ]
 PlotOpt = Annotated[Path | None, typer.Option(help="SVG file for a plot.", callback=check_output)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print only the JSON object, without tables.")]
@@ -72,16 +70,16 @@ def _command(name: str, help: str, package: str) -> Any:
 
 def _suite(
     file: Annotated[Path, typer.Argument(help="YAML file of runs and claims.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; runs that have one are not repeated.")],
-    minutes: float = option(120.0, "Time after which no further run starts, in minutes."),
-    only: str = option("", "Runs to do, separated by commas; all if not set."),
+    out: Annotated[Path, typer.Option(help="Folder for results. Runs with a result are skipped.")],
+    minutes: float = option(120.0, "Time limit after which no further run starts, in minutes."),
+    only: str = option("", "Names of the runs, separated by commas; all if not set."),
     set_: list[str] = option([], "Value of $NAME in the suite. Repeatable.", "--set", metavar="NAME=VALUE"),
     dry_run: bool = option(False, "Run everything at its smallest, on a CPU.", "--dry-run"),
 ) -> None:
-    """Run a list of benches in order, and check what they claim.
+    """Run a list of benches in order, and check their claims.
 
-    A run starts only if its minutes are left. One that fails costs its own result alone. The exit code is 1 if a run
-    failed or a target is missed.
+    A run starts only if its minutes are left. After a failed run, the others continue. The exit code is 1 if a run
+    failed or a target was missed.
     """
     from blendserve.bench.suite import Suite, run_suite  # torch and all the rest: seconds
 

@@ -117,7 +117,7 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
 @with_settings("model.name")
 def delete(
     index: IndexArg,
-    doc_ids: Annotated[list[str], typer.Argument(help="Ids of the documents to remove.")],
+    doc_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of the documents to remove.")],
     settings: Config,
 ) -> Output:
     """Remove documents with their passages, vectors and KV.

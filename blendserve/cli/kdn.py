@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, make_app, option, with_options, with_settings
+from blendserve.cli.options import MANY, IndexArg, make_app, option, with_options, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.errors import ConfigError
@@ -32,9 +32,9 @@ NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
 def serve(settings: Config) -> None:
     """Deliver the collections of a store over HTTP.
 
-    All state is in the store: any number of these services can run on one, behind any load balancer. API keys
-    decide who may read which collection (`blendserve keys create NAME --collection ...`). --config also reads the
-    service's section, `deliver`:
+    All state is in the store, so any number of services can run on one store, behind any load balancer. API keys decide
+    who may read which collection (`blendserve keys create NAME --collection ...`). --config also reads the service's
+    section, `deliver`:
 
     \b
         blendserve kdn serve -c configs/kdn.yaml
@@ -52,14 +52,15 @@ def publish(
     settings: Config,
     level: list[str] | None = option(
         None,
-        "Further codec to store every chunk with, written name or name@level, for engines behind "
-        "slower links. Repeatable; it codes what store.codec stores.",
+        "Extra codec to store every chunk with, as name or name@level, for engines with slower links. "
+        "Repeatable. It encodes what store.codec stores.",
+        metavar=MANY,
     ),
 ) -> Output:
     """Publish an index as a collection.
 
-    Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, and by every
-    `blendserve precompute` on the same index and store. Publishing again updates what changed:
+    The command writes texts, vectors and KV to the store in the settings. It computes missing KV, together with every
+    `blendserve precompute` on the same index and store. Publish again to update what changed:
 
     \b
         blendserve index build corpus.jsonl docs
@@ -150,13 +151,16 @@ def unpublish(
 def prefetch(
     name: NameArg,
     node: Annotated[
-        list[str], typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable.")
+        list[str],
+        typer.Option(
+            metavar="URL...", help="URL of an engine (`blendserve serve`) to prefetch into. Repeatable."
+        ),
     ],
 ) -> Output:
     """Prefetch a collection's KV into the stores of engines.
 
-    The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own in front of it. If they
-    have API keys, the key is read from BLENDSERVE_NODE_KEY. The exit code is 1 if an engine rejects the request.
+    The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own. If they have API keys, the
+    key is read from BLENDSERVE_NODE_KEY. The exit code is 1 if an engine rejects the request.
     """
     import httpx  # a tenth of a second
 
@@ -171,7 +175,7 @@ def prefetch(
             is_started = reply.status_code == 202
             results[url] = {"job": reply.json()["id"]} if is_started else {"error": reply.text}
         except (httpx.HTTPError, ValueError) as error:
-            results[url] = {"error": f"no answer of a server ({error}): start one by `blendserve serve`"}
+            results[url] = {"error": f"no server responds ({error}): start one with `blendserve serve`"}
     lines = [f"{url}: {r.get('error') or 'fetching, job ' + r['job']}" for url, r in results.items()]
     return Output(results, "\n".join(lines), int(any("error" in result for result in results.values())))
 
@@ -206,7 +210,7 @@ def relay(
     """Run a MoQ relay that delivers chunks to many engines (experimental).
 
     It prints its URL and its certificate's fingerprint, for `kdn moq-publish` and the setting store.remote.relay.
-    It has no API keys: bind it where only your engines can reach it (docs/reference/moq.md).
+    It has no API keys, so only your engines may reach it (docs/reference/moq.md).
     """
     from blendserve.kdn.moq import relay as run  # with torch: seconds
 

@@ -42,10 +42,11 @@ RayOpt = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Address of the Ray cluster to join, such as auto or HOST:6379. [default: "
-        "RAY_ADDRESS, or a new cluster on this machine that ends with the command]",
+        help="Address of the Ray cluster, such as auto or HOST:6379. [default: RAY_ADDRESS, or a new "
+        "cluster on this machine that ends with the command]",
     ),
 ]
+MANY = "TEXT..."  # metavar of an option with several values
 JSON = typer.Option("--json", help="Print one JSON object and nothing else.")
 JsonOpt = Annotated[bool, JSON]
 Command = Callable[..., Output | None]
@@ -147,12 +148,15 @@ class Options:
         if choices := choices_of(info):
             words.append(f"One of {', '.join(choices)}.")
         if kind == list[str]:
-            words.append("Repeatable." if path in VERBATIM else "Separate several by commas.")
+            words.append("Repeatable." if path in VERBATIM else "Separate several with commas.")
         if shown(value) and not is_flag:
             words.append(f"[default: {shown(value)}]")
         flags = (f"--{name.replace('_', '-')}",) if is_flag else ()
         hidden = self._load is not None and path.replace("deliver.", "serve.") not in BASIC
-        return _parameter(name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden))
+        metavar = MANY if kind == list[str] else None
+        return _parameter(
+            name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden, metavar=metavar)
+        )
 
 
 def with_options(**groups: Options) -> Callable[[Command], Callable[..., None]]:

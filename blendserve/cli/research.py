@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 def evaluate(
     plan: EvaluateConfig,
     settings: Config,
-    name: str | None = option(None, "Name of the run; made from data set and setting if not given."),
+    name: str | None = option(None, "Name of the run. [default: made of the data set and the setting]"),
     runs: Path = option(Path("runs"), "Folder for runs."),
 ) -> Output:
     """Compare methods on the questions of one or several data sets.
 
-    Prints fidelity to full prefill, scores against the labels, and times, and writes a report. Several data sets, with
-    commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
-    resumes with the same command.
+    The command prints fidelity to full prefill, scores against the labels, and times, and writes a report. Several data
+    sets, separated by commas, make one table. All runs share one store unless --store names another. Run a stopped
+    command again to resume it.
     """
     check_output_folder(runs)
     from blendserve.evaluate import job, report  # torch and all the rest: seconds
@@ -87,15 +87,16 @@ def simulate(
         callback=check_output,
     ),
     plot: Path | None = option(
-        None, "SVG file for a plot of TTFT and hit rate by number of nodes.", callback=check_output
+        None, "SVG file for a plot of TTFT and hit rate against the number of nodes.", callback=check_output
     ),
-    valkey: str | None = option(None, "URL of a Valkey server for --measure; it measures fetching, too."),
+    valkey: str | None = option(None, "URL of a Valkey server, with which --measure also measures fetching."),
     json: JsonOpt = False,
 ) -> None:
     """Simulate a cluster under several routing methods.
 
-    Nodes with cache tiers over a shared store, a corpus with Zipf popularity, and Poisson arrivals: hit rates by
-    tier, TTFT, throughput and bytes moved. The files in configs/simulate hold the costs of a machine:
+    The simulated nodes have cache tiers over a shared store, a corpus with Zipf popularity, and Poisson arrivals. The
+    command prints hit rates by tier, TTFT, throughput and bytes moved. The files in configs/simulate have the costs of
+    machines:
 
     \b
         blendserve simulate --nodes 1,2,4,8,16 --plot nodes.svg
@@ -134,19 +135,20 @@ def simulate(
 def cost(
     config: CostConfig,
     prices: Path | None = option(
-        None, "YAML file with machine_hour and tiers; they replace those of --config."
+        None, "YAML file with machine_hour and tiers, which replace those of --config."
     ),
     index: str | None = option(
-        None, "Index whose store is measured; adds a level with its bytes per token.", "--index", "-i"
+        None, "Index whose store adds a level with its bytes per token.", "--index", "-i"
     ),
     bench: Path | None = option(
-        None, "Output of `blendserve bench codec --json`; sets the levels and the prefill time."
+        None, "Output of `blendserve bench codec --json`, which sets the levels and the prefill time."
     ),
 ) -> Output:
     """Compare the costs of storing and recomputing KV.
 
-    For each level of each codec in each place: break-even reuses per month, and the savings of a workload. Missing
-    numbers are named, never guessed. Prices are your own: copy configs/cost/prices.yaml and edit it:
+    For each level of each codec in each place, the command prints the break-even number of reuses per month, and the
+    savings of a workload. It names missing numbers and never guesses them. Copy configs/cost/prices.yaml and enter your
+    prices:
 
     \b
         blendserve cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml --reuses 30
@@ -218,8 +220,8 @@ OWN_FORWARD = ("full prefill by the model's own forward",)
 def doctor(settings: Config) -> Output:
     """Check that blending is correct with a model on this machine.
 
-    The checks run on the model's real weights. The command also measures the costs that method auto decides by, and
-    shows the kernels in use. The exit code is 1 if a check fails.
+    The checks run on the model's real weights. The command also measures the costs that method auto uses, and prints
+    the KV bytes per token and the kernels in use. The exit code is 1 if a check fails.
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check

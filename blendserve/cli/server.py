@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blendserve import console
-from blendserve.cli.options import RayOpt, make_app, option, single_command, with_options, with_settings
+from blendserve.cli.options import MANY, RayOpt, make_app, option, single_command, with_options, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.errors import InputError
@@ -33,10 +33,11 @@ def serve(
     index: list[str] | None = option(
         None,
         "Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. "
-        "Repeat it to serve several collections; they share the first one's store. [default: "
+        "Repeatable: the server then has several collections, in the store of the first. [default: "
         "indexes/demo]",
         "--index",
         "-i",
+        metavar=MANY,
     ),
     no_index: bool = option(
         False,
@@ -97,7 +98,7 @@ def create(
         None, "Namespace of the KV cache; keys of other namespaces cannot read it. [default: NAME]"
     ),
     collection: list[str] | None = option(
-        None, "Collection that the key may use; repeat it for several. [default: all collections]"
+        None, "Collection that the key may use. Repeatable. [default: all collections]", metavar=MANY
     ),
     read_only: bool = option(False, "Forbid changes of documents, pins and stored KV.", "--read-only"),
     admin: bool = option(

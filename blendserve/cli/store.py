@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, make_app, option, with_options, with_settings
+from blendserve.cli.options import MANY, IndexArg, make_app, option, with_options, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
 from blendserve.errors import ConfigError, InputError, StoreUnavailable
@@ -76,7 +76,10 @@ def verify(
 @with_settings("store.location")
 def merge(
     index: IndexArg,
-    sources: Annotated[list[str], typer.Argument(help="Stores to copy from: folders, or URLs of servers.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="STORE...", help="Stores to copy from: folders, or URLs of servers."),
+    ],
     settings: Config,
 ) -> Output:
     """Copy chunks from other stores into the index's store.
@@ -137,12 +140,15 @@ def fit_tables(
     index: IndexArg,
     settings: Config,
     codec: list[str] | None = option(
-        None, "Codec to fit tables for. Repeatable. [default: every installed codec that needs tables]"
+        None,
+        "Codec to fit tables for. Repeatable. [default: every installed codec that needs tables]",
+        metavar=MANY,
     ),
     text: list[Path] | None = option(
         None,
         "File or folder with text to fit on, as for `index build`. Repeatable. [default: text "
         "that the model generates]",
+        metavar="PATH...",
     ),
     tokens: int = option(16_384, "Number of tokens to fit on, taken from all files in turn.", min=1),
 ) -> Output:

@@ -35,12 +35,12 @@ def warm(
     settings: Config,
     limit: int | None = option(None, "Number of passages to store; all if not set.", min=1),
 ) -> Output:
-    """Store the KV of a corpus's chunks by a vLLM server.
+    """Let a vLLM server compute and store the KV of a corpus's chunks.
 
-    The server computes them with its own model, and stores them where its connector looks for chunks. At the end it fits
-    a correction prior on prompts of these chunks, if the correction uses one. Give the model and the settings file (-c)
-    of the server: chunks are computed after the same context. A server's API key is read from VLLM_API_KEY. The exit
-    code is 1 if a chunk was not stored.
+    The server computes chunks with its own model, and stores them in the store of its connector. At the end it fits a
+    correction prior on prompts of these chunks, if the correction uses one. Give the model and the settings file (-c) of
+    the server, so that chunks are computed after the same context. The API key of the server is read from VLLM_API_KEY.
+    The exit code is 1 if a chunk was not stored.
     """
     from blendserve.blend.priors import MAX_PROMPT_TOKENS, prompts_of  # torch and all the rest: seconds
     from blendserve.engine.prompt import PromptBuilder

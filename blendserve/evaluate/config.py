@@ -30,16 +30,16 @@ class EvaluateConfig(Settings):
     """One run."""
 
     dataset: str = "generated"
-    """Questions: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a file in a known
-    format, or a .txt file to continue; several with commas between them make one table."""
+    """Data set: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a file in a known format, or
+    a .txt file to continue. Several data sets, separated by commas, make one table."""
     corpus: Path | None = None
-    """File of passages; corpus.json in the folder of the questions if not set."""
+    """File with passages; by default corpus.json in the folder of the questions."""
     setting: Literal["closed", "open", "edited"] = "closed"
-    """Passages of a question: closed uses the data set's own, open retrieves them, edited uses its own while the
-    store holds earlier revisions of them, by every kind of edit."""
+    """Passages of a question: closed uses the data set's own, open retrieves them, edited uses the data set's own while
+    the store has earlier revisions of them, for every kind of edit."""
     layout: Layout = OWN
-    """Layout of the prompts: own, or a client's plain prompt in which the stored passages are found. langchain pastes
-    them into the system message, question_first pastes them behind the question, tool into a tool's message."""
+    """Layout of the prompts: own, or that of a client's plain prompt. langchain pastes the passages into the system
+    message, question_first after the question, tool into a tool message."""
     window: Positive | None = None
     """Chunk length, in tokens of the joined passages; a chunk per passage if not set."""
     chunks: Positive | None = None
@@ -47,11 +47,11 @@ class EvaluateConfig(Settings):
     top_k: Positive = 10
     """Number of passages to retrieve in the open setting."""
     limit: Positive | None = None
-    """Number of questions, the first ones; all if not set."""
+    """Number of questions to ask; all if not set."""
     half: Literal["both", "first", "second"] = "both"
-    """Half of the questions (every other one): tune on one half, confirm on the other."""
+    """Half of the questions to ask (every other one): choose settings on one half, confirm them on the other."""
     shuffles: Annotated[int, Field(ge=0)] = 0
-    """Number of further prompts per question, with its passages in other orders."""
+    """Number of extra prompts per question, with its passages in other orders."""
     max_new_tokens: Positive | None = None
     """Maximum length of an answer, in tokens; the task's own if not set."""
     seed: int = 0
@@ -66,7 +66,7 @@ class EvaluateConfig(Settings):
         """The methods; in the edited setting also each over every kind of edit. Raises ConfigError."""
         words = list(self.methods)
         if self.layout != OWN and self.setting == "edited":
-            raise ConfigError("edited passages need --layout own: plain prompts reuse whole chunks alone")
+            raise ConfigError("edited passages need --layout own: plain prompts reuse only whole chunks")
         if self.setting == "edited":
             words = [DEFAULT] if self.methods == EvaluateConfig().methods else words
             plain = parse_methods(words, self.ratios, coded=True)
