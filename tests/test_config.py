@@ -84,59 +84,6 @@ def test_changed_replaces_the_given_values_and_checks_again() -> None:
         assert refused(base.with_values, **wrong) == (f"decode.{next(iter(wrong))}", None)
 
 
-OLD = Path(__file__).parent / "old_settings"  # configs/ of commit 974603a, and the values that it read there
-
-
-@pytest.mark.parametrize(("name", "values"), json.loads((OLD / "values.json").read_text()).items())
-def test_settings_of_an_older_release_keep_their_values(
-    name: str, values: dict[str, Any], tmp_path: Path
-) -> None:
-    path = written(tmp_path, yaml.safe_dump(values))  # every setting of then, by its name of then
-    assert Config.load(path) == Config.load(OLD / name)
-
-
-def test_old_names_are_read_with_one_warning_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = written(tmp_path, "blend: {ratio: auto, floor: 0.123}\nserve: {share_mb: 7, slots: 3}\n")
-    for _ in range(2):
-        config = Config.load(path)
-    assert (config.blend.ratio, config.blend.min_ratio, config.serve.slots) == ("auto:0.123", 0.123, 3)
-    assert len([r for r in caplog.records if "0.123" in r.message]) == 1
-    assert Config(blend=BlendConfig(ratio="auto").model_dump()).blend.min_ratio == 0.05
-
-
-VALKEY = {"url": "valkey://host:1", "username": "ann", "password_file": "secret", "deadline_s": 2}
-KDN = {"url": "https://host", "collection": "docs", "relay": "https://far:1", "relay_fingerprint": "ab"}
-REMOTE = {"kind": "kdn", "cap_gb": 3, "kdn": {"deadline_s": 4}}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"reader": {"model": "m", "dtype": "float32"}}, {"model": {"name": "m", "dtype": "float32"}}),
-        ({"store": {"kind": "lmdb", "path": "here"}}, {"store": {"location": "here"}}),
-        ({"store": {"kind": "memory", "path": "here"}}, {"store": {"location": "memory"}}),
-        ({"store": {"kind": "valkey"}}, {"store": {"location": "valkey://127.0.0.1:6379"}}),
-        (
-            {"store": {"kind": "valkey", "valkey": VALKEY}},
-            {"store": {"location": "valkey://ann@host:1", "secret_file": "secret", "deadline_s": 2}},
-        ),
-        (
-            {"store": {"kind": "kdn", "kdn": KDN}},
-            {"store": {"location": "https://host/docs", "relay": "https://far:1#ab"}},
-        ),
-        ({"store": {"tiers": {"host_bytes": "4GB"}}}, {"store": {"memory_bytes": "4GB"}}),
-        (
-            {"store": {"tiers": {"remote": REMOTE, "write": "through"}}},
-            {"store": {"remote": {"cap_gb": 3, "deadline_s": 4}, "remote_write": "through"}},
-        ),
-    ],
-)
-def test_an_old_name_means_what_its_new_one_does(
-    old: dict[str, Any], new: dict[str, Any], tmp_path: Path
-) -> None:
-    assert Config.load(written(tmp_path, yaml.safe_dump(old))) == Config(**new) != Config()
-
-
 @pytest.mark.parametrize(
     ("location", "kind", "folder"),
     [
@@ -168,15 +115,6 @@ def test_words_and_variables_are_written_as_in_yaml(tmp_path: Path, monkeypatch:
 
 
 NAMES = [line.split("`")[1] for line in pages()["settings.md"].splitlines() if line.startswith("| `")]
-OLD_NAMES = [
-    "store.kind",
-    "store.path",
-    "store.valkey",
-    "store.kdn",
-    "store.tiers",
-    "store.remote.kind",
-    "blend.floor",
-]
 TEXTS = st.sampled_from(
     [
         *("[SEP]", "{Read} the passages", "[a", "{a: ", "null", "[1, 2]"),
@@ -190,7 +128,7 @@ LOOSE = st.recursive(
 )
 
 
-@given(st.sampled_from([*NAMES, *OLD_NAMES, "no.such", "store"]), TEXTS | st.text(max_size=6), LOOSE)
+@given(st.sampled_from([*NAMES, "no.such", "store"]), TEXTS | st.text(max_size=6), LOOSE)
 def test_any_text_and_any_file_is_settings_or_refused_as_such(name: str, text: str, value: Any) -> None:
     with suppress(ConfigError):
         Config.load(None, [f"{name}={text}"])

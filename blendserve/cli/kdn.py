@@ -126,7 +126,6 @@ def _set_pins(name: str, settings: Config, pinned: bool) -> Output:
 
 
 @kdn.command("unpublish")
-@kdn.command("retire", hidden=True, deprecated=True)
 @with_settings("store.location")
 def unpublish(
     name: NameArg,
@@ -146,7 +145,6 @@ def unpublish(
 
 
 @kdn.command("prefetch")
-@kdn.command("warm", hidden=True, deprecated=True)
 @with_options()
 def prefetch(
     name: NameArg,
@@ -223,7 +221,6 @@ def relay(
 
 
 @kdn.command("moq-publish")
-@kdn.command("feed", hidden=True, deprecated=True)
 @with_settings("store.location")
 def moq_publish(
     url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],

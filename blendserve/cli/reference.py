@@ -40,11 +40,11 @@ def _page(commands: Sequence[tuple[str, Any]]) -> str:
 
 
 def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """The commands of a group that are not hidden, by their full names."""
+    """The commands of a group, by their full names."""
     if hasattr(command, "list_commands"):
         for part in command.list_commands(None):
             yield from _commands(f"{name} {part}", command.get_command(None, part))
-    elif not command.hidden:
+    else:
         yield name, command
 
 

@@ -1,19 +1,17 @@
 """Settings: one tree of frozen sections, `Config`. Every default of the project is written here, once.
 
-sections.py and store.py have the sections, base.py what each can do, old_names.py names of earlier releases.
-Commands take their options from the fields (cli/options.py), as does docs/reference/settings.md. A wrong value is
-refused before anything is loaded.
+sections.py and store.py have the sections, and base.py what each can do. Commands take their options from the fields
+(cli/options.py), as does docs/reference/settings.md. A wrong value is refused before anything is loaded.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import yaml
 
 from blendserve.config.base import Settings
-from blendserve.config.old_names import upgrade
 from blendserve.config.sections import (
     LOOPBACK,
     BlendConfig,
@@ -84,10 +82,6 @@ class Config(Settings):
     decode: DecodeConfig = DecodeConfig()
     serve: ServeConfig = ServeConfig()
     deliver: DeliverConfig = DeliverConfig()
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return upgrade(values)
 
     def with_environment_key(self) -> Config:
         """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""

@@ -59,7 +59,7 @@ class Settings(BaseModel):
         """
         values: dict[str, Any] = {}
         for where, file, found in (
-            (f"config file {path}", path, cls.upgraded(_read_yaml(path, cls.model_fields))),
+            (f"config file {path}", path, _read_yaml(path, cls.model_fields)),
             ("environment", None, _parse(cls, _variables(cls.environment))),
             ("--set", None, _parse(cls, _assignments(overrides))),
         ):
@@ -68,11 +68,6 @@ class Settings(BaseModel):
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}", setting=error.setting, path=file) from None
         return cls(**values)
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values of a file under today's names."""
-        return values
 
     @classmethod
     def description(cls, name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic import AfterValidator, ByteSize, Field
 from pydantic_core import PydanticCustomError
 
 from blendserve.config.base import SECRET, Settings
@@ -127,11 +127,6 @@ class KdnConfig(Settings):
         return f"the delivery service at {self.where}"
 
 
-def _write_back(value: Any) -> Any:
-    """Files of earlier releases say true or false."""
-    return ("auto" if value else "none") if isinstance(value, bool) else value
-
-
 WriteBack = Literal["auto", "learn", "missing", "none"]
 
 
@@ -219,7 +214,7 @@ class StoreConfig(StoreBackendConfig):
         description="Codec of newly stored KV, as name or name@level; stored chunks keep their codec. "
         f"One of {', '.join(CODECS.names)}.",
     )
-    write_back: Annotated[WriteBack, BeforeValidator(_write_back)] = "auto"
+    write_back: WriteBack = "auto"
     """What to store after an answer: missing stores the chunks that the request had to compute. learn also stores text
     that plain prompts repeat, in at most an eighth of cap_gb. auto is learn on a server without API keys, and missing on
     others. none stores nothing."""

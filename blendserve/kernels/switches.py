@@ -7,7 +7,6 @@ from functools import cache
 
 NATIVE = "BLENDSERVE_NATIVE"  # "0": plain torch
 AUTOTUNE = "BLENDSERVE_AUTOTUNE"  # "0": nothing is measured, the order of the table holds
-OLD_AUTOTUNE = "BLENDSERVE_RACE"  # its former name, read for one release
 
 
 @cache
@@ -17,4 +16,4 @@ def is_native_on() -> bool:
 
 @cache
 def is_autotune_on() -> bool:
-    return is_native_on() and os.environ.get(AUTOTUNE, os.environ.get(OLD_AUTOTUNE)) != "0"
+    return is_native_on() and os.environ.get(AUTOTUNE) != "0"

@@ -237,7 +237,7 @@ async def unpublish_collection(
 ) -> dict[str, Any]:
     """Unpublish it. For admins."""
     n = await _administer(backend, tenant, name, unpublish, chunks)
-    return {"collection": name, "retired": True, "chunks": n}
+    return {"collection": name, "chunks": n}
 
 
 async def _administer(

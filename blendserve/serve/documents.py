@@ -331,7 +331,7 @@ async def lookup(chosen: SelectionDep) -> dict[str, Any]:
         return sum(key in cached for key in keys)
 
     found = await chosen.call("found", look_up)
-    return {**found, "cached": is_cached, "there": is_cached}
+    return {**found, "cached": is_cached}
 
 
 @router.post("/cache/delete")

@@ -34,10 +34,10 @@ class Job:
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without the namespace. `given` is the old name of total_documents, for one release."""
+        """As JSON, without the namespace."""
         values = asdict(self)
         del values["namespace"]
-        return {**values, "given": self.total_documents}
+        return values
 
     @property
     def progress(self) -> str:

@@ -14,7 +14,6 @@ from blendserve.store.lmdb_errors import DAMAGED, MAX_READERS, NOT_PERMITTED, co
 from blendserve.store.lmdb_pages import DamagedPages, check_pages
 
 FORMAT = 4
-OLDEST_FORMAT = 3  # without totals, which are counted when the store is first written
 FORMAT_KEY = b"m:format"
 _MAGIC = b"BLKV"
 ATTEMPTS = 5  # to check the pages of a commit that writers do not replace meanwhile
@@ -57,7 +56,7 @@ def _mapped(path: Path, lowest: int, size: int, **options: Any) -> lmdb.Environm
 
 
 def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
-    """Write the format into a new store, or an older one's; refuse others, damaged ones and other programs' files."""
+    """Write the format into a new store; refuse stores of other formats, damaged ones and files of other programs."""
     empty = env.stat()["entries"] == 0
     with env.begin() as txn:
         record = format_record(FORMAT) if empty and not read_only else txn.get(FORMAT_KEY)
@@ -67,14 +66,14 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
     version = int.from_bytes(record[len(_MAGIC) :][:2], "little")
     if record != format_record(version):
         raise unavailable(path, "has a damaged format record: delete it, precompute again")
-    if not OLDEST_FORMAT <= version <= FORMAT:
+    if version != FORMAT:
         newer = "upgrade blendserve, or set store.location to another folder"
         remedy = newer if version > FORMAT else "delete it, and run `blendserve precompute`"
         raise StoreVersion(
-            f"the KV store {path} has format {version}, this blendserve reads {OLDEST_FORMAT} to {FORMAT}: {remedy}",
+            f"the KV store {path} has format {version}, this blendserve reads {FORMAT}: {remedy}",
             path=path,
         )
-    if (empty or version < FORMAT) and not read_only:  # an older blendserve would not keep the totals
+    if empty and not read_only:
         with env.begin(write=True) as txn:
             txn.put(FORMAT_KEY, format_record(FORMAT))
 

@@ -308,29 +308,27 @@ def test_options_set_the_fields_they_are_named_after_over_what_a_file_says(tmp_p
     assert (got.decode.seed, got.decode.stop) == (3, ("a, b", "c"))
 
 
-OLD_FILE = Path(__file__).parents[1] / "old_settings" / "serve.yaml"  # of commit 974603a; slot_tokens: 4096
-
-
-def with_old_file(folder: Path, more: str) -> tuple[object, ...]:
-    """The option for a file of commit 974603a with one more line."""
-    file = folder / "old.yaml"
-    file.write_text(f"{OLD_FILE.read_text()}{more}\n")
+def config_file(folder: Path, text: str) -> tuple[object, ...]:
+    """Return the option for a configuration file with this text."""
+    file = folder / "config.yaml"
+    file.write_text(text)
     return "-c", file
 
 
 @pytest.mark.parametrize(
     ("setting", "flag", "values"),
     [
-        ("serve.slot_tokens", "--slot-tokens", ["None", "4096", "2", "3", "4"]),
-        ("model.name", "--model", [Config().model.name, "1", "2", "3", "4"]),  # then: reader.model
+        ("serve.slot_tokens", "--slot-tokens", ["None", "1", "2", "3", "4"]),
+        ("model.name", "--model", [Config().model.name, "1", "2", "3", "4"]),
     ],
 )
-def test_a_flag_wins_over_set_over_the_environment_over_an_old_file(
+def test_a_flag_wins_over_set_over_the_environment_over_a_file(
     setting: str, flag: str, values: list[str], tmp_path: Path
 ) -> None:
     section, _, name = setting.partition(".")
     env = {f"BLENDSERVE__{section}__{name}".upper(): "2"}
-    file, word = with_old_file(tmp_path, "reader: {model: '1'}"), ("--set", f"{setting}=3")
+    file = config_file(tmp_path, f"{section}: {{{name}: '1'}}")
+    word = "--set", f"{setting}=3"
 
     def used(*words: object, env: dict[str, str] | None = None) -> str:
         done = cli("serve", "--print-config", *words, env=env)
@@ -342,9 +340,10 @@ def test_a_flag_wins_over_set_over_the_environment_over_an_old_file(
 
 @pytest.mark.parametrize("where", ["file", "environment", "set", "flag"])
 def test_a_misspelt_option_names_the_nearest(where: str, tmp_path: Path) -> None:
-    env, words = dict[str, str](), with_old_file(tmp_path, "")
+    env = dict[str, str]()
+    words = config_file(tmp_path, "serve: {slots: 3}")
     if where == "file":
-        words = with_old_file(tmp_path, "  slot_tokns: 1")
+        words = config_file(tmp_path, "serve: {slots: 3, slot_tokns: 1}")
     elif where == "environment":
         env["BLENDSERVE__SERVE__SLOT_TOKNS"] = "1"
     else:
