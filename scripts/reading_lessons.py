@@ -2,7 +2,7 @@
 
 squad       paragraphs of one article and their questions (SQuAD, CC BY-SA 4.0)
 multi_hop   the passages that one question needs among others (HotpotQA, CC BY-SA 4.0; MuSiQue, CC BY 4.0)
-generated   films, directors and relatives of a new invented world (scripts/generate_world), never that of its SEED
+generated   films, directors and relatives of a new invented world (benchmarks/generate_world), never that of its SEED
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.generate_world import prose, questions, world
 from blendserve.core import Passage
-from scripts.generate_world import prose, questions, world
 
 FILES = ("squad_5_articles.json", "hotpot_70.json", "musique_train_70.json")
 SHARES = {"squad": 0.5, "multi_hop": 0.22, "generated": 0.28}

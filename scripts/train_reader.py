@@ -31,7 +31,7 @@ STEPS, WARM_UP, ACCUMULATED = 420, 40, 4
 EVERY = 20  # steps between lines and checkpoints, a multiple of ACCUMULATED
 PROMPTS = (PROMPT, PROMPT, PROMPT, PromptConfig())  # by turns
 ABOUT = {
-    "data": f"{', '.join(FILES)}; worlds of scripts/generate_world",
+    "data": f"{', '.join(FILES)}; worlds of benchmarks/generate_world",
     "licences": "CC BY-SA 4.0 (SQuAD, HotpotQA), CC BY 4.0 (MuSiQue), Apache-2.0 (generated worlds)",
 }
 

@@ -41,7 +41,6 @@ from tests.support.engines import PASSAGES
 from tests.support.http import Server
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
 HOSTILE = "benchmarks.noisy_neighbor"
 SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "engines", "ray_routing")
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
@@ -143,16 +142,27 @@ def test_the_bench_of_the_documentation_runs(
     assert read_result(tmp_path / "out.jsonl")["config"]["questions"] == [25, 30]
 
 
-def test_ttft_counts_what_it_always_counted(run: Run) -> None:
+def test_ttft_counts_tokens_and_bytes(run: Run) -> None:
+    """Of three chunks of 40 tokens before a question of 25."""
     result = run("ttft")
+    n_prompt = result["groups"][0]["facts"]["prompt_tokens"]
+    kv_bytes = 2 * 3 * 2 * 16 * 4  # K and V, layers, heads, dim, fp32
+    counts = {  # tokens run, tokens selected, tokens loaded
+        "full": (n_prompt, 0, 0),
+        "reuse": (25, 0, 120),
+        "prefix": (105, 0, 40),
+        "query+shift@0.1": (37, 12, 120),
+        "query+shift@0.2": (49, 24, 120),
+        "deviation@0.3": (61, 36, 120),
+        "query@0.1/bos": (37, 12, 120),
+        "query@0.2/bos": (49, 24, 120),
+    }
     warm = {s.labels["method"] for s in samples_of(result) if s.labels["source"] == "warm"}
-    assert warm == {"transformers", *GOLDEN["methods"]}
-    assert result["groups"][0]["facts"]["prompt_tokens"] == GOLDEN["prompt_tokens"]
-    for name, golden in GOLDEN["methods"].items():
+    assert warm == {"transformers", *counts}
+    for name, (n_run, n_selected, n_loaded) in counts.items():
         found = metrics(result, source="warm", method=name)
-        counted = found.keys() & golden
-        assert {key: found[key] for key in counted} == {key: golden[key] for key in counted}
-        assert len(counted) >= 5
+        assert (found["tokens_run"], found["tokens_recomputed"]) == (n_run, n_selected), name
+        assert found["bytes_loaded"] == n_loaded * kv_bytes, name
         assert found["load_s"] + found["select_s"] + found["correct_s"] < found["prefill_s"] < found["ttft_s"]
         assert found["roofline_fraction"] > 0
     assert metrics(result, source="warm", method="full")["kl_first_token"] < 1e-6

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from blendserve.cost import STORED, CostConfig, estimates, with_store
+from blendserve.cost import STORED, CostConfig, estimates, report, with_store
 from blendserve.errors import InputError
 from blendserve.kv import ChunkKV
 from blendserve.store import MemoryStore
-from tests.golden import research
+from tests.support.commands import cli
 from tests.support.stores import put_kv
 
 BY_HAND: dict[str, Any] = {
@@ -50,5 +54,24 @@ def test_a_store_tells_its_bytes() -> None:
     assert level.decode_seconds == 0.0
 
 
-def test_the_command_prints_the_recorded_numbers() -> None:
-    assert research.costs() == research.golden("cost")
+def ssd(**prices: float | None) -> CostConfig:
+    """The settings above with other prices of the tier."""
+    return CostConfig(**{**BY_HAND, "tiers": {"ssd": {**BY_HAND["tiers"]["ssd"], **prices}}})
+
+
+def test_the_level_that_saves_most_is_kept_and_what_is_unknown_is_named() -> None:
+    kept, unknown, never = (report(ssd(**prices)) for prices in ({}, {"gb_month": None}, {"gb_read": 1e9}))
+    assert (kept["keep"], kept["missing"]) == ({"ssd": "raw"}, [])
+    assert (unknown["keep"], unknown["missing"]) == ({}, ["tiers.ssd.gb_month"])
+    assert (never["keep"], never["verdicts"][0]["break_even"]) == ({"ssd": None}, "never")
+
+
+@pytest.mark.parametrize("name", ["smollm_cpu", "h100_8b"])
+def test_the_command_reports_every_level_of_an_example_in_every_tier(name: str) -> None:
+    folder = Path(__file__).parents[2] / "configs" / "cost"
+    done = cli("cost", "-c", folder / f"{name}.yaml", "--prices", folder / "prices.yaml", "--json")
+    found = json.loads(done.out)
+    tiers = yaml.safe_load((folder / "prices.yaml").read_text())["tiers"]
+    levels = found["settings"]["levels"]
+    assert {(v["tier"], v["level"]) for v in found["verdicts"]} == set(product(tiers, levels))
+    assert found["keep"]

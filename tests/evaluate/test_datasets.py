@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.generate_world import __main__ as generate_world
 from blendserve.cli.options import split_list
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, CorpusError
@@ -33,7 +34,6 @@ from blendserve.evaluate.job import with_task
 from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.prompts import PromptSource, permuted, with_permutations
 from blendserve.retrieve import Embedder, TokenCounter, VectorIndex
-from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
 
 DATA = Path(__file__).parent / "data"  # a small file of each form, and what is to be read of it

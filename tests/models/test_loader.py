@@ -7,6 +7,7 @@ import json
 import os
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -125,6 +126,21 @@ def test_the_fingerprint_is_of_weights_and_configuration_alone() -> None:
     other.model.layers[3].mlp.up_proj.weight.data[5, 5] += 1e-6
     for model in (other, tiny_model("llama-linear"), tiny_model("llama", torch.bfloat16)):
         assert fingerprint(model) != base
+
+
+@pytest.mark.skipif(tf.__version__ != "5.23.0", reason="the defaults of a configuration are part of it")
+def test_the_fingerprint_of_a_model_stays() -> None:
+    """It is part of every chunk's key: another value makes all stored KV useless."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 8,
+        "hidden_size": 64,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+    }
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes))
+    for weights in model.parameters():
+        torch.nn.init.constant_(weights, 0.5)
+    assert fingerprint(model) == "318363ea3161c9c7bc3f463552c76397"
 
 
 def test_a_tokenizer_that_does_more_than_its_backend_stays_transformers_own() -> None:

@@ -20,8 +20,7 @@ from blendserve.serve.metrics import Metrics
 from blendserve.serve.middleware import JsonFormatter
 from blendserve.serve.notices import MAX_CHARS, MAX_LOGGED, MAX_NAMES, Notices
 from blendserve.serve.schemas import ChatRequest
-from blendserve.store import LMDBStore
-from tests.golden.http import FILE as GOLDEN
+from blendserve.store import LMDBStore, MemoryStore
 from tests.support.commands import cli
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import CHUNK_TOKENS, MODEL, OWN, Client, Server, ToyServer, asked, events
@@ -144,6 +143,7 @@ def test_a_long_query_gets_a_hint(client: Client) -> None:
 
 
 DASHBOARD = Path(__file__).parents[2] / "configs" / "grafana.json"
+METRICS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 NAME = re.compile(r"blendserve_\w+")
 BY_LABEL = re.compile(r"by \(([^)]*)\)|(\w+)=~?\"")
 SAMPLES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
@@ -208,12 +208,17 @@ def test_reports_are_counted(server: Server) -> None:
 
 
 def test_the_dashboard_has_every_metric_and_no_other_name_or_label() -> None:
-    families = json.loads(GOLDEN.read_text("utf-8"))["metrics"]  # name -> type and labels
+    metrics = Metrics()
+    metrics.watch(lambda: (0, 0), 1, MemoryStore(1))
+    families = {family.name: family.type for family in metrics.registry.collect()}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
-    samples = {name: {name + end for end in SAMPLES[kind]} for name, (kind, *_) in families.items()}
+    samples = {name: {name + end for end in SAMPLES[kind]} for name, kind in families.items()}
     names = {name for possible in samples.values() for name in possible}
-    labels = {label for _, *of in families.values() for label in of}
+    kinds = re.findall(
+        r"^\| `\w+` \| ([^|]+) \|", METRICS.read_text(), re.MULTILINE
+    )  # such as counter: `kind`
+    labels = {"le", *(label for kind in kinds for label in re.findall(r"`(\w+)`", kind))}
     for expression in expressions:
         assert set(NAME.findall(expression)) <= names, expression
         for grouped, chosen in BY_LABEL.findall(expression):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -161,6 +162,20 @@ def test_lies_that_agree_with_each_other_are_damage() -> None:
         with pytest.raises(CorruptRecord) as error:
             decode(KEY, relabelled(KEY, header, *lies), layers)
         assert error.value.layer == 0
+
+
+def test_the_bytes_of_a_record_are_those_of_the_format() -> None:
+    """Other bytes make stored KV useless: raise the format when that is intended."""
+    kv = chunk(3, layers=2, kv_heads=2, head_dim=4, dtype=torch.float16)
+    header, segments = encode(KEY, ChunkKV(kv.keys, kv.values, ids=(7, 0, 70_000)))
+    for segment, *sides in zip(segments, kv.keys, kv.values, strict=True):
+        assert segment == b"".join(side.contiguous().numpy().tobytes() for side in sides)
+    fields = struct.pack("<4sHHIIII8sI16s", b"BSKV", 3, 2, 2, 2, 4, 3, b"raw", 0, bytes(16))
+    body = fields
+    for l, segment in enumerate(segments):
+        seed = xxhash.xxh3_64_intdigest(KEY + fields + struct.pack("<I", l))
+        body += struct.pack("<QQ", len(segment), xxhash.xxh3_64_intdigest(segment, seed))
+    assert header == sealed(KEY, body + struct.pack("<III", 7, 0, 70_000))
 
 
 def test_another_format_is_not_damage() -> None:

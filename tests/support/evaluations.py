@@ -33,7 +33,7 @@ METHODS = ("prefix", "transformers", "all", "query+shift", "deviation[1,2]", "ra
 PLACES = ("Oslo", "Lima", "Cairo", "Hanoi", "Quito", "Riga")
 HOSTILE = "</script><b>&amp; Zoë</b>"  # in every passage: a page that shows it must not run it
 
-# Evaluations that many tests read; tests/golden keeps their numbers.
+# Evaluations that many tests read.
 RUNS: Mapping[str, Mapping[str, Any]] = {
     "raw": {"methods": METHODS},
     "coded": {

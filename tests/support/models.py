@@ -307,11 +307,11 @@ HYBRIDS = [
     *("qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid"),
     *("falcon_h1", "nemotron_h", "nemotron_h-dense", "kimi_linear-dense", "lfm2", "lfm3"),
 ]
-# With experts, multipliers, layers without RoPE next to windows, interleaved halves, and sinks.
-EQUAL_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"]
-# Also layers that keep KV of other shapes than others, or none, latents, and RoPE by negative angles.
+# Also experts, multipliers, layers without RoPE next to windows, interleaved halves, sinks, layers that keep KV of other
+# shapes than others, or none, latents, and RoPE by negative angles.
 BLEND_KINDS = [
-    *EQUAL_KINDS,
+    *KINDS,
+    *("qwen3_moe-window", "granite", "cohere2", "glm4", "gpt_oss"),
     *("gemma4_text", "gemma4_text-shared", "glm4_moe_lite", "mimo_v2_flash", "nanochat"),
 ]
 

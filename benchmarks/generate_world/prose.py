@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from scripts.generate_world.world import WORDS, Film, Person, University
+from benchmarks.generate_world.world import WORDS, Film, Person, University
 
 SENTENCES = WORDS["sentences"]
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six")

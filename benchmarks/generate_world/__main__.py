@@ -1,4 +1,4 @@
-"""Write the two data sets of an invented world that blendserve ships: python -m scripts.generate_world [--out FOLDER]
+"""Write the two data sets of an invented world that blendserve ships: python -m benchmarks.generate_world [--out FOLDER]
 
 generated   questions in the style of 2WikiMultihopQA; no model can know the answers without the passages
 facts       single facts, each with a counterfactual value: for passages that were edited
@@ -16,8 +16,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from scripts.generate_world import prose, questions, world
-from scripts.generate_world.world import Person, World
+from benchmarks.generate_world import prose, questions, world
+from benchmarks.generate_world.world import Person, World
 
 Records = list[dict[str, Any]]
 

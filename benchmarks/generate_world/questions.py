@@ -14,8 +14,8 @@ from datetime import date
 from itertools import combinations, product
 from typing import NamedTuple
 
-from scripts.generate_world.prose import day, demonym
-from scripts.generate_world.world import Film, Person, University, World
+from benchmarks.generate_world.prose import day, demonym
+from benchmarks.generate_world.world import Film, Person, University, World
 
 PER_TYPE = 60
 CONTEXTS = 10
