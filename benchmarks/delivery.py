@@ -37,7 +37,7 @@ from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
-from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
+from blendserve.fetch.plan import LevelPlanner, LinkState, PendingChunk, Plan, plan
 from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
@@ -81,18 +81,18 @@ class Client:
     """One way to fetch chunks."""
 
     blend: BlendConfig
-    planner: Planner
+    planner: LevelPlanner
     level: str = "auto"
     workers: int = WORKERS
     early_start: bool = True  # begin the prefill while the last chunks are in transit
 
 
-def fixed_plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+def fixed_plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = None) -> Plan:
     """Every chunk, at the one level that the settings allow."""
     return Plan(next(iter(todo[0].sizes)), len(todo))
 
 
-def cachegen_plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+def cachegen_plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = None) -> Plan:
     """CacheGen's level of the next chunk (SIGCOMM 2024, section 5.3): chosen before it is sent, by the last throughput.
 
     The finest level that arrives in time, else the fastest; the middle one for the first chunk. Decoding does not count.

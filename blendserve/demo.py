@@ -51,7 +51,7 @@ wrong, by full prefill too: compare the answers of the two methods, not the answ
 For better answers: blendserve demo --model Qwen/Qwen2.5-0.5B-Instruct (downloads the model)."""
 
 
-class Row(NamedTuple):
+class DemoRow(NamedTuple):
     """One method on the comparison's prompt."""
 
     name: str
@@ -60,7 +60,7 @@ class Row(NamedTuple):
     recomputed: int  # cached tokens among them
 
 
-def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
+def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[DemoRow]:
     """Print the whole demo; returns the comparison's rows.
 
     Raises ModelError for a model that cannot be loaded, StoreError for an index folder that cannot be written.
@@ -132,7 +132,7 @@ def print_answer_details(answer: Answer) -> None:
         _say(f"target {quality.target}: {quality.status}")
 
 
-def compare(engine: Engine, question: str) -> list[Row]:
+def compare(engine: Engine, question: str) -> list[DemoRow]:
     """Time every method once on one prompt of long chunks, after a warm-up of each, and print the table.
 
     The paper's setting is six chunks of 512 tokens: these are the nearest passages that nearly fill a chunk.
@@ -146,13 +146,13 @@ def compare(engine: Engine, question: str) -> list[Row]:
     start = time.perf_counter()
     ids = engine.prompts.build(question, passages).ids
     int(OwnDecoding(engine.model.decoder).feed(ids).argmax())
-    rows = [base := Row("full prefill, transformers", time.perf_counter() - start, len(ids), 0)]
+    rows = [base := DemoRow("full prefill, transformers", time.perf_counter() - start, len(ids), 0)]
     for method, name in METHODS.items():
         for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
             answer = engine.answer(question, passages, method=method, max_new_tokens=1)
         report = answer.report
         tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
-        rows.append(Row(name, answer.timings.ttft, tokens, report.tokens_recomputed))
+        rows.append(DemoRow(name, answer.timings.ttft, tokens, report.tokens_recomputed))
     columns = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
     shown = [(n, f"{s * 1e3:,.0f}", f"{base.ttft_s / s:.1f}x", f"{run:,}", f"{k:,}") for n, s, run, k in rows]
     console.out.print()

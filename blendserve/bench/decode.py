@@ -31,7 +31,7 @@ from blendserve.engine.request import PreparedRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
-from blendserve.models.runner import Runner
+from blendserve.models.runner import DecodeRunner
 from blendserve.timing import Clock
 
 TRANSFORMERS, OURS, LAUNCHED = "transformers", "blendserve", "blendserve, launched"
@@ -80,7 +80,7 @@ def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
 def run_ours(decoder: DecoderModel, done: PassResult, length: int, n: int, launched: bool = False) -> Timed:
     """Our loop over a prefilled cache; the KV after `length` is overwritten each time. launched: without a graph."""
     clock = Clock(decoder.device)
-    runner = Runner.over(decoder, done.cache, length, 0 if launched else n)
+    runner = DecodeRunner.over(decoder, done.cache, length, 0 if launched else n)
     tokens, seconds, logits = list[int](), list[float](), done.logits
     for at in range(length, length + n):
         if tokens:

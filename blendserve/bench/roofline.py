@@ -55,7 +55,7 @@ class Counts:
         return cls(project, sum(sizes.values()) - project, model.lm_head.weight.numel(), width, windows)
 
 
-class Work(NamedTuple):
+class Flops(NamedTuple):
     """Of one prefill."""
 
     linear: float  # FLOPs
@@ -74,12 +74,12 @@ class Rates(NamedTuple):
     bytes: float  # copied: each is read once and written once
 
 
-def bound_s(work: Work, rates: Rates) -> float:
+def bound_s(work: Flops, rates: Rates) -> float:
     """The least seconds of the work at these rates."""
     return (work.linear + work.attention) / rates.flops + work.loaded / rates.bytes
 
 
-def work_of(counts: Counts, rows: Iterable[Rows], loaded: float) -> Work:
+def work_of(counts: Counts, rows: Iterable[Rows], loaded: float) -> Flops:
     """FLOPs of these rows and of one row of logits."""
     linear, attention = 2.0 * counts.head, 0.0
     for l, projected, positions, finished in rows:
@@ -87,10 +87,10 @@ def work_of(counts: Counts, rows: Iterable[Rows], loaded: float) -> Work:
         seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
         linear += 2.0 * (projected * counts.project + finished * counts.finish)
         attention += 4.0 * counts.attention_width * float(seen.sum())
-    return Work(linear, attention, loaded)
+    return Flops(linear, attention, loaded)
 
 
-def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Work:
+def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Flops:
     """All of one prefill without missing chunks, selection included.
 
     recomputed: ascending positions that the policy chose. Several check layers are counted as if

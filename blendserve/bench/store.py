@@ -27,14 +27,14 @@ from blendserve.threads import limit_torch
 from blendserve.timing import Clock
 
 
-class StoreConfig(BenchConfig):
+class StoreBenchConfig(BenchConfig):
     """Records of chunk KV, written and read."""
 
     chunks: Positive = Field(24, description="Number of chunks to write and read.")
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
 
 
-def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
+def groups(config: StoreBenchConfig, log: SampleLog) -> Iterator[Group]:
     limit_torch(config.threads)
     chunk = noise(config)
     keys = [chunk_key("bench", (), (n,), str(chunk.keys[0].dtype), "") for n in range(config.chunks)]
@@ -75,7 +75,7 @@ def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
         yield Group(labels, cases, lambda: facts)
 
 
-def noise(config: StoreConfig) -> ChunkKV:
+def noise(config: StoreBenchConfig) -> ChunkKV:
     """A chunk in the shape of the model's KV. Raises ModelError."""
     shape, dtype = read_configuration(config.model_settings)
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -102,4 +102,4 @@ def _rate(n_bytes: int, clock: Clock) -> Metrics:
 
 
 TABLE = table("Store", ms("ms", "time_s"), Column("GB/s", "gb_per_s"))
-BENCH = Bench(StoreConfig, groups, (TABLE,), tiny={"chunk_tokens": 64})
+BENCH = Bench(StoreBenchConfig, groups, (TABLE,), tiny={"chunk_tokens": 64})

@@ -101,7 +101,7 @@ class Claim(Settings):
         return [found["low"], found["mean"], found["high"]] if isinstance(found, dict) else [float(found)]
 
 
-class Run(Settings):
+class SuiteRun(Settings):
     """One run: a bench with its settings, or a command whose last line of stdout is JSON."""
 
     model_config = ConfigDict(frozen=True, extra="allow")  # settings of the bench
@@ -110,7 +110,7 @@ class Run(Settings):
     command: str = Field("", description="Module and its words, as after python -m.")
 
     @model_validator(mode="after")
-    def _is_one(self) -> Run:
+    def _is_one(self) -> SuiteRun:
         if bool(self.bench) == bool(self.command) or (self.command and self.model_extra):
             raise ValueError("a run needs a bench with its settings, or a command")
         if self.bench and not self.unset:
@@ -131,7 +131,7 @@ class Run(Settings):
 class Suite(Settings):
     """Runs by name, the most important first, and claims."""
 
-    runs: Mapping[str, Run]
+    runs: Mapping[str, SuiteRun]
     claims: tuple[Claim, ...] = ()
     variables: Mapping[str, str] = {}
 
@@ -192,7 +192,7 @@ def run_suite(
     return states
 
 
-def _do(run: Run, variables: Mapping[str, str], file: Path, dry_run: bool) -> str:
+def _do(run: SuiteRun, variables: Mapping[str, str], file: Path, dry_run: bool) -> str:
     """-> "done", or the error with its traceback"""
     try:
         if run.bench and dry_run:

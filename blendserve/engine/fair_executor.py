@@ -117,7 +117,7 @@ class BackgroundThrottle:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _QueuedCall:
     tenant: str
     work: Callable[[], Any] | Steps[Any]
     future: Future[Any] = field(default_factory=Future)
@@ -144,13 +144,13 @@ class FairExecutor:
 
         throttle: of long jobs while a request is in flight anywhere. has_other_tenants: whether another tenant's is.
         """
-        self._waiting, self._queue = FairQueue[_Job](), queue
+        self._waiting, self._queue = FairQueue[_QueuedCall](), queue
         self._throttle, self._in_flight = throttle or BackgroundThrottle(), in_flight
         self._has_other_tenants, self._clock = has_other_tenants, clock
         self._not_before = dict[str, float]()  # by tenant: the time of its next job, after one that failed
         self._wake = threading.Condition()
         self._stopped = False
-        self._long: _Job | None = None  # the long job that has begun
+        self._long: _QueuedCall | None = None  # the long job that has begun
         self._has_given_way = False  # to a short job, since its last step
         self._n_jobs = 0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -163,7 +163,7 @@ class FairExecutor:
 
     def submit(self, tenant: str, work: Callable[[], T] | Steps[T]) -> Future[T]:
         """Queue a short job, or the steps of a long one. Raises RateLimited and ShuttingDown."""
-        job = _Job(tenant, work)
+        job = _QueuedCall(tenant, work)
         with self._wake:
             if self._stopped:
                 raise ShuttingDown("the server is shutting down: ask another one")
@@ -200,7 +200,7 @@ class FairExecutor:
             error = ShuttingDown("the server has shut down before all was done: ask again")
             self._long.future.set_exception(error)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _QueuedCall | None:
         """The job to run now, after waiting for one; None at the end."""
         with self._wake:
             while not self._stopped:
@@ -211,7 +211,7 @@ class FairExecutor:
                     self._wake.wait(POLL_S if self._long or len(self._waiting) else None)
         return None
 
-    def _due(self) -> _Job | None:
+    def _due(self) -> _QueuedCall | None:
         """After each step of a long job a short one has its turn; while the long one rests, all have."""
         rests = self._long and self._throttle.rest_s > 0 and self._in_flight()
         if self._long and self._has_given_way and not rests:
@@ -219,14 +219,14 @@ class FairExecutor:
         self._has_given_way = True
         return self._waiting.pop(self._may_run) or (None if rests else self._long)
 
-    def _may_run(self, job: _Job) -> bool:
+    def _may_run(self, job: _QueuedCall) -> bool:
         """Whether it need not wait for a long job that has begun, nor for the cost of a failed job of its tenant."""
         if isinstance(job.work, Generator):
             return self._long is None
         is_late = self._clock() >= self._not_before.get(job.tenant, 0.0)
         return is_late or not self._has_other_tenants(job.tenant)
 
-    def _advance(self, job: _Job, steps: Steps[Any]) -> None:
+    def _advance(self, job: _QueuedCall, steps: Steps[Any]) -> None:
         """Run the next step of a long job."""
         self._long, self._has_given_way = job, False
         try:
@@ -239,7 +239,7 @@ class FairExecutor:
             self._long = None
             job.future.set_exception(error)
 
-    def _run(self, job: _Job, call: Callable[[], Any]) -> None:
+    def _run(self, job: _QueuedCall, call: Callable[[], Any]) -> None:
         began = self._clock()
         try:
             job.future.set_result(call())
@@ -249,7 +249,7 @@ class FairExecutor:
             self._not_before = {**later, job.tenant: now + REJECTION_PENALTY * (now - began)}
             job.future.set_exception(error)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: _QueuedCall) -> None:
         """It has ended, or was cancelled while it waited."""
         with self._wake:
             self._n_jobs -= 1

@@ -163,10 +163,10 @@ def _prompt(model: LoadedModel) -> Prompt:
 
 def run_checks(model: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
     """The checks over a prompt of three chunks and the token after it."""
-    return tuple(_Checks(model, prompt, following).rows())
+    return tuple(_GateChecks(model, prompt, following).rows())
 
 
-class _Checks:
+class _GateChecks:
     """One prompt, the model's own forward of it, and the KV of its chunks computed alone."""
 
     def __init__(self, model: DecoderModel, prompt: Prompt, following: int) -> None:

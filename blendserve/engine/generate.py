@@ -28,7 +28,7 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
-from blendserve.models.runner import Runner
+from blendserve.models.runner import DecodeRunner
 
 N_RANKED = 256, 4096  # tokens, in which most nuclei end
 STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
@@ -206,14 +206,14 @@ class AnswerStream:
     ) -> None:
         """Prefills, and chooses the first token.
 
-        decode: makes the others; a Runner over the prefilled cache if None, which runs drafts, too. on_end: called after
-        the last one with the chunks that were missing, if any were.
+        decode: makes the others; a DecodeRunner over the prefilled cache if None, which runs drafts, too. on_end: called
+        after the last one with the chunks that were missing, if any were.
         """
         request, prefilled, self._draft_room = sequence.request, run(sequence.steps), 0
         self.passages, self.report = request.passages, prefilled.report
         if decode is None:
             cache, n_new = prefilled.result.cache, request.decode.max_new_tokens
-            runner = Runner.over(sequence.model.decoder, cache, len(request.prompt), n_new)
+            runner = DecodeRunner.over(sequence.model.decoder, cache, len(request.prompt), n_new)
             decode, self._draft_room = runner.step, runner.draft_room(1)
         first = sequence.start(prefilled)
         self.ttft = sequence.ttft
@@ -251,7 +251,7 @@ def generate(
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    runner, sampler = Runner.over(model, cache, length, config.max_new_tokens), Sampler(config)
+    runner, sampler = DecodeRunner.over(model, cache, length, config.max_new_tokens), Sampler(config)
     for at in range(length, length + config.max_new_tokens):
         token = sampler(logits)
         if token in end:

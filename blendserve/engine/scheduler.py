@@ -35,7 +35,7 @@ from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, 
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
-from blendserve.models.runner import Runner
+from blendserve.models.runner import DecodeRunner
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
@@ -63,7 +63,7 @@ class Scheduler:
     ) -> None:
         """throttle: of background tasks. clock: gives seconds; decides when running requests decode."""
         self._n_layers, self._pool, self._observer = model.decoder.n_layers, pool, observer
-        self._runner = Runner(model.decoder, pool.keys, pool.values, caches=pool.caches)
+        self._runner = DecodeRunner(model.decoder, pool.keys, pool.values, caches=pool.caches)
         self._gap_s, self._prefill_steps = gap_s, prefill_share / (1 - prefill_share)  # per decoding step
         self._waiting, self._queue = FairQueue[Sequence](), queue
         self._prefills: list[Sequence] = []  # at most two; the last one runs

@@ -123,11 +123,11 @@ class Official(Form):
 
 
 class CacheBlend(Form):
-    class Context(BaseModel):
+    class ContextPassage(BaseModel):
         title: Maybe = ""
         text: str
 
-    ctxs: list[Context]
+    ctxs: list[ContextPassage]
 
     def example(self, id: str, corpus: Corpus) -> Example:
         return self._with(id, "ctxs", (Passage(c.text.strip(), c.title) for c in self.ctxs))

@@ -53,7 +53,7 @@ FACT_COLUMNS: Columns = {
 SCALES = {"ms": (1e3, ".0f"), "MB": (1e-6, ".1f")}  # formats with a unit
 
 
-class Table(NamedTuple):
+class ReportTable(NamedTuple):
     """The first column names methods."""
 
     title: str
@@ -109,7 +109,7 @@ def facts(metrics: Metrics) -> list[str]:
     ]
 
 
-def tables(metrics: Metrics) -> list[Table]:
+def tables(metrics: Metrics) -> list[ReportTable]:
     """All tables of the page; those without a row are left out."""
     methods, found = metrics["methods"], [_quality(metrics), _tails(metrics)]
     for title, part, note, columns in (
@@ -121,7 +121,7 @@ def tables(metrics: Metrics) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def _quality(metrics: Metrics) -> Table:
+def _quality(metrics: Metrics) -> ReportTable:
     metric, methods = metrics["metric"], metrics["methods"]
     columns = {
         "mean KL / reuse's": ("mean_kl_share", ".3f"),
@@ -143,7 +143,7 @@ def _quality(metrics: Metrics) -> Table:
     return _table(QUALITY, note, methods, columns | _kv_smaller(methods))
 
 
-def _tails(metrics: Metrics) -> Table:
+def _tails(metrics: Metrics) -> ReportTable:
     """Regressions on single prompts: a row per comparison."""
     note = (
         f"Mean KL of a prompt / another method's on it; KLs below {metrics['kl_floor']:g} nats count as that."
@@ -157,7 +157,7 @@ def _tails(metrics: Metrics) -> Table:
         for tail in method["tails"]
     ]
     columns = ("method", "against", "fraction made worse", "ratio, p95", "worst", "on prompt")
-    return Table("Single prompts", note, columns, rows)
+    return ReportTable("Single prompts", note, columns, rows)
 
 
 def _kv_smaller(methods: Metrics) -> Columns:
@@ -165,11 +165,11 @@ def _kv_smaller(methods: Metrics) -> Columns:
     return {"KV smaller": ("kv_smaller", ".2f")} if any(m["codec"] for m in methods.values()) else {}
 
 
-def _table(title: str, note: str, methods: Metrics, columns: Columns) -> Table:
+def _table(title: str, note: str, methods: Metrics, columns: Columns) -> ReportTable:
     rows = [
         [name, *(cell(_at(m, path), form) for path, form in columns.values())] for name, m in methods.items()
     ]
-    return Table(title, note, ("method", *columns), rows)
+    return ReportTable(title, note, ("method", *columns), rows)
 
 
 def _at(found: Any, path: str) -> Any:

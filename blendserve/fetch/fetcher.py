@@ -31,7 +31,7 @@ from blendserve.errors import (
 )
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.plan import Planner, plan
+from blendserve.fetch.plan import LevelPlanner, plan
 from blendserve.fetch.source import ANY, RemoteSource, StoreSource
 from blendserve.fetch.tiered import TieredStore
 from blendserve.fetch.transfer import Compute, Remote, ShapeOf, Transfer
@@ -60,7 +60,7 @@ class KVFetcher:
         copies: Copies | None = None,
         source: RemoteSource | None = None,
         prefetch_bytes: int = 0,
-        planner: Planner = plan,
+        planner: LevelPlanner = plan,
         early_start: bool = True,
     ) -> None:
         """source: of chunks that the store lacks; default: the store's own, if it is on another machine.

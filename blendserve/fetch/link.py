@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from blendserve.errors import BlendserveError
 from blendserve.fetch.plan import LinkState
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 
 PROBE_S = 10.0  # minimum time between probes
 PROBE_PAUSE = 50.0  # times the duration of a probe
@@ -55,7 +55,7 @@ class LinkSample:
 class LinkEstimator:
     """One link. Thread-safe."""
 
-    def __init__(self, clock: Clock = time, window_s: float = WINDOW_S) -> None:
+    def __init__(self, clock: TimeSource = time, window_s: float = WINDOW_S) -> None:
         self.clock, self._window_s = clock, window_s
         self.round_trip_s = 0.0
         self.n_bytes = 0  # that have arrived, of all transfers

@@ -29,7 +29,7 @@ MIN_SPEEDUP = 0.95  # of fetching over computing, which is exact
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PendingChunk:
     """A chunk that is still to come."""
 
     sizes: Mapping[str, int]  # bytes that are still to come, by level, the finest first
@@ -64,10 +64,10 @@ class Plan:
     seconds: float = 0.0  # until all are here, decoded; 0 if unknown
 
 
-Planner = Callable[[Sequence[Candidate], LinkState, "str | None"], Plan]
+LevelPlanner = Callable[[Sequence[PendingChunk], LinkState, "str | None"], Plan]
 
 
-def plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+def plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = None) -> Plan:
     """Split chunks, which have the same levels, between the link (from the front) and the CPU (from the back).
 
     current: the level that they come by already; it is kept unless another one saves a quarter, and none is skipped.
@@ -92,7 +92,7 @@ def plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None)
     return Plan(level, n - n_computed, seconds=seconds)
 
 
-def _ways(todo: Sequence[Candidate], link: LinkState, level: str) -> Iterator[tuple[float, int]]:
+def _ways(todo: Sequence[PendingChunk], link: LinkState, level: str) -> Iterator[tuple[float, int]]:
     """(seconds, chunks that are computed) of each split at this level."""
     assert link.rate
     n_bytes, n_tokens = sum(c.sizes[level] for c in todo), sum(c.n_tokens for c in todo)

@@ -17,7 +17,7 @@ from blendserve.fetch.link import LinkEstimator, LinkSample, TokenRate
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, Miss
 from blendserve.store.blobs import BlobReader
 from blendserve.store.bounded import Breaker
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import UNREACHABLE
 from blendserve.store.record import decode_header
 from blendserve.store.valkey import ValkeyStore
@@ -71,14 +71,14 @@ class StoreSource:
     deadline_s = float("inf")
     wanted_s, workers, max_interleaved = 0.0, WORKERS, 0
 
-    def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> None:
+    def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: TimeSource = time) -> None:
         self.store, self.link = store, LinkEstimator(clock)
         self.blobs: BlobReader = store.blobs
         self.batch_bytes = self.in_flight_bytes = 1 << 62
         self._breaker, self._token_bytes = breaker, TokenRate()
 
     @staticmethod
-    def of(store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> StoreSource:
+    def of(store: KVStore, breaker: Breaker | None = None, clock: TimeSource = time) -> StoreSource:
         """The source for this kind of store."""
         if isinstance(store, ValkeyStore):
             return ValkeySource(store, breaker, clock)
@@ -157,7 +157,7 @@ class ValkeySource(StoreSource):
 
     store: ValkeyStore
 
-    def __init__(self, store: ValkeyStore, breaker: Breaker | None = None, clock: Clock = time) -> None:
+    def __init__(self, store: ValkeyStore, breaker: Breaker | None = None, clock: TimeSource = time) -> None:
         super().__init__(store, breaker, clock)
         self.deadline_s, self.name = store.config.deadline_s, store.config.server
         self.in_flight_bytes = store.config.in_flight_mb * 1_000_000

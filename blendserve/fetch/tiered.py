@@ -25,7 +25,7 @@ from blendserve.store import ChunkKey, ChunkRecord, KVStore, Snapshot, StoreStat
 from blendserve.store.base import LOCAL, REMOTE, ChunkInfo, Progress, RemoteStats
 from blendserve.store.blobs import BlobInfo, BlobReader, BlobStore
 from blendserve.store.bounded import Breaker
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import NO_TABLES
 from blendserve.store.last_messages import LastMessages
 
@@ -45,7 +45,7 @@ class TieredStore(KVStore):
         remote: KVStore | RemoteSource,
         write: Write = "back",
         waiting_bytes: int | None = None,
-        clock: Clock = time,
+        clock: TimeSource = time,
     ) -> None:
         """remote: a source alone is not written to. waiting_bytes: limit of what waits to be written."""
         self.local, self._write = local, write
@@ -59,7 +59,7 @@ class TieredStore(KVStore):
         else:
             self.source = remote
         self._opened = remote
-        self.blobs: _Blobs = _Blobs(self)
+        self.blobs: TieredBlobs = TieredBlobs(self)
         self.queue = WriteQueue(waiting_bytes)
         self._counts = dict.fromkeys(("hits", "misses", "failures", "written", "dropped"), 0)
         self._warned = LastMessages()
@@ -69,7 +69,7 @@ class TieredStore(KVStore):
     def snapshot(self) -> Iterator[Snapshot]:
         """Of the local store, and of the remote one for chunks that it lacks."""
         with self.local.snapshot() as local:
-            yield _Records(local, self.remote)
+            yield TieredSnapshot(local, self.remote)
 
     # Writing
 
@@ -254,7 +254,7 @@ def stores_of(store: KVStore) -> list[KVStore]:
     return [store]
 
 
-class _Records:
+class TieredSnapshot:
     """The local store's snapshot, and the remote store for chunks that it lacks."""
 
     def __init__(self, local: Snapshot, remote: KVStore | None) -> None:
@@ -264,7 +264,7 @@ class _Records:
         return self._local.get(key, count) or (read_record(self._remote, key) if self._remote else None)
 
 
-class _Blobs(BlobStore):
+class TieredBlobs(BlobStore):
     """Those of both stores; a blob that is read of the remote one is copied to the local one."""
 
     def __init__(self, store: TieredStore) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from blendserve.errors import ChunkLost, StoreError
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
 from blendserve.fetch.link import StallDetector
-from blendserve.fetch.plan import Candidate, Plan, Planner, plan
+from blendserve.fetch.plan import LevelPlanner, PendingChunk, Plan, plan
 from blendserve.fetch.source import RemoteSource
 from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, Miss, open_view
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Remote:
     """A source, and what its transfers share."""
 
-    def __init__(self, source: RemoteSource, planner: Planner = plan, early_start: bool = True) -> None:
+    def __init__(self, source: RemoteSource, planner: LevelPlanner = plan, early_start: bool = True) -> None:
         """early_start: whether a prefill begins while the last chunks are in transit."""
         self.source, self.planner, self.early_start = source, planner, early_start
         self.incoming = IncomingChunks(source.link.clock.monotonic)
@@ -338,9 +338,9 @@ class Transfer:
             return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
         return self._planner(candidates, state, None)
 
-    def _candidate(self, chunk: IncomingChunk) -> Candidate:
+    def _candidate(self, chunk: IncomingChunk) -> PendingChunk:
         request = self._requests[chunk.key]
-        return Candidate(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
+        return PendingChunk(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
 
     def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
         """The first of these that one transfer brings: all of them, layer by layer, or as many as fit."""

@@ -18,7 +18,7 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.fetch.kdn.manifest import (
     Collection,
-    Entry,
+    DirectoryEntry,
     TablesInfo,
     encode_body,
     level_key,
@@ -97,11 +97,11 @@ def publish_chunks(
     beside the codecs' tables. Raises StoreError.
     """
     catalog, used = CollectionCatalog(store), set(tables or ())
-    directory: dict[ChunkKey, Entry] = {}
+    directory: dict[ChunkKey, DirectoryEntry] = {}
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
         records = [_at_level(store, key, level, levels, codecs) for level in levels]
         used |= {record.coding.tables for record in records}
-        directory[key] = Entry(n_tokens, tuple(sum(map(len, encode_body(key, r))) for r in records))
+        directory[key] = DirectoryEntry(n_tokens, tuple(sum(map(len, encode_body(key, r))) for r in records))
         done(n, len(tokens))
     infos = [info for info in store.blobs.list() if info.hash in used]
     collection = Collection(

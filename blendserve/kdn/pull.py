@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from blendserve.config import Config, KdnConfig, RemoteConfig
 from blendserve.core import Passage
 from blendserve.errors import InputError, StoreUnavailable
-from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply
+from blendserve.fetch.kdn.client import DeliveryClient, InvalidReply, KdnPeer, NotFoundReply
 from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
 from blendserve.fetch.kdn.source import MAX_DESCRIPTION
 from blendserve.paths import cache_folder
@@ -96,7 +96,7 @@ def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None 
     return folder
 
 
-def _update(client: Client, folder: Path, namespace: str | None) -> None:
+def _update(client: DeliveryClient, folder: Path, namespace: str | None) -> None:
     """Download the published index unless the folder has it. Raises InputError, and what the client does.
 
     Names and sizes are checked before the files are downloaded, and the files before the folder is written to.
@@ -127,7 +127,7 @@ def _update(client: Client, folder: Path, namespace: str | None) -> None:
     write(folder, checked, files, manifest_digest(folder))
 
 
-def _file(client: Client, name: str, blob: Blob) -> bytes:
+def _file(client: DeliveryClient, name: str, blob: Blob) -> bytes:
     """Download a file piece by piece, and check each. Raises InvalidReply, and what the client does."""
     whole = bytearray()
     for piece in blob.pieces:

@@ -26,7 +26,7 @@ from blendserve import machine
 from blendserve.errors import ConfigError
 from blendserve.kv import ChunkKV, Layers, map_layers
 from blendserve.models.model import DecoderModel
-from blendserve.models.recurrent import State
+from blendserve.models.recurrent import RecurrentState
 
 ALIGNMENT = 64  # bytes
 MAX_EXCESS = 4  # times what is asked for: more memory is not held for it
@@ -46,7 +46,7 @@ class KVCache:
         memory = recycled_empty((_numbers(model, capacity),), model.dtype, model.device)
         self.keys, self.values = _layers(memory, model, (), capacity)
         self.capacity = capacity
-        self._states: dict[int, dict[int, State]] = {}
+        self._states: dict[int, dict[int, RecurrentState]] = {}
 
     @classmethod
     def over(cls, keys: Layers, values: Layers) -> KVCache:
@@ -61,11 +61,11 @@ class KVCache:
         self.keys[l][:, at] = keys
         self.values[l][:, at] = values
 
-    def state(self, l: int, at: int) -> State:
+    def state(self, l: int, at: int) -> RecurrentState:
         """Recurrent layer l's state behind the first `at` tokens. Raises KeyError if it is not kept."""
         return self._states[l][at]
 
-    def keep_state(self, l: int, at: int, state: State) -> None:
+    def keep_state(self, l: int, at: int, state: RecurrentState) -> None:
         """Keep the state behind `at` tokens, beside that of the prefill, from which answers may be decoded again."""
         states = self._states.setdefault(l, {})
         for other in [*states][1:]:

@@ -29,7 +29,7 @@ SEAM = 16  # tokens; at least a convolution's taps less one
 ARGUMENTS = "cache_params", "past_key_values", "cache"  # names that modules have for their cache
 
 
-class State(NamedTuple):
+class RecurrentState(NamedTuple):
     """What a layer keeps of all tokens before."""
 
     memory: Tensor  # [H, N, M] in fp32; N is 0 in a layer that is a convolution alone
@@ -54,20 +54,20 @@ class RecurrentMixer:
         self.has_state = self._argument is not None
         inputs = slot.inputs[0]
         memory = inputs.new_zeros(1, 0, len(inputs)) if slot.memory is None else slot.memory[0]
-        self.empty = State(torch.zeros_like(memory), torch.zeros_like(inputs))
+        self.empty = RecurrentState(torch.zeros_like(memory), torch.zeros_like(inputs))
         heads, self._rows, width = memory.shape
         below = -(-inputs.numel() // (heads * width))
         dim = self._rows if is_matrix and self._rows else 1
         self.shape, self.n_rows = KVShape(heads, dim, width), max(1, self._rows + below)  # of a state map, R
 
-    def run(self, x: Tensor, before: State) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, before: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Normed rows [S, E] behind a state -> what the layer adds to them [S, E], and the state behind them."""
         if not len(x):
             return x, before
         out, (after,) = self._run(x, [before])
         return out, after
 
-    def run_chunk(self, x: Tensor, before: State) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def run_chunk(self, x: Tensor, before: RecurrentState) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """A chunk's rows [C, E] -> what the layer adds to them, and their state map; zeros for SEAM tokens or fewer."""
         if len(x) <= SEAM or not before.memory.numel():
             out, state = self.run(x, before)
@@ -84,7 +84,7 @@ class RecurrentMixer:
         factor = torch.cat([probe.memory - without.memory for probe in with_one], dim=-1)
         return torch.cat([out, more]), self.packed(without, factor[..., : self.shape.dim])
 
-    def packed(self, state: State, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def packed(self, state: RecurrentState, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The state map A S + B of a factor A and a state B. Without one A is 0: the state whatever stands before."""
         heads, dim, width = self.shape
         keys, values = (state.inputs.new_zeros(heads, self.n_rows, d) for d in (dim, width))
@@ -96,19 +96,19 @@ class RecurrentMixer:
         values[:, self._rows :] = below.view(heads, -1, width)
         return keys, values
 
-    def after(self, before: State, keys: Tensor, values: Tensor) -> State:
+    def after(self, before: RecurrentState, keys: Tensor, values: Tensor) -> RecurrentState:
         """The state behind the tokens of a state map."""
         factor, memory = (x[:, : self._rows].float() for x in (keys, values))
         moved = factor @ before.memory if self._is_matrix else factor * before.memory
         inputs = values[:, self._rows :].reshape(-1)[: before.inputs.numel()].view(before.inputs.shape)
-        return State((moved + memory).to(before.memory.dtype), inputs)
+        return RecurrentState((moved + memory).to(before.memory.dtype), inputs)
 
-    def _run(self, x: Tensor, before: list[State]) -> tuple[Tensor, list[State]]:
+    def _run(self, x: Tensor, before: list[RecurrentState]) -> tuple[Tensor, list[RecurrentState]]:
         """Rows [S, E] behind each of some states -> what the layer adds behind the first one, and the states behind."""
-        slot = _Slot(State(*map(torch.stack, zip(*before, strict=True))))
+        slot = _Slot(RecurrentState(*map(torch.stack, zip(*before, strict=True))))
         out = self._call(x.expand(len(before), -1, -1), slot)
         memory = torch.stack([state.memory for state in before]) if slot.memory is None else slot.memory
-        return out[0], [State(*each) for each in zip(memory, slot.inputs, strict=True)]
+        return out[0], [RecurrentState(*each) for each in zip(memory, slot.inputs, strict=True)]
 
     def _call(self, x: Tensor, slot: _Slot) -> Tensor:
         """Rows [B, S, E] behind the states of a slot -> what the layer adds to them, [B, S, E]."""
@@ -122,7 +122,7 @@ class _Slot:
     inputs: Tensor  # [B, F, taps - 1]
     memory: Tensor | None  # [B, H, N, M]
 
-    def __init__(self, before: State | None) -> None:
+    def __init__(self, before: RecurrentState | None) -> None:
         """before: with a dim B in front."""
         self._is_empty, self.memory = before is None, None
         if before is not None:

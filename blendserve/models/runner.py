@@ -146,7 +146,7 @@ def decode_in_int8(model: DecoderModel) -> None:
     model.int8_decoding = True
 
 
-class Runner:
+class DecodeRunner:
     """Decoding steps over B caches. For one thread."""
 
     @torch.inference_mode()
@@ -180,7 +180,7 @@ class Runner:
                 cache.fill(0.0, n_used)  # a weight of 0 does not hide a NaN
 
     @classmethod
-    def over(cls, model: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> Runner:
+    def over(cls, model: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> DecodeRunner:
         """Of one cache, for `step`."""
         keys, values = (map_layers(lambda x: x[None], side) for side in (cache.keys, cache.values))
         return cls(model, keys, values, n_used, new_tokens, caches=[cache])

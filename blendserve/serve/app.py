@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 import blendserve
 from blendserve.errors import BlendserveError, NotFound, PermissionDenied
 from blendserve.serve import documents, messages, openai, rag
-from blendserve.serve.auth import Backend, BackendDep, TenantDep
+from blendserve.serve.auth import BackendDep, ServiceBackend, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware, SameSiteMiddleware
 from blendserve.serve.responses import (
@@ -110,7 +110,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     return app
 
 
-def create_app(backend: Backend, routers: Sequence[APIRouter], origins: Sequence[str] = ()) -> FastAPI:
+def create_app(backend: ServiceBackend, routers: Sequence[APIRouter], origins: Sequence[str] = ()) -> FastAPI:
     """The application of a server: routes, body limits, error responses and the request log.
 
     origins: whose pages may send requests to a server without API keys.

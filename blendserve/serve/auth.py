@@ -17,7 +17,7 @@ from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.notices import Notices
 
 
-class Backend:
+class ServiceBackend:
     """What the routes of a server run on: an engine, replicas, or a store of collections; with its keys and limits."""
 
     def __init__(self, http: HttpConfig, metrics: HttpMetrics, namespace: str = "") -> None:
@@ -85,7 +85,7 @@ async def authenticate(
 
 
 TenantDep = Annotated[Tenant, Depends(authenticate)]
-BackendDep = Annotated[Backend, Depends(backend_of)]
+BackendDep = Annotated[ServiceBackend, Depends(backend_of)]
 
 
 async def limited_tenant(backend: BackendDep, tenant: TenantDep) -> AsyncIterator[Tenant]:

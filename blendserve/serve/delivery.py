@@ -31,12 +31,12 @@ from blendserve.kdn.catalog import CollectionCatalog, summary
 from blendserve.kdn.publish import set_pins, unpublish
 from blendserve.machine import checked_cap, fit
 from blendserve.serve.app import create_app
-from blendserve.serve.auth import Backend, TenantDep, backend_of
+from blendserve.serve.auth import ServiceBackend, TenantDep, backend_of
 from blendserve.serve.keys import Tenant, TokenBucket
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import check_http, listen
 from blendserve.store import ChunkKey, KVStore, read_record
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer
 
 SEND_BYTES = 1 << 18  # sent at a time
@@ -68,7 +68,7 @@ class DeliveryMetrics(HttpMetrics):
         self.bytes = self.counter("delivered_bytes", "Size of sent bodies")
 
 
-class DeliveryBackend(Backend):
+class DeliveryBackend(ServiceBackend):
     """The collections of a store, as the routes read them. Methods that read the store are for its executor's thread.
 
     The store is its opener's to close.
@@ -77,7 +77,7 @@ class DeliveryBackend(Backend):
     http: DeliverConfig
     metrics: DeliveryMetrics
 
-    def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
+    def __init__(self, store: KVStore, config: DeliverConfig, clock: TimeSource = time) -> None:
         """clock: of how long the catalog's entries are fresh."""
         super().__init__(config, DeliveryMetrics())
         self.catalog = CollectionCatalog(store, now=clock.monotonic)

@@ -27,7 +27,7 @@ from blendserve.engine.request import Completed, Event, Failed, PrefillDone, Pre
 from blendserve.engine.verify import Verified
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
-from blendserve.serve.auth import Backend, backend_of
+from blendserve.serve.auth import ServiceBackend, backend_of
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import Tenant, counted
 from blendserve.serve.metrics import HttpMetrics, Metrics
@@ -135,7 +135,7 @@ class TenantCollections:
         return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
 
 
-class EngineClient(Backend):
+class EngineClient(ServiceBackend):
     """Answers questions, wherever the engine runs."""
 
     http: ServeConfig

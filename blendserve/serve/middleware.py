@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendserve.config import LOOPBACK
 from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError, PermissionDenied
-from blendserve.serve.auth import Backend, authenticate
+from blendserve.serve.auth import ServiceBackend, authenticate
 from blendserve.serve.keys import Tenant
 from blendserve.serve.responses import ClientDisconnected, error_response
 from blendserve.timing import Clock
@@ -43,7 +43,7 @@ access_log = logging.getLogger("blendserve.access")
 class RequestBodyMiddleware:
     """Reads bodies; the inner application receives each as one message."""
 
-    def __init__(self, app: ASGIApp, backend: Backend) -> None:
+    def __init__(self, app: ASGIApp, backend: ServiceBackend) -> None:
         self._app, self._limits = app, backend.limits
         self._max_bytes, self._timeout_s = backend.http.max_body_kb * 1024, backend.http.body_s
 
@@ -167,7 +167,7 @@ class SameSiteMiddleware:
 class AccessLogMiddleware:
     """One log line and one count per request, with the id that the response carries; without texts and keys."""
 
-    def __init__(self, app: ASGIApp, backend: Backend) -> None:
+    def __init__(self, app: ASGIApp, backend: ServiceBackend) -> None:
         self._app, self._metrics = app, backend.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

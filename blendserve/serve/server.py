@@ -26,7 +26,7 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
 from blendserve.kdn.pull import resolve
 from blendserve.serve.app import create_engine_app
-from blendserve.serve.auth import Backend
+from blendserve.serve.auth import ServiceBackend
 from blendserve.serve.connections import AcceptErrors, Connection, Connections, raise_file_limit
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.middleware import log_json_to_stderr
@@ -95,7 +95,7 @@ def run(engine: Engine, library: Collections, serve: ServeConfig, page_key: str 
     listen(create_engine_app(client), client, page_key)
 
 
-def listen(app: FastAPI, backend: Backend, page_key: str = "") -> None:
+def listen(app: FastAPI, backend: ServiceBackend, page_key: str = "") -> None:
     """Serve an application until told to stop, with the log as JSON. Raises ConfigError for an address without keys."""
     check_binding(backend.http)
     log_json_to_stderr()
@@ -105,7 +105,7 @@ def listen(app: FastAPI, backend: Backend, page_key: str = "") -> None:
 class HttpServer(uvicorn.Server):
     """uvicorn with limits of connections. It exits with 0 on SIGTERM: uvicorn would raise the signal again."""
 
-    def __init__(self, app: FastAPI, backend: Backend, page_key: str = "", **options: Any) -> None:
+    def __init__(self, app: FastAPI, backend: ServiceBackend, page_key: str = "", **options: Any) -> None:
         """backend: of the app; drained on a signal, closed at the end of `run`. options: of uvicorn.
 
         page_key: an API key that was made for this run; the page's URL with it is printed.

@@ -33,11 +33,11 @@ QUESTION = "What do these passages say about it?"
 
 
 def pool_size(request_chunks: int) -> int:
-    """Chunks that `Node.measure` needs."""
+    """Chunks that `CalibratedNode.measure` needs."""
     return (1 + SETS) * request_chunks + SETS
 
 
-class Node:
+class CalibratedNode:
     """One model of one thread, with an engine for each run: caches of some chunks over a shared Valkey server."""
 
     def __init__(self, model: str, pool: int, chunk_tokens: int, url: str | None, seed: int = 0) -> None:
@@ -150,7 +150,7 @@ def configured(
 
 def calibrate(config: SimulateConfig, url: str | None) -> str:
     """YAML: the settings with the constants of this machine, for the bundled model on one thread."""
-    node = Node(MODEL, pool_size(REQUEST_CHUNKS), CHUNK_TOKENS, url)
+    node = CalibratedNode(MODEL, pool_size(REQUEST_CHUNKS), CHUNK_TOKENS, url)
     constants = node.measure(REQUEST_CHUNKS, memory=10, disk=14)
     found = configured(config, constants, node.prompt_shape).model_dump(mode="json")
     header = f"# `blendserve simulate --measure`: {MODEL}, one thread, {machine()['cpu']}"

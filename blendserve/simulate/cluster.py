@@ -44,11 +44,11 @@ class Node:
         places = tiers.memory_bytes // (compute.raw_bytes * tokens)
         self.memory = Cache(places, self.admission, directory, number)
         self.disk = Cache(tiers.disk_bytes // (compute.stored_bytes * tokens), self.admission)
-        self.queue = deque[Request]()
+        self.queue = deque[SimulatedRequest]()
 
 
 @dataclass(slots=True)
-class Request:
+class SimulatedRequest:
     """A request, and how far its node is with it."""
 
     number: int
@@ -109,7 +109,7 @@ class Cluster:
                     now, ended = self._step()
                     idle += ended
                 idle -= 1
-                self._arrive(Request(done, wanted, now if closed else at))
+                self._arrive(SimulatedRequest(done, wanted, now if closed else at))
                 done += 1
             update(done, number)
         while events:
@@ -118,7 +118,7 @@ class Cluster:
         result.cpu_s = process_time() - began
         return result
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: SimulatedRequest) -> None:
         request.node = number = self._route(request.chunks)
         self._loads.add(number, 1)
         self._result.arrived_at[request.number] = request.arrived_at
@@ -128,7 +128,7 @@ class Cluster:
         if len(queue) == 1:
             self._start(request.arrived_at, request)
 
-    def _start(self, now: float, request: Request) -> None:
+    def _start(self, now: float, request: SimulatedRequest) -> None:
         request.began, request.stages = now, self._stages(request)
         if self._machines:
             self._advance(now, request)
@@ -154,7 +154,7 @@ class Cluster:
             return now, True
         return now, False
 
-    def _advance(self, now: float, request: Request) -> bool:
+    def _advance(self, now: float, request: SimulatedRequest) -> bool:
         """Start the next stage on a shared machine -> whether there was none."""
         request.elapsed = now - request.began
         work, least = next(request.stages, (-1.0, 0.0))
@@ -168,7 +168,7 @@ class Cluster:
             self._wait(request)
         return False
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, request: SimulatedRequest) -> None:
         heappush(self._events, (request.until, request.number, request.node))
 
     def _schedule(self, node: int) -> None:
@@ -177,7 +177,7 @@ class Cluster:
         if (due := self._machines[number].due) < inf:
             heappush(self._events, (due, -1, number))
 
-    def _end(self, now: float, request: Request) -> None:
+    def _end(self, now: float, request: SimulatedRequest) -> None:
         """An answer ends; its node starts the next request."""
         node = self._nodes[request.node]
         self._result.finished_at[request.number] = now
@@ -191,7 +191,7 @@ class Cluster:
         if node.queue:
             self._start(now, node.queue[0])
 
-    def _stages(self, request: Request) -> Stages:
+    def _stages(self, request: SimulatedRequest) -> Stages:
         """The stages of an answer; their consumer updates `request.elapsed`."""
         tiers = self._look_up(self._nodes[request.node], request.chunks)
         compute, links = self._config.compute, self._config.links

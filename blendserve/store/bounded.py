@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.errors import StoreCircuitOpen, StoreError, StoreUnavailable, unraised
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORKERS = 4
@@ -167,7 +167,7 @@ class Peer(Protocol):
 class BoundedClient:
     """Calls to one server or cluster. Thread-safe. Connects at the first call. reading: a call reads chunks."""
 
-    def __init__(self, peer: Peer, workers: int = WORKERS, clock: Clock = time) -> None:
+    def __init__(self, peer: Peer, workers: int = WORKERS, clock: TimeSource = time) -> None:
         """workers: of `ask`. clock: of the breaker's pauses."""
         self.peer, self.workers = peer, workers
         self._breaker = Breaker(peer.server, now=clock.monotonic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Clock(Protocol):
+class TimeSource(Protocol):
     """The functions of the module `time` that a store calls."""
 
     def time_ns(self) -> int:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey
 from blendserve.store.last_messages import LastMessages
@@ -59,7 +59,7 @@ class Notes:
 class UsageLog:
     """Notes of one store's uses. Threads may share it."""
 
-    def __init__(self, admission: Admission, clock: Clock = time) -> None:
+    def __init__(self, admission: Admission, clock: TimeSource = time) -> None:
         self._admission, self._clock = admission, clock
         self._notes = Notes()
         self._logged = LastMessages()
@@ -152,7 +152,7 @@ class Txn(Protocol):
         """The names with this prefix, in order, from `start` on. The map must not change during a scan."""
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """The accounting of one chunk."""
 
     used: int  # nanoseconds since 1970
@@ -162,7 +162,7 @@ class Entry(NamedTuple):
     pinned: int
 
     @classmethod
-    def of(cls, record: ChunkRecord, used: int, pinned: bool) -> Entry:
+    def of(cls, record: ChunkRecord, used: int, pinned: bool) -> LedgerEntry:
         return cls(used, record.n_bytes, record.raw_bytes, record.n_tokens, int(pinned))
 
 
@@ -176,7 +176,7 @@ class Totals(NamedTuple):
     pins: int = 0
     pinned_bytes: int = 0
 
-    def add(self, entry: Entry | None, sign: int = 1) -> Totals:
+    def add(self, entry: LedgerEntry | None, sign: int = 1) -> Totals:
         """With one entry more, or with sign -1 one less."""
         if entry is None:
             return self
@@ -192,7 +192,7 @@ class Ledger:
         self.txn = txn
         self._totals: dict[bytes, Totals] = {}  # by tag, as of now
 
-    def entry(self, key: ChunkKey) -> Entry | None:
+    def entry(self, key: ChunkKey) -> LedgerEntry | None:
         """None for an absent chunk or a damaged entry."""
         return _decode_entry(key, self.txn.get(ENTRY + key))
 
@@ -229,7 +229,7 @@ class Ledger:
                     if entry and not entry.pinned:
                         yield Candidate(key, entry.n_bytes)
 
-    def put(self, key: ChunkKey, entry: Entry | None) -> None:
+    def put(self, key: ChunkKey, entry: LedgerEntry | None) -> None:
         """Write a chunk's entry in place of the one before; None removes that."""
         before = self.entry(key)
         if before is None or entry is None or before[1:] != entry[1:]:
@@ -291,7 +291,7 @@ class Ledger:
         entry = self.entry(record.key)
         if entry is None:
             return "its entry in the ledger is missing or damaged"
-        stored = Entry.of(record, entry.used, bool(entry.pinned))
+        stored = LedgerEntry.of(record, entry.used, bool(entry.pinned))
         if entry != stored:
             return f"the ledger has {entry}, the chunk {stored}"
         if (self.txn.get(_order_name(record.key, entry)) is None) != bool(entry.pinned):
@@ -327,10 +327,10 @@ def unpack_sealed(layout: struct.Struct, name: bytes, raw: Buffer | None) -> tup
     return layout.unpack(body) if body is not None and len(body) == layout.size else ()
 
 
-def _order_name(key: ChunkKey, entry: Entry) -> bytes:
+def _order_name(key: ChunkKey, entry: LedgerEntry) -> bytes:
     return ORDER + _TIME.pack(entry.used) + key
 
 
-def _decode_entry(key: ChunkKey, raw: Buffer | None) -> Entry | None:
+def _decode_entry(key: ChunkKey, raw: Buffer | None) -> LedgerEntry | None:
     fields = unpack_sealed(_ENTRY, key, raw)
-    return Entry(*fields) if fields else None
+    return LedgerEntry(*fields) if fields else None

@@ -29,7 +29,7 @@ from blendserve.forks import REMEDY, Home
 from blendserve.machine import checked_cap, free_disk
 from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.key import ChunkKey
 from blendserve.store.lmdb_errors import (
     NOT_PERMITTED,
@@ -87,7 +87,7 @@ class LMDBStore(TxnStore):
         read_only: bool = False,
         eviction: Eviction | None = None,
         admission: Admission | None = None,
-        clock: Clock = time,
+        clock: TimeSource = time,
     ) -> None:
         super().__init__(cap_bytes, eviction, admission, clock)
         self.path, self.location, self.read_only = Path(path), str(path), read_only

@@ -14,7 +14,7 @@ from blendserve import machine
 from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.policies import Admission, Eviction, Policies
 from blendserve.store.txn_store import TxnStore
@@ -36,7 +36,7 @@ class MemoryStore(TxnStore):
         cap_bytes: int,
         eviction: Eviction | None = None,
         admission: Admission | None = None,
-        clock: Clock = time,
+        clock: TimeSource = time,
     ) -> None:
         super().__init__(cap_bytes, eviction, admission, clock)
         self._data: SortedDict[bytes, bytes] = SortedDict()

@@ -22,14 +22,14 @@ from functools import partial
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store.base import ChunkInfo, KVStore, Progress, StoreStats, VerifyReport, store_full
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer, tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import (
     AHEAD_NS,
     ENTRY,
-    Entry,
     Ledger,
+    LedgerEntry,
     Notes,
     Txn,
     UsageLog,
@@ -90,13 +90,13 @@ class TxnStore(KVStore):
     trusted = False  # whether nothing outside this process can change the bytes
 
     def __init__(
-        self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: Clock = time
+        self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: TimeSource = time
     ) -> None:
         self.cap_bytes, self._clock = cap_bytes, clock
         self._eviction, self._admission = eviction or Refuse(), admission or Always()
         self._usage = UsageLog(self._admission, clock)
         self._owner = Owner.new()  # of leases
-        self.blobs = _Blobs(self)
+        self.blobs = TxnBlobs(self)
 
     @abstractmethod
     def _begin_read(self) -> AbstractContextManager[Txn]:
@@ -251,7 +251,7 @@ class TxnStore(KVStore):
             for l, segment in enumerate(segments):
                 ledger.txn.put(segment_name(key, l), segment)
             pinned = pin or bool(before and before.pinned)
-            ledger.put(key, Entry.of(record, self._usage.now(), pinned))
+            ledger.put(key, LedgerEntry.of(record, self._usage.now(), pinned))
             ledger.txn.delete(LEASE + key)
 
     def _evict(self, ledger: Ledger, victims: Sequence[Candidate]) -> None:
@@ -283,7 +283,7 @@ class TxnStore(KVStore):
                 pass
 
 
-class _Blobs(BlobStore):
+class TxnBlobs(BlobStore):
     """The blobs of a TxnStore."""
 
     def __init__(self, store: TxnStore) -> None:

@@ -26,14 +26,14 @@ from blendserve.store import valkey_layout as layout
 from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport, store_full
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.bounded import BoundedClient
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer, Progress, tables_hash
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import NOTE_EVERY_S, Totals, UsageLog
 from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.valkey_client import Client, ValkeyPeer
-from blendserve.store.valkey_layout import Accounts, Entry, Reservation
+from blendserve.store.valkey_layout import Accounts, ChunkEntry, Reservation
 
 T = TypeVar("T")
 SCAN_S = 600.0  # deadline for the names of all chunks
@@ -60,7 +60,7 @@ class ValkeyStore(KVStore):
         read_only: bool = False,
         eviction: Eviction | None = None,
         admission: Admission | None = None,
-        clock: Clock = time,
+        clock: TimeSource = time,
     ) -> None:
         self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
         self._eviction, self._admission = eviction or Refuse(), admission or Always()
@@ -69,7 +69,7 @@ class ValkeyStore(KVStore):
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
         self._reconciled, self._closed = float("-inf"), False
         self._accounts = Accounts(self._ask)
-        self.blobs: _Blobs = _Blobs(self)
+        self.blobs: ValkeyBlobs = ValkeyBlobs(self)
 
     @classmethod
     def from_config(
@@ -92,7 +92,7 @@ class ValkeyStore(KVStore):
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         self._check()
-        yield _Records(self)
+        yield ValkeySnapshot(self)
 
     def read(self, keys: Sequence[ChunkKey], count: bool = True) -> dict[ChunkKey, ChunkRecord | StoreError]:
         """The stored ones, or why one cannot be read; one round trip. count: as uses. Raises StoreUnavailable."""
@@ -146,7 +146,7 @@ class ValkeyStore(KVStore):
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         self._check(writing=True)
         record = record.for_key(key)
-        reserved = self._reserve(key, Entry.of(record), pin)
+        reserved = self._reserve(key, ChunkEntry.of(record), pin)
         if reserved is None:
             return False
         try:
@@ -216,7 +216,7 @@ class ValkeyStore(KVStore):
         Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
         """
         self._remove_lost()
-        entries: dict[ChunkKey, Entry] = {}
+        entries: dict[ChunkKey, ChunkEntry] = {}
         for tag in self._accounts.tags(None):
             entries |= self._accounts.entries(tag)
         keys = entries.keys() | self._ask(layout.all_chunks, SCAN_S)
@@ -239,7 +239,7 @@ class ValkeyStore(KVStore):
     def _each(self, keys: Sequence[ChunkKey], command: layout.Command) -> list[Any]:
         return self._ask(partial(layout.run_each, keys=keys, command=command)) if keys else []
 
-    def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reservation | None:
+    def _reserve(self, key: ChunkKey, entry: ChunkEntry, pin: bool) -> Reservation | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
         now = self._usage.now() // 1000
         reserve = partial(self._accounts.reserve, key, entry.n_bytes, self.cap_bytes, entry, now, pin)
@@ -312,19 +312,19 @@ class ValkeyStore(KVStore):
             except StoreError:
                 self._usage.restore(notes)
 
-    def _problem(self, key: ChunkKey, entry: Entry | None) -> str:
+    def _problem(self, key: ChunkKey, entry: ChunkEntry | None) -> str:
         """What is wrong with a chunk, "" for a whole one. Needs no codec. Corrects a wrong entry."""
         fields = self._ask(partial(layout.read_fields, keys=[key]))[0]
         record = layout.checked(key, fields)
         if len(fields) > record.n_layers + 1:
             return f"it has more layers than the {record.n_layers} of its header"
-        stored = Entry.of(record)
+        stored = ChunkEntry.of(record)
         if entry != stored and not self.read_only:
             self._accounts.reserve(key, stored.n_bytes, NO_QUOTA, stored, self._usage.now() // 1000)
         return "its entry is of another size" if self.read_only and entry not in (None, stored) else ""
 
 
-class _Records:
+class ValkeySnapshot:
     """Chunks on the server as a Snapshot gives them."""
 
     def __init__(self, store: ValkeyStore) -> None:
@@ -337,7 +337,7 @@ class _Records:
         return found
 
 
-class _Blobs(BlobStore):
+class ValkeyBlobs(BlobStore):
     """The blobs on the server."""
 
     def __init__(self, store: ValkeyStore) -> None:

@@ -128,7 +128,7 @@ return {}
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
 
-class Entry(NamedTuple):
+class ChunkEntry(NamedTuple):
     """A namespace's accounting of one chunk."""
 
     n_bytes: int
@@ -137,11 +137,11 @@ class Entry(NamedTuple):
     n_layers: int
 
     @classmethod
-    def of(cls, record: ChunkRecord) -> Entry:
+    def of(cls, record: ChunkRecord) -> ChunkEntry:
         return cls(record.n_bytes, record.raw_bytes, record.n_tokens, record.n_layers)
 
     @classmethod
-    def parse(cls, key: bytes, raw: bytes) -> Entry | None:
+    def parse(cls, key: bytes, raw: bytes) -> ChunkEntry | None:
         """None for garbage."""
         is_entry = len(key) == KEY_BYTES and re.fullmatch(rb"\d{1,18}( \d{1,18}){3}", raw)
         return cls(*map(int, raw.split())) if is_entry else None
@@ -257,9 +257,9 @@ class Accounts:
         found = self._ask(lambda client: client.smembers(NAMESPACES))
         return sorted(tag for tag in found if len(tag) == TAG_BYTES)
 
-    def entries(self, tag: bytes) -> dict[ChunkKey, Entry]:
+    def entries(self, tag: bytes) -> dict[ChunkKey, ChunkEntry]:
         found = self._members("hgetall", tag, "entries")
-        parsed = {key: entry for key, raw in found.items() if (entry := Entry.parse(key, raw))}
+        parsed = {key: entry for key, raw in found.items() if (entry := ChunkEntry.parse(key, raw))}
         self._warn_of_garbage(len(found) - len(parsed))
         return parsed
 
@@ -268,7 +268,7 @@ class Accounts:
         entries = self._members("hgetall", tag, "entries")
         counts = self._members("hgetall", tag, "counts")
         bad = {
-            "entries": [key for key, raw in entries.items() if not Entry.parse(key, raw)],
+            "entries": [key for key, raw in entries.items() if not ChunkEntry.parse(key, raw)],
             "counts": [name for name, n in counts.items() if not NUMBER.fullmatch(n)],
         }
         for what, names in bad.items():
@@ -285,7 +285,7 @@ class Accounts:
         key: ChunkKey,
         n_bytes: int,
         quota: int,
-        entry: Entry | None = None,
+        entry: ChunkEntry | None = None,
         now: int = 0,
         pin: bool = False,
         evict: bool = False,

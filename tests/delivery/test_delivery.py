@@ -26,7 +26,7 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.fetch.layers import Layer, LayerReader
-from blendserve.fetch.plan import Candidate, LinkState, Plan
+from blendserve.fetch.plan import LinkState, PendingChunk, Plan
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
@@ -76,7 +76,7 @@ def test_a_prefill_asks_for_a_layer_before_the_peer_sends_it(
 def test_a_chunk_in_transit_comes_anew_at_another_level(service: Service, prompt: Prompt) -> None:
     """The planner changes it after the first layer of every chunk, once."""
 
-    def planner(todo: Sequence[Candidate], link: LinkState, now: str | None) -> Plan:
+    def planner(todo: Sequence[PendingChunk], link: LinkState, now: str | None) -> Plan:
         return Plan("int8" if now else "raw", len(todo))
 
     with peers.delivered(service, config={"level": "auto"}) as (store, paced):

@@ -13,7 +13,7 @@ import pytest
 from blendserve.core import Prompt
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.incoming import IncomingChunk
-from blendserve.fetch.plan import Candidate, LinkState, Plan, plan
+from blendserve.fetch.plan import LinkState, PendingChunk, Plan, plan
 from blendserve.fetch.source import StoreSource
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, MemoryStore, read_record
@@ -63,7 +63,7 @@ def test_of_a_delivered_chunk(
             raise ConnectionError
         part[-1] ^= key == bad and kind == "corrupt"
 
-    def skip(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+    def skip(todo: Sequence[PendingChunk], link: LinkState, current: str | None = None) -> Plan:
         return Plan("raw", 0, n_skipped=len(todo)) if kind == SLOW_LINK else plan(todo, link, current)
 
     with delivered(service, before) as (store, _):

@@ -29,7 +29,7 @@ from blendserve.engine.engine import Engine
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
 from blendserve.simulate.cache import ChunkDirectory
-from blendserve.simulate.calibrate import DEADLINE_S, Constants, Node, configured, pool_size
+from blendserve.simulate.calibrate import DEADLINE_S, CalibratedNode, Constants, configured, pool_size
 from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
@@ -59,7 +59,7 @@ class ValidationConfig(Settings):
     seed: int = 0
 
 
-class ServingNode(Node):
+class ServingNode(CalibratedNode):
     """A node that fills the shared store, and says where it found a request's chunks."""
 
     engine: Engine  # since `begin`

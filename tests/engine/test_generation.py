@@ -15,7 +15,7 @@ from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import run
 from blendserve.engine.generate import Detokenizer, Sampler, generate, nucleus_of
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.runner import Runner
+from blendserve.models.runner import DecodeRunner
 from tests.support.blending import lay, some_prompt
 from tests.support.engines import PASSAGES, QUESTIONS, toy_engine
 from tests.support.models import tiny_decoder
@@ -57,7 +57,7 @@ def test_the_first_token_is_the_blended_prompts_and_the_others_follow_refined_kv
     first = int(done.result.logits.argmax())
     if refine:
         run(done.refine(decoder, prompt.ids))
-    runner, tokens = Runner.over(decoder, done.result.cache, len(prompt), NEW), [first]
+    runner, tokens = DecodeRunner.over(decoder, done.result.cache, len(prompt), NEW), [first]
     for at in range(len(prompt), len(prompt) + len(answer.token_ids) - 1):
         tokens.append(int(runner.step(at, tokens[-1:])[0].argmax()))
     assert answer.token_ids == tuple(tokens)

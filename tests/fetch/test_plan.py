@@ -22,7 +22,7 @@ from blendserve.fetch.link import (
     LinkSample,
     StallDetector,
 )
-from blendserve.fetch.plan import INTERLEAVE, MIN_SPEEDUP, SAME, SOONER, WORTH, Candidate, LinkState, plan
+from blendserve.fetch.plan import INTERLEAVE, MIN_SPEEDUP, SAME, SOONER, WORTH, LinkState, PendingChunk, plan
 from tests.support.waiting import ManualClock
 
 RATES, SECONDS = st.floats(1e3, 1e10), st.floats(0, 10)
@@ -31,16 +31,16 @@ DECODE_S = st.fixed_dictionaries({level: st.floats(0, 0.01) for level in LEVELS}
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> list[Candidate]:
+def candidates(draw: st.DrawFn) -> list[PendingChunk]:
     found = []
     for n in range(draw(st.integers(1, 4))):
         sizes = {level: draw(st.integers(1, 10**8)) for level in LEVELS}
         compute_s = draw(SECONDS) if n else draw(st.none() | SECONDS)  # the prefix is never computed
-        found.append(Candidate(sizes, draw(st.integers(1, 500)), draw(SECONDS), compute_s))
+        found.append(PendingChunk(sizes, draw(st.integers(1, 500)), draw(SECONDS), compute_s))
     return found
 
 
-def seconds(todo: list[Candidate], link: LinkState, level: str, k: int) -> float:
+def seconds(todo: list[PendingChunk], link: LinkState, level: str, k: int) -> float:
     """The link brings the first k, the CPU computes the others."""
     assert link.rate
     computing = [c.compute_s for c in todo[k:]]
@@ -55,7 +55,7 @@ def seconds(todo: list[Candidate], link: LinkState, level: str, k: int) -> float
 
 @given(candidates(), st.none() | RATES, DECODE_S, st.integers(0, 10**8), SECONDS, SECONDS, st.data())
 def test_a_plan_is_the_finest_of_the_fastest_or_of_those_in_time(
-    todo: list[Candidate],
+    todo: list[PendingChunk],
     rate: float | None,
     decode_s: dict[str, float],
     pending: int,
@@ -109,7 +109,7 @@ def test_a_plan_is_the_finest_of_the_fastest_or_of_those_in_time(
 def test_cachegens_plan_looks_at_the_last_chunk_alone(
     last: float | None, wanted: float, current: str | None, level: str, skipped: int
 ) -> None:
-    todo = [Candidate({str(n): 10 ** (8 - n) for n in range(3)}, 1, saved_s=0.5)]
+    todo = [PendingChunk({str(n): 10 ** (8 - n) for n in range(3)}, 1, saved_s=0.5)]
     found = cachegen_plan(todo, LinkState(1e9, last, wanted_s=wanted), current)
     assert (found.level, found.n_skipped) == (level, skipped)
     assert fixed_plan(todo, LinkState(None)).level == "0"

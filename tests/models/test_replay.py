@@ -15,7 +15,7 @@ from blendserve.kv import stacked
 from blendserve.models.forward import Row, run_captured
 from blendserve.models.kv_cache import ALIGNMENT, CachePool, KVCache, recycled_empty
 from blendserve.models.model import DecoderModel
-from blendserve.models.runner import EAGER_STEPS, Runner, append_each
+from blendserve.models.runner import EAGER_STEPS, DecodeRunner, append_each
 from tests.support.blending import assert_near
 from tests.support.kernel_switches import plain_torch
 from tests.support.models import KINDS, fresh_model, tiny_decoder
@@ -84,7 +84,7 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
         captured.append(Replay(work))
         return captured[-1]
 
-    runner = Runner(decoder, pool.keys, pool.values, n_used=max(at), capture=capture)
+    runner = DecodeRunner(decoder, pool.keys, pool.values, n_used=max(at), capture=capture)
     for made in range(EAGER_STEPS + 8):
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
@@ -110,7 +110,7 @@ def test_a_failed_capture_is_not_tried_again() -> None:
     cache, other = KVCache(decoder, ROOM), KVCache(decoder, ROOM)
     plain = append_each(decoder, [Row(other, 0, 5)])
     for _ in range(2):
-        runner = Runner(decoder, stacked(cache.keys)[None], stacked(cache.values)[None], capture=fails)
+        runner = DecodeRunner(decoder, stacked(cache.keys)[None], stacked(cache.values)[None], capture=fails)
         for _ in range(EAGER_STEPS + 3):
             assert torch.equal(runner.decode([(0, 0, [5])])[0], plain)
     assert len(tried) == 1

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from blendserve.config import HttpConfig
 from blendserve.errors import NotFound
 from blendserve.serve.app import create_app
-from blendserve.serve.auth import Backend
+from blendserve.serve.auth import ServiceBackend
 from blendserve.serve.jobs import MAX_JOBS, Job, Jobs
 from blendserve.serve.metrics import HttpMetrics
 
@@ -50,7 +50,7 @@ def client() -> TestClient:
     @router.post("/outer")
     async def outer(body: Outer) -> None: ...
 
-    backend = Backend(HttpConfig(), HttpMetrics())
+    backend = ServiceBackend(HttpConfig(), HttpMetrics())
     return TestClient(create_app(backend, [router]), "http://127.0.0.1")
 
 

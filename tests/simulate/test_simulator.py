@@ -23,7 +23,7 @@ from blendserve.kv import ChunkKV
 from blendserve.routing import Replica, ranked
 from blendserve.simulate import workload
 from blendserve.simulate.cache import ChunkDirectory, key_of
-from blendserve.simulate.calibrate import Node, configured, pool_size
+from blendserve.simulate.calibrate import CalibratedNode, configured, pool_size
 from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import ROUTINGS, LinksConfig, Routing, SimulateConfig
 from blendserve.simulate.metrics import summary
@@ -276,7 +276,7 @@ def test_every_constant_is_measured(tmp_path: Path, served: bool) -> None:
     if served and binary() is None:
         pytest.skip("there is no valkey-server here")
     with Server() if served else nullcontext() as server:
-        node = Node(write_shape(tmp_path), pool_size(2), 16, server.url if server else None)
+        node = CalibratedNode(write_shape(tmp_path), pool_size(2), 16, server.url if server else None)
         constants = node.measure(2, memory=4, disk=7)
     assert constants.keys() == {*CONSTANTS, "hot"} - (
         set() if served else {"node_rate", "per_fetched", "delay"}

@@ -13,14 +13,14 @@ from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.fetch.source import ANY
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss, read_record
 from blendserve.store.blobs import BlobReader
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from tests.support.waiting import ManualClock
 
 
 class Known(LinkEstimator):
     """A link of a known rate."""
 
-    def __init__(self, rate: float, clock: Clock = time) -> None:
+    def __init__(self, rate: float, clock: TimeSource = time) -> None:
         super().__init__(clock)
         self._known = rate
 

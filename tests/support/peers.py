@@ -34,7 +34,7 @@ from blendserve.serve.app import create_app
 from blendserve.serve.delivery import DeliveryBackend, router
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import KEY_BYTES
@@ -145,7 +145,7 @@ def published(folder: Path) -> tuple[KVStore, Collection]:
 class Service:
     """A delivery service behind a real socket. A context manager."""
 
-    def __init__(self, store: KVStore, clock: Clock = time, tls: Any = None, **settings: Any) -> None:
+    def __init__(self, store: KVStore, clock: TimeSource = time, tls: Any = None, **settings: Any) -> None:
         """tls: options of uvicorn."""
         self.backend = DeliveryBackend(store, DeliverConfig(**settings), clock)
         app = create_app(self.backend, [router])

@@ -51,10 +51,10 @@ def test_an_unknown_version_has_a_reason(world: World, version: str, monkeypatch
     "extra", [{}, {"store": "kv", "sotre": 1}, {"store": "kv", "slice_tokens": -1}], ids=str
 )
 def test_wrong_settings_are_refused(world: World, extra: dict[str, object]) -> None:
-    from blendserve.integrations.vllm.options import Options
+    from blendserve.integrations.vllm.options import ConnectorOptions
 
     with pytest.raises(ConfigError):
-        Options.of(extra)
+        ConnectorOptions.of(extra)
 
 
 @pytest.mark.parametrize("field", ["mm_features", "pooling_params", "prompt_embeds", "resumable"])

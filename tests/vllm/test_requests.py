@@ -129,17 +129,17 @@ def test_a_step_that_computes_nothing_else_has_more_slices(is_alone: bool, n_ste
     from vllm.forward_context import ForwardContext, override_forward_context
 
     from blendserve.integrations.vllm.jobs import JobQueue, pause
-    from blendserve.integrations.vllm.plan import Job, Report
+    from blendserve.integrations.vllm.plan import PrefillJob, Report
 
     class Pausing:
-        def run(self, job: Job) -> Report:
+        def run(self, job: PrefillJob) -> Report:
             for _ in range(5):
                 pause()
             return Report(rows=1)
 
     queue, steps = JobQueue(Pausing(), slices_alone=3), 0
     keys: Any = None
-    queue.add([Job("one", (1, 2), 0, (0,), keys, (), BlendConfig())])
+    queue.add([PrefillJob("one", (1, 2), 0, (0,), keys, (), BlendConfig())])
     with override_forward_context(ForwardContext.__new__(ForwardContext)):
         while not (reports := queue.take_reports()):
             queue.step(is_alone)

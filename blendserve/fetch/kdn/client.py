@@ -67,7 +67,7 @@ class Reply:
         return part
 
 
-class Client:
+class DeliveryClient:
     """Connections to one service. Thread-safe."""
 
     def __init__(self, config: KdnConfig) -> None:
@@ -166,7 +166,7 @@ class Client:
 
 
 def read_chunks(
-    client: Client, batch: Sequence[IncomingChunk], link: LinkEstimator, silence_s: float
+    client: DeliveryClient, batch: Sequence[IncomingChunk], link: LinkEstimator, silence_s: float
 ) -> None:
     """Read one chunk, or several interleaved ones, until all are whole or the level of one changes.
 
@@ -239,7 +239,7 @@ def _has_changed(batch: Sequence[IncomingChunk], levels: Sequence[str]) -> bool:
     return any(chunk.level != level for chunk, level in zip(batch, levels, strict=True))
 
 
-def _path(client: Client, batch: Sequence[IncomingChunk], levels: Sequence[str]) -> str:
+def _path(client: DeliveryClient, batch: Sequence[IncomingChunk], levels: Sequence[str]) -> str:
     if len(batch) > 1:
         chunks = (f"{chunk.key.hex()}:{quote(level)}" for chunk, level in zip(batch, levels, strict=True))
         return f"{client.path('layers')}?chunks={','.join(chunks)}"
@@ -254,10 +254,10 @@ class KdnPeer:
         self._config = config
         self.where, self.server, self.deadline_s = config.where, config.server, config.deadline_s
 
-    def connect(self) -> Client:
-        return Client(self._config)
+    def connect(self) -> DeliveryClient:
+        return DeliveryClient(self._config)
 
-    def disconnect(self, client: Client) -> None:
+    def disconnect(self, client: DeliveryClient) -> None:
         client.close()
 
     def explain(self, error: Exception) -> StoreError | str:

@@ -96,14 +96,14 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DirectoryEntry:
     """One chunk of a directory."""
 
     n_tokens: int
     bodies: tuple[int, ...]  # bytes of its body by level
 
 
-Directory = Mapping[ChunkKey, Entry]
+Directory = Mapping[ChunkKey, DirectoryEntry]
 
 
 def valid_name(name: str) -> str:
@@ -123,12 +123,12 @@ def write_directory(entries: Directory) -> bytes:
     return b"".join(packer.pack(key, entry.n_tokens, *entry.bodies) for key, entry in rows)
 
 
-def read_directory(raw: bytes, levels: int) -> dict[ChunkKey, Entry]:
+def read_directory(raw: bytes, levels: int) -> dict[ChunkKey, DirectoryEntry]:
     """Parse a directory. Raises ValueError."""
     packer = _row(levels)
     if len(raw) % packer.size:
         raise ValueError(f"a directory's rows have {packer.size} bytes, and these are {len(raw)}")
-    return {key: Entry(tokens, tuple(bodies)) for key, tokens, *bodies in packer.iter_unpack(raw)}
+    return {key: DirectoryEntry(tokens, tuple(bodies)) for key, tokens, *bodies in packer.iter_unpack(raw)}
 
 
 def level_key(key: ChunkKey, word: str, levels: Iterable[str]) -> ChunkKey:

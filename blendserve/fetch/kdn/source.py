@@ -18,7 +18,7 @@ import torch
 from blendserve.config import KdnConfig, StoreBackendConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.kdn.client import CUT, Client, InvalidReply, KdnPeer, NotFoundReply, read_chunks
+from blendserve.fetch.kdn.client import CUT, DeliveryClient, InvalidReply, KdnPeer, NotFoundReply, read_chunks
 from blendserve.fetch.kdn.manifest import (
     MAX_DIRECTORY_BYTES,
     MAX_INTERLEAVED,
@@ -31,7 +31,7 @@ from blendserve.fetch.link import LinkEstimator, LinkSample
 from blendserve.store.base import Miss
 from blendserve.store.blobs import BlobInfo, BlobReader, check_blob
 from blendserve.store.bounded import BoundedClient
-from blendserve.store.clock import Clock
+from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import UNREACHABLE, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Policies
@@ -58,14 +58,14 @@ class KdnSource:
         config: KdnConfig,
         workers: int = WORKERS,
         link: LinkEstimator | None = None,
-        clock: Clock = time,
+        clock: TimeSource = time,
     ) -> None:
         """link: what is known of the link already. clock: of pauses, of the deadline and of the link's rate."""
         self.config, self.workers = config, workers
         self.name, self.deadline_s, self.wanted_s = config.server, config.deadline_s, config.ttft_ms / 1e3
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
         self.link, self._clock = link or LinkEstimator(clock), clock
-        self.blobs: BlobReader = _Blobs(self)
+        self.blobs: BlobReader = DeliveredBlobs(self)
         self._client = BoundedClient(KdnPeer(config), workers, clock)
         self._last: tuple[Collection, Directory] | None = None
         self._looked_s = float("-inf")
@@ -92,7 +92,7 @@ class KdnSource:
     def _fresh(self) -> tuple[Collection, Directory] | None:
         return self._last if self._clock.monotonic() - self._looked_s < FRESH_S else None
 
-    def _look(self, client: Client) -> tuple[Collection, Directory]:
+    def _look(self, client: DeliveryClient) -> tuple[Collection, Directory]:
         """Read anew unless fresh. Raises what the client does."""
         with self._looking:
             known = self._fresh()
@@ -128,7 +128,7 @@ class KdnSource:
             for chunk in batch:
                 chunk.end(Miss(UNREACHABLE, error.public_message))
 
-    def _transfer(self, client: Client, batch: Sequence[IncomingChunk]) -> None:
+    def _transfer(self, client: DeliveryClient, batch: Sequence[IncomingChunk]) -> None:
         """Raises what the client does."""
         start, n_bytes = self._clock.monotonic(), sum(chunk.sizes[chunk.level or ""] for chunk in batch)
         if n_bytes > self.in_flight_bytes:
@@ -149,7 +149,7 @@ class KdnSource:
     def interrupt(self, late: bool) -> str:
         return self._client.interrupt(late, reading=True).public_message
 
-    def _read_blob(self, client: Client, hash: bytes) -> bytes | None:
+    def _read_blob(self, client: DeliveryClient, hash: bytes) -> bytes | None:
         """Raises CorruptBlob, and what the client does."""
         sizes = {tables.hash: tables.n_bytes for tables in self._look(client)[0].tables}
         if (name := hash.hex()) not in sizes:
@@ -165,7 +165,7 @@ class KdnSource:
         """Of a typical chunk; None if the collection has none of these. The first one measures decoding as well."""
         return self._client.ask(partial(self._probe, keys=keys, n_bytes=n_bytes))
 
-    def _probe(self, client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def _probe(self, client: DeliveryClient, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Raises what the client does."""
         collection, directory = self._look(client)
         if not directory:
@@ -178,7 +178,7 @@ class KdnSource:
                     self._time_decoding(client, key, level, body)
         return sample if not keys or any(key in directory for key in keys) else None
 
-    def _time_link(self, path: str, client: Client, body: int, n_bytes: int) -> LinkSample:
+    def _time_link(self, path: str, client: DeliveryClient, body: int, n_bytes: int) -> LinkSample:
         """At least this number of bytes of a body, and more if they come too quickly to tell a rate."""
         now, round_trips_s = self._clock.monotonic, []
         for _ in range(ROUND_TRIPS):
@@ -195,7 +195,7 @@ class KdnSource:
                 return LinkSample(min(round_trips_s), seconds, n_bytes)
             n_bytes *= 2
 
-    def _time_decoding(self, client: Client, key: ChunkKey, level: str, n_bytes: int) -> None:
+    def _time_decoding(self, client: DeliveryClient, key: ChunkKey, level: str, n_bytes: int) -> None:
         """Decode the first layers of a chunk at a level, unless that was measured: no request has to try levels.
 
         Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.
@@ -218,7 +218,7 @@ class KdnSource:
         self.link.record_decoding(level, BUSY * seconds, header.shape.n_tokens)
 
 
-class _Blobs(BlobReader):
+class DeliveredBlobs(BlobReader):
     """The tables of a collection."""
 
     def __init__(self, source: KdnSource) -> None:
@@ -238,7 +238,7 @@ def _stop(chunk: IncomingChunk) -> None:
         chunk.level = None
 
 
-def _read(client: Client, known: tuple[Collection, Directory] | None) -> tuple[Collection, Directory]:
+def _read(client: DeliveryClient, known: tuple[Collection, Directory] | None) -> tuple[Collection, Directory]:
     """The description, and the directory if it has changed. Raises what the client does."""
     try:
         collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))

@@ -31,8 +31,8 @@ from blendserve.blend.priors import FIT_TOKENS, MIN_TOKENS, LeastSquares, Priors
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import Fetch
-from blendserve.integrations.vllm.passes import Hook, Pages, PassDone, Passes, ServedModel, fill_gaps
-from blendserve.integrations.vllm.plan import FIT, STORE, Job, Report
+from blendserve.integrations.vllm.passes import Hook, PagedModel, Pages, PassDone, Passes, fill_gaps
+from blendserve.integrations.vllm.plan import FIT, STORE, PrefillJob, Report
 from blendserve.integrations.vllm.records import Capture, Prefixes, Ranks, Records
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import Prior
@@ -57,7 +57,7 @@ class JobRunner:
         self._priors: dict[tuple[ChunkKeys, TokenIds], StoredPriors] = {}
         self._fits: dict[tuple[ChunkKeys, TokenIds], LeastSquares] = {}
 
-    def run(self, job: Job) -> Report:
+    def run(self, job: PrefillJob) -> Report:
         """To its end. Raises StoreError for a chunk that cannot be stored, and what the model raises."""
         layers, size = self.passes.layers, self.passes.block_size
         pages = Pages(layers, job.blocks, size, job.start, len(job.ids))
@@ -76,7 +76,7 @@ class JobRunner:
                         fetch.drop(error)  # the next layout does without that chunk, or without the store
         return report
 
-    def _store(self, job: Job, pages: Pages) -> Report:
+    def _store(self, job: PrefillJob, pages: Pages) -> Report:
         """Compute the chunk at the end of the prompt, behind its context, and store it."""
         n, start = len(job.ids), job.context_tokens
         pages.clear(torch.arange(n))
@@ -84,7 +84,7 @@ class JobRunner:
         self.records.put(job.keys(job.ids[start:]), capture.chunk(job.ids[start:]))
         return Report(tokens_stored=n - start)
 
-    def _fit(self, job: Job, pages: Pages) -> Report:
+    def _fit(self, job: PrefillJob, pages: Pages) -> Report:
         """Compute the prompt in full, and fit a prior on its chunks and those of the prompts before it.
 
         A prior that the store had before stays, as in `PriorStore.learn`, and one of FIT_TOKENS is complete.
@@ -110,7 +110,7 @@ class JobRunner:
             del self._fits[owner]
         return Report(tokens_fitted=found.n_tokens)
 
-    def _use(self, job: Job, priors: Priors) -> None:
+    def _use(self, job: PrefillJob, priors: Priors) -> None:
         """Store these, and correct by them from now on."""
         stored = self._stored_priors(job)
         if self.ranks.rank == 0:
@@ -134,11 +134,11 @@ class JobRunner:
             self.passes.run(ids, part, keep, pages)
         return capture
 
-    def priors(self, job: Job) -> Priors | None:
+    def priors(self, job: PrefillJob) -> Priors | None:
         """Those that the store has for the job's chunks, all heads."""
         return self._stored_priors(job).current()
 
-    def _stored_priors(self, job: Job) -> StoredPriors:
+    def _stored_priors(self, job: PrefillJob) -> StoredPriors:
         owner = job.keys, job.prefix
         if owner not in self._priors:
             about = job.keys.fingerprint, self.records.store, job.prefix, job.keys.context
@@ -149,7 +149,9 @@ class JobRunner:
 class _Blend:
     """One request."""
 
-    def __init__(self, job: Job, prompt: Prompt, fetch: Fetch, pages: Pages, runner: JobRunner) -> None:
+    def __init__(
+        self, job: PrefillJob, prompt: Prompt, fetch: Fetch, pages: Pages, runner: JobRunner
+    ) -> None:
         self._job, self._prompt, self._pages, self._runner = job, prompt, pages, runner
         self._passes, self._ranks = runner.passes, runner.ranks
         self._policy: Policy = make_policy(job.blend)
@@ -287,7 +289,7 @@ class _Blend:
         priors, heads = self._runner.priors(self._job), self._ranks.kv_heads
         return None if priors is None else lambda l: Prior(*(x[heads] for x in priors.layer(l)))
 
-    def _loader(self, layout: Layout, model: ServedModel, view: Callable[[ChunkView], ChunkView]) -> KVLoader:
+    def _loader(self, layout: Layout, model: PagedModel, view: Callable[[ChunkView], ChunkView]) -> KVLoader:
         """Over memory for one layer at a time. view: the heads of a chunk that are read."""
         views = {id(s.view): view(s.view) for s in loaded(layout) if s.view}
         segments = [replace(s, view=views[id(s.view)]) for s in loaded(layout)]
@@ -329,7 +331,7 @@ def _positions(spans: Iterable[Span]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])
 
 
-def _one_layer(model: ServedModel, n: int) -> KVCache:
+def _one_layer(model: PagedModel, n: int) -> KVCache:
     """A cache of n tokens in which all layers of one shape share memory."""
     empty = partial(torch.empty, dtype=model.dtype, device=model.device)
     made = {s: (empty(s.heads, n, s.dim), empty(s.heads, n, s.value_dim)) for s in set(model.kv_shapes)}

@@ -30,8 +30,8 @@ from vllm.v1.request import Request
 
 from blendserve.errors import BlendserveError, ModelUnsupported
 from blendserve.integrations.vllm.metrics import BlendMetrics, BlendStats
-from blendserve.integrations.vllm.options import Options
-from blendserve.integrations.vllm.plan import Job, JobPlanner, Report
+from blendserve.integrations.vllm.options import ConnectorOptions
+from blendserve.integrations.vllm.plan import JobPlanner, PrefillJob, Report
 
 if TYPE_CHECKING:
     from blendserve.integrations.vllm.jobs import JobQueue
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class BlendMetadata(KVConnectorMetadata):
     """Jobs of a step, for every worker."""
 
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[PrefillJob] = field(default_factory=list)
     is_alone: bool = False  # vLLM itself computes nothing in this step
 
 
@@ -72,7 +72,7 @@ class BlendConnector(KVConnectorBase_V1):
         self._reports: dict[str, Report] = {}
         self.declined = declined(vllm_config, kv_cache_config)
         self._told = False  # whether the scheduler knows why
-        self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER and not self.declined:
             block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
             self.planner = self._options.planner(vllm_config.model_config, block)

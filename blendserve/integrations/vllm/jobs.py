@@ -16,16 +16,16 @@ from typing import Protocol
 from greenlet import getcurrent, greenlet
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from blendserve.integrations.vllm.plan import Job, Report, failed
+from blendserve.integrations.vllm.plan import PrefillJob, Report, failed
 
 log = logging.getLogger(__name__)
 CANCELLED = "the request ended"
 
 
-class Runner(Protocol):
+class JobRunnerProtocol(Protocol):
     """Runs a job to its end; calls `pause` where it may be suspended."""
 
-    def run(self, job: Job) -> Report: ...
+    def run(self, job: PrefillJob) -> Report: ...
 
 
 def pause() -> None:
@@ -38,14 +38,14 @@ def pause() -> None:
 class JobQueue:
     """Jobs of one worker, first come, first served."""
 
-    def __init__(self, runner: Runner, slices_alone: int = 1) -> None:
+    def __init__(self, runner: JobRunnerProtocol, slices_alone: int = 1) -> None:
         """slices_alone: how many a step may have in which vLLM computes nothing."""
         self.runner, self._slices_alone = runner, slices_alone
-        self._waiting = deque[Job]()
-        self._running: tuple[Job, greenlet] | None = None
+        self._waiting = deque[PrefillJob]()
+        self._running: tuple[PrefillJob, greenlet] | None = None
         self._reports: dict[str, Report] = {}
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Iterable[PrefillJob]) -> None:
         self._waiting.extend(jobs)
 
     def step(self, is_alone: bool = False) -> None:
@@ -80,7 +80,7 @@ class JobQueue:
         reports, self._reports = self._reports, {}
         return reports
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: PrefillJob) -> None:
         try:
             report = self.runner.run(job)
         except Exception as error:

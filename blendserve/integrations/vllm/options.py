@@ -35,7 +35,7 @@ WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.gguf"
 
 
 @dataclass(frozen=True)
-class Options:
+class ConnectorOptions:
     """See above."""
 
     config: Config
@@ -43,7 +43,7 @@ class Options:
     slice_tokens: int
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Options:
+    def of(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
         """Raises ConfigError."""
         own = {**OWN, **{name: value for name, value in extra.items() if name in OWN}}
         others = {name: value for name, value in extra.items() if name not in OWN}

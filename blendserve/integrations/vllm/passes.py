@@ -45,7 +45,7 @@ class PassDone(Exception):
     """A hook has seen what it needs: the layers above are not run."""
 
 
-class ServedModel:
+class PagedModel:
     """What blendserve's parts read of the model that vLLM runs (a `KVModel`), for a number of its heads."""
 
     def __init__(self, layers: Sequence[Attention], ropes: Sequence[RotaryEmbeddingBase | None], heads: int):
@@ -135,9 +135,9 @@ class Passes:
         self._config, self._model, self.block_size = vllm_config, model, vllm_config.cache_config.block_size
         self.layers, ropes = _attention_layers(vllm_config, kv_cache_config, model)
         self.max_rows: int = vllm_config.scheduler_config.max_num_batched_tokens
-        self.model = ServedModel(self.layers, ropes, 1)
+        self.model = PagedModel(self.layers, ropes, 1)
         ranks = get_tensor_model_parallel_world_size()
-        self.whole = ServedModel(self.layers, ropes, ranks) if ranks > 1 else self.model
+        self.whole = PagedModel(self.layers, ropes, ranks) if ranks > 1 else self.model
         self._builders = _builders(vllm_config, kv_cache_config, self.layers, self.model.device)
         self._pause = pause
         self.slice_row_layers = 0  # row-layers between two pauses; 0: none

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
+class PrefillJob:
     """What a worker does for one request: fill its blocks from `start` up to the last token, which is left out."""
 
     request_id: str
@@ -84,7 +84,7 @@ class VllmRequest(Protocol):
 
 
 @dataclass
-class _Plan:
+class _RequestPlan:
     """Of one request, from its arrival to its end."""
 
     ids: TokenIds
@@ -109,8 +109,8 @@ class JobPlanner:
         self._keys, self._prefix, self._blend, self._hash_block = keys, prefix, blend, hash_block
         self._finder = ChunkFinder(store, keys)
         self._finder.refresh()  # the index is complete before the first request
-        self._plans: dict[str, _Plan] = {}
-        self._jobs: list[Job] = []
+        self._plans: dict[str, _RequestPlan] = {}
+        self._jobs: list[PrefillJob] = []
 
     def add(self, request: VllmRequest) -> None:
         """A request arrived: match it, and salt its hashes. Wrong parameters are logged, and nothing is blended."""
@@ -140,9 +140,9 @@ class JobPlanner:
         start = len(plan.ids) - 1 - n
         is_first = bool(plan.runs) and self._keys.context == plan.ids[: plan.runs[0].span.start]
         about = self._keys, self._prefix, plan.blend, plan.runs, is_first, plan.task
-        self._jobs.append(Job(request_id, plan.ids, start, tuple(blocks), *about))
+        self._jobs.append(PrefillJob(request_id, plan.ids, start, tuple(blocks), *about))
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self) -> list[PrefillJob]:
         jobs, self._jobs = self._jobs, []
         return jobs
 
@@ -159,7 +159,7 @@ class JobPlanner:
         plan = self._plans.pop(request_id, None)
         return {NAME: plan.report.to_dict()} if plan else None
 
-    def _plan(self, ids: TokenIds, params: Mapping[str, Any]) -> _Plan | None:
+    def _plan(self, ids: TokenIds, params: Mapping[str, Any]) -> _RequestPlan | None:
         """None: nothing to do. Raises ConfigError, InputError."""
         blend, word = self._blend, params.get(NAME)
         if isinstance(word, Mapping):
@@ -178,10 +178,10 @@ class JobPlanner:
         if blend.method == "reuse":
             blend = blend.with_values(**FULL_REUSE)
         runs = self._finder.find(ids, 0, len(ids) - PLAIN_SUFFIX)
-        plan = _Plan(ids, blend.with_values(method="blend", ratio=blend.min_ratio), runs)
+        plan = _RequestPlan(ids, blend.with_values(method="blend", ratio=blend.min_ratio), runs)
         return plan if plan.n_matched(0) >= max(MIN_SPAN, MIN_SHARE * len(ids)) else None
 
-    def _plan_store(self, ids: TokenIds) -> _Plan:
+    def _plan_store(self, ids: TokenIds) -> _RequestPlan:
         n = len(self._keys.context)
         if ids[:n] != self._keys.context or len(ids) - n < MIN_SPAN:
             raise InputError(
@@ -189,21 +189,21 @@ class JobPlanner:
                 "this prompt is not: run `blendserve warm` with the settings of the server",
                 setting=NAME,
             )
-        return _Plan(ids, self._blend, task=STORE)
+        return _RequestPlan(ids, self._blend, task=STORE)
 
-    def _plan_fit(self, ids: TokenIds) -> _Plan:
+    def _plan_fit(self, ids: TokenIds) -> _RequestPlan:
         if len(ids) > MAX_PROMPT_TOKENS:
             raise InputError(
                 f"a prompt to fit a prior on has at most {MAX_PROMPT_TOKENS:,} tokens, this one {len(ids):,}",
                 setting=NAME,
             )
         runs = self._finder.find(ids, 0, len(ids))
-        plan = _Plan(ids, self._blend, runs, task=FIT)
+        plan = _RequestPlan(ids, self._blend, runs, task=FIT)
         if all(self._is_exact(run, plan) for run in runs):
             raise InputError("a prompt to fit a prior on needs stored chunks after other text", setting=NAME)
         return plan
 
-    def _is_exact(self, run: Run, plan: _Plan) -> bool:
+    def _is_exact(self, run: Run, plan: _RequestPlan) -> bool:
         return run.offset == 0 and self._keys.context == plan.ids[: run.span.start]
 
     def _salt(self, request: VllmRequest, first: int, blend: BlendConfig) -> None:
