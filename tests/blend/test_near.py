@@ -1,10 +1,12 @@
-"""Near-duplicates: which text of stored chunks is reused, and from which store; values are in test_differential.py."""
+"""Near-duplicates: which text of stored chunks is reused; values are in test_differential.py.
+
+How the index of chunks follows its stores is in test_plain_stores.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,14 +30,11 @@ from blendserve.blend.near import (
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, Reason, Run, Span, TokenIds, run
 from blendserve.fetch import TieredStore
-from blendserve.fetch.tiered import REST_S
-from blendserve.store import LMDBStore, MemoryStore
-from blendserve.store.codecs.int8 import Int8
+from blendserve.store import MemoryStore
 from blendserve.store.spans import SpanIndex
-from tests.support.blending import PREFIX, check_report, missing, some_ids, tiny_blender
+from tests.support.blending import PREFIX, check_report, some_ids, tiny_blender
 from tests.support.links import slow_source
 from tests.support.stores import ROOMY, FaultyStore
-from tests.support.waiting import ManualClock
 
 SUFFIX = some_ids(4, 1)
 OLD = some_ids(90, 2)
@@ -174,47 +173,6 @@ def test_text_that_repeats_itself_is_reused_once_and_empty_chunks_have_no_donor(
     done = ask(tiny_blender(None, FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
     assert [chunk.chunk for chunk in done.report.near] == [2, 3]
     assert done.result.logits.isfinite().all()
-
-
-def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) -> None:
-    with LMDBStore(tmp_path, ROOMY) as store:
-        by = tiny_blender(store, FIRST, codec=Int8())
-        ask(by, FIRST, NEW)  # the index is updated from now on
-        by.writer.precompute([OLD])
-        run(by.writer.write_back(missing(some_ids(80, 20))))
-        assert by.near.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
-        kept = ask(by, FIRST, NEW).report.near
-    with LMDBStore(tmp_path, ROOMY) as store:
-        made = tiny_blender(store)
-        assert ask(made, FIRST, NEW).report.near == kept != ()
-        assert made.near.index.keys == by.near.index.keys
-
-
-# Stores on other machines, and stores that fail
-
-OTHER = some_ids(80, 3)
-NEWER = (*OTHER[:30], 96, *OTHER[31:])
-
-
-def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
-    clock, near, far = ManualClock(), MemoryStore(ROOMY), MemoryStore(ROOMY)
-    remote = FaultyStore(far, clock)
-    tiny_blender(far, OTHER)
-    tiny_blender(near, OLD)
-    with TieredStore(near, remote, clock=clock) as store:
-        by = tiny_blender(store)
-        by.near.refresh()
-        here, there = by.key(OLD), by.key(OTHER)
-        assert donors_of(ask(by, NEW, NEWER)) == [here.hex(), there.hex()]
-        by.fetcher.flush()
-        near.delete([there])  # the copy that the request left
-        remote.down = True
-        assert donors_of(ask(by, NEW, NEWER)) == [here.hex()]
-        by.near.refresh()
-        assert by.near.index.keys == {here, there}
-        remote.down = False
-        clock.advance(REST_S)
-        assert donors_of(ask(by, NEWER)) == [there.hex()]
 
 
 @pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])
