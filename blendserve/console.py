@@ -63,7 +63,7 @@ class Output:
     exit_code: int = 0
 
     def print(self, json: bool) -> None:
-        """On stdout."""
+        """Print the result on stdout."""
         if json:
             print_json(self.values)
         elif isinstance(self.show, str):

@@ -20,7 +20,7 @@ class KVShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Of all its keys and values."""
+        """The number of all keys and values of a token."""
         return self.heads * (self.dim + self.value_dim)
 
 
@@ -34,7 +34,7 @@ def join_layers(layers: Sequence[torch.Tensor]) -> Layers:
 
 
 def stacked(layers: Layers) -> torch.Tensor:
-    """As one tensor [L, K, C, D]. Raises ValueError for layers that differ in shape."""
+    """Return layers as one tensor [L, K, C, D]. Raises ValueError for layers that differ in shape."""
     if isinstance(layers, torch.Tensor):
         return layers
     raise ValueError("these layers differ in shape")

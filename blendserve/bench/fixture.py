@@ -72,7 +72,7 @@ class PromptFixture:
             blender.writer.precompute(self.workload.chunks)
 
     def run(self, method: MethodSpec) -> Metrics:
-        """From text to first token. Raises StoreError when a chunk is not in the store."""
+        """Measure a method from text to first token. Raises StoreError when a chunk is not in the store."""
         if method.kind == TRANSFORMERS:
             return self._run_transformers()
         metrics, done = time_prompt(self.blender(method), self.workload, method.blend)
@@ -139,7 +139,7 @@ class PromptFixture:
 def time_prompt(
     blender: Blender, workload: Workload, blend: BlendConfig
 ) -> tuple[dict[str, float], Prefilled]:
-    """From text to first token -> seconds and counts, and what the blender returned."""
+    """Time a prompt from text to first token -> seconds and counts, and what the blender returned."""
     clock = Clock(blender.model.device)
     prompt = workload.draw()
     with clock.stage("prefill"):
@@ -176,7 +176,7 @@ class TimedFetcher(KVFetcher):
 
 
 def make_blender(model: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
-    """With a prior of zeros: a method that uses a prior needs its time for any."""
+    """Make a blender with a prior of zeros: a method that uses a prior needs its time for any."""
     blender = Blender(model.decoder, model.fingerprint, store, prompts.prefix, prompts.kv_context, **options)
     blender.priors.use(Priors.of_nothing(model.decoder))
     return blender

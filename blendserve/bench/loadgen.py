@@ -102,7 +102,7 @@ def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float
 
 
 def longest_passages(index: Path, n: int) -> list[dict[str, str]]:
-    """Of an index folder, by their text. Raises InputError where there is no index."""
+    """Return the n passages with the longest texts of an index folder. Raises InputError where there is no index."""
     files = sorted(index.glob("passages*.jsonl"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise InputError(f"there is no index in {index}: give another --index")

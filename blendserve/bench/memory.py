@@ -36,7 +36,7 @@ Shape = tuple[int, int, int, int]
 
 
 def peak_memory(model: ModelConfig, shape: Shape, folder: Path, method: MethodSpec) -> Metrics:
-    """Of one request; {} where the system does not tell a peak. folder: of the store. Raises BlendserveError."""
+    """Measure one request; {} where the system does not tell a peak. folder: of the store. Raises BlendserveError."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
             return pool.submit(measure_here, model, shape, folder, method).result()

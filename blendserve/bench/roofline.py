@@ -56,7 +56,7 @@ class Counts:
 
 
 class Flops(NamedTuple):
-    """Of one prefill."""
+    """The operations and bytes of one prefill."""
 
     linear: float  # FLOPs
     attention: float  # FLOPs

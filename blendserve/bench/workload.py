@@ -48,7 +48,7 @@ class Workload:
 def make_workload(
     model: LoadedModel, chunks: int, chunk_tokens: int, suffix_tokens: int | None, seed: int
 ) -> Workload:
-    """Without a suffix, the chunks are never one prompt: then each has to fit the context, not all of them.
+    """Make chunks of one prompt. Without a suffix each chunk has to fit the context, not all of them together.
 
     Raises InputError when they do not fit, or are too small to hold any text.
     """

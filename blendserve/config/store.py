@@ -180,12 +180,12 @@ class StoreBackendConfig(Settings):
 
     @property
     def valkey(self) -> ValkeyConfig:
-        """Of the server at `location`."""
+        """The settings of the Valkey server at `location`."""
         return ValkeyConfig(url=self.location, **self._of_server())
 
     @property
     def kdn(self) -> KdnConfig:
-        """Of the service at `location`."""
+        """The settings of the delivery service at `location`."""
         url, _, collection = self.location.rpartition("/")
         relay, _, fingerprint = self.relay.partition("#")
         names = {"url": url, "collection": collection, "relay": relay, "relay_fingerprint": fingerprint}

@@ -110,7 +110,7 @@ class BatchEngine:
         )
 
     def _scope(self, namespace: str, scope: str) -> Scope:
-        """Of a client's plain prompts. Beyond RECENT_TOKENS, others are forgotten."""
+        """Return the scope of a client's plain prompts. Beyond RECENT_TOKENS, other scopes are forgotten."""
         found = self._scopes.pop((namespace, scope), None)
         if found is None:
             tokenizer = self.engine.model.tokenizer
@@ -181,7 +181,7 @@ class BatchEngine:
 
     @property
     def learnt_bytes(self) -> int:
-        """Of stored chunks that were learnt from plain prompts."""
+        """The bytes of stored chunks that were learnt from plain prompts."""
         return sum(learnt.n_bytes for learnt in list(self._learnt.values()))
 
     def verify(self, sequence: Sequence, answer: Answer, namespace: str) -> Future[Verified]:

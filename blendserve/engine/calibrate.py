@@ -53,7 +53,7 @@ def calibrate(
 
 
 def losses(engine: Engine, question: str) -> tuple[dict[float, Loss], dict[str, float]]:
-    """Of one question at every ratio, and seconds of each prefill. Chunks that are missing are stored first."""
+    """Measure one question at every ratio -> losses, and seconds of each prefill. Missing chunks are stored first."""
     blend = engine.config.blend.without_target(method="blend")
     n = min(engine.config.decode.max_new_tokens, ANSWER_TOKENS)
     decode = {"temperature": 0.0, "max_new_tokens": n, "stop": ()}

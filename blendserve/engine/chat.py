@@ -105,7 +105,7 @@ def control_tokens(tokenizer: Any) -> re.Pattern[str]:
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """By the model's own template, or as lines `Role: text` where it has none."""
+    """Render messages by the model's own template, or as lines `Role: text` where it has none."""
     if not tokenizer.chat_template:
         lines = "".join(f"{m['role'].title()}: {m['content']}\n" for m in messages)
         return f"{tokenizer.bos_token or ''}{lines}Assistant:"

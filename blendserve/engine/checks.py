@@ -37,7 +37,7 @@ class Pending:
 
 
 class Checks:
-    """Of one model. `offer` and `steps` on the model's thread, `forget` on any."""
+    """The checks of one model. Call `offer` and `steps` on the model's thread, `forget` on any."""
 
     def __init__(
         self, model: LoadedModel, config: BlendConfig, observer: Observer, seed: int | None = None

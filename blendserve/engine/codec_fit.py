@@ -89,7 +89,7 @@ def writing_codec(
 
 
 def _with_tables(made: type[Codec], level: int, store: KVStore, hash: bytes | None) -> Codec | None:
-    """With these tables of the store; None if it has none, or another version of blendserve fitted them."""
+    """The codec with these tables of the store; None if it has none, or another version of blendserve fitted them."""
     raw = None if hash is None else store.blobs.get(hash)
     try:
         return None if raw is None else made.with_tables(level, raw)
@@ -180,7 +180,7 @@ def _primer_cache(model: LoadedModel) -> KVCache:
 
 
 def _cache_after(model: DecoderModel, primer: KVCache, start: int) -> KVCache:
-    """With the first `start` tokens of the primer, and room for a text."""
+    """Make a cache with the first `start` tokens of the primer, and room for a text."""
     cache = KVCache(model, start + TEXT_TOKENS)
     known = primer.beginning(model, start)
     for l in range(known.n_layers):

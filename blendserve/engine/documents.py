@@ -44,7 +44,7 @@ class Documents:
         return deleted, removed
 
     def delete_kv(self, passages: Collection[Passage]) -> None:
-        """In every namespace, except of texts that other passages share: one call of the store for each namespace."""
+        """Delete KV in every namespace, except of texts that other passages share: one call of the store a namespace."""
         texts, removed = {passage_text(p): p for p in passages}, set(passages)
         for index in (self.index, *self.others) if passages else ():
             for passage in index.passages:
@@ -83,6 +83,6 @@ class Collections:
 
 
 def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:
-    """For an index whose passages are chunks in the prompts of this model."""
+    """Count tokens for an index whose passages are chunks in the prompts of this model."""
     model = f"{name} ({dtype.removeprefix('torch.')})"
     return TokenCounter(model, fingerprint, lambda passage: len(prompts.chunk(passage)))

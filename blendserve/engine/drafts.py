@@ -39,7 +39,7 @@ class Drafter:
         self._ids.append(token)
 
     def draft(self, room: int) -> list[int]:
-        """At most `room` tokens that may follow, perhaps none."""
+        """Guess at most `room` tokens that may follow, perhaps none."""
         self._steps += 1
         if self._share < MIN_SHARE and self._steps < RETRY:
             return []
@@ -51,6 +51,6 @@ class Drafter:
         return []
 
     def judge(self, n_drafted: int, n_right: int) -> None:
-        """Of the last draft, how many tokens were right."""
+        """Learn how many tokens of the last draft were right."""
         if n_drafted:
             self._share += WEIGHT * (n_right / n_drafted - self._share)

@@ -212,7 +212,7 @@ class FairExecutor:
         return None
 
     def _due(self) -> _QueuedCall | None:
-        """After each step of a long job a short one has its turn; while the long one rests, all have."""
+        """The next job. A short job has its turn after each step of a long one; while the long one rests, all have."""
         rests = self._long and self._throttle.rest_s > 0 and self._in_flight()
         if self._long and self._has_given_way and not rests:
             return self._long

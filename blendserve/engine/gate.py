@@ -238,7 +238,7 @@ class _GateChecks:
         return _worst(distances)
 
     def _kv_distance(self, kv: KVCache | Forward) -> float:
-        """Of all positions of the prompt together, the worst layer.
+        """The distance of the worst layer, over all positions of the prompt.
 
         Not the worst position: in a mixture of experts, rounding alone may send a token to another expert.
         """

@@ -178,7 +178,7 @@ class Sequence:
 
 
 def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
-    """By `request.blend`, into the sequence's cache."""
+    """Prefill the sequence's cache as `request.blend` says."""
     request = sequence.request
     cache = sequence.cache or KVCache(blender.model, request.tokens)
     with request.clock.stage("prefill"):
@@ -187,7 +187,7 @@ def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
 
 
 def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:
-    """By the model's own forward and cache, for a model that may not blend because of `why`."""
+    """Prefill by the model's own forward and cache, for a model that may not blend because of `why`."""
     request = sequence.request
     yield from ()
     with request.clock.stage("prefill"):

@@ -178,7 +178,7 @@ class PromptBuilder:
         )
 
     def _render(self, messages: Sequence[dict[str, str]], names_roles: bool) -> str:
-        """By the model's own template; "" if it refuses the messages."""
+        """Render messages by the model's own template; "" if it refuses them."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = self._tokenizer.bos_token or ""
             if not names_roles:
@@ -246,6 +246,6 @@ def passage_text(passage: Passage) -> str:
 
 
 def _without_system(messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """For templates without a system role: its text opens the first user message."""
+    """Move the system text into the first user message, for templates without a system role."""
     system, first, *rest = messages
     return [{"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}, *rest]

@@ -85,7 +85,7 @@ class PreparedRequest:
 
     @property
     def tokens(self) -> int:
-        """Of prompt and answer, at most."""
+        """The most tokens that prompt and answer can have."""
         return len(self.prompt) + self.decode.max_new_tokens
 
 

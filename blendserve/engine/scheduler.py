@@ -131,7 +131,7 @@ class Scheduler:
 
     @contextmanager
     def preparing(self, tenant: str) -> Iterator[None]:
-        """While a request is made ready for `submit`."""
+        """Count a request as being prepared for `submit` while the block runs."""
         with self._wake:
             self._preparing[tenant] += 1
         try:

@@ -45,7 +45,7 @@ class Targets:
         return CalibrationStore.of(blender.store, index.path.name, key.fingerprint, work, rest, prompt)
 
     def controller(self, index: VectorIndex, target: Target) -> Controller:
-        """Of one target over one index. Its calibration is read once; while the store is out of reach, there is none."""
+        """The controller of one target over one index. It reads its calibration once; without the store, it has none."""
         name = str(index.path), target
         with self._lock:
             if found := self._found.get(name):
@@ -67,7 +67,7 @@ class Targets:
             self._found = {name: of for name, of in self._found.items() if name[0] != str(index.path)}
 
     def all(self) -> list[tuple[str, Controller]]:
-        """Of each index and target that was asked for, with the index's name."""
+        """The controllers of all indexes and targets that were asked for, with the index's name."""
         with self._lock:
             return [(path.rpartition("/")[2], controller) for (path, _), controller in self._found.items()]
 

@@ -49,7 +49,7 @@ class Verifier:
         self._full: PassResult | None = None
 
     def prefill(self, blend: BlendConfig) -> Steps[Prefilled]:
-        """Into a cache with room for the answer. Raises StoreError."""
+        """Prefill into a cache with room for the answer. Raises StoreError."""
         return (yield from self._blender.prefill(self._prompt, blend, self._cache()))
 
     def full(self) -> Steps[PassResult]:
@@ -79,7 +79,7 @@ class Verifier:
         return Verified(loss(along, own, answer, end, temperature), answer, tuple(choices(along, end)))
 
     def _forced(self, cache: KVCache, first: Tensor, answer: TokenIds, step: Append) -> Steps[Tensor]:
-        """As quality/fidelity.py has it; a layer a step, if steps are short and weights the model's own."""
+        """Logits as `quality/fidelity.py` has them; a layer a step, if steps are short and weights the model's own."""
         decoder, n = self._model.decoder, len(self._prompt)
         if self._in_short_steps and not (step is decode_each and decoder.int8_decoding):
             rows = decisions(cache, n, answer)

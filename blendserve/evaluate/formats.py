@@ -101,7 +101,7 @@ class Form(BaseModel):
         raise NotImplementedError
 
     def _with(self, id: str, field: str, passages: Iterable[Passage], **values: Any) -> Example:
-        """With passages of this field, but for those without text (2WikiMultihopQA has some)."""
+        """Make an example with the passages of this field that have text (2WikiMultihopQA has some without)."""
         kept, id = [p for p in passages if p.text], self.id or id
         if not kept:
             raise WrongField(field, "passages with text are needed")
@@ -162,7 +162,7 @@ class OfCorpus(Form):
     counterfactual: Text | None = None
 
     def example(self, id: str, corpus: Corpus) -> Example:
-        """Without `contexts`, the titles of all passages in order, the example has no passages yet."""
+        """Make an example. Without `contexts`, the titles of all passages in order, it has no passages yet."""
         for field in ("mentioned_titles", "contexts"):
             if missing := [title for title in getattr(self, field) if title not in corpus]:
                 raise WrongField(field, f"the corpus has no passage with the title {missing[0]!r}")

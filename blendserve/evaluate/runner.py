@@ -99,7 +99,7 @@ class Runner:
     def _generate(
         self, method: MethodSpec, draw: Draw, reference: TokenIds | None
     ) -> tuple[Generation, Sizes]:
-        """Also the size of its chunks, where it has a codec. reference: None: of full prefill, its own answer."""
+        """Generate an answer -> it, and the size of its chunks if coded. reference: None for full prefill."""
         model, stores, sizes, kv = self._engine.model, self._stores, Sizes(), None
         if method.kind == TRANSFORMERS and reference:
             return fidelity.transformers_answer(model, draw, self._decode, reference), sizes

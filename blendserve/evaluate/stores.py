@@ -96,7 +96,7 @@ class PromptStores:
         return sizes_of(read_record(blender.store, key) for key in keys)
 
     def exact_context(self, method: MethodSpec, prompt: Prompt) -> tuple[Prompt, ChunkKV, Sizes]:
-        """For method `exact`: the prompt with its context as prefix, the prefix's KV, and the chunks' size.
+        """Prepare method `exact` -> the prompt with its context as prefix, the prefix's KV, and the chunks' size.
 
         The chunks go through the codec one by one, the prompt's own prefix does not.
         """

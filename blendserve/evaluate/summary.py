@@ -154,5 +154,5 @@ def tail(predictions: Predictions, name: str, other: str) -> Metrics:
 
 
 def _is_exact(method: MethodSpec) -> bool:
-    """But for rounding."""
+    """Whether a method gives full prefill's numbers, but for rounding."""
     return method.codec is None and method.kind in (FULL, TRANSFORMERS, EXACT, "prefix")

@@ -67,7 +67,7 @@ def rouge_l(prediction: str, golds: Sequence[str]) -> float:
 
 
 def _harmonic(shared: int, predicted: int, expected: int) -> float:
-    """Of shared/predicted and shared/expected."""
+    """The harmonic mean of shared/predicted and shared/expected."""
     return 2 * shared / (predicted + expected) if shared else 0.0
 
 

@@ -49,7 +49,7 @@ class CacheEntry:
         return all(self.layers)
 
     def view(self) -> ChunkView:
-        """Of an entry that is whole, also after its eviction."""
+        """The view of an entry that is whole, also after its eviction."""
         layers = [pair for pair in self.layers if pair]
         n_bytes, n_tokens = sum(part.nbytes for pair in layers for part in pair), layers[0][0].shape[1]
         sizes, read = (len(layers), n_tokens, n_bytes, n_bytes), layers.__getitem__
@@ -212,7 +212,7 @@ class Copies:
                 cache.drop(key)
 
     def stats(self) -> tuple[TierStats, ...]:
-        """Of the caches that the settings ask for."""
+        """The statistics of the caches that the settings ask for."""
         return tuple(cache.stats() for cache in self._caches)
 
 
@@ -260,7 +260,7 @@ def _cloned(pair: Pair) -> Pair:
 
 
 def _sent(stream: CopyStream, pair: Pair) -> Pair:
-    """On the device, ordered before later work on the stream."""
+    """Send a pair to the device, ordered before later work on the stream."""
     with stream.entered():
         return split_kv([stream.send(part) for part in as_one(pair)])
 

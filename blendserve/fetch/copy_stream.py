@@ -37,7 +37,7 @@ class CopyStream:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """In pinned memory, which the device reads without the host; itself if it is there."""
+        """Copy a tensor to pinned memory, which the device reads without the host; itself if it is there."""
         return tensor.pin_memory()
 
     def send(self, tensor: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ class Fetch:
             store.count("misses", len(absent) - n_found)
 
     def drop(self, lost: StoreError) -> None:
-        """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
+        """Wait, after an error in a layer, until nothing is in transit. `views` and `misses` are final then."""
         if isinstance(lost, CorruptRecord):
             self.fetcher.copies.drop([lost.key])
             self._miss(lost.key, Miss("corrupt", lost.what))

@@ -72,7 +72,7 @@ class IncomingChunk:
                 self.changed.notify_all()
 
     def add(self, segment: Buffer) -> None:
-        """Its next layer, which was checked."""
+        """Append the next layer, which was checked."""
         with self.changed:
             if self.miss is not None:
                 return
@@ -95,7 +95,7 @@ class IncomingChunk:
                 self.changed.notify_all()
 
     def record(self) -> ChunkRecord:
-        """Of a chunk that is whole."""
+        """The record of a chunk that is whole."""
         assert self.header
         return ChunkRecord(self.key, self.header, self.segments.__getitem__, self.report, trusted=True)
 

@@ -131,7 +131,7 @@ class StoreSource:
         return f"{self.name} does not answer"
 
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
-        """Of the first one that is there."""
+        """Time the first of these chunks that is there."""
         with self._call():
             return self._probe(list(keys or islice(self.store.keys(), PROBED)), n_bytes)
 

@@ -67,14 +67,14 @@ class TieredStore(KVStore):
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Of the local store, and of the remote one for chunks that it lacks."""
+        """Open a snapshot of the local store, and of the remote one for chunks that it lacks."""
         with self.local.snapshot() as local:
             yield TieredSnapshot(local, self.remote)
 
     # Writing
 
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        """In each store that admits it. Raises StoreError if neither does, and one fails."""
+        """Store a chunk in each store that admits it. Raises StoreError if neither does, and one fails."""
         trouble: StoreError | None = None
         is_here = False
         try:
@@ -101,18 +101,18 @@ class TieredStore(KVStore):
         return any(self.ask(store, partial(store.admits, key, n_bytes), False) for store in stores_of(self))
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
-        """Of the remote store; of the local one if the remote one is only read."""
+        """Lease from the remote store; from the local one if the remote one is only read."""
         if self.remote is None:
             return self.local.lease(keys, seconds)
         return self.ask(self.remote, partial(self.remote.lease, keys, seconds), set(keys))
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
-        """But for chunks that wait to be written: their leases end with that."""
+        """Release leases, except of chunks that wait to be written: their leases end with that."""
         if written := [key for key in keys if not self.queue.has(key)]:
             (self.remote or self.local).release(written)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
-        """In both stores -> how many one of them has. Unpinned here alone: other machines may use the remote ones."""
+        """Pin in both stores -> how many one of them has. Unpin here alone: other machines may use the remote ones."""
         asked = list(keys)
         here = self.local.pin(asked, pinned)
         if not (self.remote and pinned and asked):
@@ -120,7 +120,7 @@ class TieredStore(KVStore):
         return max(here, self.ask(self.remote, partial(self.remote.pin, asked), 0))
 
     def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
-        """From both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
+        """Delete from both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
         asked, found, unreached = list(keys), set[ChunkKey](), dict[str, StoreError]()
         for key in asked:
             self.queue.forget(key)
@@ -141,7 +141,7 @@ class TieredStore(KVStore):
     # Looking
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """In a store that this process writes to."""
+        """Return the chunks in a store that this process writes to."""
         asked, found = list(keys), set[ChunkKey]()
         for store in stores_of(self):
             if left := [key for key in asked if key not in found]:
@@ -149,7 +149,7 @@ class TieredStore(KVStore):
         return found
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        """By the local store first."""
+        """Describe chunks by the local store first."""
         asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
         for store in stores_of(self):
             if left := [key for key in asked if key not in found]:
@@ -159,11 +159,11 @@ class TieredStore(KVStore):
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        """Of the local store."""
+        """The keys of the local store."""
         return self.local.keys(namespace)
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """Of the local store, and this process's use of the remote one."""
+        """The statistics of the local store, and this process's use of the remote one."""
         stats, waiting = self.local.stats(namespace), self.queue.bytes
         if namespace is not None:
             return stats
@@ -265,7 +265,7 @@ class TieredSnapshot:
 
 
 class TieredBlobs(BlobStore):
-    """Those of both stores; a blob that is read of the remote one is copied to the local one."""
+    """The blobs of both stores; a blob that is read from the remote one is copied to the local one."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store

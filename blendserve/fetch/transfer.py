@@ -125,7 +125,7 @@ class Transfer:
         self._submit()
 
     def run(self) -> None:
-        """Until the prefill may begin."""
+        """Transfer until the prefill may begin."""
         while not self._may_begin():
             if not (self._compute_last() or self._decode_next()):
                 self._wait()
@@ -133,7 +133,7 @@ class Transfer:
         self._is_prefilling = True
 
     def finish(self) -> None:
-        """After ChunkLost: until nothing is in transit."""
+        """Wait, after ChunkLost, until nothing is in transit."""
         self._is_lost = self._may_start_early = False
         self.run()
 
@@ -235,7 +235,7 @@ class Transfer:
         return False
 
     def _wait(self) -> None:
-        """For anything to arrive, a moment long."""
+        """Wait a moment for anything to arrive."""
         with self._changed, self.deadline.waiting():
             if self._undecided():
                 self._changed.wait(min(POLL_S, self.deadline.left))

@@ -48,7 +48,7 @@ class CollectionCatalog:
         self._directory = lru_cache(MAX_DIRECTORIES)(lambda blob, n: read_directory(self.blob(blob), n))
 
     def collections(self, anew: bool = False) -> Mapping[str, Collection]:
-        """By name, in order. Reads changes from the store at most every FRESH_S seconds. Raises StoreError."""
+        """The collections by name, in order. Reads changes at most every FRESH_S seconds. Raises StoreError."""
         with self._lock:
             if anew or self._now() - self._read_at >= FRESH_S:
                 self._collections, self._read_at = self._read(), self._now()

@@ -71,7 +71,7 @@ SPENT_S: dict[str, float] = {}
 
 
 def results() -> list[TuningResult]:
-    """Of all kinds of rows that this process has met on the CPU: times, and why backends do not serve."""
+    """Return times, and why backends do not serve, of all kinds of rows that this process has met on the CPU."""
     return [result for found in list(FOUND.values()) for result in found]
 
 
@@ -89,7 +89,7 @@ def scored_rows(q: Tensor, *_: object) -> str:
 
 
 def linear_rows(x: Tensor, *_: object) -> str:
-    """Of bf16 alone: other dtypes have no native backend."""
+    """Name the kind of rows, of bf16 alone: other dtypes have no native backend."""
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.device.type != "cpu":
         return ""
     return "few rows" if x.shape[0] <= FEW else "many rows"
@@ -150,7 +150,7 @@ def choose(times: Times) -> str:
 
 
 def _times(kind: str, runs: Mapping[str, Callable[..., object]], calls: Calls) -> Times | None:
-    """Of all these backends, from the cache, or measured and kept; None where the machine is too busy or slow."""
+    """Times of all these backends, from the cache or measured and kept; None where the machine is too busy or slow."""
     found = load(kind, list(runs))
     left_s, start = BUDGET_S - sum(SPENT_S.values()), time.perf_counter()
     if found is None and left_s > 0:

@@ -40,7 +40,7 @@ def _native(
 
 
 def _native_reason(function: str, level: Level, *_: object) -> str:
-    """Of the same source for the same dtype, the widest instruction set serves."""
+    """Why a native kernel does not serve: the widest instruction set serves, of the same source for the same dtype."""
     source = level.sources[function]
     for wider in LEVELS.values():
         same = wider.dtype == level.dtype and wider.sources.get(function) == source
@@ -59,7 +59,7 @@ def _packed_reason(q: Tensor, k: Tensor, v: Tensor, prefix: object, spec: Attent
 
 
 def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
-    """On a GPU, supported windows hide nothing: the check needs none."""
+    """Why SDPA does not serve. On a GPU, supported windows hide nothing: the check needs none."""
     on_gpu = q.device.type == "cuda"
     if not on_gpu and not switches.is_native_on():
         return f"switched off by {switches.NATIVE}=0"

@@ -224,7 +224,7 @@ def _by(rule: Prior, stored: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, dim: int) -> Tensor:
-    """Of [K, S, 2D]: the sums over tokens and over the `dim` numbers of keys, and of values, each in its places."""
+    """Sum [K, S, 2D] over tokens and over the `dim` numbers of keys, and of values, each in its places."""
     halves = (x[..., :dim], x[..., dim:])
     return torch.cat(
         [half.sum(dim=(1, 2), keepdim=True).expand(-1, 1, half.shape[-1]) for half in halves], -1

@@ -30,7 +30,7 @@ def size() -> int:
 
 
 def leave(cores: int) -> None:
-    """From now on, passes of few rows by the calling thread leave this number of cores to its helper threads."""
+    """Leave this number of cores to helper threads in all later passes of few rows by the calling thread."""
     _own.left = cores
 
 
@@ -50,7 +50,7 @@ def at_most(threads: int | None) -> Iterator[None]:
 
 
 def alone() -> None:
-    """From now on the calling thread computes alone, in torch's own loops, too; for helper threads.
+    """Let the calling thread compute alone from now on, in torch's own loops, too; for helper threads.
 
     OpenMP makes a team for each thread that enters a parallel loop. Several teams on the same cores wait for each other.
     Without OpenMP nothing changes.

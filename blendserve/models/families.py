@@ -126,7 +126,7 @@ def _qk_scale(config: Any) -> float:
 
 
 def _latent_scale(config: Any) -> float:
-    """Of all dims of a query, and of YaRN's, which DeepSeek applies here instead of to cos and sin."""
+    """The scale of all dims of a query, and of YaRN's, which DeepSeek applies here instead of to cos and sin."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if mscale and factor > 1 else 1.0

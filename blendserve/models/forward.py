@@ -49,7 +49,7 @@ class LayerPass(ABC):
         """Rotated queries [H, S, D] of the rows that go on -> [S, H * D]; None: what would follow is not read."""
 
     def recur(self, l: int, x: Tensor) -> Tensor:
-        """In place of all these, of a recurrent layer: normed rows [S, E] -> what its mixer adds to them, [S, E]."""
+        """Run a recurrent layer, in place of all these: normed rows [S, E] -> what its mixer adds to them, [S, E]."""
         raise NotImplementedError("this pass is not for recurrent layers")
 
 

@@ -83,7 +83,7 @@ class KVCache:
 
     @property
     def n_bytes(self) -> int:
-        """Of the layers that keep KV."""
+        """The bytes of the layers that keep KV."""
         each = {x.data_ptr(): x for side in (self.keys, self.values) for x in side}.values()
         return sum(x.numel() * x.element_size() for x in each)
 
@@ -176,7 +176,7 @@ def _layers(
 
 
 def recycled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.empty; on a CPU in kept memory, if there is enough. It is kept again when the last view of it is gone."""
+    """Allocate as torch.empty does; on a CPU in kept memory, if there is enough, kept again after its last view."""
     if device.type != "cpu":  # torch keeps a GPU's memory itself
         return torch.empty(shape, dtype=dtype, device=device)
     n_bytes = int(np.prod(shape)) * dtype.itemsize

@@ -33,7 +33,7 @@ class KVModel(ModelLayers, Protocol):
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
-        """Of these layers."""
+        """The shapes of these layers."""
 
     @property
     def has_equal_layers(self) -> bool:
@@ -44,11 +44,11 @@ class KVModel(ModelLayers, Protocol):
 
     @property
     def specs(self) -> Sequence[AttentionSpec]:
-        """Of each layer."""
+        """The attention of each layer."""
 
     @property
     def attention_forms(self) -> Sequence[tuple[int, int | None]]:
-        """Of each layer: query heads that share a kv head, H / K, and its sliding window."""
+        """Each layer's number of query heads that share a kv head, H / K, and its sliding window."""
 
     def rope(self, positions: Tensor) -> Ropes:
         """cos and sin at these positions [S], for each layer."""

@@ -160,7 +160,7 @@ class Parts:
         return lambda x: activation(made(x))
 
     def half(self, name: str, which: int) -> Linear:
-        """Of a linear layer that gives each head's queries and then its gate: the rows of the first, or of the second."""
+        """Return half of a linear layer that gives each head's queries and then its gate: the rows of one of the two."""
         whole = self.linear(name)
         if not isinstance(whole, Linear):
             raise ModelUnsupported(
@@ -174,7 +174,7 @@ class Parts:
         return Linear(weight, bias)
 
     def mixer(self, name: str) -> RecurrentMixer:
-        """Of a recurrent layer."""
+        """The mixer of a recurrent layer."""
         with torch.inference_mode():
             return RecurrentMixer(self.module(name), self.family.matrix_state, self.embeddings[:1])
 
@@ -233,14 +233,14 @@ def _experts(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _rms_by_power(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """In fp32 and rounded once, as Gemma 4 has it: by a power, whose bits are not those of a root."""
+    """RMS norm in fp32, rounded once, as Gemma 4 has it: by a power, whose bits are not those of a root."""
     wide = x.float()
     wide = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     return (wide if weight is None else wide * weight.float()).to(x.dtype)
 
 
 def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Without a bias, in fp32 and rounded once. weight [E], or [heads, D] for x [S, heads, D]."""
+    """Layer norm without a bias, in fp32, rounded once. weight [E], or [heads, D] for x [S, heads, D]."""
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

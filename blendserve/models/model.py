@@ -171,12 +171,12 @@ class DecoderModel:
         return l // 2 if self.family.side_by_side else l
 
     def kv_shape(self, l: int) -> KVShape:
-        """Of the KV that layer l reads."""
+        """The shape of the KV that layer l reads."""
         return self.kv_shapes[self.kv_sources[l]]
 
     @cached_property
     def attention_forms(self) -> list[tuple[int, int | None]]:
-        """Of each layer: query heads that share a kv head, H / K, and its sliding window."""
+        """Each layer's number of query heads that share a kv head, H / K, and its sliding window."""
         attention = [self.attention_layer if l in self.recurrent else l for l in range(self.n_layers)]
         return [(self.query_heads[l] // self.kv_shape(l).heads, self.specs[l].window) for l in attention]
 
@@ -253,7 +253,7 @@ class DecoderModel:
 
     @property
     def rope_tables(self) -> tuple[list[int], list[int]]:
-        """For each layer the number of its angles among the model's different ones, -1 without RoPE; and for each number
+        """Number the model's different angles: for each layer its number, -1 without RoPE; and for each number
         a layer that has these angles."""
         turns = [turn for turn in dict.fromkeys(self._turns) if turn is not None]
         numbers = [-1 if turn is None else turns.index(turn) for turn in self._turns]
@@ -277,7 +277,7 @@ class DecoderModel:
         return torch.cat([values, keys], dim=-1), values
 
     def mixer(self, l: int) -> RecurrentMixer:
-        """Of a recurrent layer."""
+        """The mixer of a recurrent layer."""
         mixer = self.layers[l].mixer
         assert mixer is not None
         return mixer

@@ -31,7 +31,7 @@ _TITLES = {f"{level.title} kernel": level for level in LEVELS.values()}
 
 
 def native_layers(model: DecoderModel, n_rows: int) -> NativeLayers | None:
-    """For a pass with this number of rows; None: the layer loop runs. Bound once for few rows and once for more."""
+    """Native layers for a pass of n_rows; None: the layer loop runs. Bound once for few rows and once for more."""
     if model.device.type != "cpu" or torch.is_grad_enabled() or not switches.is_native_on():
         return None
     bound, key = model.native_layers, (n_rows <= FEW, torch.get_num_threads())
@@ -113,7 +113,7 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
 
 
 def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | None]:
-    """In the order of `LayerWeights` in kernels.h."""
+    """A layer's tensors in the order of `LayerWeights` in kernels.h."""
     mlp, before, between = layer.mlp, _weight(layer.before_attention), _weight(layer.before_mlp)
     if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation is not F.silu:
         raise ValueError("the MLP has experts, no gate or another activation than SiLU")

@@ -32,7 +32,7 @@ def _words(digits: str, letters: str = r"\p{L}", ends: str = r"[\r\n]*") -> str:
 
 
 def _cased(digits: str, short: str = "") -> str:
-    """As `_words`, with a cut before a capital letter inside a word. short: what may end a word."""
+    """Cut as `_words` does, and before a capital letter inside a word. short: what may end a word."""
     start, upper, lower = (
         r"[^\r\n\p{L}\p{N}]?",
         r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",

@@ -181,7 +181,7 @@ class DecodeRunner:
 
     @classmethod
     def over(cls, model: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> DecodeRunner:
-        """Of one cache, for `step`."""
+        """Make a runner of one cache, for `step`."""
         keys, values = (map_layers(lambda x: x[None], side) for side in (cache.keys, cache.values))
         return cls(model, keys, values, n_used, new_tokens, caches=[cache])
 

@@ -122,6 +122,6 @@ _tuner = ThreadTuner()
 
 
 def layer_series(n_rows: int, device: torch.device) -> Series | None:
-    """For the layers of a pass of the calling thread, which begins with this number of rows; None: no choice."""
+    """A series for the layers of a pass of the calling thread, which begins with this many rows; None: no choice."""
     has_choice = device.type == "cpu" and n_rows <= MAX_ROWS and torch.get_num_threads() > 1
     return Series(_tuner) if has_choice else None

@@ -27,7 +27,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokenizer:
-        """Of transformers' tokenizer, which must have a Rust backend."""
+        """Make one of transformers' tokenizer, which must have a Rust backend."""
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()

@@ -49,7 +49,7 @@ class Calibration:
     def with_prompt(
         self, losses: Mapping[float, Loss], seconds: Mapping[str, float], digest: str = ""
     ) -> Calibration:
-        """With one more prompt. digest: of all questions."""
+        """The calibration with one more prompt. digest: of all questions."""
         more = {ratio: (*of, losses[ratio]) for ratio, of in self.losses.items()}
         return replace(
             self,
@@ -104,7 +104,7 @@ class CalibrationStore:
             return None
 
     def save(self, calibration: Calibration) -> None:
-        """In the place of the one before. Raises StoreError."""
+        """Store a calibration in the place of the one before. Raises StoreError."""
         before = self.store.blobs.current(KIND, self.owner)
         now = self.store.blobs.put(KIND, self.owner, calibration.to_bytes())
         if before not in (None, now):

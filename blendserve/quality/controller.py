@@ -25,7 +25,7 @@ LEVELS: tuple[float | None, ...] = (*RATIOS, None)  # None: exact answers
 
 
 class Controller:
-    """Of one target over one index. Thread-safe."""
+    """Controls the ratio of one target over one index. Thread-safe."""
 
     def __init__(self, target: Target, calibration: Calibration | None) -> None:
         """calibration: None if the index has none; answers are then exact."""

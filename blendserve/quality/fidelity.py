@@ -60,7 +60,7 @@ def choices(full: Tensor, end: Set[int]) -> list[int]:
 def loss(
     full: Tensor, method: Tensor, answer: Sequence[int], end: Set[int], temperature: float = 0.0
 ) -> Loss:
-    """Of an answer [n] that a method gave, from both logits [n, V] at its decisions; temperature 0: greedily.
+    """Loss of an answer [n] that a method gave, from both logits [n, V] at its decisions; temperature 0: greedily.
 
     end: the end tokens, of which an answer has the least. Where it was sampled, agreement is the mean of sum(min(p, q)),
     the probability that a best coupling agrees.

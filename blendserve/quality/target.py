@@ -31,23 +31,23 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, blend: BlendConfig) -> Target | None:
-        """That of the settings, if they have one."""
+        """The target of the settings, if they have one."""
         made = cls(blend.quality, blend.max_kl, blend.exceed, blend.confidence)
         return made if blend.has_target else None
 
     @property
     def limit(self) -> float:
-        """Of the mean of `losses`."""
+        """The limit of the mean of `losses`."""
         return self.exceed if self.quality is None else 1.0 - self.quality
 
     def losses(self, of: Sequence[Loss]) -> list[float]:
-        """In [0, 1]."""
+        """The losses that the target limits, in [0, 1]."""
         if self.quality is not None:
             return [1.0 - loss.agreement for loss in of]
         return [float(loss.kl > (self.max_kl or 0.0)) for loss in of]
 
     def p_value(self, of: Sequence[Loss]) -> float:
-        """Of the claim that the target is missed."""
+        """The p-value of the claim that the target is missed."""
         return p_value(self.losses(of), self.limit)
 
     def ratio(self, losses: Mapping[float, Sequence[Loss]]) -> float | None:

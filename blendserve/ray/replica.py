@@ -60,7 +60,7 @@ class EngineReplica:
         self._version = 0
 
     def facts(self) -> ModelFacts:
-        """Of its model."""
+        """The facts of the replica's model."""
         model, decoder = self._engine.model, self._engine.model.decoder
         n_tokens = self._batch.pool.n_tokens
         layers = decoder.n_kv_layers, decoder.recurrent

@@ -35,7 +35,7 @@ class ReplicaCount(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ReplicaCount:
-        """From `2` or `1-4`. Raises InputError."""
+        """Parse `2` or `1-4`. Raises InputError."""
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
         if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
             raise InputError(

@@ -175,7 +175,7 @@ class Selection(Caller):
     body: CacheRequest
 
     def passages(self) -> list[Passage]:
-        """On the thread of the indexes. Raises InputError, NotFound."""
+        """Return the chosen passages; call it on the thread of the indexes. Raises InputError, NotFound."""
         body = self.body
         if body.passages is not None:
             if any(choice is not None for choice in (body.collection, body.documents, body.ids)):

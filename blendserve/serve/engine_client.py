@@ -234,7 +234,7 @@ class LocalEngineClient(EngineClient):
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
 
         def prepare() -> Sequence:
-            """On the retrieval thread: checks, searches and tokenises."""
+            """Check, search and tokenise, on the retrieval thread."""
             names = self.collections.names(tenant) if query.collections is None else query.collections
             indexes = [self.collections.find(tenant, name)[1] for name in names]
             request = self.engine.prepare(query.seeded(), search, clock, self.max_tokens, indexes)

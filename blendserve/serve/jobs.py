@@ -34,7 +34,7 @@ class Job:
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without the namespace."""
+        """Return the job as JSON, without the namespace."""
         values = asdict(self)
         del values["namespace"]
         return values

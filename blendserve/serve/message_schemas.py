@@ -157,7 +157,7 @@ class ToolIn(Body):
     cache_control: Any = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: in OpenAI's form."""
+        """Convert to the form that chat templates take: OpenAI's."""
         described = {} if self.description is None else {"description": self.description}
         return {
             "type": "function",

@@ -113,7 +113,7 @@ class HttpMetrics:
         return Counter(f"blendserve_{name}", help, labels, registry=self.registry)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def answered(self, route: str, status: int) -> None:

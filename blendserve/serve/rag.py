@@ -99,7 +99,7 @@ class RagFormat:
                     yield {"event": "check", **check}
 
     async def _check(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
-        """Of an answer that is to be compared with full prefill's: agreement, KL, and tokens with what that chose."""
+        """Compare an answer with full prefill's: agreement, KL, and tokens with what that chose."""
         if not (found := await handle.verified(answer)):
             return {}
         texts = token_texts(self._tokenizer, found.tokens)

@@ -239,7 +239,7 @@ class Message(Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Convert to the form that chat templates take."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content_text}
         if self.tool_calls:

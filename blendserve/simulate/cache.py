@@ -37,13 +37,13 @@ class ChunkDirectory:
             (self._nodes[chunk],) = nodes
 
     def holders(self, chunk: int) -> Sequence[int]:
-        """At most MAX_HOLDERS nodes."""
+        """Return at most MAX_HOLDERS nodes that hold a chunk."""
         nodes = self._nodes.get(chunk, {})
         return tuple(islice(nodes, MAX_HOLDERS)) if isinstance(nodes, dict) else (nodes,)
 
 
 class Cache(OrderedDict[int, None]):
-    """At most `capacity` chunks, the least recently used one first."""
+    """A cache of at most `capacity` chunks, the least recently used one first."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
 
 
 def _peak_memory_bytes() -> int | None:
-    """Of this process so far; None where the system does not tell."""
+    """The peak memory of this process so far; None where the system does not tell."""
     with suppress(ImportError):
         import resource  # Unix alone has it
 

@@ -43,7 +43,7 @@ class Zipf:
         return found
 
     def _integral(self, x: Any) -> Any:
-        """Of x ** -s, from 1."""
+        """The integral of x ** -s, from 1."""
         log = np.log(x)
         return log if self.s == 1 else np.expm1((1 - self.s) * log) / (1 - self.s)
 

@@ -201,7 +201,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """Of one namespace, or of all."""
+        """Return the statistics of one namespace, or of all."""
 
     @abstractmethod
     def verify(self, progress: Progress | None = None) -> VerifyReport:

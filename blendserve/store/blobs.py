@@ -69,7 +69,7 @@ class BlobStore(BlobReader, ABC):
         """Whether it was stored. Chunks that need it are misses from now on."""
 
     def hashes(self) -> set[bytes]:
-        """Of all blobs and descriptions, damaged ones included."""
+        """The hashes of all blobs and descriptions, damaged ones included."""
         return {info.hash for info in self.list()}
 
     def problems(self) -> tuple[tuple[str, str], ...]:

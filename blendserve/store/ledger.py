@@ -177,7 +177,7 @@ class Totals(NamedTuple):
     pinned_bytes: int = 0
 
     def add(self, entry: LedgerEntry | None, sign: int = 1) -> Totals:
-        """With one entry more, or with sign -1 one less."""
+        """The totals with one entry more, or with sign -1 one less."""
         if entry is None:
             return self
         pinned_bytes = entry.n_bytes if entry.pinned else 0
@@ -197,7 +197,7 @@ class Ledger:
         return _decode_entry(key, self.txn.get(ENTRY + key))
 
     def totals(self, tag: bytes = b"") -> Totals:
-        """Of one namespace, or of all."""
+        """The totals of one namespace, or of all."""
         if tag not in self._totals:
             written = unpack_sealed(_TOTALS, TOTALS_FORMAT + tag, self.txn.get(TOTALS + tag))
             self._totals[tag] = Totals(*written) if written else self._count(tag)

@@ -145,7 +145,7 @@ class LMDBStore(TxnStore):
 
     @contextmanager
     def _write_soon(self, wait_s: float) -> Iterator[_LMDBTxn]:
-        """For a request: a writer that was stopped holds up the first one alone."""
+        """Write for a request: a writer that was stopped holds up the first one alone."""
         with self._breaker.call(), self._current().writing(wait_s) as txn:
             yield txn
 

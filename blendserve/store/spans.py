@@ -66,7 +66,7 @@ class Hasher:
         return hashes
 
     def _powers_to(self, n: int) -> tuple[Marks, Marks]:
-        """At least n powers of the base, and of its inverse."""
+        """Return at least n powers of the base, and of its inverse."""
         powers = self._powers
         if len(powers[0]) < n:
             n_powers = 1 << (n - 1).bit_length()
@@ -119,7 +119,7 @@ class SpanIndex:
 
     @property
     def n_bytes(self) -> int:
-        """Of the sorted arrays and the filter."""
+        """The bytes of the sorted arrays and the filter."""
         return sum(table.nbytes for table in self._tables) + self._filter.n_bytes
 
     def anchors(self, ids: Sequence[int] | Tokens) -> Marks:
@@ -217,7 +217,7 @@ class _Filter:
         return self._bits.nbytes
 
     def with_last(self, tables: Sequence[Marks]) -> _Filter:
-        """With the hashes of the last table, too; a larger one, with those of all, if there are too many."""
+        """A filter with the hashes of the last table, too; a larger one, with those of all, if there are too many."""
         if FILTER_BITS * sum(map(len, tables)) > 1 << self.n_bits:
             return _Filter(tables)
         self._set(tables[-1])
@@ -238,7 +238,7 @@ class _Filter:
 
 
 def _first_places(places: Tokens, hashes: Marks) -> Tokens:
-    """Without the places of a window that stands less than APART tokens before, too."""
+    """Leave out places of a window that also occurs less than APART tokens before."""
     order = np.argsort(hashes, kind="stable")
     is_again = (np.diff(hashes[order]) == 0) & (np.diff(places[order]) < APART)
     return np.sort(np.delete(places[order], np.flatnonzero(is_again) + 1))
@@ -260,7 +260,7 @@ def _look_up(tables: Sequence[Marks], hashes: Marks) -> tuple[Tokens, Tokens]:
 
 
 def _best(at: Tokens, slots: Tokens, most: int) -> tuple[Tokens, Tokens]:
-    """By place, then the latest chunk first: MOST for a place, and `most` in all, second hits after all first ones."""
+    """Order by place, then latest chunk first: MOST for a place, and `most` in all, second hits after all first ones."""
     order = np.lexsort((-slots, at))
     at, slots = at[order], slots[order]
     is_new = np.ones(len(at), bool)

@@ -132,7 +132,7 @@ class ValkeyStore(KVStore):
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        """In pages: the server answers others between them."""
+        """List keys in pages: the server answers others between them."""
         tags = self._accounts.tags(namespace)
 
         def job(client: Client) -> list[ChunkKey]:
@@ -201,7 +201,7 @@ class ValkeyStore(KVStore):
     # The whole
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """From the entries. Once a minute, those whose chunks the server has evicted are removed before."""
+        """Count the entries. Once a minute, those whose chunks the server has evicted are removed before."""
         if self._clock.monotonic() - self._reconciled >= NOTE_EVERY_S:
             self._remove_lost()
         totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
@@ -272,7 +272,7 @@ class ValkeyStore(KVStore):
         return store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
 
     def _write(self, client: Client, record: ChunkRecord, reserved: Reservation) -> None:
-        """In place of the chunk before; the lease on it ends."""
+        """Write a chunk in place of the one before; the lease on it ends."""
         name, key = layout.chunk_name(record.key), record.key
         fields: dict[bytes, Buffer] = {layout.HEADER: record.header_bytes()}
         fields |= {

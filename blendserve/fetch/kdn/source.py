@@ -102,11 +102,11 @@ class KdnSource:
             return known
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """By the directory."""
+        """Return the chunks that the directory lists."""
         return set(keys) & self.known()[1].keys()
 
     def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
-        """By the directory, at the levels that the settings allow. Raises StoreUnavailable."""
+        """Return the sizes that the directory lists, at the levels that the settings allow. Raises StoreUnavailable."""
         collection, directory = self.known()
         allowed = [n for n, level in enumerate(collection.levels) if self.config.level in (AUTO, level)]
         if not allowed:
@@ -162,7 +162,7 @@ class KdnSource:
     # Probes
 
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
-        """Of a typical chunk; None if the collection has none of these. The first one measures decoding as well."""
+        """Time a typical chunk; None if the collection has none of these. The first probe measures decoding as well."""
         return self._client.ask(partial(self._probe, keys=keys, n_bytes=n_bytes))
 
     def _probe(self, client: DeliveryClient, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
@@ -179,7 +179,7 @@ class KdnSource:
         return sample if not keys or any(key in directory for key in keys) else None
 
     def _time_link(self, path: str, client: DeliveryClient, body: int, n_bytes: int) -> LinkSample:
-        """At least this number of bytes of a body, and more if they come too quickly to tell a rate."""
+        """Time at least this number of bytes of a body, and more if they come too quickly to tell a rate."""
         now, round_trips_s = self._clock.monotonic, []
         for _ in range(ROUND_TRIPS):
             start = now()

@@ -58,7 +58,7 @@ class JobRunner:
         self._fits: dict[tuple[ChunkKeys, TokenIds], LeastSquares] = {}
 
     def run(self, job: PrefillJob) -> Report:
-        """To its end. Raises StoreError for a chunk that cannot be stored, and what the model raises."""
+        """Run a job to its end. Raises StoreError for a chunk that cannot be stored, and what the model raises."""
         layers, size = self.passes.layers, self.passes.block_size
         pages = Pages(layers, job.blocks, size, job.start, len(job.ids))
         if job.task == STORE:
@@ -135,7 +135,7 @@ class JobRunner:
         return capture
 
     def priors(self, job: PrefillJob) -> Priors | None:
-        """Those that the store has for the job's chunks, all heads."""
+        """The priors that the store has for the job's chunks, all heads."""
         return self._stored_priors(job).current()
 
     def _stored_priors(self, job: PrefillJob) -> StoredPriors:
@@ -183,7 +183,7 @@ class _Blend:
         )
 
     def _clear(self) -> None:
-        """Of positions that a pass may read before they are written: those without KV, and what shares their block."""
+        """Clear positions that a pass may read before they are written: those without KV, and what shares their block."""
         absent, n, size = self._rest.fresh.clone(), len(self._prompt.prefix), self._passes.block_size
         absent[n : n + -n % size] = True  # a pass over the prefix alone reads its last block to the end
         self._pages.clear(absent.nonzero()[:, 0])
@@ -285,12 +285,12 @@ class _Blend:
         return hook
 
     def _prior(self) -> Callable[[int], Prior] | None:
-        """Of a layer, for this rank's heads; None if the store has none."""
+        """The prior of a layer, for this rank's heads; None if the store has none."""
         priors, heads = self._runner.priors(self._job), self._ranks.kv_heads
         return None if priors is None else lambda l: Prior(*(x[heads] for x in priors.layer(l)))
 
     def _loader(self, layout: Layout, model: PagedModel, view: Callable[[ChunkView], ChunkView]) -> KVLoader:
-        """Over memory for one layer at a time. view: the heads of a chunk that are read."""
+        """Make a loader over memory for one layer at a time. view: the heads of a chunk that are read."""
         views = {id(s.view): view(s.view) for s in loaded(layout) if s.view}
         segments = [replace(s, view=views[id(s.view)]) for s in loaded(layout)]
         ropes = model.rope(torch.arange(layout.n_tokens, device=model.device))

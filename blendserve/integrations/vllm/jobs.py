@@ -76,7 +76,7 @@ class JobQueue:
             self._reports[job.request_id] = Report(error=CANCELLED)
 
     def take_reports(self) -> dict[str, Report]:
-        """Of the jobs that have ended since the last call, by request."""
+        """Return the reports of jobs that have ended since the last call, by request."""
         reports, self._reports = self._reports, {}
         return reports
 

@@ -68,7 +68,7 @@ class ConnectorOptions:
         return cls(config, bool(own["precomputed"]), own["slice_tokens"])
 
     def planner(self, model: Any, hash_block: int) -> JobPlanner:
-        """Of the scheduler's process. model: vLLM's ModelConfig. Raises ModelError, StoreError."""
+        """Make the planner of the scheduler's process. model: vLLM's ModelConfig. Raises ModelError, StoreError."""
         prompts = PromptBuilder(load_tokenizer(ModelConfig(name=model.tokenizer)), self.config.prompt)
         fingerprint = self._fingerprint(model)
         store, _ = storage(self.config, torch.device("cpu"))
@@ -76,7 +76,7 @@ class ConnectorOptions:
         return JobPlanner(store, keys, prompts.prefix, self.config.blend, hash_block)
 
     def job_queue(self, vllm_config: Any, kv_cache_config: Any, model: Any) -> JobQueue:
-        """Of a worker. model: vLLM's. Raises ModelUnsupported, StoreError, ConfigError."""
+        """Make the job queue of a worker. model: vLLM's. Raises ModelUnsupported, StoreError, ConfigError."""
         # Not at the top: an unknown vLLM may lack what these import.
         from blendserve.integrations.vllm.blending import JobRunner
         from blendserve.integrations.vllm.jobs import JobQueue, pause

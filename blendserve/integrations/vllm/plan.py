@@ -67,7 +67,7 @@ class Report:
     error: str = ""  # why the job failed, and vLLM computed the prompt
 
     def to_dict(self) -> dict[str, Any]:
-        """Without zeros."""
+        """The counts that are not zero, as a dictionary."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
 
 
@@ -85,7 +85,7 @@ class VllmRequest(Protocol):
 
 @dataclass
 class _RequestPlan:
-    """Of one request, from its arrival to its end."""
+    """The plan of one request, from its arrival to its end."""
 
     ids: TokenIds
     blend: BlendConfig

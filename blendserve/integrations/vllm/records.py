@@ -49,7 +49,7 @@ class Ranks:
 
     @property
     def kv_heads(self) -> slice:
-        """Those of this rank, of the model's."""
+        """This rank's part of the model's kv heads."""
         start = self.rank * self._n_kv_heads // self.n
         return slice(start, start + max(1, self._n_kv_heads // self.n))
 
@@ -151,14 +151,14 @@ class Capture:
         self.values = [empty(shape.heads, n, shape.value_dim) for shape in model.kv_shapes]
 
     def add(self, l: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Of layer l at positions [S], this rank's heads [K, S, D]; those before the first one kept are left out."""
+        """Keep layer l at positions [S], this rank's heads [K, S, D]; those before the first kept one are left out."""
         is_kept = at >= self._start
         where = (at[is_kept] - self._start).to(self._model.device)
         for kept, x in ((self.keys, keys), (self.values, values)):
             kept[l][:, where] = self._ranks.gather_kv(x)[:, is_kept.to(x.device)]
 
     def placed(self) -> ChunkKV:
-        """With keys after RoPE."""
+        """The kept KV, with keys after RoPE."""
         return ChunkKV(join_layers(self.keys), join_layers(self.values))
 
     def layer(self, span: Span, l: int) -> Pair:
@@ -170,7 +170,7 @@ class Capture:
         return rotate(keys.contiguous(), rope.inverse, self._model.rotary), values
 
     def chunk(self, ids: TokenIds) -> ChunkKV:
-        """With keys before RoPE: a chunk to store."""
+        """The kept KV with keys before RoPE: a chunk to store."""
         span = Span(self._start, self._start + len(ids))
         sides = zip(*(self.layer(span, l) for l in range(len(self.keys))), strict=True)
         return ChunkKV(*(join_layers([x.cpu() for x in side]) for side in sides), ids=ids)

@@ -73,7 +73,7 @@ def find_compiler() -> str:
 
 
 def _digest(level: Level, version: str = "") -> str:
-    """Of all that the shared object is made of and with."""
+    """A digest of all that the shared object is made of and with."""
     files = (*_sources(level), *sorted(SOURCES.glob("*.h")))
     options = repr((COMPILE, level.compile, LINK)).encode()
     parts = (*(file.read_bytes() for file in files), options, version.encode())

@@ -45,7 +45,7 @@ def pack(name: str, rows: Iterable[tuple[float, ...]]) -> Tensor:
 
 @cache
 def loaded(level: Level) -> SimpleNamespace:
-    """Its functions, compiled first if need be. Each takes the fields of its struct in order, pointers as addresses.
+    """A level's functions, compiled if need be. Each takes the fields of its struct in order, pointers as addresses.
 
     Raises Unavailable with the reason.
     """

@@ -20,7 +20,7 @@ from blendserve.kernels.types import AttentionSpec
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
-    """For contiguous rows, as `supports_chunks`."""
+    """Whether contiguous rows are supported, as in `supports_chunks`."""
     return plan.is_contiguous and supports_chunks(q, keys, values, (), spec)
 
 

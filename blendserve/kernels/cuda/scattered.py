@@ -57,7 +57,7 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
 
 
 def is_made_for(q: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """On any device: for a GPU, or for Triton's interpreter."""
+    """Whether the kernel is made for these on any device: a GPU, or Triton's interpreter."""
     return keys.shape == values.shape and are_supported(DTYPES, q, keys, values)
 
 

@@ -86,7 +86,7 @@ class ChunkShape:
         return frozenset(l for l, n in enumerate(self.state_rows) if n)
 
     def n_rows(self, l: int) -> int:
-        """Of layer l: C, or those of its state map."""
+        """The rows of layer l: C, or those of its state map."""
         return (self.state_rows[l] if self.state_rows else 0) or self.n_tokens
 
     @property
@@ -129,7 +129,7 @@ class Coding:
 
     @classmethod
     def by_tables(cls, codec: str, level: int, tables: bytes) -> Coding:
-        """Of a codec with these tables."""
+        """The coding of a codec with these tables."""
         return cls(codec, level, tables_hash(tables))
 
 
@@ -223,7 +223,7 @@ class Codec(ABC):
         return self.new_decoder(shape)
 
     def new_decoder(self, shape: ChunkShape) -> Decoder:
-        """Of a shape that fits; by default `decode` for each layer. Allocates nothing of that size."""
+        """Make a decoder for a shape that fits; by default `decode` for each layer. Allocates nothing of that size."""
         return LayerDecoder(self, shape)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:

@@ -122,7 +122,7 @@ class CacheGen(Codec):
         return decoded[0], decoded[1]
 
     def _bins(self, l: int, part: int) -> int:
-        """Of layer l's keys (part 0) or values (1)."""
+        """The number of bins of layer l's keys (part 0) or values (1)."""
         first, others, shares = LEVELS[self.coding.level]
         return first if l < round(shares[part] * self._shape[0]) else others
 
@@ -197,7 +197,7 @@ def _counts(kv: ChunkKV) -> np.ndarray:
 
 
 def _weights(counts: np.ndarray, n_tokens: int) -> np.ndarray:
-    """In 16 bits, none of them 0: an unseen integer gets half the weight of one that was seen once."""
+    """Weights in 16 bits, none of them 0: an unseen integer gets half the weight of one that was seen once."""
     sizes = [symbols_of(bins) for bins in BINS]
     total = n_tokens + 0.5 * np.repeat(sizes, sizes)  # of each integer's distribution
     return np.maximum(1, np.rint(65535 * ((counts + 0.5) / total))).clip(max=65535)

@@ -46,7 +46,7 @@ class Raw(Codec):
         return [self.segment(*layer) for layer in zip(kv.keys, kv.values, strict=True)]
 
     def segment(self, keys: torch.Tensor, values: torch.Tensor) -> Buffer:
-        """Of one layer's keys and values [K, C, D]."""
+        """Encode one layer's keys and values [K, C, D]."""
         both = torch.cat((keys.detach().reshape(-1), values.detach().reshape(-1))).cpu()
         return both.view(torch.uint8).numpy().data
 

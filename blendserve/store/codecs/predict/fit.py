@@ -104,7 +104,7 @@ def fit(samples: Iterable[Sample], model: DecoderModel | None, progress: Progres
 def _weights(
     numbers: Tensor, ids: list[int], model: DecoderModel | None, step: Callable[[], None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """By layer: numbers -> a space in which errors weigh about equally [W, W], and back. numbers: [L, C, W]."""
+    """Maps of each layer: numbers -> a space in which errors weigh about equally [W, W], and back. numbers: [L, C, W]."""
     spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in numbers]
     fisher = sensitivity(model, tuple(ids), WINDOWS, step) if model else None
     if fisher is None:

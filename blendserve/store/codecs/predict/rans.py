@@ -275,7 +275,7 @@ def _native_library() -> Library:
 def encode(
     library: Library, values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: RansModel
 ) -> bytes:
-    """As encode_reference."""
+    """Encode as `encode_reference` does."""
     if library is None:
         return encode_reference(values, contexts, means, model)
     words, escapes = np.empty(values.size, np.uint16), np.empty(values.size, np.int8)
@@ -321,7 +321,7 @@ def decode(
 def dequantize(
     library: Library, below: Tensor, symbols: Tensor | None, layer: LayerMap, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As dequantize_reference."""
+    """Dequantise as `dequantize_reference` does."""
     if library is None or not is_supported(layer, dim):
         return dequantize_reference(below, symbols, layer, dim, dtype)
     below, symbols = below.contiguous(), None if symbols is None else symbols.contiguous()
