@@ -24,13 +24,13 @@ BEGAN := $(shell date +%s)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo demo-kdn test test-nightly test-gpu test-vllm coverage check format wheel clean
+.PHONY: demo demo-delivery test test-nightly test-gpu test-vllm coverage check format wheel clean
 
 demo: $(DEMO)
 	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
 
-demo-kdn: $(DEV)
-	$(BIN)/python -m scripts.demo_kdn
+demo-delivery: $(DEV)
+	$(BIN)/python -m scripts.demo_delivery
 
 # Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so
 # that most of what tests share is made once, and takes from the other's when it is done.

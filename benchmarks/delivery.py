@@ -42,7 +42,7 @@ from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
 from blendserve.models.loader import LoadedModel
 from blendserve.quality.fidelity import kl
-from blendserve.registry import DELIVERED, DELIVERED_CODECS
+from blendserve.registry import DELIVERED_CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 
 COLLECTION = "bench"
@@ -205,8 +205,8 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
         with LMDBStore(folder / "kv", CAP) as store:
             publish(model, config, workload, store)
         settings = {"store": {"location": str(folder / "kv")}, "deliver": {"memory_mb": 4096}}
-        (folder / "kdn.yaml").write_text(yaml.safe_dump(settings))
-        serve = [DELIVERED, "serve", "--port", "0", "-c", str(folder / "kdn.yaml")]
+        (folder / "collection.yaml").write_text(yaml.safe_dump(settings))
+        serve = ["collection", "serve", "--port", "0", "-c", str(folder / "collection.yaml")]
         command = [sys.executable, "-m", "blendserve", *serve]
         service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])

@@ -25,7 +25,13 @@ from blendserve.registry import Registry
 FILES = {  # command -> its file
     **{"demo": "core", "doctor": "research", "index": "core", "precompute": "core", "ask": "core"},
     **{"calibrate": "quality"},
-    **{"evaluate": "research", "serve": "server", "keys": "server", "kdn": "kdn", "store": "store"},
+    **{
+        "evaluate": "research",
+        "serve": "server",
+        "keys": "server",
+        "collection": "collection",
+        "store": "store",
+    },
     **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
     **{"warm": "warm"},
 }

@@ -284,7 +284,7 @@ class ServeConfig(HttpConfig):
 
 
 class DeliverConfig(HttpConfig):
-    """The service that delivers the chunk KV of collections: `blendserve kdn serve`."""
+    """The service that delivers the chunk KV of collections: `blendserve collection serve`."""
 
     port: int = Field(8010, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""

@@ -103,7 +103,7 @@ class ValkeyConfig(Settings):
 
 
 class KdnConfig(Settings):
-    """How a client reaches a delivery service (`blendserve kdn serve`): what `store.location` and others say."""
+    """How a client reaches a delivery service (`blendserve collection serve`): what `store.location` and others say."""
 
     url: str
     collection: str
@@ -148,7 +148,7 @@ class StoreBackendConfig(Settings):
     always admits all."""
     secret_file: Path | None = None
     """File with the password of a Valkey server or the API key of a delivery service. If not set, the environment
-    variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_KDN_KEY is used."""
+    variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_COLLECTION_KEY is used."""
     ca_file: Path | None = None
     """File with the certificate authorities trusted for TLS; by default those of the system."""
     deadline_s: float | None = Field(None, gt=0, le=60)

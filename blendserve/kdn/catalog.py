@@ -32,7 +32,7 @@ MAX_DIRECTORIES, MAX_DESCRIPTIONS = 8, 256  # parsed ones in memory
 
 
 def summary(collection: Collection) -> dict[str, Any]:
-    """A description without the fields that only `kdn pull` and engines need."""
+    """A description without the fields that only `collection pull` and engines need."""
     return {k: v for k, v in asdict(collection).items() if k not in ("files", "directory", "tables")}
 
 
@@ -58,7 +58,7 @@ class CollectionCatalog:
         """The collection as stored now. Raises NotFound, StoreError."""
         found = self.collections(anew=True).get(name)
         if found is None:
-            raise NotFound(f"there is no collection {name!r}: see `blendserve kdn list`")
+            raise NotFound(f"there is no collection {name!r}: see `blendserve collection list`")
         return found
 
     def write(self, collection: Collection) -> None:

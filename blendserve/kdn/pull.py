@@ -1,6 +1,6 @@
 """Download the index of a collection from a delivery service.
 
-    kdn:http://HOST:8010/NAME   in place of an index folder, in commands and `Engine.open`
+    http://HOST:8010/NAME   in place of an index folder, in commands and `Engine.open`
 
 Only texts and vectors are downloaded. KV is fetched chunk by chunk, when a prompt needs it (fetch/kdn/).
 """
@@ -34,7 +34,7 @@ from blendserve.store.key import namespace_tag
 
 log = logging.getLogger(__name__)
 
-SCHEME = f"{DELIVERED}:"
+URLS = "http://", "https://"  # beginnings of the name of a collection
 FILES = {MANIFEST, PASSAGES, VECTORS}
 MAX_FILE_BYTES = 4 << 30  # bytes of one of its files
 FASTEST_LIMIT_S = 30.0  # for a description, and for an index of any size
@@ -58,7 +58,7 @@ def resolve(index: str, config: Config) -> tuple[str, Config]:
     A collection's index is downloaded or updated, and its service becomes the remote store, unless the settings name
     another one. Raises InputError, StoreUnavailable.
     """
-    if not index.startswith(SCHEME):
+    if not index.startswith(URLS):
         return index, config
     given = config.store.remote or RemoteConfig()
     remote = given.replace("location", location_of(index))
@@ -69,11 +69,10 @@ def resolve(index: str, config: Config) -> tuple[str, Config]:
 
 
 def location_of(index: str) -> str:
-    """The URL in kdn:URL/NAME. Raises InputError."""
-    location = index.removeprefix(SCHEME).rstrip("/")
-    if not index.startswith(SCHEME) or not location.startswith(("http://", "https://")):
-        raise InputError(f"{index!r} is not a collection: give kdn:http://HOST:8010/NAME")
-    return location
+    """The URL of a collection. Raises InputError."""
+    if not index.startswith(URLS):
+        raise InputError(f"{index!r} is not a collection: give its URL, such as http://HOST:8010/NAME")
+    return index.rstrip("/")
 
 
 def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""`blendserve kdn serve`: GET /v1/kdn/... delivers the index of a collection and the KV of its chunks.
+"""`blendserve collection serve`: GET /v1/collections/... delivers the index of a collection and the KV of its chunks.
 
 All state is in the store: any number of services on one store deliver the same. Bodies of chunks, tables and parts of
 an index never change under their names. Each has an ETag and supports Range requests (RFC 9110, section 14), so that
@@ -162,7 +162,7 @@ def not_found() -> NotFound:
 
 # Routes
 
-router = APIRouter(prefix="/v1/kdn", tags=["delivery"])
+router = APIRouter(prefix="/v1", tags=["delivery"])
 BackendDep = Annotated[DeliveryBackend, Depends(backend_of)]
 LevelArg = Annotated[
     str, Query(max_length=32, description="One of the collection's levels. [default: the first]")

@@ -188,7 +188,7 @@ def test_settings_and_indexes_lead_to_the_service(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caplog.set_level(logging.INFO, "blendserve.kdn.pull")
     for _ in range(2):
-        where, config = resolve(f"kdn:{service.url}/{NAME}", CONFIG)
+        where, config = resolve(f"{service.url}/{NAME}", CONFIG)
         assert len([r for r in caplog.records if r.name == "blendserve.kdn.pull"]) == 1
     assert read_index(Path(where))[:2] == read_index(folder / NAME)[:2]
     remote = config.store.remote

@@ -175,7 +175,7 @@ def test_a_client_that_reads_nothing_is_cut(
         eventually(lambda: service.get(path).status_code == 200)
 
 
-# The index, as `kdn pull` fetches it
+# The index, as `collection pull` fetches it
 
 
 Files = dict[str, bytes]

@@ -152,7 +152,7 @@ class Service:
         self._listener = Listener(app, log_level="critical", **(tls or {}))
         self.port = self._listener.port
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=f"{self.url}/v1/kdn", timeout=300)
+        self.http = httpx.Client(base_url=f"{self.url}/v1", timeout=300)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.http.get(f"/collections/{NAME}/{path}".rstrip("/"), headers=headers)

@@ -26,8 +26,8 @@ from blendserve.fetch.link import LinkEstimator
 from blendserve.store.bounded import HINT, PeerUnusable, read_file
 from blendserve.store.record import Header, check_segment, decode_header
 
-KEY = "BLENDSERVE_KDN_KEY"
-API = "/v1/kdn/collections"
+KEY = "BLENDSERVE_COLLECTION_KEY"
+API = "/v1/collections"
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 

@@ -1,4 +1,4 @@
-"""`blendserve kdn ...`: publish, deliver, pin, prefetch and unpublish collections."""
+"""`blendserve collection ...`: publish, deliver, pin, prefetch and unpublish collections."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from blendserve.errors import ConfigError
 if TYPE_CHECKING:
     from blendserve.kdn.catalog import CollectionCatalog
 
-kdn = make_app("Publish collections and deliver them to remote engines.")
+collection = make_app("Publish collections and deliver them to remote engines.")
 NODE_KEY = "BLENDSERVE_NODE_KEY"
 NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
 
 
-@kdn.command()
+@collection.command()
 @with_settings(
     *("store.location", "deliver.host", "deliver.port", "deliver.keys", "deliver.memory_mb"),
     "deliver.drain_s",
@@ -37,14 +37,14 @@ def serve(settings: Config) -> None:
     section, `deliver`:
 
     \b
-        blendserve kdn serve -c configs/kdn.yaml
+        blendserve collection serve -c configs/collection.yaml
     """
     from blendserve.serve.delivery import serve as run  # with torch: seconds
 
     run(settings)
 
 
-@kdn.command()
+@collection.command()
 @with_settings("model.name", "store.location")
 def publish(
     index: IndexArg,
@@ -64,7 +64,7 @@ def publish(
 
     \b
         blendserve index build corpus.jsonl docs
-        blendserve kdn publish docs manual -c configs/kdn.yaml --level predict@1 --level predict@3
+        blendserve collection publish docs manual -c configs/collection.yaml --level predict@1 --level predict@3
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.kdn.catalog import summary
@@ -81,12 +81,12 @@ def publish(
             made = run(engine, name, level or (), computed, encoded, sampled, fitted)
     text = (
         f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
-        f"{', '.join(made.levels)}; next: blendserve kdn serve"
+        f"{', '.join(made.levels)}; next: blendserve collection serve"
     )
     return Output(summary(made), text)
 
 
-@kdn.command("list")
+@collection.command("list")
 @with_settings("store.location")
 def list_collections(settings: Config) -> Output:
     """List the collections in a store."""
@@ -99,14 +99,14 @@ def list_collections(settings: Config) -> Output:
     return console.listing("collections", found, "collections", columns)
 
 
-@kdn.command()
+@collection.command()
 @with_settings("store.location")
 def pin(name: NameArg, settings: Config) -> Output:
     """Protect a collection's chunks from eviction."""
     return _set_pins(name, settings, True)
 
 
-@kdn.command()
+@collection.command()
 @with_settings("store.location")
 def unpin(name: NameArg, settings: Config) -> Output:
     """Allow eviction of a collection's chunks.
@@ -125,7 +125,7 @@ def _set_pins(name: str, settings: Config, pinned: bool) -> Output:
     return Output({"collection": name, done: n}, f"{name}: {n} chunks {done}")
 
 
-@kdn.command("unpublish")
+@collection.command("unpublish")
 @with_settings("store.location")
 def unpublish(
     name: NameArg,
@@ -144,7 +144,7 @@ def unpublish(
     return Output({"collection": name, done: n}, f"unpublished {name}: {n} chunks {done}")
 
 
-@kdn.command("prefetch")
+@collection.command("prefetch")
 @with_options()
 def prefetch(
     name: NameArg,
@@ -157,7 +157,7 @@ def prefetch(
 ) -> Output:
     """Prefetch a collection's KV into the stores of engines.
 
-    The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own. If they have API keys, the
+    The engines must serve the collection (`-i URL`) and have a store of their own. If they have API keys, the
     key is read from BLENDSERVE_NODE_KEY. The exit code is 1 if an engine rejects the request.
     """
     import httpx  # a tenth of a second
@@ -178,17 +178,17 @@ def prefetch(
     return Output(results, "\n".join(lines), int(any("error" in result for result in results.values())))
 
 
-@kdn.command()
+@collection.command()
 @with_settings("store.namespace")
 def pull(
-    source: Annotated[str, typer.Argument(help="Collection, written kdn:URL/NAME.")],
+    source: Annotated[str, typer.Argument(help="URL of the collection, such as http://HOST:8010/NAME.")],
     folder: Annotated[str, typer.Argument(help="Folder for the index, or its name in indexes/.")],
     settings: Config,
 ) -> Output:
     """Fetch a collection's index, without KV, into a folder.
 
-    Commands with `-i kdn:URL/NAME` do the same into the user's cache. If the service has API keys, the key is read
-    from BLENDSERVE_KDN_KEY.
+    Commands with `-i URL` do the same into the user's cache. If the service has API keys, the key is read
+    from BLENDSERVE_COLLECTION_KEY.
     """
     from blendserve.kdn.pull import location_of
     from blendserve.kdn.pull import pull as run  # with torch: seconds
@@ -200,14 +200,14 @@ def pull(
     return Output({"index": str(found)}, f"{found}: next: blendserve ask ... -i {source}")
 
 
-@kdn.command()
+@collection.command()
 def relay(
     bind: str = option("127.0.0.1:4443", "Address to listen on, HOST:PORT."),
     cache_mb: int = option(1024, "Size of the cache of delivered chunks, in MB (10^6 bytes).", min=1),
 ) -> None:
     """Run a MoQ relay that delivers chunks to many engines (experimental).
 
-    It prints its URL and its certificate's fingerprint, for `kdn moq-publish` and the setting store.remote.relay.
+    It prints its URL and its certificate's fingerprint, for `collection moq-publish` and the setting store.remote.relay.
     It has no API keys, so only your engines may reach it (docs/reference/moq.md).
     """
     from blendserve.kdn.moq import relay as run  # with torch: seconds
@@ -220,7 +220,7 @@ def relay(
     asyncio.run(forever())
 
 
-@kdn.command("moq-publish")
+@collection.command("moq-publish")
 @with_settings("store.location")
 def moq_publish(
     url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],

@@ -1,6 +1,6 @@
 """Several machines on this one: a shared store, a delivery service, and an engine that never computed the corpus.
 
-    make demo-kdn          # or: python -m scripts.demo_kdn
+    make demo-delivery          # or: python -m scripts.demo_delivery
 
 The demo's index is built if it is missing, published into a Valkey server, and delivered over HTTP. An engine that knows
 only the service's address answers a question; so does the publisher, over the KV that it computed. The script prints both
@@ -34,14 +34,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, Server() as server:
         folder = Path(name)
         remote = {"deadline_s": 30}
-        shared = _settings(folder / "kdn.yaml", {"location": server.url, **remote})
+        shared = _settings(folder / "collection.yaml", {"location": server.url, **remote})
         engine = _settings(folder / "engine.yaml", {"location": str(folder / "kv"), "remote": remote})
-        subprocess.run([*COMMAND, "kdn", "publish", str(INDEX), NAME, "-c", shared], check=True)
-        serve = [*COMMAND, "kdn", "serve", "-c", shared, "--port", "0"]
+        subprocess.run([*COMMAND, "collection", "publish", str(INDEX), NAME, "-c", shared], check=True)
+        serve = [*COMMAND, "collection", "serve", "-c", shared, "--port", "0"]
         with ServerProcess(serve, folder / "service.log") as service:
             answers = {
                 "the publisher": _ask(str(INDEX), shared),
-                "an engine that never computed the corpus": _ask(f"kdn:{service.url}/{NAME}", engine),
+                "an engine that never computed the corpus": _ask(f"{service.url}/{NAME}", engine),
             }
     for title, answer in answers.items():
         console.out.print(f"\n[bold]{title}[/bold]: {answer['text']}", markup=True)
