@@ -56,6 +56,11 @@ class Passage:
     doc_id: str = ""
     score: float | None = None  # cosine similarity to the question, None when the caller brought the passage
 
+    @property
+    def chunk_text(self) -> str:
+        """Return the text of its chunk: title and text, without space around them."""
+        return "\n".join(part.strip() for part in (self.title, self.text) if part.strip())
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -5,7 +5,7 @@
     ├── InputError ── PromptTooLong
     ├── CorpusError
     ├── ModelError ── ModelUnsupported
-    ├── VectorIndexError ── IndexMissing, IndexMismatch, IndexDamaged, IndexChanged
+    ├── VectorIndexError ── IndexMissing, IndexMismatch, IndexDamaged
     ├── StoreError ── StoreUnavailable (StoreCircuitOpen), StoreVersion, StoreFull, TablesMissing, CorruptRecord,
     │                 CorruptBlob, ChunkLost
     ├── ClusterUnavailable
@@ -121,10 +121,6 @@ class IndexMismatch(VectorIndexError):
 
 class IndexDamaged(VectorIndexError):
     """The files of the index do not belong together."""
-
-
-class IndexChanged(VectorIndexError):
-    """Another process has changed the index since it was read."""
 
 
 class StoreError(BlendserveError):

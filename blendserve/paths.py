@@ -50,11 +50,8 @@ def write_cached(file: Path, text: str) -> None:
 
 
 def read_cached(file: Path) -> str:
-    """What `write_cached` wrote. Raises OSError without a file, ValueError for one that was cut or changed."""
-    content = file.read_bytes()
-    if not _is_sealed(content):
-        raise ValueError(f"{file} is damaged")
-    return content[: -2 * SEAL_BYTES].decode()
+    """What `write_cached` wrote. Raises as `read_sealed`."""
+    return read_sealed(file).decode()
 
 
 def write_sealed(file: Path, content: bytes) -> None:
@@ -66,6 +63,14 @@ def write_sealed(file: Path, content: bytes) -> None:
             opened.flush()
             os.fsync(opened.fileno())  # else the name may reach the disk before the content
         os.replace(scratch, file)
+
+
+def read_sealed(file: Path) -> bytes:
+    """What `write_sealed` wrote. Raises OSError without a file, ValueError for one that was cut or changed."""
+    content = file.read_bytes()
+    if not _is_sealed(content):
+        raise ValueError(f"{file} is damaged")
+    return content[: -2 * SEAL_BYTES]
 
 
 def is_sealed(file: Path) -> bool:

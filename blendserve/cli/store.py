@@ -165,8 +165,7 @@ def fit_tables(
     from blendserve.engine.codec_fit import chunks_of, fit, self_generated_text  # with torch: seconds
     from blendserve.engine.prompt import PromptBuilder
     from blendserve.models.loader import load_model
-    from blendserve.retrieve import read_documents
-    from blendserve.retrieve.manifest import read_manifest
+    from blendserve.retrieve import read_documents, read_manifest
 
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blendserve.blend.precompute import ChunkWriter
 from blendserve.core import Passage
-from blendserve.engine.prompt import PromptBuilder, passage_text
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import TokenCounter, VectorIndex
-from blendserve.retrieve.contents import Change
 from blendserve.retrieve.index import Added, nearest_distinct
+from blendserve.retrieve.tables import EmbeddedDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,18 @@ class Documents:
     writers: Sequence[ChunkWriter]  # one for each namespace that may have their KV
     others: Sequence[VectorIndex] = ()  # indexes that may contain the same texts, whose KV stays
 
-    def commit(self, *changes: Change) -> Added:
-        """Save changes of the index, and delete the KV of replaced passages. Raises VectorIndexError, StoreError."""
-        added = self.index.commit(*changes)
+    def commit(self, documents: Sequence[EmbeddedDocument], job: Mapping[str, Any] | None = None) -> Added:
+        """Add or replace documents, and delete the KV of replaced passages. job: its new state, saved with them.
+
+        Raises VectorIndexError, StoreError.
+        """
+        added = self.index.commit(documents, job)
         self.delete_kv(added.replaced)
         return added
 
     def delete(self, *doc_ids: str) -> tuple[int, list[Passage]]:
         """Remove documents and save -> number of removed documents, and their passages. Raises as `commit`."""
-        removed = [p for p in self.index.passages if p.doc_id in doc_ids]
+        removed = self.index.passages_of(doc_ids)
         self.delete_kv(removed)
         deleted = self.index.delete(*doc_ids)
         self.delete_kv(removed)
@@ -45,12 +49,14 @@ class Documents:
 
     def delete_kv(self, passages: Collection[Passage]) -> None:
         """Delete KV in every namespace, except of texts that other passages share: one call of the store a namespace."""
-        texts, removed = {passage_text(p): p for p in passages}, set(passages)
-        for index in (self.index, *self.others) if passages else ():
-            for passage in index.passages:
-                if passage not in removed:
-                    texts.pop(passage_text(passage), None)
-        chunks = [self.prompts.chunk(passage).ids for passage in texts.values()]
+        removed = set(passages)
+
+        def is_shared(passage: Passage) -> bool:
+            indexes = self.index, *self.others
+            return any(other not in removed for index in indexes for other in index.passages_like(passage))
+
+        texts = {passage.chunk_text: passage for passage in passages}
+        chunks = [self.prompts.chunk(passage).ids for passage in texts.values() if not is_shared(passage)]
         for writer in self.writers if chunks else ():
             writer.delete(chunks)
 

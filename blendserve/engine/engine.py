@@ -304,6 +304,8 @@ class Engine:
         if self._owns_store and not is_forked():  # what is open is the parent's
             self.fetcher.close()
             self.store.close()
+            if self.index is not None:
+                self.index.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -325,7 +327,7 @@ class Engine:
         if CORRECTIONS.load(blend.correction).uses_prior:
             self.blender.priors.current()
         if self.fetcher.has_remote:
-            passages = self.index.passages[:PROBED] if self.index is not None else []
+            passages = next(self.index.scan(PROBED), []) if self.index is not None else []
             keys = [self.blender.key(ids) for ids in self.prompts.chunk_ids(passages) if ids]
             threading.Thread(target=self.fetcher.warm_up, args=(keys,), daemon=True).start()
         if self.gate.passed:

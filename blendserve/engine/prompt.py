@@ -133,7 +133,7 @@ class PromptBuilder:
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as it stands in a prompt; without text, no tokens."""
-        text = passage_text(passage)
+        text = passage.chunk_text
         return Chunk(self._tokens(text + "\n\n", literal=True) if text else (), passage)
 
     def text_ids(self, text: str) -> TokenIds:
@@ -238,11 +238,6 @@ def literal_tokenizer(tokenizer: Any) -> Any:
     own = copy.deepcopy(tokenizer)
     own("", add_special_tokens=False, split_special_tokens=True)
     return own
-
-
-def passage_text(passage: Passage) -> str:
-    """A passage as it stands in a prompt."""
-    return "\n".join(part.strip() for part in (passage.title, passage.text) if part.strip())
 
 
 def _without_system(messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:

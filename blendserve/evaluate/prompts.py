@@ -28,7 +28,6 @@ from blendserve import console
 from blendserve.config import Config
 from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.engine.prompt import passage_text
 from blendserve.errors import CorpusError, IndexMismatch, IndexMissing
 from blendserve.evaluate import edits
 from blendserve.evaluate.config import OWN, EvaluateConfig
@@ -84,7 +83,7 @@ class PromptSource:
 
     def _pasted(self, example: Example) -> Example:
         """The question with the texts of its chunks as passages without titles."""
-        decode, texts = self._engine.model.tokenizer.decode, [passage_text(p) for p in example.contexts]
+        decode, texts = self._engine.model.tokenizer.decode, [p.chunk_text for p in example.contexts]
         if self._config.window is not None:
             chunks = self._own_layout(example).chunks
             texts = [decode(chunk.ids, skip_special_tokens=True).strip() for chunk in chunks]

@@ -27,7 +27,7 @@ from blendserve.fetch.kdn.manifest import (
 )
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.registry import codec_word, parse_codec
-from blendserve.retrieve.manifest import MANIFEST, read
+from blendserve.retrieve.published import to_files
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record
 from blendserve.store.base import Progress
 from blendserve.store.codecs.base import Codec, Undecodable
@@ -64,7 +64,6 @@ def publish(
     fitted = engine.model, engine.prompts, store, sampling, fitting
     codecs = {word: writing_codec(config, *fitted) for word, config in settings.items()}
     prior = engine.blender.priors.hash()
-    _, files, _ = read(index.path)
     return publish_chunks(
         store,
         name,
@@ -73,7 +72,7 @@ def publish(
         codecs,
         tokens,
         engine.config.store.namespace,
-        {MANIFEST: (index.path / MANIFEST).read_bytes(), **files},
+        to_files(index),
         {prior} if prior else set(),
         done,
     )

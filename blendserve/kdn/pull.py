@@ -8,26 +8,19 @@ Only texts and vectors are downloaded. KV is fetched chunk by chunk, when a prom
 from __future__ import annotations
 
 import http.client
-import json
 import logging
-from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-import faiss
-import numpy as np
-from pydantic import TypeAdapter
-
 from blendserve.config import Config, KdnConfig, RemoteConfig
-from blendserve.core import Passage
-from blendserve.errors import InputError, StoreUnavailable
+from blendserve.errors import InputError, StoreUnavailable, VectorIndexError
 from blendserve.fetch.kdn.client import DeliveryClient, InvalidReply, KdnPeer, NotFoundReply
 from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
 from blendserve.fetch.kdn.source import MAX_DESCRIPTION
 from blendserve.paths import cache_folder
 from blendserve.registry import DELIVERED
-from blendserve.retrieve.contents import PASSAGES, VECTORS
-from blendserve.retrieve.manifest import MANIFEST, Manifest, manifest_digest, write
+from blendserve.retrieve import read_manifest
+from blendserve.retrieve.published import FILES, MANIFEST, manifest_file, parse_files, write_index
 from blendserve.store.bounded import PeerUnusable
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.key import namespace_tag
@@ -35,11 +28,9 @@ from blendserve.store.key import namespace_tag
 log = logging.getLogger(__name__)
 
 URLS = "http://", "https://"  # beginnings of the name of a collection
-FILES = {MANIFEST, PASSAGES, VECTORS}
 MAX_FILE_BYTES = 4 << 30  # bytes of one of its files
 FASTEST_LIMIT_S = 30.0  # for a description, and for an index of any size
 MIN_BYTES_S = 64 << 10  # a service that is slower counts as dead
-VECTOR_KINDS = {"flat": b"IxFI", "hnsw": b"IHNf"}  # first bytes of FAISS' files
 # Of a service
 ERRORS = (
     OSError,
@@ -89,7 +80,7 @@ def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None 
     except ERRORS as error:
         why = peer.explain(error)
         trouble = why if isinstance(why, Exception) else StoreUnavailable(f"{settings.server} {why}")
-        if manifest_digest(folder) is None or isinstance(error, NotFoundReply):
+        if _fetched(folder) is None or isinstance(error, NotFoundReply):
             raise trouble from None
         log.warning("%s; using the index of %r that was fetched before", trouble, settings.collection)
     return folder
@@ -109,11 +100,10 @@ def _update(client: DeliveryClient, folder: Path, namespace: str | None) -> None
             setting="store.namespace",
         )
     described = collection.files.get(MANIFEST)
-    with suppress(OSError):
-        if described and described.pieces == (tables_hash((folder / MANIFEST).read_bytes()).hex(),):
-            return
+    if described and described.pieces == (_fetched(folder),):
+        return
     if collection.files.keys() != FILES:  # names are paths
-        raise InvalidReply("an index of other files than blendserve's")
+        raise InvalidReply("an index of other files than this blendserve's: publish it anew")
     for name, blob in collection.files.items():
         if not 0 <= blob.n_bytes <= MAX_FILE_BYTES:
             raise InvalidReply(f"{name} has {blob.n_bytes:,} bytes")
@@ -121,9 +111,18 @@ def _update(client: DeliveryClient, folder: Path, namespace: str | None) -> None
     n_bytes = sum(blob.n_bytes for blob in collection.files.values())
     with client.within(FASTEST_LIMIT_S + n_bytes / MIN_BYTES_S):
         files = {name: _file(client, name, blob) for name, blob in collection.files.items()}
-    checked = _checked_manifest(files)
-    del files[MANIFEST]
-    write(folder, checked, files, manifest_digest(folder))
+    try:
+        contents = parse_files(files)
+    except (ValueError, MemoryError) as error:
+        raise InvalidReply(f"an index that cannot be read ({type(error).__name__})") from None
+    write_index(folder, contents)
+
+
+def _fetched(folder: Path) -> str | None:
+    """The hash of the published manifest of the index in a folder; None if there is none that can be used."""
+    with suppress(VectorIndexError):
+        return tables_hash(manifest_file(read_manifest(folder))).hex()
+    return None
 
 
 def _file(client: DeliveryClient, name: str, blob: Blob) -> bytes:
@@ -135,32 +134,3 @@ def _file(client: DeliveryClient, name: str, blob: Blob) -> bytes:
             raise InvalidReply(f"{name} is damaged")
         whole += part
     return bytes(whole)
-
-
-def _checked_manifest(files: Mapping[str, bytes]) -> Manifest:
-    """The manifest of files that an index can be opened from. Raises InvalidReply for others."""
-    try:
-        manifest = TypeAdapter(Manifest).validate_python(json.loads(files[MANIFEST]))
-        lines = files[PASSAGES].decode().split("\n")[:-1]
-        n_windows = sum(map(_windows, lines))
-        if files[VECTORS][:4] != VECTOR_KINDS[manifest.kind]:
-            raise InvalidReply("vectors of another kind")
-        vectors = faiss.deserialize_index(np.frombuffer(files[VECTORS], np.uint8))
-    except (KeyError, TypeError, ValueError, RuntimeError, MemoryError) as error:
-        raise InvalidReply(f"an index that cannot be read ({type(error).__name__})") from None
-    if manifest.files.keys() != FILES - {MANIFEST}:
-        raise InvalidReply("an index of other files than it says")
-    said = manifest.passages, manifest.vectors, manifest.vectors, manifest.dimension
-    if (len(lines), n_windows, vectors.ntotal, vectors.d) != said:
-        raise InvalidReply("an index of other sizes than it says")
-    return manifest
-
-
-def _windows(line: str) -> int:
-    """The number of vectors of a passage, a line of PASSAGES. Raises KeyError, TypeError, ValueError."""
-    values = json.loads(line)
-    n = int(values.pop("windows"))
-    if n < 0 or not isinstance(values.pop("content"), str):
-        raise ValueError(f"a passage of {n} vectors")
-    TypeAdapter(Passage).validate_python(values)
-    return n

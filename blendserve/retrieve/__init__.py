@@ -1,11 +1,12 @@
 """Retrieval: documents.py -> Document, chunker.py -> Passage, embedder.py -> vectors, index.py -> nearest passages."""
 
 from blendserve.retrieve.chunker import TokenCounter, split
+from blendserve.retrieve.database import read_manifest
 from blendserve.retrieve.demo_corpus import language_reference
 from blendserve.retrieve.documents import Skipped, as_documents, document_id, read_documents
 from blendserve.retrieve.embedder import Embedder
 from blendserve.retrieve.index import VectorIndex
-from blendserve.retrieve.manifest import Manifest, read_manifest
+from blendserve.retrieve.tables import Manifest
 
 __all__ = [
     "Embedder",

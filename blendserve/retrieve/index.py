@@ -1,4 +1,4 @@
-"""A FAISS index of passages: search, add, delete. A change is on disk before it is searched.
+"""An index of passages: search, add, delete. A change is on disk before it is searched.
 
 A passage has one vector for each of its windows; its score is that of its best window.
 """
@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from blendserve.core import Document, Passage, Steps, run
-from blendserve.errors import CorpusError, IndexChanged, IndexMissing, InputError, VectorIndexError
-from blendserve.retrieve import manifest as disk
+from blendserve.errors import CorpusError, IndexMismatch, IndexMissing, InputError
+from blendserve.retrieve import tables
 from blendserve.retrieve.chunker import TokenCounter, split
-from blendserve.retrieve.contents import NO_VECTORS, Change, Contents
+from blendserve.retrieve.database import Database
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import Embedder, Progress
 from blendserve.retrieve.encoder import Window
-from blendserve.retrieve.manifest import Manifest
+from blendserve.retrieve.tables import FORMAT, EmbeddedDocument, Manifest, Rows
+from blendserve.retrieve.vectors import Vectors
 
-BUILDING = "building"  # folder inside an index: the batches that a long build has saved
+BUILDING = "building"  # folder inside an index: what a long build has saved
 BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
-BATCH_SHARE = 0.25  # of the windows in the index, if that is more: saving a large index takes longer
-REPEATS = 5  # of a change whose save another process has overtaken
 
 
 class Added(NamedTuple):
@@ -42,7 +43,7 @@ class Cut(NamedTuple):
 
     id: str
     document: Document
-    passages: list[Passage]
+    texts: list[str]  # of its passages
     windows: list[list[Window]]  # of each passage
 
     @property
@@ -54,18 +55,17 @@ class Cut(NamedTuple):
 class VectorIndex:
     """Passages in the order they were added, with their vectors. Make one with `create`, `build` or `open`.
 
-    Thread-safe. A change is saved first and searched then; one that cannot be saved leaves the index as it was. An HNSW
-    graph cannot delete a node, so deleting and replacing build the graph again (seconds for ten thousand vectors): give
-    `delete` all ids at once.
+    Thread-safe, and safe with other processes: a search sees all changes that any process has saved before.
     """
 
     def __init__(
-        self, path: Path, embedder: Embedder, tokens: TokenCounter, contents: Contents, base: str | None
+        self, path: Path, embedder: Embedder, tokens: TokenCounter, is_exclusive: bool = False
     ) -> None:
-        """base: digest of the manifest on disk that the contents come from."""
+        """is_exclusive: other processes wait until it is closed."""
         self.path, self.embedder, self.tokens = path, embedder, tokens
-        self._contents, self._base = contents, base
-        self._saving = threading.Lock()
+        self.database = Database(path, is_exclusive)
+        self._vectors: Vectors | None = None
+        self._loading = threading.Lock()
 
     @classmethod
     def create(
@@ -77,20 +77,10 @@ class VectorIndex:
         chunk_tokens: int,
         kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
-        """An empty index in memory; the first change writes it to `path`, in place of any index there."""
-        manifest = Manifest(
-            format=disk.FORMAT,
-            embedder=embedder.name,
-            embedder_fingerprint=embedder.fingerprint,
-            dimension=embedder.dimension,
-            reader=tokens.model,
-            reader_fingerprint=tokens.fingerprint,
-            chunk_tokens=chunk_tokens,
-            kind=kind,
-            embedder_dtype="",
-        )
-        base = disk.manifest_digest(Path(path))
-        return cls(Path(path), embedder, tokens, Contents.empty(manifest), base)
+        """An empty index, in place of any index at `path`. Raises VectorIndexError."""
+        index = cls(Path(path), embedder, tokens)
+        index._begin(index._settings(chunk_tokens, kind))
+        return index
 
     @classmethod
     def build(
@@ -100,59 +90,76 @@ class VectorIndex:
         tokens: TokenCounter,
         documents: Iterable[Document | str | Mapping[str, Any]],
         progress: Progress | None = None,
-        **settings: Any,
+        *,
+        chunk_tokens: int,
+        kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
-        """Build and save an index of these documents, replacing any index at `path`. settings: as for `create`.
+        """Build an index of these documents, and put it in place of any index at `path`.
 
         A long build saves batches in a folder of its own. When it is killed, the same call continues after the last
-        batch. Raises as `add`, and IndexChanged if another process writes an index to `path` meanwhile.
+        batch. Raises as `add`.
         """
         path, given = Path(path), list(as_documents(documents))
-        base = disk.manifest_digest(path)
-        index = cls.create(path / BUILDING, embedder, tokens, **settings)
-        with suppress(VectorIndexError):  # the batches that a killed build with the same settings has saved
-            manifest, files, saved = disk.read(index.path)
-            if manifest.settings == index._contents.settings.settings:
-                index._contents, index._base = Contents.read(manifest, files), saved
-        ids = {document_id(document) for document in given}
-        index._contents = index._contents.apply(Change(index._contents.digests.keys() - ids))
-        batches = index._batches(run(index._cut(given))) or [[]]
-        total, done = sum(cut.n_windows for batch in batches for cut in batch), 0
-        for batch in batches:
-            change = run(index._embed(batch, progress, done, total))
-            done += len(change.vectors)
-            if batch is batches[-1]:
-                index.path, index._base = path, base
-            index._save(index._contents.apply(change))
+        index = cls(path / BUILDING, embedder, tokens, is_exclusive=True)
+        with closing(index):
+            index._begin(index._settings(chunk_tokens, kind), keep=True)
+            with index.database.read() as rows:
+                known = tables.document_ids(rows)
+            index.delete(*(known - {document_id(document) for document in given}))
+            index.add(given, progress)
+            index.database.copy_into(Database(path))
         shutil.rmtree(path / BUILDING, ignore_errors=True)
-        return index
+        return cls.open(path, embedder, tokens)
 
     @classmethod
     def open(cls, path: str | Path, embedder: Embedder, tokens: TokenCounter) -> VectorIndex:
-        """The index as it was last saved.
+        """The index at `path`.
 
-        Raises IndexMissing, IndexMismatch (another embedder, model, or a newer format) or IndexDamaged.
+        Raises IndexMissing, IndexMismatch (another embedder, model or format) or IndexDamaged.
         """
-        path = Path(path)
-        manifest, files, seal = disk.read(path)
-        manifest.check(path, (embedder.name, embedder.fingerprint), (tokens.model, tokens.fingerprint))
-        return cls(path, embedder, tokens, Contents.read(manifest, files), seal)
+        index = cls(Path(path), embedder, tokens)
+        with index._reading():
+            return index
 
     @property
     def passages(self) -> list[Passage]:
         """All passages, in the order they were added."""
-        return list(self._contents.passages)
+        with self.database.read() as rows:
+            return tables.select_passages(rows)
+
+    def scan(self, n: int) -> Iterator[list[Passage]]:
+        """All passages, at most n at a time; those that are deleted meanwhile may be left out."""
+        with self._reading() as (_, vectors):
+            numbers = vectors.numbers.tolist()
+        for at in range(0, len(numbers), n):
+            some = numbers[at : at + n]
+            with self.database.read() as rows:
+                passages = tables.select_passages(rows, "p.number BETWEEN ? AND ?", some[0], some[-1])
+            yield passages
+
+    def passages_of(self, doc_ids: Iterable[str]) -> list[Passage]:
+        """The passages of these documents."""
+        with self.database.read() as rows:
+            return [p for doc_id in doc_ids for p in tables.select_passages(rows, "d.id = ?", doc_id)]
+
+    def passages_like(self, passage: Passage) -> list[Passage]:
+        """The passages that make the same chunk."""
+        with self.database.read() as rows:
+            return tables.select_passages(rows, "p.hash = ?", tables.text_hash(passage))
 
     def __len__(self) -> int:
-        return len(self._contents.passages)
+        with self._reading() as (_, vectors):
+            return len(vectors.numbers)
 
     def __contains__(self, doc_id: str) -> bool:
-        return doc_id in self._contents.digests
+        with self.database.read() as rows:
+            return tables.digest_of(rows, doc_id) is not None
 
     @property
     def manifest(self) -> Manifest:
         """Models and settings of the index, and its present contents."""
-        return self._contents.manifest
+        with self.database.read() as rows:
+            return tables.with_counts(rows, self.database.manifest(rows))
 
     def search(self, question: str, top_k: int) -> list[Passage]:
         """The `top_k` passages nearest to the question (all, if fewer), best first, with `score` set.
@@ -164,13 +171,18 @@ class VectorIndex:
             raise InputError("the question is empty: ask something", setting="question")
         if top_k < 1:
             raise InputError(f"top_k={top_k} asks for no passage: give 1 or more", setting="top_k")
-        contents = self._contents
-        if not contents.passages:
-            raise IndexMissing(
-                f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
-            )
-        best = contents.best(self.embedder.embed_question(question), min(top_k, len(contents.passages)))
-        found = [replace(contents.passages[n], score=score) for n, score in best.items()]
+        query = self.embedder.embed_question(question)
+        with self._reading() as (rows, vectors):
+            if not len(vectors.numbers):
+                raise IndexMissing(
+                    f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
+                )
+            best = vectors.best(query, min(top_k, len(vectors.numbers)))
+            found = [
+                replace(passage, score=score)
+                for number, score in best.items()
+                for passage in tables.select_passages(rows, "p.number = ?", number)
+            ]
         return nearest_distinct(found, top_k)
 
     def add(
@@ -183,13 +195,12 @@ class VectorIndex:
         `commit`. `progress` counts windows embedded. A long run saves after each batch, so after a kill the same call
         continues there.
         """
-        batches = self._batches(run(self._cut(as_documents(documents))))
-        total, done = sum(cut.n_windows for batch in batches for cut in batch), 0
+        cuts = run(self._cut(as_documents(documents)))
+        total, done = sum(cut.n_windows for cut in cuts), 0
         added = Added(0, [], [])
-        for batch in batches:
-            change = run(self._embed(batch, progress, done, total))
-            done += len(change.vectors)
-            more = self.commit(change)
+        for batch in _batches(cuts):
+            more = self.commit(run(self._embed(batch, progress, done, total)))
+            done += sum(cut.n_windows for cut in batch)
             added = Added(
                 added.documents + more.documents,
                 added.passages + more.passages,
@@ -197,111 +208,164 @@ class VectorIndex:
             )
         return added
 
-    def embed_steps(self, documents: Iterable[Document]) -> Steps[Change]:
-        """The change that adds the new ones of these documents, for `commit`. Raises CorpusError, ConfigError."""
+    def embed_steps(self, documents: Iterable[Document]) -> Steps[list[EmbeddedDocument]]:
+        """The new ones of these documents, for `commit`. Raises CorpusError, ConfigError."""
         cuts = yield from self._cut(documents)
         return (yield from self._embed(cuts, None, 0, 0))
 
-    def fills_batch(self, changes: Sequence[Change]) -> bool:
-        """Whether so much was embedded that it should be saved."""
-        return sum(len(change.vectors) for change in changes) >= _batch_size(len(self._contents.owner))
+    def commit(self, documents: Sequence[EmbeddedDocument], job: Mapping[str, Any] | None = None) -> Added:
+        """Add or replace these documents in one transaction -> what has changed.
+
+        job: its new state, saved with them. Raises VectorIndexError when the file cannot be written; nothing changes
+        then.
+        """
+        added = Added(0, [], [])
+        with self.database.write() as rows:
+            new = [d for d in documents if tables.digest_of(rows, d.id) != d.digest]
+            for document in new:
+                old, passages = tables.remove(rows, document.id), document.passages
+                kept = {*old} & {*passages}
+                tables.insert(rows, document)
+                added.passages.extend(p for p in passages if p not in kept)
+                added.replaced.extend(p for p in old if p not in kept)
+            if new:
+                tables.mark_changed(rows, self.database.manifest(rows), self.embedder.dtype)
+            if job is not None:
+                tables.save_job(rows, job)
+        return added._replace(documents=len(new))
 
     def delete(self, *doc_ids: str) -> int:
-        """Remove documents with their passages and vectors, and save -> number of removed documents."""
-        gone = {doc_id for doc_id in doc_ids if doc_id in self}
-        if gone:
-            self.commit(Change(gone))
+        """Remove documents with their passages and vectors -> number of removed documents. Raises as `commit`."""
+        with self.database.write() as rows:
+            gone = {doc_id for doc_id in doc_ids if tables.digest_of(rows, doc_id)}
+            for doc_id in gone:
+                tables.remove(rows, doc_id)
+            if gone:
+                tables.mark_changed(rows, self.database.manifest(rows))
         return len(gone)
 
-    def commit(self, *changes: Change) -> Added:
-        """Make these changes, one after the other, and save them -> what they have changed together.
+    def save_job(self, job: Mapping[str, Any]) -> None:
+        """Save the state of a job (serve/jobs.py). Raises as `commit`."""
+        with self.database.write() as rows:
+            tables.save_job(rows, job)
 
-        A process killed at any moment leaves the old or the new index on disk. What another process has saved meanwhile
-        is read first. Raises VectorIndexError when that cannot be read or the path not be written; nothing changes then.
-        """
-        with self._saving:
-            for n in range(1 + REPEATS):
-                before = after = self._contents
-                for change in changes:
-                    after = after.apply(change)
-                try:
-                    self._save(after)
-                    break
-                except IndexChanged:
-                    if n == REPEATS:
-                        raise
-                    self._reopen()
-        touched = {doc_id for change in changes for doc_id in (*change.gone, *change.digests)}
-        old, new = ([p for p in c.passages if p.doc_id in touched] for c in (before, after))
-        kept = {*old} & {*new}
-        n_new = len({d for change in changes for d in change.digests})
-        return Added(n_new, *([p for p in some if p not in kept] for some in (new, old)))
+    def saved_jobs(self) -> list[dict[str, Any]]:
+        """The last saved states of jobs, the oldest job first."""
+        with self.database.read() as rows:
+            return tables.read_jobs(rows)
 
-    def _save(self, contents: Contents) -> None:
-        """Write contents to disk, then search in them. Raises VectorIndexError, IndexChanged."""
-        about = replace(contents.manifest, format=disk.FORMAT)
-        self._base = disk.write(self.path, about, contents.files(), self._base)
-        self._contents = contents
+    def close(self) -> None:
+        """Close the file; it is opened again when it is needed."""
+        self.database.close()
 
-    def _reopen(self) -> None:
-        """Read what another process has saved. Raises as `open`."""
-        anew = VectorIndex.open(self.path, self.embedder, self.tokens)
-        self._contents, self._base = anew._contents, anew._base
+    def _settings(self, chunk_tokens: int, kind: Literal["flat", "hnsw"]) -> Manifest:
+        """The manifest of a new index."""
+        return Manifest(
+            format=FORMAT,
+            embedder=self.embedder.name,
+            embedder_fingerprint=self.embedder.fingerprint,
+            dimension=self.embedder.dimension,
+            reader=self.tokens.model,
+            reader_fingerprint=self.tokens.fingerprint,
+            chunk_tokens=chunk_tokens,
+            kind=kind,
+        )
+
+    def _begin(self, manifest: Manifest, keep: bool = False) -> None:
+        """Make the index empty; keep: unless it has the same settings."""
+        self.database.make()
+        with self.database.write() as rows:
+            try:
+                is_kept = keep and self.database.manifest(rows).settings == manifest.settings
+            except (IndexMissing, IndexMismatch):
+                is_kept = False
+            if not is_kept:
+                tables.begin(rows, manifest)
+
+    @contextmanager
+    def _reading(self) -> Iterator[tuple[Rows, Vectors]]:
+        """One state of the index: its rows, and its vectors, which are loaded if they have changed."""
+        with self.database.read() as rows:
+            with self._loading:  # the state is read within: no thread has a later one
+                vectors = self._load(rows)
+            yield rows, vectors
+
+    def _load(self, rows: Rows) -> Vectors:
+        """The vectors in the state of this transaction. Raises IndexMissing, IndexMismatch, IndexDamaged."""
+        if self._vectors is not None and self._vectors.state == tables.state(rows):
+            return self._vectors
+        manifest = self.database.manifest(rows)
+        manifest.check(
+            self.path,
+            (self.embedder.name, self.embedder.fingerprint),
+            (self.tokens.model, self.tokens.fingerprint),
+        )
+        self._vectors = Vectors.load(rows, manifest, tables.state(rows), self._vectors, self.path)
+        return self._vectors
 
     def _cut(self, documents: Iterable[Document]) -> Steps[list[Cut]]:
         """The documents with new content, cut. Raises CorpusError, ConfigError."""
-        cuts = list[Cut]()
-        for doc_id, document in self._new(documents).items():
-            passages = list[Passage]()
-            for passage in split(document, self._contents.settings.chunk_tokens, self.tokens.count):
+        given, cuts, passages = list(documents), list[Cut](), list[Passage]()
+        with self.database.read() as rows:
+            chunk_tokens = self.database.manifest(rows).chunk_tokens
+            new = _new(rows, given)
+        for doc_id, document in new.items():
+            texts = list[str]()
+            for passage in split(document, chunk_tokens, self.tokens.count):
                 passages.append(passage)
+                texts.append(passage.text)
                 yield
-            cuts.append(Cut(doc_id, document, passages, []))
-        windows = iter((yield from self.embedder.cut([p for cut in cuts for p in cut.passages])))
-        return [cut._replace(windows=[next(windows) for _ in cut.passages]) for cut in cuts]
+            cuts.append(Cut(doc_id, document, texts, []))
+        windows = iter((yield from self.embedder.cut(passages)))
+        return [cut._replace(windows=[next(windows) for _ in cut.texts]) for cut in cuts]
 
-    def _new(self, documents: Iterable[Document]) -> dict[str, Document]:
-        """The documents with new content, by id."""
-        given: dict[str, Document] = {}
-        for document in documents:
-            doc_id = document_id(document)
-            if content_digest(given.setdefault(doc_id, document)) != content_digest(document):
-                raise CorpusError(
-                    f"two different documents have the id {doc_id!r}: give each its own", setting="id"
-                )
-        known = self._contents.digests
-        return {d: document for d, document in given.items() if known.get(d) != content_digest(document)}
-
-    def _batches(self, cuts: Iterable[Cut]) -> list[list[Cut]]:
-        """The documents in order; a batch grows with the index."""
-        batches, size, n_saved = list[list[Cut]](), 0, len(self._contents.owner)
-        for cut in cuts:
-            if not batches or size >= _batch_size(n_saved):
-                n_saved += size
-                size = 0
-                batches.append([])
-            batches[-1].append(cut)
-            size += cut.n_windows
-        return batches
-
-    def _embed(self, cuts: Sequence[Cut], progress: Progress | None, done: int, total: int) -> Steps[Change]:
-        """The change that adds these documents. done: windows embedded before, of `total`."""
+    def _embed(
+        self, cuts: Sequence[Cut], progress: Progress | None, done: int, total: int
+    ) -> Steps[list[EmbeddedDocument]]:
+        """The documents, embedded. done: windows embedded before, of `total`."""
         windows = [window for cut in cuts for of_passage in cut.windows for window in of_passage]
+        if not windows:
+            return []
         report = (lambda n, _: progress(done + n, total)) if progress else None
-        vectors = (yield from self.embedder.encode(windows, report)) if windows else NO_VECTORS
-        return Change(
-            gone={cut.id for cut in cuts},
-            digests={cut.id: content_digest(cut.document) for cut in cuts},
-            passages=[p for cut in cuts for p in cut.passages],
-            windows=[len(of_passage) for cut in cuts for of_passage in cut.windows],
-            vectors=vectors,
-            dtype=self.embedder.dtype,
-        )
+        vectors = yield from self.embedder.encode(windows, report)
+        ends = np.cumsum([len(of_passage) for cut in cuts for of_passage in cut.windows])
+        of_passages = iter(np.split(vectors, ends[:-1]))
+        return [
+            EmbeddedDocument(
+                cut.id,
+                cut.document.title,
+                content_digest(cut.document),
+                cut.texts,
+                [next(of_passages) for _ in cut.texts],
+            )
+            for cut in cuts
+        ]
 
 
-def _batch_size(n_windows: int) -> float:
-    """Number of windows that are embedded between two saves of an index with this many."""
-    return max(BATCH_WINDOWS, BATCH_SHARE * n_windows)
+def _new(rows: Rows, documents: Iterable[Document]) -> dict[str, Document]:
+    """The documents whose content the index does not have, by id."""
+    given: dict[str, Document] = {}
+    for document in documents:
+        doc_id = document_id(document)
+        if content_digest(given.setdefault(doc_id, document)) != content_digest(document):
+            raise CorpusError(
+                f"two different documents have the id {doc_id!r}: give each its own", setting="id"
+            )
+    return {
+        d: document for d, document in given.items() if tables.digest_of(rows, d) != content_digest(document)
+    }
+
+
+def _batches(cuts: Iterable[Cut]) -> list[list[Cut]]:
+    """The documents in order, in batches of BATCH_WINDOWS windows or a little more."""
+    batches, size = list[list[Cut]](), BATCH_WINDOWS
+    for cut in cuts:
+        if size >= BATCH_WINDOWS:
+            batches.append([])
+            size = 0
+        batches[-1].append(cut)
+        size += cut.n_windows
+    return batches
 
 
 def nearest_distinct(passages: Iterable[Passage], top_k: int) -> list[Passage]:

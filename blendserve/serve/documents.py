@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,13 +14,12 @@ from fastapi import APIRouter, Depends, Query
 from blendserve.config import StoreConfig
 from blendserve.core import Passage, Steps, TokenIds
 from blendserve.engine.documents import Documents
-from blendserve.engine.prompt import passage_text
 from blendserve.errors import InputError, NotFound, PermissionDenied
 from blendserve.retrieve import VectorIndex
-from blendserve.serve.additions import Additions, uncancelled
+from blendserve.retrieve.tables import EmbeddedDocument
 from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient
-from blendserve.serve.jobs import Job
+from blendserve.serve.jobs import Job, uncancelled
 from blendserve.serve.schemas import Body, CacheRequest, DocumentsRequest, Name
 from blendserve.store import ChunkKey
 from blendserve.store.valkey import ValkeyStore
@@ -61,10 +60,15 @@ class Caller:
         return await self.client.storage.run(self.tenant.name, call, *args)
 
     def start_job(
-        self, body: Body, kind: str, work: Callable[[Job], Awaitable[None]], total_documents: int = 0
+        self,
+        body: Body,
+        kind: str,
+        work: Callable[[Job], Awaitable[None]],
+        total_documents: int = 0,
+        index: VectorIndex | None = None,
     ) -> dict[str, Any]:
-        """Start a job -> its state, and the fields of the request that are ignored."""
-        job = self.client.jobs.start(self.tenant.namespace, kind, work, total_documents)
+        """Start a job -> its state, and the fields of the request that are ignored. index: that has its row."""
+        job = self.client.jobs.start(self.tenant.namespace, kind, work, total_documents, index)
         return {**job.to_dict(), **self.client.notices.as_extras(body)}
 
     def documents(self, index: VectorIndex) -> Documents:
@@ -77,7 +81,7 @@ class Caller:
 
     async def precompute(self, passages: Sequence[Passage], job: Job) -> None:
         """Compute and pin KV in batches, as the tokens of a collection may not fit in memory."""
-        distinct = list({text: p for p in passages if (text := passage_text(p))}.values())
+        distinct = list({text: p for p in passages if (text := p.chunk_text)}.values())
         job.chunks = len(distinct)
         batch, writer = self.client.batch, self.client.batch.blender(self.tenant.namespace).writer
 
@@ -128,7 +132,7 @@ class Caller:
             least = prompts.at_least((passage.title, passage.text), limit)  # without tokenising all of it
             ids = () if least else prompts.chunk(passage).ids
             if max(least, len(ids)) > limit:
-                start = repr(passage_text(passage)[:40])
+                start = repr(passage.chunk_text[:40])
                 raise InputError(
                     f"the passage that begins with {start} has more than {limit} tokens: shorten it"
                 )
@@ -160,11 +164,9 @@ class ListQuery(Caller):
     ) -> Steps[list[Passage]]:
         """The passages with the text in one of their fields."""
         text, found = self.search.strip().casefold(), list[Passage]()
-        for n, passage in enumerate(index.passages):
-            if n % PASSAGES_PER_STEP == 0:
-                yield
-            if not text or any(text in field.casefold() for field in fields(passage)):
-                found.append(passage)
+        for some in index.scan(PASSAGES_PER_STEP):
+            yield
+            found += [p for p in some if not text or any(text in field.casefold() for field in fields(p))]
         return found
 
 
@@ -181,10 +183,15 @@ class Selection(Caller):
             if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
                 raise InputError("send either passages, or a collection with documents or ids")
             return [passage.passage() for passage in body.passages]
-        passages = self.find(body.collection)[1].passages
-        documents, ids = (None if names is None else set(names) for names in (body.documents, body.ids))
-        chosen = (p for p in passages if documents is None or p.doc_id in documents)
+        index = self.find(body.collection)[1]
+        chosen = index.passages if body.documents is None else index.passages_of(set(body.documents))
+        ids = None if body.ids is None else set(body.ids)
         return [p for p in chosen if ids is None or p.id in ids]
+
+    @property
+    def index(self) -> VectorIndex | None:
+        """The collection that the chunks are of; None for passages of the request's own."""
+        return None if self.body.passages is not None else self.find(self.body.collection)[1]
 
     async def keys(self) -> list[ChunkKey]:
         """The keys of the chunks, without empty passages."""
@@ -221,22 +228,23 @@ async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: Tenan
     tenant.require_write_access()
     caller = Caller(client, tenant)
     name, index = caller.find(body.collection)
+    documents = caller.documents(index)
+
+    def save(embedded: Sequence[EmbeddedDocument], job: Job) -> list[Passage]:
+        """Save a document, and that the job has done so, in one transaction -> passages that the index did not have."""
+        added = documents.commit(embedded, asdict(replace(job, documents=job.documents + 1)))
+        job.documents += 1
+        return added.passages
 
     async def work(job: Job) -> None:
-        """Embed one document at a time; questions run between its parts. However this ends, what is embedded is saved."""
-        additions = Additions(caller.documents(index))
-        try:
-            for document in body.documents:
-                await additions.add(await caller.on_index(index.embed_steps, [document.document()]))
-                job.documents += 1
-        finally:
-            try:
-                await additions.save()
-            finally:
-                job.documents = additions.n_saved
-        await caller.precompute(additions.passages, job)
+        """Embed and save one document at a time; questions run between its parts."""
+        passages = list[Passage]()
+        for document in body.documents:
+            embedded = await caller.on_index(index.embed_steps, [document.document()])
+            passages += await uncancelled(asyncio.to_thread(save, embedded, job))
+        await caller.precompute(passages, job)
 
-    return caller.start_job(body, f"documents into {name}", work, len(body.documents))
+    return caller.start_job(body, f"documents into {name}", work, len(body.documents), index)
 
 
 @router.get("/jobs")
@@ -285,7 +293,7 @@ async def warm(chosen: SelectionDep) -> dict[str, Any]:
     """Start a job that computes and pins the KV of chunks in this key's namespace."""
     chosen.tenant.require_write_access()
     passages = await chosen.client.collections.executor.run(chosen.tenant.name, chosen.passages)
-    return chosen.start_job(chosen.body, "warm", partial(chosen.precompute, passages))
+    return chosen.start_job(chosen.body, "warm", partial(chosen.precompute, passages), index=chosen.index)
 
 
 @router.post("/cache/fetch", status_code=202)
@@ -299,7 +307,7 @@ async def fetch(chosen: SelectionDep) -> dict[str, Any]:
         for some in _batches(keys, BATCH):
             job.computed += await chosen.on_store(chosen.client.engine.fetcher.copy_here, some)
 
-    return chosen.start_job(chosen.body, "fetch", work)
+    return chosen.start_job(chosen.body, "fetch", work, index=chosen.index)
 
 
 @router.post("/cache/pin")
@@ -356,7 +364,7 @@ async def list_chunks(query: ListDep) -> dict[str, Any]:
     engine, blender = query.client.engine, query.client.batch.blender(query.tenant.namespace)
 
     def look_up() -> Steps[tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]]:
-        found = yield from query.matching(index, lambda p: (p.id, passage_text(p)))
+        found = yield from query.matching(index, lambda p: (p.id, p.chunk_text))
         page = [(passage, engine.prompts.chunk(passage).ids) for passage in query.page(found)]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 

@@ -174,7 +174,8 @@ class LocalEngineClient(EngineClient):
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
         metrics, model = Metrics(), engine.model
-        self.engine, self.jobs, self.batch = engine, Jobs(), BatchEngine(engine, metrics, http)
+        self.engine, self.batch = engine, BatchEngine(engine, metrics, http)
+        self.jobs = Jobs(library.collections.values())
         self.prompts = engine.prompts
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         if self.max_tokens < engine.model.decoder.context_limit:

@@ -1,22 +1,32 @@
-"""Background jobs: adding documents, warming and fetching chunk KV."""
+"""Background jobs: adding documents, warming and fetching chunk KV.
+
+A job over a collection is a row of the collection's file, so that it can be asked for after the server has ended. The
+row of a job that adds documents changes in the transaction that adds one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
-from blendserve.errors import BlendserveError, NotFound, RateLimited
+from blendserve.errors import BlendserveError, NotFound, RateLimited, VectorIndexError
+from blendserve.retrieve import VectorIndex
 
 MAX_JOBS = 1000  # remembered; above it, the namespace with most ended jobs loses its oldest one
 MAX_RUNNING = 100
 MAX_RUNNING_PER_NAMESPACE = 8  # each job holds the body of its request
 
+STOPPED = "the server has shut down"
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -28,15 +38,16 @@ class Job:
     kind: str
     state: str = "running"  # running | done | failed
     total_documents: int = 0  # to add
-    documents: int = 0  # embedded so far, and at the end: saved
+    documents: int = 0  # saved
     chunks: int = 0  # to compute or fetch
     computed: int = 0  # chunks that are in the store
     error: str = ""
+    created: float = field(default_factory=time.time)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the job as JSON, without the namespace."""
+        """Return the job as JSON, without namespace and time."""
         values = asdict(self)
-        del values["namespace"]
+        del values["namespace"], values["created"]
         return values
 
     @property
@@ -51,16 +62,30 @@ class Job:
 
 
 class Jobs:
-    """The jobs of all tenants. Used by the event loop only; they end with the process."""
+    """The jobs of all tenants. Used by the event loop only.
 
-    def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+    A job that another process has begun and not ended counts as failed here, as the process was probably killed.
+    """
+
+    def __init__(self, indexes: Iterable[VectorIndex] = ()) -> None:
+        """indexes: whose saved jobs are listed, too."""
+        saved = [Job(**values) for index in indexes for values in index.saved_jobs()]
+        found = sorted(saved, key=lambda job: job.created)
+        for job in found:
+            if job.state == "running":
+                job.state, job.error = "failed", STOPPED
+        self._jobs = {job.id: job for job in found}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(
-        self, namespace: str, kind: str, work: Callable[[Job], Awaitable[None]], total_documents: int = 0
+        self,
+        namespace: str,
+        kind: str,
+        work: Callable[[Job], Awaitable[None]],
+        total_documents: int = 0,
+        index: VectorIndex | None = None,
     ) -> Job:
-        """Start a job. Raises RateLimited if too many run, in total or in this namespace."""
+        """Start a job. index: that has its row. Raises RateLimited if too many run, in total or in this namespace."""
         n_running = sum(job.state == "running" for job in self.of(namespace))
         if n_running >= MAX_RUNNING_PER_NAMESPACE or len(self._tasks) >= MAX_RUNNING:
             message = f"too many jobs are running: {n_running} of this namespace, {len(self._tasks)} in total"
@@ -69,7 +94,7 @@ class Jobs:
         self._jobs[job.id] = job
         if len(self._jobs) > MAX_JOBS:
             self._forget_one()
-        task = asyncio.ensure_future(_run(job, work))
+        task = asyncio.ensure_future(_run(job, work, index))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
@@ -99,17 +124,40 @@ class Jobs:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _run(job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
+async def _run(job: Job, work: Callable[[Job], Awaitable[None]], index: VectorIndex | None) -> None:
+    """Run a job to its end. Its state is saved at both ends, the last one before it is reported."""
+    state, error = "done", ""
     try:
+        await _save(job, index)
         await work(job)
-        job.state = "done"
-    except BlendserveError as error:
-        log.warning("a job failed: %s", error)
-        job.state, job.error = "failed", error.public_message
+    except BlendserveError as failure:
+        log.warning("a job failed: %s", failure)
+        state, error = "failed", failure.public_message
     except asyncio.CancelledError:
-        job.state, job.error = "failed", "the server has shut down"
+        state, error = "failed", STOPPED
         log.warning("a job was cut by the shutdown, at %s", job.progress)
         raise
     except Exception:
         log.exception("a job failed")
-        job.state, job.error = "failed", "internal server error: see the server's log"
+        state, error = "failed", "internal server error: see the server's log"
+    finally:
+        try:
+            await _save(replace(job, state=state, error=error), index)
+        except VectorIndexError as failure:
+            log.warning("the end of a job was not saved: %s", failure)
+        job.state, job.error = state, error
+
+
+async def _save(job: Job, index: VectorIndex | None) -> None:
+    if index is not None:
+        await uncancelled(asyncio.to_thread(index.save_job, asdict(job)))
+
+
+async def uncancelled(work: Awaitable[T]) -> T:
+    """Await work to its end; a cancellation in between is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -31,7 +31,7 @@ from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.kdn.publish import publish, set_pins, unpublish
 from blendserve.kdn.pull import pull, resolve
 from blendserve.models import sources
-from blendserve.retrieve.manifest import read as read_index
+from blendserve.retrieve import read_manifest
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.support import peers
@@ -190,7 +190,7 @@ def test_settings_and_indexes_lead_to_the_service(
     for _ in range(2):
         where, config = resolve(f"{service.url}/{NAME}", CONFIG)
         assert len([r for r in caplog.records if r.name == "blendserve.kdn.pull"]) == 1
-    assert read_index(Path(where))[:2] == read_index(folder / NAME)[:2]
+    assert read_manifest(Path(where)) == read_manifest(folder / NAME)
     remote = config.store.remote
     assert remote is not None
     assert (remote.kdn.url, remote.kdn.collection, remote.kind) == (service.url, NAME, "kdn")

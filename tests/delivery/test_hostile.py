@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 from blendserve.config import BlendConfig, DeliverConfig
 from blendserve.errors import StoreError, StoreUnavailable
@@ -203,55 +202,59 @@ class Forger(Peer):
         line.sendall(honest(body)[0])
 
 
-def sealed(files: Files, **changes: Any) -> Files:
-    """The files with a manifest that fits them, but for the changes."""
+def about(files: Files, **changes: Any) -> Files:
+    """The files with these changes of the manifest."""
     manifest = json.loads(files["manifest.json"])
-    seals = {name: f"{len(raw)} {xxhash.xxh3_128_hexdigest(raw)}" for name, raw in files.items()}
-    del seals["manifest.json"]
-    return {**files, "manifest.json": json.dumps({**manifest, "files": seals, **changes}).encode()}
+    return {**files, "manifest.json": json.dumps({**manifest, **changes}).encode()}
 
 
-def text_of(files: Files, **values: Any) -> bytes:
-    """The passages with these values in the first one."""
-    first, *others = files["passages.jsonl"].decode().split("\n")
-    return "\n".join([json.dumps({**json.loads(first), **values}), *others]).encode()
+def first_line(files: Files, **values: Any) -> Files:
+    """The files with these values of the first document."""
+    first, *others = files["documents.jsonl"].decode().split("\n")
+    lines = [json.dumps({**json.loads(first), **values}), *others]
+    return {**files, "documents.jsonl": "\n".join(lines).encode()}
 
 
 Forgery = Callable[[Files], Files]
 FORGERIES: dict[str, Forgery] = {
     **{
-        f"file {name}": lambda files, name=name: sealed({**files, name: b"x"})  # type: ignore[misc]
+        f"file {name}": lambda files, name=name: {**files, name: b"x"}  # type: ignore[misc]
         for name in ("../outside", "/tmp/outside", "another")
     },
-    "no vectors": lambda files: sealed({n: raw for n, raw in files.items() if n != "vectors.faiss"}),
-    "passages of another form": lambda files: sealed({**files, "passages.jsonl": b'{"nothing": 1}\n'}),
-    "passages that are no text": lambda files: sealed({**files, "passages.jsonl": b"\xff\xff\n"}),
-    "a text that is a number": lambda files: sealed({**files, "passages.jsonl": text_of(files, text=7)}),
-    "more windows than vectors": lambda files: sealed(
-        {**files, "passages.jsonl": text_of(files, windows=50)}
-    ),
+    "no vectors": lambda files: {n: raw for n, raw in files.items() if n != "vectors.f32"},
+    "documents of another form": lambda files: {**files, "documents.jsonl": b'{"nothing": 1}\n'},
+    "documents that are no text": lambda files: {**files, "documents.jsonl": b"\xff\xff\n"},
+    "a text that is a number": lambda files: first_line(files, texts=[7]),
+    "a title that was changed": lambda files: first_line(files, digest="another"),
+    "more windows than vectors": lambda files: first_line(files, windows=[50]),
+    "fewer windows than texts": lambda files: first_line(files, texts=["a", "b"]),
+    "no windows": lambda files: first_line(files, texts=[], windows=[]),
+    "one document twice": lambda files: {**files, "documents.jsonl": files["documents.jsonl"] * 2},
     "deep JSON": lambda files: {**files, "manifest.json": b"[" * 100_000},
-    "vectors that are none": lambda files: sealed({**files, "vectors.faiss": b"garbage" * 99}),
-    "no bytes of vectors": lambda files: sealed({**files, "vectors.faiss": b""}),
-    "cut vectors": lambda files: sealed({**files, "vectors.faiss": files["vectors.faiss"][:99]}),
-    "another kind of vectors": lambda files: sealed(
-        {**files, "vectors.faiss": b"IwFl" + files["vectors.faiss"][4:]}
-    ),
+    "no bytes of vectors": lambda files: {**files, "vectors.f32": b""},
+    "cut vectors": lambda files: {**files, "vectors.f32": files["vectors.f32"][:99]},
+    "vectors that are not finite": lambda files: {
+        **files,
+        "vectors.f32": b"\xff" * len(files["vectors.f32"]),
+    },
     **{
-        f"{name} {value!r}": lambda files, name=name, value=value: sealed(files, **{name: value})  # type: ignore[misc]
-        for name, value in (("dimension", "x"), ("dimension", 7), ("kind", 7), ("passages", 0))
+        f"{name} {value!r}": lambda files, name=name, value=value: about(files, **{name: value})  # type: ignore[misc]
+        for name, value in (
+            *(("dimension", "x"), ("dimension", 7), ("dimension", -1), ("kind", 7), ("passages", 0)),
+            *(("format", 2), ("corpus", "another")),
+        )
     },
 }
 
 
 def on_disk(folder: Path) -> Files:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 def test_a_forged_index_replaces_no_good_one(service: Service, tmp_path: Path, forgery: Forgery) -> None:
     files, folder = published_files(service), tmp_path / "index"
-    with Forger(service, sealed(files, corpus="another version")) as honest_one:
+    with Forger(service, about(files, reader="another version")) as honest_one:
         pull(settings(honest_one.url), folder)
     before = on_disk(folder)
     with Forger(service, forgery(files)) as forger:

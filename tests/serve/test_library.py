@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -172,18 +171,42 @@ def test_documents_that_are_embedded_when_the_server_stops_are_saved(
     saved = {p.doc_id for p in index(tmp_path / "a", server.engine.prompts, []).passages}
     assert {d["id"] for d in documents} & saved == {"new0", "new1"}
     assert "2 of 4" in caplog.text  # allow: how many are kept is the point of the line
+    with serving(tmp_path) as again:
+        (job,) = again.get("/v1/jobs").json()["data"]
+    assert (job["state"], job["documents"], job["total_documents"]) == ("failed", 2, 4)
+
+
+def test_jobs_outlive_the_server(tmp_path: Path) -> None:
+    added = {"collection": "a", "documents": [{"id": "yak", "text": "Yaks live high up."}]}
+    with serving(tmp_path) as server:
+        jobs = [server.job("/v1/documents", added), server.job("/v1/cache/warm", {"collection": "b"})]
+        server.warm(OWN[:1])  # of no collection: known to this server alone
+        killed = {**jobs[0], "id": "job-killed", "state": "running", "namespace": "", "created": 0.0}
+        del killed["given"]
+        server.backend.collections.indexes["b"].save_job(killed)
+    with serving(tmp_path) as server:
+        listed = server.get("/v1/jobs").json()["data"]
+        assert listed[:2] == jobs[::-1]
+        assert [(job["id"], job["state"]) for job in listed[2:]] == [("job-killed", "failed")]
+        assert server.get(f"/v1/jobs/{jobs[0]['id']}").json() == jobs[0]
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_what_another_process_saves_meanwhile_is_kept_and_what_is_refused_is_not_served(
-    is_deleted: bool, tmp_path: Path
+def test_changes_of_other_processes_are_served_and_a_refused_change_is_not(
+    is_deleted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("blendserve.retrieve.database.LOCK_TIMEOUT_S", 0.01)
+
     def listed() -> set[str]:
         return {d["id"] for d in server.get("/v1/documents?collection=a").json()["data"]}
 
     with serving(tmp_path) as server:
         first, *others = (str(d.id) for d in DOCUMENTS[0::2])
-        index(tmp_path / "a", server.engine.prompts, []).add([Document("Ants carry leaves.", id="ants")])
+        other = index(tmp_path / "a", server.engine.prompts, [])
+        other.add([Document("Ants carry leaves.", id="ants")])
+        assert listed() == {first, *others, "ants"}
+        asked = server.ask("What do ants carry?", collection="a", top_k=1, max_tokens=1)
+        assert asked["passages"][0]["doc_id"] == "ants"
         added = {"collection": "a", "documents": [{"id": "yak", "text": "Yaks live high up."}]}
 
         def change() -> bool:
@@ -191,13 +214,9 @@ def test_what_another_process_saves_meanwhile_is_kept_and_what_is_refused_is_not
                 return server.delete(f"/v1/documents/{first}", collection="a").is_success
             return bool(server.job("/v1/documents", added)["state"] == "done")
 
-        shutil.move(tmp_path / "a", tmp_path / "elsewhere")
-        (tmp_path / "a").write_text("no folder")
-        before = listed()
-        assert not change()
-        assert listed() == before
-        (tmp_path / "a").unlink()
-        shutil.move(tmp_path / "elsewhere", tmp_path / "a")
+        with other.database.write():
+            assert not change()
+        assert listed() == {first, *others, "ants"}
         assert change()
         wanted = {*others, "ants", *(() if is_deleted else (first, "yak"))}
         assert listed() == wanted

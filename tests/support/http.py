@@ -81,7 +81,6 @@ def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -
         return VectorIndex.open(folder, embedder, tokens)
     made = VectorIndex.create(folder, embedder, tokens, chunk_tokens=64)
     made.add(documents)
-    made.commit()  # also without documents
     return made
 
 

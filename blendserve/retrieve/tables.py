@@ -1,0 +1,250 @@
+"""The tables of an index's file, and what their rows mean. Each function runs in a transaction of database.py."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+from blendserve.core import Passage
+from blendserve.errors import IndexMismatch
+
+FORMAT = 3
+KEPT_JOBS = 100  # of each namespace
+REBUILD = "build it anew with `blendserve index build`"
+CONTENTS = ("vectors", "passages", "documents", "manifest")  # tables; those that refer to others first
+# A number is never used twice: a larger one was added later.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS manifest (settings TEXT NOT NULL, stamp TEXT NOT NULL, revision INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, title TEXT NOT NULL, digest TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS passages (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
+    place INTEGER NOT NULL, text TEXT NOT NULL, hash INTEGER NOT NULL, windows INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS passages_of_document ON passages (document);
+CREATE INDEX IF NOT EXISTS passages_of_text ON passages (hash);
+CREATE TABLE IF NOT EXISTS vectors (
+    passage INTEGER PRIMARY KEY REFERENCES passages ON DELETE CASCADE, content BLOB NOT NULL, hash INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, namespace TEXT NOT NULL, state TEXT NOT NULL
+)
+"""
+
+Rows = sqlite3.Connection  # in a transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Models and settings of an index, and what it contains."""
+
+    format: int
+    embedder: str
+    embedder_fingerprint: str
+    dimension: int
+    reader: str  # whose tokens limit the chunks
+    reader_fingerprint: str
+    chunk_tokens: int
+    kind: Literal["flat", "hnsw"]
+    corpus: str = ""  # digest of all document ids and contents, in any order
+    documents: int = 0
+    passages: int = 0
+    vectors: int = 0
+    # Number format of the embedder, several joined by "+". Not checked: questions embedded in fp32 find passages
+    # embedded in bf16.
+    embedder_dtype: str = ""
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """An index of other documents with the same settings may hold the same vectors."""
+        return self.embedder_fingerprint, self.reader_fingerprint, self.chunk_tokens, self.kind
+
+    def check(self, folder: Path, embedder: tuple[str, str], model: tuple[str, str]) -> None:
+        """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
+        for part, name, digest, (given_name, given) in (
+            ("embedder", self.embedder, self.embedder_fingerprint, embedder),
+            ("model", self.reader, self.reader_fingerprint, model),
+        ):
+            if digest != given:
+                raise IndexMismatch(
+                    f"index {folder} was built with {part} {name!r} ({digest[:8]}), not with {given_name!r} "
+                    f"({given[:8]}): open it with the {part} it was built with, or {REBUILD}",
+                    setting=part,
+                    path=folder,
+                )
+
+    def counted(self, digests: Iterable[tuple[str, str]], passages: int, vectors: int) -> Manifest:
+        """The manifest of these contents. digests: id and digest of each document."""
+        pairs = sorted(digests)
+        contents = "".join(f"{doc_id}\0{digest}\0" for doc_id, digest in pairs)
+        corpus = xxhash.xxh3_128_hexdigest(contents.encode())
+        return replace(self, corpus=corpus, documents=len(pairs), passages=passages, vectors=vectors)
+
+
+class EmbeddedDocument(NamedTuple):
+    """A document as an index has it: cut into passages, each with the vectors of its windows."""
+
+    id: str
+    title: str
+    digest: str  # of title and text
+    texts: Sequence[str]  # of its passages
+    vectors: Sequence[np.ndarray]  # of each passage: [windows, dimension] float32
+
+    @property
+    def passages(self) -> list[Passage]:
+        """The passages in order."""
+        return [_passage(self.id, self.title, n, text) for n, text in enumerate(self.texts)]
+
+
+def begin(rows: Rows, manifest: Manifest) -> None:
+    """Delete all documents, and write this manifest."""
+    for table in CONTENTS:
+        rows.execute(f"DELETE FROM {table}")
+    rows.execute("INSERT INTO manifest VALUES (?, ?, 0)", (_settings(manifest), secrets.token_hex(8)))
+
+
+def state(rows: Rows) -> tuple[str, int]:
+    """A random stamp, drawn when the index was begun, and the number of changes since then."""
+    stamp, revision = rows.execute("SELECT stamp, revision FROM manifest").fetchone()
+    return stamp, revision
+
+
+def with_counts(rows: Rows, manifest: Manifest) -> Manifest:
+    """The manifest of the present contents."""
+    digests = rows.execute("SELECT id, digest FROM documents").fetchall()
+    passages, vectors = rows.execute("SELECT count(*), coalesce(sum(windows), 0) FROM passages").fetchone()
+    return manifest.counted(digests, passages, vectors)
+
+
+def mark_changed(rows: Rows, manifest: Manifest, dtype: str = "") -> None:
+    """Begin a new revision. dtype: number format of the embedder of new vectors."""
+    known = {*manifest.embedder_dtype.split("+"), dtype} - {""}
+    changed = replace(manifest, embedder_dtype="+".join(sorted(known)))
+    rows.execute("UPDATE manifest SET settings = ?, revision = revision + 1", (_settings(changed),))
+
+
+def digest_of(rows: Rows, doc_id: str) -> str | None:
+    """The digest of a document's content; None for one that is not in the index."""
+    row = rows.execute("SELECT digest FROM documents WHERE id = ?", (doc_id,)).fetchone()
+    return row[0] if row else None
+
+
+def document_ids(rows: Rows) -> set[str]:
+    """The ids of all documents."""
+    return {doc_id for (doc_id,) in rows.execute("SELECT id FROM documents")}
+
+
+def insert(rows: Rows, document: EmbeddedDocument) -> None:
+    """Add a document whose id is new."""
+    values = document.id, document.title, document.digest
+    number = rows.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", values).lastrowid
+    for n, (passage, vectors) in enumerate(zip(document.passages, document.vectors, strict=True)):
+        row = number, n, passage.text, text_hash(passage), len(vectors)
+        added = rows.execute(
+            "INSERT INTO passages (document, place, text, hash, windows) VALUES (?, ?, ?, ?, ?)", row
+        ).lastrowid
+        content = np.ascontiguousarray(vectors, "<f4").tobytes()
+        rows.execute("INSERT INTO vectors VALUES (?, ?, ?)", (added, content, _hash(content)))
+
+
+def remove(rows: Rows, doc_id: str) -> list[Passage]:
+    """Delete a document -> its passages."""
+    passages = select_passages(rows, "d.id = ?", doc_id)
+    rows.execute("DELETE FROM documents WHERE id = ?", (doc_id,))
+    return passages
+
+
+def select_passages(rows: Rows, condition: str = "1", *values: Any) -> list[Passage]:
+    """The passages p of documents d that fulfil the condition, in the order they were added."""
+    query = (
+        "SELECT d.id, d.title, p.place, p.text, p.hash FROM passages p JOIN documents d ON d.number = p.document "
+        f"WHERE {condition} ORDER BY p.number"
+    )
+    found = list[Passage]()
+    for doc_id, title, place, text, hash in rows.execute(query, values):
+        passage = _passage(doc_id, title, place, text)
+        if text_hash(passage) != hash:
+            raise sqlite3.DatabaseError(f"passage {passage.id!r} does not match its hash")
+        found.append(passage)
+    return found
+
+
+def read_vectors(rows: Rows, after: int, dimension: int) -> tuple[np.ndarray, np.ndarray]:
+    """The vectors of passages with larger numbers: [n] int64 numbers of passages, [n, dimension] float32."""
+    (n,) = rows.execute(
+        "SELECT coalesce(sum(windows), 0) FROM passages WHERE number > ?", (after,)
+    ).fetchone()
+    owner, vectors, at = np.empty(n, np.int64), np.empty((n, dimension), np.float32), 0
+    query = "SELECT passage, content, hash FROM vectors WHERE passage > ? ORDER BY passage"
+    for number, content, hash in rows.execute(query, (after,)):
+        if _hash(content) != hash:
+            raise sqlite3.DatabaseError(f"the vectors of passage {number} do not match their hash")
+        some = np.frombuffer(content, "<f4").reshape(-1, dimension)
+        owner[at : at + len(some)] = number
+        vectors[at : at + len(some)] = some
+        at += len(some)
+    return owner, vectors
+
+
+def read_documents(rows: Rows, dimension: int) -> Iterator[EmbeddedDocument]:
+    """All documents, in the order they were added."""
+    query = (
+        "SELECT d.id, d.title, d.digest, p.text, p.windows FROM passages p JOIN documents d ON d.number = p.document "
+        "ORDER BY p.number"
+    )
+    _, vectors = read_vectors(rows, 0, dimension)
+    at = 0
+    for (doc_id, title, digest), group in groupby(rows.execute(query), lambda row: row[:3]):
+        texts, of_passages = list[str](), list[np.ndarray]()
+        for *_, text, windows in group:
+            texts.append(text)
+            of_passages.append(vectors[at : at + windows])
+            at += windows
+        yield EmbeddedDocument(doc_id, title, digest, texts, of_passages)
+
+
+def save_job(rows: Rows, job: Mapping[str, Any]) -> None:
+    """Save the state of a job, and delete the oldest ones of its namespace."""
+    rows.execute(
+        "INSERT INTO jobs (id, namespace, state) VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state",
+        (job["id"], job["namespace"], json.dumps(job)),
+    )
+    rows.execute(
+        "DELETE FROM jobs WHERE number IN "
+        "(SELECT number FROM jobs WHERE namespace = ? ORDER BY number DESC LIMIT -1 OFFSET ?)",
+        (job["namespace"], KEPT_JOBS),
+    )
+
+
+def read_jobs(rows: Rows) -> list[dict[str, Any]]:
+    """The jobs, the oldest first."""
+    return [json.loads(job) for (job,) in rows.execute("SELECT state FROM jobs ORDER BY number")]
+
+
+def text_hash(passage: Passage) -> int:
+    """Equal for passages that make the same chunk."""
+    return _hash(passage.chunk_text.encode())
+
+
+def _passage(doc_id: str, title: str, place: int, text: str) -> Passage:
+    """The passage at a place of its document, as chunker.py makes it."""
+    return Passage(text=text, title=title, id=f"{doc_id}:{place}", doc_id=doc_id)
+
+
+def _settings(manifest: Manifest) -> str:
+    """The manifest as its row has it, without the counts of contents."""
+    return json.dumps(asdict(replace(manifest, corpus="", documents=0, passages=0, vectors=0)))
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(xxhash.xxh3_64_digest(content), "big", signed=True)
