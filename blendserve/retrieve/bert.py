@@ -112,7 +112,6 @@ class Bert:
         """
         self._dtype = dtype or (fast_dtype() if can_pack(torch.bfloat16) else torch.float32)
         self._linear = packed_linear if can_pack(self._dtype) else plain_linear
-        self.dtype = str(self._dtype).removeprefix("torch.")
         self.tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

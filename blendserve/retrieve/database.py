@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import weakref
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from blendserve.errors import IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
@@ -28,19 +27,14 @@ PRAGMAS = (
     "synchronous = FULL",
 )
 
-Idle = dict[
-    tuple[int, int], list[Rows]
-]  # by process and file: a forked child, and a new file, get new connections
-
 
 class Database:
     """The file of one index. Thread-safe: each transaction has a connection of its own."""
 
-    def __init__(self, folder: Path, is_exclusive: bool = False) -> None:
-        """is_exclusive: no other process reads or writes the file until it is closed."""
-        self.folder, self.file, self._is_exclusive = folder, folder / FILE, is_exclusive
-        self._idle: Idle = {}
-        weakref.finalize(self, _close, self._idle)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / FILE
+        self.is_exclusive = False  # whether no other process may read or write until it is closed
+        self._idle: dict[int, list[Rows]] = {}  # by inode: a file that takes this one's place is opened anew
 
     def make(self) -> None:
         """Make the file unless it exists, and in place of a damaged one. Raises VectorIndexError."""
@@ -51,17 +45,13 @@ class Database:
                 (self.folder / name).unlink(missing_ok=True)
             self._make()
 
-    @contextmanager
-    def read(self) -> Iterator[Rows]:
+    def read(self) -> AbstractContextManager[Rows]:
         """A transaction that sees one state of the index. Raises VectorIndexError, IndexMissing, IndexDamaged."""
-        with self._transaction("BEGIN") as rows:
-            yield rows
+        return self._transaction("BEGIN")
 
-    @contextmanager
-    def write(self) -> Iterator[Rows]:
+    def write(self) -> AbstractContextManager[Rows]:
         """A transaction that is saved if the block ends without an error. Raises as `read`; nothing changes then."""
-        with self._transaction("BEGIN IMMEDIATE") as rows:
-            yield rows
+        return self._transaction("BEGIN IMMEDIATE")
 
     def manifest(self, rows: Rows) -> Manifest:
         """The manifest without counts of the contents. Raises IndexMissing, IndexMismatch."""
@@ -96,7 +86,9 @@ class Database:
 
     def close(self) -> None:
         """Close the connections that are not in use; later calls open new ones."""
-        _close(self._idle)
+        while self._idle:
+            for rows in self._idle.popitem()[1]:
+                rows.close()
 
     def _make(self) -> None:
         with self._explained():
@@ -122,11 +114,11 @@ class Database:
     def _connection(self) -> Iterator[Rows]:
         """A connection for one thread. Of a transaction that was not committed, nothing stays."""
         with self._explained():
-            idle = self._idle.setdefault((os.getpid(), self._inode()), [])
-            rows = None
-            with suppress(IndexError):
+            idle = self._idle.setdefault(self._inode(), [])
+            try:
                 rows = idle.pop()
-            rows = rows or self._connect()
+            except IndexError:
+                rows = self._connect()
             try:
                 yield rows
             finally:
@@ -143,7 +135,7 @@ class Database:
         rows = sqlite3.connect(
             url, uri=True, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
-        if self._is_exclusive:
+        if self.is_exclusive:
             rows.execute("PRAGMA main.locking_mode = EXCLUSIVE")
         for pragma in PRAGMAS:
             rows.execute(f"PRAGMA {pragma}")
@@ -182,11 +174,3 @@ def read_manifest(folder: Path) -> Manifest:
     database = Database(folder)
     with closing(database), database.read() as rows:
         return with_counts(rows, database.manifest(rows))
-
-
-def _close(idle: Idle) -> None:
-    """Close the connections of this process; a forked child leaves its parent's alone."""
-    for pid, inode in list(idle):
-        if pid == os.getpid():
-            for rows in idle.pop((pid, inode)):
-                rows.close()

@@ -48,7 +48,6 @@ class Embedder:
         self.name = name
         self.fingerprint = fingerprint  # digest of weights and configuration
         self.dimension, self.max_tokens = encoder.dimension, encoder.max_tokens
-        self.dtype = encoder.dtype
         self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
 
     @classmethod

@@ -33,7 +33,6 @@ class Encoder(Protocol):
     dimension: int
     max_tokens: int  # context length of the model
     overhead: int  # tokens of a window that are special or belong to the model's own prompt
-    dtype: str
 
     @property
     def batch_tokens(self) -> int:
@@ -70,7 +69,6 @@ class SentenceTransformersEncoder:
         prompt_tokens = [len(self.tokenizer.encode(p, add_special_tokens=False).ids) for p in prompts]
         self.overhead = max(prompt_tokens) + int(tokenizer.num_special_tokens_to_add())
         self.batch_tokens = BATCH_SIZE * self.max_tokens
-        self.dtype = str(self._model.dtype).removeprefix("torch.")
 
     def encode(self, windows: Sequence[Window], is_question: bool) -> Steps[np.ndarray]:
         """See Encoder; the library tokenises the texts again."""

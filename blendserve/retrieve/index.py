@@ -38,18 +38,9 @@ class Added(NamedTuple):
     replaced: list[Passage]  # that are not in it any more
 
 
-class Cut(NamedTuple):
-    """A new document, cut into passages, and these into windows."""
-
-    id: str
-    document: Document
-    texts: list[str]  # of its passages
-    windows: list[list[Window]]  # of each passage
-
-    @property
-    def n_windows(self) -> int:
-        """The number of texts to embed."""
-        return sum(map(len, self.windows))
+Cut = tuple[
+    EmbeddedDocument, list[list[Window]]
+]  # a new document without vectors, the windows of each passage
 
 
 class VectorIndex:
@@ -58,12 +49,9 @@ class VectorIndex:
     Thread-safe, and safe with other processes: a search sees all changes that any process has saved before.
     """
 
-    def __init__(
-        self, path: Path, embedder: Embedder, tokens: TokenCounter, is_exclusive: bool = False
-    ) -> None:
-        """is_exclusive: other processes wait until it is closed."""
+    def __init__(self, path: Path, embedder: Embedder, tokens: TokenCounter) -> None:
         self.path, self.embedder, self.tokens = path, embedder, tokens
-        self.database = Database(path, is_exclusive)
+        self.database = Database(path)
         self._vectors: Vectors | None = None
         self._loading = threading.Lock()
 
@@ -79,7 +67,7 @@ class VectorIndex:
     ) -> VectorIndex:
         """An empty index, in place of any index at `path`. Raises VectorIndexError."""
         index = cls(Path(path), embedder, tokens)
-        index._begin(index._settings(chunk_tokens, kind))
+        index._begin(chunk_tokens, kind)
         return index
 
     @classmethod
@@ -90,19 +78,18 @@ class VectorIndex:
         tokens: TokenCounter,
         documents: Iterable[Document | str | Mapping[str, Any]],
         progress: Progress | None = None,
-        *,
-        chunk_tokens: int,
-        kind: Literal["flat", "hnsw"] = "flat",
+        **settings: Any,
     ) -> VectorIndex:
-        """Build an index of these documents, and put it in place of any index at `path`.
+        """Build an index of these documents, and put it in place of any index at `path`. settings: as for `create`.
 
         A long build saves batches in a folder of its own. When it is killed, the same call continues after the last
         batch. Raises as `add`.
         """
         path, given = Path(path), list(as_documents(documents))
-        index = cls(path / BUILDING, embedder, tokens, is_exclusive=True)
+        index = cls(path / BUILDING, embedder, tokens)
+        index.database.is_exclusive = True
         with closing(index):
-            index._begin(index._settings(chunk_tokens, kind), keep=True)
+            index._begin(**settings, keep=True)
             with index.database.read() as rows:
                 known = tables.document_ids(rows)
             index.delete(*(known - {document_id(document) for document in given}))
@@ -196,16 +183,15 @@ class VectorIndex:
         continues there.
         """
         cuts = run(self._cut(as_documents(documents)))
-        total, done = sum(cut.n_windows for cut in cuts), 0
-        added = Added(0, [], [])
+        total, done, added = _n_windows(cuts), 0, Added(0, [], [])
         for batch in _batches(cuts):
             more = self.commit(run(self._embed(batch, progress, done, total)))
-            done += sum(cut.n_windows for cut in batch)
             added = Added(
                 added.documents + more.documents,
                 added.passages + more.passages,
                 added.replaced + more.replaced,
             )
+            done += _n_windows(batch)
         return added
 
     def embed_steps(self, documents: Iterable[Document]) -> Steps[list[EmbeddedDocument]]:
@@ -228,8 +214,6 @@ class VectorIndex:
                 tables.insert(rows, document)
                 added.passages.extend(p for p in passages if p not in kept)
                 added.replaced.extend(p for p in old if p not in kept)
-            if new:
-                tables.mark_changed(rows, self.database.manifest(rows), self.embedder.dtype)
             if job is not None:
                 tables.save_job(rows, job)
         return added._replace(documents=len(new))
@@ -240,8 +224,6 @@ class VectorIndex:
             gone = {doc_id for doc_id in doc_ids if tables.digest_of(rows, doc_id)}
             for doc_id in gone:
                 tables.remove(rows, doc_id)
-            if gone:
-                tables.mark_changed(rows, self.database.manifest(rows))
         return len(gone)
 
     def save_job(self, job: Mapping[str, Any]) -> None:
@@ -258,9 +240,9 @@ class VectorIndex:
         """Close the file; it is opened again when it is needed."""
         self.database.close()
 
-    def _settings(self, chunk_tokens: int, kind: Literal["flat", "hnsw"]) -> Manifest:
-        """The manifest of a new index."""
-        return Manifest(
+    def _begin(self, chunk_tokens: int, kind: Literal["flat", "hnsw"] = "flat", keep: bool = False) -> None:
+        """Make the index empty; keep: unless it has the same settings."""
+        manifest = Manifest(
             format=FORMAT,
             embedder=self.embedder.name,
             embedder_fingerprint=self.embedder.fingerprint,
@@ -270,13 +252,10 @@ class VectorIndex:
             chunk_tokens=chunk_tokens,
             kind=kind,
         )
-
-    def _begin(self, manifest: Manifest, keep: bool = False) -> None:
-        """Make the index empty; keep: unless it has the same settings."""
         self.database.make()
         with self.database.write() as rows:
             try:
-                is_kept = keep and self.database.manifest(rows).settings == manifest.settings
+                is_kept = keep and self.database.manifest(rows) == manifest
             except (IndexMissing, IndexMismatch):
                 is_kept = False
             if not is_kept:
@@ -300,12 +279,12 @@ class VectorIndex:
             (self.embedder.name, self.embedder.fingerprint),
             (self.tokens.model, self.tokens.fingerprint),
         )
-        self._vectors = Vectors.load(rows, manifest, tables.state(rows), self._vectors, self.path)
+        self._vectors = Vectors.load(rows, manifest, self._vectors, self.path)
         return self._vectors
 
     def _cut(self, documents: Iterable[Document]) -> Steps[list[Cut]]:
         """The documents with new content, cut. Raises CorpusError, ConfigError."""
-        given, cuts, passages = list(documents), list[Cut](), list[Passage]()
+        given, cut, passages = list(documents), list[EmbeddedDocument](), list[Passage]()
         with self.database.read() as rows:
             chunk_tokens = self.database.manifest(rows).chunk_tokens
             new = _new(rows, given)
@@ -315,30 +294,23 @@ class VectorIndex:
                 passages.append(passage)
                 texts.append(passage.text)
                 yield
-            cuts.append(Cut(doc_id, document, texts, []))
+            cut.append(EmbeddedDocument(doc_id, document.title, content_digest(document), texts, ()))
         windows = iter((yield from self.embedder.cut(passages)))
-        return [cut._replace(windows=[next(windows) for _ in cut.texts]) for cut in cuts]
+        return [(document, [next(windows) for _ in document.texts]) for document in cut]
 
     def _embed(
         self, cuts: Sequence[Cut], progress: Progress | None, done: int, total: int
     ) -> Steps[list[EmbeddedDocument]]:
         """The documents, embedded. done: windows embedded before, of `total`."""
-        windows = [window for cut in cuts for of_passage in cut.windows for window in of_passage]
+        windows = [window for _, of_document in cuts for of_passage in of_document for window in of_passage]
         if not windows:
             return []
         report = (lambda n, _: progress(done + n, total)) if progress else None
         vectors = yield from self.embedder.encode(windows, report)
-        ends = np.cumsum([len(of_passage) for cut in cuts for of_passage in cut.windows])
-        of_passages = iter(np.split(vectors, ends[:-1]))
+        ends = np.cumsum([len(of_passage) for _, of_document in cuts for of_passage in of_document])
+        split_vectors = iter(np.split(vectors, ends[:-1]))
         return [
-            EmbeddedDocument(
-                cut.id,
-                cut.document.title,
-                content_digest(cut.document),
-                cut.texts,
-                [next(of_passages) for _ in cut.texts],
-            )
-            for cut in cuts
+            document._replace(vectors=[next(split_vectors) for _ in document.texts]) for document, _ in cuts
         ]
 
 
@@ -358,14 +330,17 @@ def _new(rows: Rows, documents: Iterable[Document]) -> dict[str, Document]:
 
 def _batches(cuts: Iterable[Cut]) -> list[list[Cut]]:
     """The documents in order, in batches of BATCH_WINDOWS windows or a little more."""
-    batches, size = list[list[Cut]](), BATCH_WINDOWS
+    batches: list[list[Cut]] = [[]]
     for cut in cuts:
-        if size >= BATCH_WINDOWS:
+        if _n_windows(batches[-1]) >= BATCH_WINDOWS:
             batches.append([])
-            size = 0
         batches[-1].append(cut)
-        size += cut.n_windows
-    return batches
+    return batches if batches[0] else []
+
+
+def _n_windows(cuts: Iterable[Cut]) -> int:
+    """The number of texts to embed."""
+    return sum(len(of_passage) for _, of_document in cuts for of_passage in of_document)
 
 
 def nearest_distinct(passages: Iterable[Passage], top_k: int) -> list[Passage]:

@@ -11,9 +11,10 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, TypeAdapter
 
+from blendserve.retrieve import tables
 from blendserve.retrieve.database import Database
 from blendserve.retrieve.index import VectorIndex
-from blendserve.retrieve.tables import FORMAT, EmbeddedDocument, Manifest, begin, insert, read_documents
+from blendserve.retrieve.tables import EmbeddedDocument, Manifest
 
 MANIFEST, DOCUMENTS, VECTORS = "manifest.json", "documents.jsonl", "vectors.f32"
 FILES = {MANIFEST, DOCUMENTS, VECTORS}
@@ -34,17 +35,17 @@ class Line:
 
 def to_files(index: VectorIndex) -> dict[str, bytes]:
     """The files of an index, by name; the same for the same contents."""
-    manifest = index.manifest
+    manifest, lines, vectors = index.manifest, list[str](), list[bytes]()
     with index.database.read() as rows:
-        documents = list(read_documents(rows, manifest.dimension))
-    lines = [
-        asdict(Line(d.id, d.title, d.digest, [*d.texts], [len(v) for v in d.vectors])) for d in documents
-    ]
-    vectors = [vectors for document in documents for vectors in document.vectors]
+        for document, passages in tables.documents_with_vectors(rows):
+            windows = [len(content) // (4 * manifest.dimension) for _, content in passages]
+            line = Line(*document, [text for text, _ in passages], windows)
+            lines.append(json.dumps(asdict(line), ensure_ascii=False) + "\n")
+            vectors += [content for _, content in passages]
     return {
         MANIFEST: manifest_file(manifest),
-        DOCUMENTS: "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(),
-        VECTORS: b"".join(np.ascontiguousarray(v, "<f4").tobytes() for v in vectors),
+        DOCUMENTS: "".join(lines).encode(),
+        VECTORS: b"".join(vectors),
     }
 
 
@@ -55,25 +56,26 @@ def manifest_file(manifest: Manifest) -> bytes:
 
 def parse_files(files: Mapping[str, bytes]) -> Contents:
     """The contents of files that anybody may have made. Raises ValueError for what `to_files` never makes."""
-    manifest = TypeAdapter(Manifest).validate_json(files[MANIFEST])
-    parse = TypeAdapter(Line).validate_json
+    manifest, parse = TypeAdapter(Manifest).validate_json(files[MANIFEST]), TypeAdapter(Line).validate_json
     lines = [parse(line) for line in files[DOCUMENTS].split(b"\n")[:-1]]
     windows = [n for line in lines for n in line.windows]
-    counted = manifest.counted({line.id: line.digest for line in lines}.items(), len(windows), sum(windows))
-    if manifest.format != FORMAT or manifest.dimension < 1:
+    made = len({line.id for line in lines}), len(windows), sum(windows)
+    if made != (manifest.documents, manifest.passages, manifest.vectors) or made[0] != len(lines):
+        raise ValueError("other contents than it says")
+    if any(len(line.texts) != len(line.windows) for line in lines):
+        raise ValueError("passages without vectors")
+    if manifest.format != tables.FORMAT or manifest.dimension < 1:
         raise ValueError("another format")
     vectors = np.frombuffer(files[VECTORS], "<f4").reshape(sum(windows), manifest.dimension)
-    if counted != manifest or manifest.documents != len(lines):
-        raise ValueError("other contents than it says")
     if not np.isfinite(vectors).all():
         raise ValueError("vectors that are no numbers")
-    pieces = iter(np.split(vectors, np.cumsum(windows)[:-1]))
-    documents = [
-        EmbeddedDocument(n.id, n.title, n.digest, n.texts, [next(pieces) for _ in n.windows]) for n in lines
+    of_passages = iter(np.split(vectors, np.cumsum(windows, dtype=int)[:-1]))
+    return manifest, [
+        EmbeddedDocument(
+            line.id, line.title, line.digest, line.texts, [next(of_passages) for _ in line.texts]
+        )
+        for line in lines
     ]
-    if any(len(document.texts) != len(document.vectors) for document in documents):
-        raise ValueError("passages without vectors")
-    return manifest, documents
 
 
 def write_index(folder: Path, contents: Contents) -> None:
@@ -82,7 +84,7 @@ def write_index(folder: Path, contents: Contents) -> None:
     database = Database(folder)
     database.make()
     with database.write() as rows:
-        begin(rows, manifest)
+        tables.begin(rows, manifest)
         for document in documents:
-            insert(rows, document)
+            tables.insert(rows, document)
     database.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -60,14 +60,6 @@ class Manifest:
     documents: int = 0
     passages: int = 0
     vectors: int = 0
-    # Number format of the embedder, several joined by "+". Not checked: questions embedded in fp32 find passages
-    # embedded in bf16.
-    embedder_dtype: str = ""
-
-    @property
-    def settings(self) -> tuple[object, ...]:
-        """An index of other documents with the same settings may hold the same vectors."""
-        return self.embedder_fingerprint, self.reader_fingerprint, self.chunk_tokens, self.kind
 
     def check(self, folder: Path, embedder: tuple[str, str], model: tuple[str, str]) -> None:
         """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
@@ -82,13 +74,6 @@ class Manifest:
                     setting=part,
                     path=folder,
                 )
-
-    def counted(self, digests: Iterable[tuple[str, str]], passages: int, vectors: int) -> Manifest:
-        """The manifest of these contents. digests: id and digest of each document."""
-        pairs = sorted(digests)
-        contents = "".join(f"{doc_id}\0{digest}\0" for doc_id, digest in pairs)
-        corpus = xxhash.xxh3_128_hexdigest(contents.encode())
-        return replace(self, corpus=corpus, documents=len(pairs), passages=passages, vectors=vectors)
 
 
 class EmbeddedDocument(NamedTuple):
@@ -110,7 +95,8 @@ def begin(rows: Rows, manifest: Manifest) -> None:
     """Delete all documents, and write this manifest."""
     for table in CONTENTS:
         rows.execute(f"DELETE FROM {table}")
-    rows.execute("INSERT INTO manifest VALUES (?, ?, 0)", (_settings(manifest), secrets.token_hex(8)))
+    settings = json.dumps(asdict(replace(manifest, corpus="", documents=0, passages=0, vectors=0)))
+    rows.execute("INSERT INTO manifest VALUES (?, ?, 0)", (settings, secrets.token_hex(8)))
 
 
 def state(rows: Rows) -> tuple[str, int]:
@@ -120,17 +106,13 @@ def state(rows: Rows) -> tuple[str, int]:
 
 
 def with_counts(rows: Rows, manifest: Manifest) -> Manifest:
-    """The manifest of the present contents."""
-    digests = rows.execute("SELECT id, digest FROM documents").fetchall()
+    """The manifest with the digest and the numbers of the present contents."""
+    digests = rows.execute("SELECT id, digest FROM documents ORDER BY id").fetchall()
+    corpus = xxhash.xxh3_128_hexdigest(
+        "".join(f"{doc_id}\0{digest}\0" for doc_id, digest in digests).encode()
+    )
     passages, vectors = rows.execute("SELECT count(*), coalesce(sum(windows), 0) FROM passages").fetchone()
-    return manifest.counted(digests, passages, vectors)
-
-
-def mark_changed(rows: Rows, manifest: Manifest, dtype: str = "") -> None:
-    """Begin a new revision. dtype: number format of the embedder of new vectors."""
-    known = {*manifest.embedder_dtype.split("+"), dtype} - {""}
-    changed = replace(manifest, embedder_dtype="+".join(sorted(known)))
-    rows.execute("UPDATE manifest SET settings = ?, revision = revision + 1", (_settings(changed),))
+    return replace(manifest, corpus=corpus, documents=len(digests), passages=passages, vectors=vectors)
 
 
 def digest_of(rows: Rows, doc_id: str) -> str | None:
@@ -146,6 +128,7 @@ def document_ids(rows: Rows) -> set[str]:
 
 def insert(rows: Rows, document: EmbeddedDocument) -> None:
     """Add a document whose id is new."""
+    rows.execute("UPDATE manifest SET revision = revision + 1")
     values = document.id, document.title, document.digest
     number = rows.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", values).lastrowid
     for n, (passage, vectors) in enumerate(zip(document.passages, document.vectors, strict=True)):
@@ -160,6 +143,7 @@ def insert(rows: Rows, document: EmbeddedDocument) -> None:
 def remove(rows: Rows, doc_id: str) -> list[Passage]:
     """Delete a document -> its passages."""
     passages = select_passages(rows, "d.id = ?", doc_id)
+    rows.execute("UPDATE manifest SET revision = revision + 1")
     rows.execute("DELETE FROM documents WHERE id = ?", (doc_id,))
     return passages
 
@@ -196,21 +180,14 @@ def read_vectors(rows: Rows, after: int, dimension: int) -> tuple[np.ndarray, np
     return owner, vectors
 
 
-def read_documents(rows: Rows, dimension: int) -> Iterator[EmbeddedDocument]:
-    """All documents, in the order they were added."""
+def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], list[tuple[str, bytes]]]]:
+    """Id, title and digest of each document in the order they were added; texts and vectors of its passages."""
     query = (
-        "SELECT d.id, d.title, d.digest, p.text, p.windows FROM passages p JOIN documents d ON d.number = p.document "
-        "ORDER BY p.number"
+        "SELECT d.id, d.title, d.digest, p.text, v.content FROM documents d JOIN passages p ON p.document = d.number "
+        "JOIN vectors v ON v.passage = p.number ORDER BY p.number"
     )
-    _, vectors = read_vectors(rows, 0, dimension)
-    at = 0
-    for (doc_id, title, digest), group in groupby(rows.execute(query), lambda row: row[:3]):
-        texts, of_passages = list[str](), list[np.ndarray]()
-        for *_, text, windows in group:
-            texts.append(text)
-            of_passages.append(vectors[at : at + windows])
-            at += windows
-        yield EmbeddedDocument(doc_id, title, digest, texts, of_passages)
+    for document, passages in groupby(rows.execute(query), lambda row: row[:3]):
+        yield document, [row[3:] for row in passages]
 
 
 def save_job(rows: Rows, job: Mapping[str, Any]) -> None:
@@ -239,11 +216,6 @@ def text_hash(passage: Passage) -> int:
 def _passage(doc_id: str, title: str, place: int, text: str) -> Passage:
     """The passage at a place of its document, as chunker.py makes it."""
     return Passage(text=text, title=title, id=f"{doc_id}:{place}", doc_id=doc_id)
-
-
-def _settings(manifest: Manifest) -> str:
-    """The manifest as its row has it, without the counts of contents."""
-    return json.dumps(asdict(replace(manifest, corpus="", documents=0, passages=0, vectors=0)))
 
 
 def _hash(content: bytes) -> int:

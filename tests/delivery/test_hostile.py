@@ -225,11 +225,16 @@ FORGERIES: dict[str, Forgery] = {
     "documents of another form": lambda files: {**files, "documents.jsonl": b'{"nothing": 1}\n'},
     "documents that are no text": lambda files: {**files, "documents.jsonl": b"\xff\xff\n"},
     "a text that is a number": lambda files: first_line(files, texts=[7]),
-    "a title that was changed": lambda files: first_line(files, digest="another"),
     "more windows than vectors": lambda files: first_line(files, windows=[50]),
     "fewer windows than texts": lambda files: first_line(files, texts=["a", "b"]),
     "no windows": lambda files: first_line(files, texts=[], windows=[]),
-    "one document twice": lambda files: {**files, "documents.jsonl": files["documents.jsonl"] * 2},
+    "one document twice": lambda files: about(
+        {**files, **{name: files[name] * 2 for name in ("documents.jsonl", "vectors.f32")}},
+        **{
+            name: 2 * json.loads(files["manifest.json"])[name]
+            for name in ("documents", "passages", "vectors")
+        },
+    ),
     "deep JSON": lambda files: {**files, "manifest.json": b"[" * 100_000},
     "no bytes of vectors": lambda files: {**files, "vectors.f32": b""},
     "cut vectors": lambda files: {**files, "vectors.f32": files["vectors.f32"][:99]},
@@ -241,7 +246,7 @@ FORGERIES: dict[str, Forgery] = {
         f"{name} {value!r}": lambda files, name=name, value=value: about(files, **{name: value})  # type: ignore[misc]
         for name, value in (
             *(("dimension", "x"), ("dimension", 7), ("dimension", -1), ("kind", 7), ("passages", 0)),
-            *(("format", 2), ("corpus", "another")),
+            ("format", 2),
         )
     },
 }

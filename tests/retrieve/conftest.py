@@ -48,7 +48,7 @@ def word_vector(word: str) -> np.ndarray:
 class WordEncoder:
     """An encoder whose vector of a text is the sum of its words'; it counts the windows that it reads."""
 
-    dimension, max_tokens, overhead, batch_tokens, dtype = 16, 12, 2, 60, "float32"
+    dimension, max_tokens, overhead, batch_tokens = 16, 12, 2, 60
 
     def __init__(self) -> None:
         self.tokenizer = tk.Tokenizer(tk.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))

@@ -56,7 +56,7 @@ DOCUMENTS = [Document(p.text, p.title, p.title.lower()) for p in PASSAGES]
 class WordEmbedder:
     """Embeds a text by its words: no model to load."""
 
-    name, fingerprint, dimension, max_tokens, dtype = "words", "words-1", 64, 10_000, "float32"
+    name, fingerprint, dimension, max_tokens = "words", "words-1", 64, 10_000
 
     def cut(self, passages: Sequence[Passage]) -> Steps[list[list[Window]]]:
         yield
