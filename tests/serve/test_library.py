@@ -182,7 +182,6 @@ def test_jobs_outlive_the_server(tmp_path: Path) -> None:
         jobs = [server.job("/v1/documents", added), server.job("/v1/cache/warm", {"collection": "b"})]
         server.warm(OWN[:1])  # of no collection: known to this server alone
         killed = {**jobs[0], "id": "job-killed", "state": "running", "namespace": "", "created": 0.0}
-        del killed["given"]
         server.backend.collections.indexes["b"].save_job(killed)
     with serving(tmp_path) as server:
         listed = server.get("/v1/jobs").json()["data"]
