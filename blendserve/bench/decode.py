@@ -26,7 +26,7 @@ from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Answer, Prompt, Steps, TokenIds, run
-from blendserve.engine.generate import AnswerStream, Sequence
+from blendserve.engine.generate import AnswerStream, TokenSequence
 from blendserve.engine.request import PreparedRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
@@ -154,11 +154,11 @@ def answer_of(model: LoadedModel, ids: TokenIds, done: PassResult, decode: Decod
     request = PreparedRequest(prompt, (), BlendConfig(), decode, Clock(model.decoder.device))
     prefill = Prefilled.of(plan_full_prefill(prompt, request.blend), done)
 
-    def steps(_: Sequence) -> Steps[Prefilled]:
+    def steps(_: TokenSequence) -> Steps[Prefilled]:
         yield from ()
         return prefill
 
-    return AnswerStream(Sequence(request, model, steps)).answer()
+    return AnswerStream(TokenSequence(request, model, steps)).answer()
 
 
 TABLE = table(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as GenericSequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from blendserve.core import Answer, Prompt, Steps
 from blendserve.engine.checks import Checks
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
-from blendserve.engine.generate import Sequence, prefill
+from blendserve.engine.generate import TokenSequence, prefill
 from blendserve.engine.learn import Learner, LearntChunks
 from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
@@ -88,7 +87,7 @@ class BatchEngine:
 
     def sequence(
         self, request: PreparedRequest, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
-    ) -> Sequence:
+    ) -> TokenSequence:
         """A prepared request, ready for `scheduler.submit`. Its plain prompt is matched with stored chunks."""
         scope = self._scope(namespace, request.scope) if request.prompt.is_plain else None
         blender = scope.blender if scope else self.blender(namespace)
@@ -98,7 +97,7 @@ class BatchEngine:
         # Methods that search for nothing would learn what is stored.
         learns = request.learns and request.blend.method not in ("full", "prefix")
         is_checked = self.checks.draws(request)
-        return Sequence(
+        return TokenSequence(
             request,
             self.engine.model,
             lambda sequence: self._prefill(sequence, blender, scope if learns else None),
@@ -130,7 +129,7 @@ class BatchEngine:
             oldest = next(key for key in self._scopes if key[0] == largest)
             tokens[largest] -= SCOPE_TOKENS + self._scopes.pop(oldest).learner.n_tokens
 
-    def _prefill(self, sequence: Sequence, blender: Blender, scope: Scope | None) -> Steps[Prefilled]:
+    def _prefill(self, sequence: TokenSequence, blender: Blender, scope: Scope | None) -> Steps[Prefilled]:
         """scope: to learn from the prompt."""
         prefilled = yield from prefill(sequence, blender)
         if self.engine.config.store.write_back != "none":
@@ -152,7 +151,7 @@ class BatchEngine:
             if learnt.admits(ids, writer):
                 self.write_back(writer, [MissingChunk(ids)], tenant)
 
-    def _answered(self, sequence: Sequence, blender: Blender, is_checked: bool) -> None:
+    def _answered(self, sequence: TokenSequence, blender: Blender, is_checked: bool) -> None:
         """Keep the KV of a blended plain prompt and its answer for the next turn; have a drawn answer checked."""
         answer, cache = sequence.answer, sequence.cache
         assert answer
@@ -184,7 +183,7 @@ class BatchEngine:
         """The bytes of stored chunks that were learnt from plain prompts."""
         return sum(learnt.n_bytes for learnt in list(self._learnt.values()))
 
-    def verify(self, sequence: Sequence, answer: Answer, namespace: str) -> Future[Verified]:
+    def verify(self, sequence: TokenSequence, answer: Answer, namespace: str) -> Future[Verified]:
         """Check a served answer as soon as may be."""
         request, model = sequence.request, self.engine.model
         verifier = Verifier(model, self.blender(namespace), request.prompt, request.decode)
@@ -198,7 +197,7 @@ class BatchEngine:
 
     # Background tasks, one for each chunk, so that a request never waits for more than one
 
-    def write_back(self, writer: ChunkWriter, missing: GenericSequence[MissingChunk], tenant: str) -> None:
+    def write_back(self, writer: ChunkWriter, missing: Sequence[MissingChunk], tenant: str) -> None:
         """Store chunks that a request missed; once, if several requests did. On the model's thread."""
         for chunk in missing:
             key = writer.key(chunk.ids)

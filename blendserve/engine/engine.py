@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as GenericSequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from functools import cached_property, partial
@@ -25,7 +24,7 @@ from blendserve.engine.calibrate import PROMPTS, calibrate
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents, token_counter
 from blendserve.engine.gate import GateReport, check_model
-from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
+from blendserve.engine.generate import AnswerStream, TokenSequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
 from blendserve.engine.targets import Targets
@@ -164,7 +163,7 @@ class Engine:
 
     def precompute(
         self,
-        passages: GenericSequence[Passage] | None = None,
+        passages: Sequence[Passage] | None = None,
         shard: tuple[int, int] = (0, 1),
         progress: Progress | None = None,
         learning: Progress = lambda done, total: None,
@@ -184,7 +183,7 @@ class Engine:
         self.learn(chunks, learning)
         return report
 
-    def learn(self, chunks: GenericSequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
+    def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
         """Learn from stored chunks what `precompute` learns at its end."""
         begin_computing()
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
@@ -193,7 +192,7 @@ class Engine:
     def calibrate(
         self,
         prompts: int = PROMPTS,
-        questions: GenericSequence[str] = (),
+        questions: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> Calibration:
         """Measure what every ratio loses on prompts of the index, so that `blend.quality` can choose one.
@@ -212,14 +211,12 @@ class Engine:
             )
         return calibrate(self, prompts, asked, progress)
 
-    def missing(
-        self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
-    ) -> int:
+    def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
         return len(self.blender.writer.missing(self.chunks(passages, shard)))
 
     def answer(
-        self, question: str, passages: GenericSequence[Passage | str] | None = None, **options: Any
+        self, question: str, passages: Sequence[Passage | str] | None = None, **options: Any
     ) -> Answer:
         """Answer a question; see `stream` for the options and errors."""
         return self.stream(question, passages, **options).answer()
@@ -227,7 +224,7 @@ class Engine:
     def stream(
         self,
         question: str,
-        passages: GenericSequence[Passage | str] | None = None,
+        passages: Sequence[Passage | str] | None = None,
         top_k: int | None = None,
         **options: Any,
     ) -> AnswerStream:
@@ -253,7 +250,7 @@ class Engine:
         search: Search | None = None,
         clock: Clock | None = None,
         room: int | None = None,
-        indexes: GenericSequence[VectorIndex] | None = None,
+        indexes: Sequence[VectorIndex] | None = None,
     ) -> PreparedRequest:
         """What is to be done for a request. Raises InputError, PromptTooLong, ConfigError, and what `search` raises.
 
@@ -278,14 +275,16 @@ class Engine:
         """
         begin_computing()
         if self.gate.passed:
-            sequence = Sequence(request, self.model, partial(prefill, blender=self.blender))
+            sequence = TokenSequence(request, self.model, partial(prefill, blender=self.blender))
             return AnswerStream(
                 sequence, on_end=None if self.config.store.write_back == "none" else self._write_back
             )
         if request.blend.method not in {"auto", "full"}:
             self.gate.require()
         reference, why = OwnDecoding(self.model.decoder), f"the model fails {self.gate.failure}"
-        sequence = Sequence(request, self.model, partial(reference_prefill, reference=reference, why=why))
+        sequence = TokenSequence(
+            request, self.model, partial(reference_prefill, reference=reference, why=why)
+        )
         return AnswerStream(sequence, lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
@@ -368,7 +367,7 @@ class Engine:
         begin_computing()
         return check_model(self.model)
 
-    def _write_back(self, missing: GenericSequence[MissingChunk]) -> None:
+    def _write_back(self, missing: Sequence[MissingChunk]) -> None:
         """Store the chunks that a request missed. An answer never fails for it."""
         try:
             run(self.blender.writer.write_back(missing))
@@ -388,7 +387,7 @@ class Engine:
         return self.index
 
     def chunks(
-        self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
+        self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
     ) -> list[TokenIds]:
         """The chunks of one share of the index's passages, or of these."""
         begin_computing()

@@ -1,13 +1,12 @@
 """One request from its queue to the last token of its answer: prefill, sampling, text, timings.
 
 A Python caller pulls pieces of text out of an `AnswerStream`, which runs a decoding step for each token; the scheduler
-gives a `Sequence` the logits of its own steps, for many requests at a time.
+gives a `TokenSequence` the logits of its own steps, for many requests at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
-from collections.abc import Sequence as GenericSequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,20 +36,20 @@ STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", 
 Decode = Callable[[int, list[int]], Tensor]
 
 
-class Sequence:
+class TokenSequence:
     """One request: after `start`, give `append` the logits of each step until `answer` is set."""
 
     def __init__(
         self,
         request: PreparedRequest,
         model: LoadedModel,
-        prefill: Callable[[Sequence], Steps[Prefilled]],
+        prefill: Callable[[TokenSequence], Steps[Prefilled]],
         *,
         tenant: str = "",
         cost: float = 0.0,
         emit: Callable[[Event], None] = lambda event: None,
         prefetch: Callable[[], Hold] | None = None,
-        on_answer: Callable[[Sequence], None] = lambda sequence: None,
+        on_answer: Callable[[TokenSequence], None] = lambda sequence: None,
     ) -> None:
         """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
         thread, with the last event Completed or Failed. prefetch: begins to keep KV for its prefill. on_answer: called
@@ -177,7 +176,7 @@ class Sequence:
         )
 
 
-def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
+def prefill(sequence: TokenSequence, blender: Blender) -> Steps[Prefilled]:
     """Prefill the sequence's cache as `request.blend` says."""
     request = sequence.request
     cache = sequence.cache or KVCache(blender.model, request.tokens)
@@ -186,7 +185,7 @@ def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
         return replace(done, report=replace(done.report, quality=request.quality))
 
 
-def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:
+def reference_prefill(sequence: TokenSequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:
     """Prefill by the model's own forward and cache, for a model that may not blend because of `why`."""
     request = sequence.request
     yield from ()
@@ -200,9 +199,9 @@ class AnswerStream:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: TokenSequence,
         decode: Decode | None = None,
-        on_end: Callable[[GenericSequence[MissingChunk]], None] | None = None,
+        on_end: Callable[[Sequence[MissingChunk]], None] | None = None,
     ) -> None:
         """Prefills, and chooses the first token.
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue, RecentTenants
-from blendserve.engine.generate import Sequence
+from blendserve.engine.generate import TokenSequence
 from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, TextDelta, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
@@ -65,9 +65,9 @@ class Scheduler:
         self._n_layers, self._pool, self._observer = model.decoder.n_layers, pool, observer
         self._runner = DecodeRunner(model.decoder, pool.keys, pool.values, caches=pool.caches)
         self._gap_s, self._prefill_steps = gap_s, prefill_share / (1 - prefill_share)  # per decoding step
-        self._waiting, self._queue = FairQueue[Sequence](), queue
-        self._prefills: list[Sequence] = []  # at most two; the last one runs
-        self._running: list[Sequence] = []
+        self._waiting, self._queue = FairQueue[TokenSequence](), queue
+        self._prefills: list[TokenSequence] = []  # at most two; the last one runs
+        self._running: list[TokenSequence] = []
         self._background = FairQueue[Steps[None]]()
         self._task: Steps[None] | None = None  # the one that has begun
         self._idle = deque[Steps[None]]()  # the first one may have begun
@@ -141,7 +141,7 @@ class Scheduler:
                 self._preparing -= Counter([tenant])  # without the tenants that have none left
                 self._wake.notify_all()
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: TokenSequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
         require_room(len(sequence.request.prompt), self._pool.n_tokens, sequence.request.decode)
         with self._wake:
@@ -152,7 +152,7 @@ class Scheduler:
             self._waiting.put(sequence.tenant, sequence)
             self._wake.notify_all()
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: TokenSequence) -> None:
         """Drop it from the queue, or free its slot before the next layer or step. No more events are emitted."""
         with self._wake:
             sequence.is_cancelled = True
@@ -267,7 +267,7 @@ class Scheduler:
 
     # Prefill
 
-    def _current_prefill(self) -> Sequence | None:
+    def _current_prefill(self) -> TokenSequence | None:
         """The top of a stack of at most two: a much cheaper request of another tenant preempts a long prefill."""
         if len(self._prefills) < 2:
             with self._wake:
@@ -276,27 +276,27 @@ class Scheduler:
                 self._start(sequence)
         return self._prefills[-1] if self._prefills else None
 
-    def _may_start(self, sequence: Sequence) -> bool:
+    def _may_start(self, sequence: TokenSequence) -> bool:
         return self._may_have_slot(sequence) and (not self._prefills or self._preempts(sequence))
 
-    def _may_have_slot(self, sequence: Sequence) -> bool:
+    def _may_have_slot(self, sequence: TokenSequence) -> bool:
         """The last one is for tenants who have none, while several are active."""
         has_others = self.has_other_tenants(sequence.tenant) or self._recent.has_others(sequence.tenant)
         if self._pool.free != 1 or self._pool.n == 1 or not has_others:
             return self._pool.free > 0
         return all(other.tenant != sequence.tenant for other in self._with_slot())
 
-    def _preempts(self, sequence: Sequence) -> bool:
+    def _preempts(self, sequence: TokenSequence) -> bool:
         """Whether it may go before the rest of the pass that runs."""
         long, cost = self._prefills[0], sequence.cost
         rest = long.cost * (1 - long.layer % self._n_layers / self._n_layers)
         is_cheap = PREEMPT_FACTOR * cost <= rest and long.preempted_cost + cost <= long.cost
         return is_cheap and long.tenant != sequence.tenant
 
-    def _with_slot(self) -> list[Sequence]:
+    def _with_slot(self) -> list[TokenSequence]:
         return self._running + self._prefills
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: TokenSequence) -> None:
         if self._prefills:
             self._prefills[0].preempted_cost += sequence.cost
         sequence.cache = self._pool.acquire()
@@ -305,7 +305,7 @@ class Scheduler:
         sequence.request.clock.seconds["queue"] = waited_s = self._clock() - sequence.queued_at
         self._observer.dequeued(sequence.request.blend.method, waited_s)
 
-    def _advance(self, sequence: Sequence) -> None:
+    def _advance(self, sequence: TokenSequence) -> None:
         """One layer of a prefill, or of refining; after the prefill, the first token."""
         try:
             next(sequence.steps)
@@ -345,11 +345,11 @@ class Scheduler:
         self._decode_at = now + max(self._gap_s, self._prefill_steps * (now - began))
         self._prefilled = False
 
-    def _slot(self, sequence: Sequence) -> int:
+    def _slot(self, sequence: TokenSequence) -> int:
         assert sequence.cache
         return self._pool.caches.index(sequence.cache)
 
-    def _emit(self, sequence: Sequence, done: Prefilled | Tensor) -> None:
+    def _emit(self, sequence: TokenSequence, done: Prefilled | Tensor) -> None:
         """Emit the tokens that follow a prefill, or the logits [n, V] of a step."""
         is_first = isinstance(done, Prefilled)
         try:
@@ -371,7 +371,7 @@ class Scheduler:
             self._request_s += DURATION_WEIGHT * (sequence.request.clock.elapsed() - self._request_s)
             self._end(sequence)
 
-    def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
+    def _end(self, sequence: TokenSequence, error: Exception | None = None) -> None:
         """Free its slot and the KV that is kept for it, and tell its caller of the error."""
         try:
             sequence.steps.close()

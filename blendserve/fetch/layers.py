@@ -35,7 +35,7 @@ HOST_AHEAD, DEVICE_AHEAD = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentLayer:
     """A layer whose copies to the device were issued, or that stays in host memory."""
 
     layer: Layer
@@ -58,7 +58,7 @@ class LayerReader:
             )
         self._clock = Clock()
         # Two queues in C cost the prefill thread a fraction of a future for each layer.
-        self._orders, self._results = SimpleQueue[int](), SimpleQueue[tuple[int, Sent | BaseException]]()
+        self._orders, self._results = SimpleQueue[int](), SimpleQueue[tuple[int, SentLayer | BaseException]]()
         self._n_ordered = self._n_taken = 0  # layers
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -109,13 +109,13 @@ class LayerReader:
             self._orders.put(self._n_ordered)
             self._n_ordered += 1
 
-    def _result(self, l: int) -> Sent:
+    def _result(self, l: int) -> SentLayer:
         while True:
             at, result = self._results.get()
             self._n_taken += 1
             if at < l:
                 continue
-            if isinstance(result, Sent):
+            if isinstance(result, SentLayer):
                 return result
             try:
                 raise result
@@ -132,15 +132,15 @@ class LayerReader:
             except BaseException as error:  # raised where the layer is taken
                 self._results.put((l, error))
 
-    def _send(self, l: int) -> Sent:
+    def _send(self, l: int) -> SentLayer:
         """Read a layer; issue its copies. What the views do on the device is on the stream of copies, too."""
         if not self._stream:
-            return Sent(self._layers(l))
+            return SentLayer(self._layers(l))
         with self._stream.entered():
             sent = [[self._stream.send(part) for part in as_one(pair)] for pair in self._layers(l)]
             memory = {part.untyped_storage().data_ptr(): part for unit in sent for part in unit}
             event = self._stream.record_event()
-        return Sent([split_kv(unit) for unit in sent], [*memory.values()], event)
+        return SentLayer([split_kv(unit) for unit in sent], [*memory.values()], event)
 
     def _layers(self, l: int) -> Layer:
         each = self._decoders.map if self._decoders else map

@@ -14,7 +14,7 @@ from typing import Any
 from blendserve.config import ServeConfig
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
-from blendserve.engine.generate import Sequence
+from blendserve.engine.generate import TokenSequence
 from blendserve.engine.request import Completed, Event, Failed, PreparedRequest
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
@@ -80,7 +80,7 @@ class EngineReplica:
     async def answer(self, request: RoutedRequest) -> AsyncIterator[Event]:
         """PrefillDone, pieces of text, then Completed or Failed."""
         emit, events = event_queue()
-        sequence: Sequence | None = None
+        sequence: TokenSequence | None = None
         try:
             owner = request.tenant, request.namespace
             sequence = await asyncio.to_thread(self._batch.sequence, request.prepared, emit, *owner)

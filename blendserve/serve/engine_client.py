@@ -21,7 +21,7 @@ from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
-from blendserve.engine.generate import Sequence
+from blendserve.engine.generate import TokenSequence
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
 from blendserve.engine.verify import Verified
@@ -234,7 +234,7 @@ class LocalEngineClient(EngineClient):
         emit, events = event_queue()
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
 
-        def prepare() -> Sequence:
+        def prepare() -> TokenSequence:
             """Check, search and tokenise, on the retrieval thread."""
             names = self.collections.names(tenant) if query.collections is None else query.collections
             indexes = [self.collections.find(tenant, name)[1] for name in names]

@@ -17,7 +17,7 @@ from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Answer, Chunk, Prompt, TokenIds
 from blendserve.engine import generate
 from blendserve.engine.drafts import LONG, RETRY, SHORT, Drafter
-from blendserve.engine.generate import AnswerStream, Sequence, prefill
+from blendserve.engine.generate import AnswerStream, TokenSequence, prefill
 from blendserve.engine.request import PreparedRequest
 from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.models.loader import LoadedModel
@@ -77,7 +77,7 @@ def answer(dtype: torch.dtype, **options: Any) -> Answer:
     loaded, decode = model(dtype), DecodeConfig(max_new_tokens=NEW, **options)
     plan = PreparedRequest(PROMPT, (), BlendConfig(method="full"), decode, Clock())
     blender = tiny_blender(MemoryStore(2**20), decoder=loaded.decoder)
-    sequence = Sequence(plan, loaded, partial(prefill, blender=blender))
+    sequence = TokenSequence(plan, loaded, partial(prefill, blender=blender))
     return AnswerStream(sequence).answer()
 
 

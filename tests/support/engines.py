@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence as GenericSequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from unittest.mock import Mock
@@ -132,7 +132,7 @@ class Listener:
 
 
 def submit(
-    batch: BatchEngine, question: str, passages: GenericSequence[Passage], tenant: str = "", **options: Any
+    batch: BatchEngine, question: str, passages: Sequence[Passage], tenant: str = "", **options: Any
 ) -> Listener:
     """options: fields of BlendConfig and DecodeConfig."""
     blend, decode = split_options(options)

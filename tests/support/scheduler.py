@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps, run
 from blendserve.engine.fair_executor import ACTIVE_S, BackgroundThrottle
-from blendserve.engine.generate import Sequence, prefill
+from blendserve.engine.generate import TokenSequence, prefill
 from blendserve.engine.request import Completed, Event, Failed, Observer, PrefillDone
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import PromptTooLong, RateLimited, ShuttingDown, StoreFull
@@ -225,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Requests with a slot."""
         return [s for s in self.sent if s.state in ("prefills", "runs") or s in self.cancelled]
 
-    def prefill(self, sent: Sent, sequence: Sequence) -> Steps[Prefilled]:
+    def prefill(self, sent: Sent, sequence: TokenSequence) -> Steps[Prefilled]:
         """A request's prefill, with the clock's seconds for each layer."""
         self.admit(sent)
         return (yield from self.layers(sent, prefill(sequence, self.blender), 0))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blendserve.blend.blender import Prefilled
 from blendserve.config import BlendConfig, DecodeConfig, Method
 from blendserve.core import Answer, Chunk, Prompt, Steps
-from blendserve.engine.generate import AnswerStream, Sequence, prefill
+from blendserve.engine.generate import AnswerStream, TokenSequence, prefill
 from blendserve.engine.request import PreparedRequest
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel, States
@@ -78,7 +78,7 @@ def alone(question: Question) -> Answer:
     """Of a model that never fails."""
     steady = replace(model(), decoder=tiny_decoder("llama"))
     steps = partial(prefill, blender=tiny_blender(filled_store()))
-    return AnswerStream(Sequence(question.prepared(Clock()), steady, steps)).answer()
+    return AnswerStream(TokenSequence(question.prepared(Clock()), steady, steps)).answer()
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ QUESTION = st.builds(
 )
 
 
-class WatchedSequence(Sequence):
+class WatchedSequence(TokenSequence):
     """Has its refining watched."""
 
     watch: Callable[[Steps[Prefilled]], Steps[Prefilled]]
