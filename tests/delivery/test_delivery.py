@@ -254,7 +254,7 @@ def test_publishing_again_changes_what_has_changed(tmp_path: Path) -> None:
     assert len(found.directory(smaller)) == smaller.chunks
 
 
-def test_retiring_leaves_the_chunks_of_other_collections(tmp_path: Path) -> None:
+def test_unpublishing_leaves_the_chunks_of_other_collections(tmp_path: Path) -> None:
     store, first = peers.published(tmp_path)
     second, catalog = publish(peers.publisher(tmp_path, store), "second"), CollectionCatalog(store)
     raw = set(catalog.directory(second))
