@@ -11,26 +11,33 @@ from safetensors.torch import load_file, save_file
 from blendserve.errors import ModelError
 from blendserve.models.fast_load import WEIGHTS
 
-DATA = Path(__file__).with_name("data")
+FOLDER = Path("adapters")  # of a checkout: the wheel has no adapters
+CHECKOUT = Path(__file__).parents[2]  # if the package is installed as editable
 
 
 class Adapter(NamedTuple):
     """A safetensors file with `NAME.a` [out, r] and `NAME.b` [r, in] for each weight NAME [out, in]."""
 
-    file: str  # in DATA
+    file: str  # in FOLDER
     sha256: str
+
+    def find(self) -> Path:
+        """Return the file in CHECKOUT or in the checkout that is the current folder. Raises ModelError."""
+        for checkout in (CHECKOUT, Path.cwd()):
+            file = checkout / FOLDER / self.file
+            if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == self.sha256:
+                return file
+        raise ModelError(
+            f"the adapter {FOLDER / self.file} is missing or damaged, and not part of the installed package: "
+            "run the command in a checkout of blendserve, which has it",
+            setting="model.name",
+            path=FOLDER / self.file,
+        )
 
     def merge(self, folder: Path) -> None:
         """Add to the folder's weights: in fp32, rounded to the weight's dtype once. Raises ModelError."""
-        file, path = DATA / self.file, folder / WEIGHTS
-        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != self.sha256:
-            raise ModelError(
-                f"the adapter {file} is missing or damaged: reinstall blendserve, or restore the file in a checkout",
-                setting="model.name",
-                path=file,
-            )
-        factors, weights = load_file(file), load_file(path)
+        factors, weights = load_file(self.find()), load_file(folder / WEIGHTS)
         for name in {name.rpartition(".")[0] for name in factors}:
             weight, a, b = weights[name], factors[f"{name}.a"], factors[f"{name}.b"]
             weights[name] = (weight.float() + a.float() @ b.float()).to(weight.dtype)
-        save_file(weights, path, {"format": "pt"})
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})

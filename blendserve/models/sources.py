@@ -47,7 +47,7 @@ _SMOLLM2 = Bundled(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     is_llama=True,
 )
-_READING = Adapter(  # data/README.md
+_READING = Adapter(  # adapters/README.md
     file="reading.safetensors",
     sha256="b834a85bd19177d6e896ae9aa9b8d371b4a6e50ed9dc77619c69389c5e22aa2d",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,9 +18,8 @@ from blendserve.models.sources import BUNDLED, bundled_folder
 from tests.support.files import own_cache
 
 READER = "smollm2-135m-reader"
-UPDATE = BUNDLED[READER].adapter
-assert UPDATE
-FILE = adapter.DATA / UPDATE.file
+UPDATE = cast(adapter.Adapter, BUNDLED[READER].adapter)
+FILE = UPDATE.find()
 
 
 def test_the_reading_model_is_the_bundled_one_plus_its_adapter(
@@ -43,16 +43,21 @@ def test_the_reading_model_is_the_bundled_one_plus_its_adapter(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_damaged_adapter_is_refused(
+def test_a_damaged_adapter_is_refused_and_one_of_the_current_checkout_is_taken(
     is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_cache(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(adapter, "DATA", tmp_path)
+    monkeypatch.setattr(adapter, "CHECKOUT", tmp_path / "site-packages")
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / adapter.FOLDER / FILE.name
+    copy.parent.mkdir()
     if is_there:
         raw = bytearray(FILE.read_bytes())
         raw[-1] ^= 1
-        (tmp_path / FILE.name).write_bytes(raw)
+        copy.write_bytes(raw)
     with pytest.raises(ModelError) as error:
         bundled_folder(READER)
-    assert (error.value.setting, error.value.path) == ("model.name", str(tmp_path / FILE.name))
+    assert (error.value.setting, error.value.path) == ("model.name", str(adapter.FOLDER / FILE.name))
     assert list((tmp_path / "cache" / "blendserve" / "readers").iterdir()) == []
+    copy.write_bytes(FILE.read_bytes())
+    assert UPDATE.find() == copy
