@@ -53,7 +53,7 @@ class Commands(TyperGroup):
         return command
 
 
-app = make_app()
+app = make_app(add_completion=True)
 
 
 def _print_version(wanted: bool) -> None:

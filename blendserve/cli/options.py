@@ -81,11 +81,14 @@ def split_list(text: str) -> list[str]:
     return [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
 
 
-def make_app(help: str | None = None) -> typer.Typer:
-    """A group of commands, or a single one. Help is plain text: brackets are printed as they are."""
+def make_app(help: str | None = None, add_completion: bool = False) -> typer.Typer:
+    """A group of commands, or a single one. Help is plain text: brackets are printed as they are.
+
+    add_completion: the options that install and print a shell's completion, for the whole command line.
+    """
     app = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=add_completion,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

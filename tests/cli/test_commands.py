@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import platform
 import re
 import runpy
@@ -275,6 +276,19 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert {blendserve.__version__, version("torch"), platform.python_version()} <= set(
         re.split("[ ,]", line)
     )
+
+
+def test_installed_completion_completes_commands_in_a_new_shell(tmp_path: Path) -> None:
+    program = tmp_path / "blendserve"
+    program.write_text(f"#!{sys.executable}\nimport sys\nfrom blendserve.cli import main\nsys.exit(main())\n")
+    program.chmod(0o755)
+    home = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    complete = "COMP_WORDS=(blendserve store ver) COMP_CWORD=2; _blendserve_completion blendserve; echo ${COMPREPLY[@]}"
+    steps = ("blendserve --install-completion; true", f". ~/.bashrc; {complete}")
+    _, done = [
+        subprocess.run(["bash", "-c", step], env=home, capture_output=True, text=True) for step in steps
+    ]
+    assert done.stdout.split() == ["verify"], done.stderr
 
 
 def called(options: Options, *words: str) -> Any:
