@@ -6,7 +6,9 @@
 FROM python:3.11-slim-bookworm AS wheel
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ make
 WORKDIR /src
-COPY setup.cfg pyproject.toml constraints.txt requirements-models.txt Makefile README.md LICENSE ./
+COPY setup.cfg pyproject.toml Makefile README.md LICENSE ./
+COPY requirements ./requirements
+COPY scripts/locked.sh ./scripts/
 COPY blendserve ./blendserve
 # Kernels for every instruction set are compiled here; the image that serves needs no compiler.
 RUN make wheel
@@ -15,10 +17,10 @@ FROM python:3.11-slim-bookworm
 # PyPI has the CUDA build of torch for Linux. For a GPU: docker build --build-arg TORCH_INDEX= .
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-COPY --from=wheel /src/constraints.txt /src/requirements-models.txt ./
 COPY --from=wheel /src/dist ./dist
-COPY scripts/install_image.sh ./
-RUN sh install_image.sh /opt/blendserve \
+COPY requirements ./requirements
+COPY scripts/install_image.sh scripts/locked.sh ./scripts/
+RUN sh scripts/install_image.sh /opt/blendserve \
     && useradd --create-home --uid 1000 blendserve \
     && mkdir -p /data/cache /data/indexes \
     && chown -R 1000 /data

