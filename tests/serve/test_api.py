@@ -45,7 +45,7 @@ def test_the_routes_are_those_of_the_pages(server: Server) -> None:
     served = FastAPI()
     served.include_router(delivery)
     assert routes(server.get("/openapi.json").json()) == documented("http-api.md")
-    assert routes(served.openapi()) == documented("kdn-http.md", "/v1/kdn")
+    assert routes(served.openapi()) == documented("delivery.md", "/v1")
 
 
 STATUSES = re.findall(
