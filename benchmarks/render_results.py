@@ -1,4 +1,4 @@
-"""`python -m benchmarks.render_results`: benchmarks/results/ and claims.yaml -> the results page and README's table.
+"""`python -m benchmarks.render_results`: benchmarks/results/ and claims.yaml -> the results page and README's tables.
 
 The part between the two marks of a page is generated; a test compares it. The plots are files beside the results page.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from blendserve.bench.harness import Column, select, summarize
+from blendserve.bench.harness import Column, read_result, select, summarize
 from blendserve.bench.runner import load_bench
 from blendserve.bench.suite import Suite, Verdict
 from blendserve.errors import InputError
@@ -31,7 +31,39 @@ METHODS = {
     "query+prior@0.05": "**default: `query` + `prior`, 5% recomputed**",
     "reuse": "full reuse, 0% recomputed",
 }
+DEFAULT = "query+prior@0.05"
 ON_GPU = {**METHODS, "query@0.15": "`query`, 15% recomputed, no correction"}
+
+
+class Machine(NamedTuple):
+    """A row of the README: what a user should see, and the result that says so."""
+
+    title: str
+    command: str
+    file: str  # in benchmarks/results
+    full: dict[str, Any]  # labels of full prefill
+    blended: dict[str, Any]
+
+
+def _bench_ttft(
+    title: str, file: str, context: int = 3072, command: str = "blendserve bench ttft"
+) -> Machine:
+    labels = [{"source": "warm", "method": method, "context": context} for method in ("full", DEFAULT)]
+    return Machine(title, command, file, *labels)
+
+
+MACHINES = (
+    _bench_ttft("2 cores, AVX512-BF16", "ttft.jsonl"),
+    Machine(
+        *("2 cores, AVX2", "python -m benchmarks plain", "plain.jsonl"),
+        *({"client": "LangChain", "sent": sent} for sent in ("full prefill", "own API")),
+    ),
+    _bench_ttft("2 cores, AMX", "ttft_amx.jsonl"),
+    _bench_ttft(
+        *("H200, 8B model, 16,384 tokens", "gpu/ttft_host.jsonl", 16384),
+        "blendserve bench suite configs/bench/gpu.yaml",
+    ),
+)
 
 
 def _bench_plot(result: dict[str, Any]) -> bytes:
@@ -65,6 +97,7 @@ def results_part(suite: Suite, results: Path) -> str:
     for name, (title, run, _) in FIGURES.items():
         shown = suite.result(run, results) is not None
         lines.append(f"![{title}](plots/{name}.svg)" if shown else f"- {title}: {UNKNOWN}.")
+    lines += methods_part(suite, results)
     return "\n".join([*lines, *engines_part(suite, results), *gpu_part(Suite.read(GPU_SUITE), GPU_RESULTS)])
 
 
@@ -116,22 +149,57 @@ def _ttft(result: dict[str, Any], where: dict[str, Any]) -> str:
     return f"{ms}, {times.median:.2f} ({times.low:.2f} to {times.high:.2f})"
 
 
-def readme_part(suite: Suite, results: Path) -> str:
+def methods_part(suite: Suite, results: Path) -> list[str]:
     """TTFT of every method, speedup over transformers, and KL shares."""
     titles = ("method", "TTFT ms", "speedup", *(f"KL share, {title}" for title in QUALITY.values()))
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     ttft = suite.result("ttft", results)
     for method, name in METHODS.items():
         cells = [UNKNOWN, ""]
         if ttft is not None:
             where = {"source": "warm", "method": method}
-            seconds = summarize(select(ttft, Column("", "ttft_s", 1e3), where)).median
             column = Column("", "ttft_s", baseline={"method": "transformers"})
             ratio = 1.0 if method == "transformers" else summarize(select(ttft, column, where)).median
-            cells = [f"{seconds:,.0f}", f"{ratio:.1f}"]
+            cells = [f"{1e3 * _seconds(ttft, where):,.0f}", f"{ratio:.1f}"]
         shares = [_kl_share(suite.result(run, results), method) for run in QUALITY]
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (name, *cells, *shares)))
+    return lines
+
+
+def readme_part(suite: Suite, results: Path) -> str:
+    """Three figures with what they are against, and the TTFT of each machine."""
+    ttft, quality = suite.result("ttft", results), suite.result("quality_2wikimqa", results)
+    theirs, ours, blended = (
+        ("", "", "")
+        if ttft is None
+        else (
+            f"{_seconds(ttft, {'source': 'warm', 'method': method}):.1f} s"
+            for method in ("transformers", "full", DEFAULT)
+        )
+    )
+    lines = ["| 6 chunks of 512 tokens | before | blended | against |", "|---|---|---|---|"]
+    lines += [f"| time to first token | {theirs or UNKNOWN} | **{blended}** | transformers |"]
+    lines += [f"| time to first token | {ours or UNKNOWN} | **{blended}** | our own full prefill |"]
+    lines += [f"| KL share, 2WikiMQA | 1 | **{_kl_share(quality, DEFAULT)}** | cached KV pasted unchanged |"]
+    lines += ["", "| time to first token | command | full prefill | blended |", "|---|---|---|---|"]
+    for machine in MACHINES:
+        lines.append(f"| {machine.title} | `{machine.command}` | {' | '.join(_times(machine, results))} |")
     return "\n".join(lines)
+
+
+def _times(machine: Machine, results: Path) -> tuple[str, str]:
+    """Seconds to the first token by full prefill, and blended."""
+    file = results / machine.file
+    if not file.exists():
+        return UNKNOWN, UNKNOWN
+    result = read_result(file)
+    full, blended = (_seconds(result, where) for where in (machine.full, machine.blended))
+    return f"{full:.2f} s", f"{blended:.2f} s"
+
+
+def _seconds(result: dict[str, Any], where: dict[str, Any]) -> float:
+    """The median time to the first token."""
+    return summarize(select(result, Column("", "ttft_s"), where)).median
 
 
 def _kl_share(result: dict[str, Any] | None, method: str) -> str:
