@@ -82,9 +82,10 @@ def links(page: Path) -> list[str]:
 
 IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 OWN = re.compile(r"^(?:from|import) blendserve\b", re.MULTILINE)
-PYTHON = [
+PYTHON = [  # of the tutorials: tests/test_tutorials.py
     pytest.param(block, id=f"{name(page)}-{i}")
     for page in (*RECIPES, REFERENCE / "python-api.md")
+    if page.parent.name != "tutorial"
     for i, block in enumerate(blocks(page, "python"))
 ]
 OF_PACKAGE, OF_CLIENTS = (
