@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
 from blendserve import console
 from blendserve.config import Config
-from blendserve.core import Answer
+from blendserve.core import Answer, BlendReport
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
@@ -38,6 +41,8 @@ METHODS = {
     "reuse": "full reuse, nothing recomputed",
     "blend": "blending, the default",
 }
+SHOWN = {"full": "full prefill", "blend": "blended"}  # the two methods of a question
+NAME_WIDTH, BAR_WIDTH = 12, 30
 # The corpus takes 0.4 GB of KV, 0.8 on a CPU whose fastest number format is float32.
 CONFIG = Config(
     retrieve={"top_k": CHUNKS},
@@ -151,8 +156,7 @@ def compare(engine: Engine, question: str) -> list[DemoRow]:
         for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
             answer = engine.answer(question, passages, method=method, max_new_tokens=1)
         report = answer.report
-        tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
-        rows.append(DemoRow(name, answer.timings.ttft, tokens, report.tokens_recomputed))
+        rows.append(DemoRow(name, answer.timings.ttft, _tokens_run(report), report.tokens_recomputed))
     columns = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
     shown = [(n, f"{s * 1e3:,.0f}", f"{base.ttft_s / s:.1f}x", f"{run:,}", f"{k:,}") for n, s, run, k in rows]
     console.out.print()
@@ -197,25 +201,43 @@ def _say(text: str) -> None:
 
 
 def _ask(engine: Engine, question: str, method: str, before: Answer | None = None) -> Answer:
-    """Ask and print; `before`: the answer of full prefill to the same question."""
+    """Ask and print; `before`: the answer of full prefill to the same question, which is shown beside it."""
     answer = engine.answer(question, method=method)
     if before is None:
         console.out.print(f"  Question: {question}", markup=False)
-    console.out.print("  full prefill: " if method == "full" else "  blended:      ", end="", style="bold")
+    console.out.print(f"  {SHOWN[method]:<{NAME_WIDTH}} ", end="", style="bold")
     first, *_ = re.split(r"(?<=[.!?])\s", answer.text.strip(), maxsplit=1)  # then the model repeats itself
     console.out.print(textwrap.shorten(first, 140, placeholder=" ..."), markup=False)
-    work = f"{answer.report.tokens_prompt:,} tokens computed" if method == "full" else _work(answer)
-    faster = f", {before.timings.ttft / answer.timings.ttft:.1f} times sooner" if before else ""
-    _say(f"{'':14}first token after {answer.timings.ttft * 1e3:.0f} ms{faster}; {work}")
+    if before is None:
+        _say(f"{'':{NAME_WIDTH}} first token after {answer.timings.ttft * 1e3:,.0f} ms")
+    else:
+        _print_bars(before, answer)
     return answer
 
 
+def _print_bars(full: Answer, blended: Answer) -> None:
+    """A bar for each answer, as long as its time to the first token, with the work behind it."""
+    times = full.timings.ttft, blended.timings.ttft
+    bars = Table.grid(padding=(0, 1))
+    for answer, ttft in zip((full, blended), times, strict=True):
+        bar = ProgressBar(max(times), ttft, BAR_WIDTH)
+        name = f"  {SHOWN[answer.report.method]:<{NAME_WIDTH}}"
+        bars.add_row(name, bar, f"{ttft * 1e3:,.0f} ms", f"{_tokens_run(answer.report):,} tokens computed")
+    console.out.print(bars)
+    _say(f"{'':{NAME_WIDTH}} first token {times[0] / times[1]:.1f} times sooner; {_work(blended)}")
+
+
+def _tokens_run(report: BlendReport) -> int:
+    """Tokens that ran through the model's layers."""
+    return report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
+
+
 def _work(answer: Answer) -> str:
-    """The number of recomputed tokens, or why the answer is not blended."""
+    """The numbers of reused and recomputed tokens, or why the answer is not blended."""
     report = answer.report
     if not report.blended:
         return f"not blended: {report.reason}"
-    work = f"blended: {report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed"
+    work = f"blended: {report.tokens_reused:,} tokens reused, {report.tokens_recomputed:,} recomputed"
     n = report.chunks_corrupt
     return f"{work}; {n} damaged chunks were computed again" if n else work
 
