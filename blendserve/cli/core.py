@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,10 +30,10 @@ from blendserve.paths import check_output_folder, index_folder
 
 if TYPE_CHECKING:
     from blendserve.blend.precompute import PrecomputeEstimate
+    from blendserve.core import TokenIds
     from blendserve.engine.engine import Engine
     from blendserve.retrieve import Skipped
 
-NO_PRIOR = "no correction prior was fitted: the corpus is too small, or the correction uses none"
 log = logging.getLogger(__name__)
 CorpusArg = Annotated[
     Path,
@@ -198,7 +199,8 @@ def precompute(
     if workers and part != (0, 1):
         raise InputError("--shard is for independent processes: leave it out with --workers")
     with Engine.open(index, settings) as engine:
-        expected = _estimate(engine, part)
+        chunks = engine.chunks(shard=part)
+        expected = _estimate(engine, chunks)
         per_token = engine.model.decoder.kv_bytes_per_token
         computing = console.progress("Precomputing", "tokens", per_token)
         fitting = console.progress("Fitting the correction prior", "tokens")
@@ -217,21 +219,32 @@ def precompute(
             log.info("stopped: the computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
         if engine.blender.priors.current() is None:
-            log.info(NO_PRIOR)
+            log.info(no_prior(engine.config, sum(map(len, {*chunks}))))
         missing = engine.missing(shard=part)
     rate = report.tokens / report.seconds if report.seconds else 0.0
     text = (
         f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
-        f"{report.bytes / 1e6:,.0f} MB), {report.skipped} already stored, {missing} missing"
+        f"{report.bytes / 1e6:,.0f} MB decoded), {report.skipped} already stored, {missing} missing"
     )
     values = {**asdict(report), "expected_bytes": expected.bytes}
     values |= {"tokens_per_second": round(rate, 1), "missing": missing}
     return Output(values, text, int(missing > 0))
 
 
-def _estimate(engine: Engine, part: tuple[int, int]) -> PrecomputeEstimate:
+def no_prior(config: Config, n_tokens: int) -> str:
+    """Say why there is no correction prior. n_tokens: of the distinct chunks that it would be fitted on."""
+    from blendserve.blend.priors import MIN_TOKENS  # torch: a second
+    from blendserve.registry import CORRECTIONS
+
+    name = config.blend.correction
+    if not CORRECTIONS.load(name).uses_prior:
+        return f"no correction prior fitted: correction {name!r} uses none"
+    return f"no correction prior fitted: it needs {MIN_TOKENS:,} tokens of chunks, and there are {n_tokens:,}"
+
+
+def _estimate(engine: Engine, chunks: Sequence[TokenIds]) -> PrecomputeEstimate:
     """Log what a run will compute and the room that this needs in the store, and return it."""
-    found = engine.blender.writer.estimate(engine.chunks(shard=part))
+    found = engine.blender.writer.estimate(chunks)
     config = engine.config.store
     if found.chunks:
         log.info(

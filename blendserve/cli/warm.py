@@ -12,7 +12,7 @@ import httpx
 import typer
 
 from blendserve import console
-from blendserve.cli.core import NO_PRIOR, CorpusArg
+from blendserve.cli.core import CorpusArg, no_prior
 from blendserve.cli.options import option, single_command, with_settings
 from blendserve.config import Config
 from blendserve.console import Output
@@ -74,7 +74,8 @@ def warm(
     if done["tokens_fitted"]:
         text += f"; correction prior fitted on {done['tokens_fitted']:,} tokens"
     else:
-        text += f"; {'the store has a correction prior' if has_prior else NO_PRIOR}"
+        why = "the store has a correction prior" if has_prior else no_prior(settings, done["tokens"])
+        text += f"; {why}"
     return Output(done, f"{text}: {REMEDY}" if missing else text, int(missing > 0))
 
 
