@@ -192,7 +192,7 @@ async def get_collection(name: str, backend: BackendDep, tenant: TenantDep) -> d
 
 @get_and_head("/collections/{name}/directory")
 async def directory(name: str, request: Request, backend: BackendDep, tenant: TenantDep) -> Response:
-    """Its chunks: for each its key, tokens, and the bytes of its body at each level."""
+    """Return the chunk table: each chunk's key, tokens, and the bytes of its body at each level."""
     return await _send(request, backend, tenant, backend.directory, name)
 
 

@@ -16,11 +16,11 @@ from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.job import Outcome, evaluate
-from blendserve.models.loader import LoadedModel, end_tokens, fingerprint
-from blendserve.models.model import DecoderModel
+from blendserve.models.loader import LoadedModel
 from blendserve.store import KVStore, MemoryStore
 from tests.support.models import BASE
 from tests.support.tokenizers import bundled_tokenizer
+from tests.support.toy import loaded
 
 LIMIT = 700  # tokens of the model's context
 CONFIG = Config(
@@ -54,10 +54,7 @@ def tiny_loaded_model(**shape: int) -> LoadedModel:
     torch.manual_seed(0)
     made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
     model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**made)).eval()
-    tokenizer = bundled_tokenizer()
-    return LoadedModel(
-        "tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer)
-    )
+    return loaded(model, bundled_tokenizer())
 
 
 def tiny_engine(store: KVStore | None = None, config: Config = CONFIG) -> Engine:

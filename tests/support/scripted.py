@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import torch
 
-from blendserve.models.loader import LoadedModel, end_tokens, fingerprint
-from blendserve.models.model import DecoderModel
+from blendserve.models.loader import LoadedModel
 from tests.support.tokenizers import bundled_tokenizer
-from tests.support.toy import toy_llama
+from tests.support.toy import loaded, toy_llama
 
 LOUD = 100.0  # length of an embedding, beside which what attention adds changes no choice of a token
 
@@ -63,5 +62,4 @@ def scripted_model(*pieces: str, reply: str = "", context: int = 1024) -> Loaded
         for chain in ([0, *new[: len(pieces)], end], [*new[len(pieces) :], end]):
             for before, after in pairwise(chain):
                 model.lm_head.weight[after] += basis[max(0, before - n_before + 1)]
-    decoder, ends = DecoderModel.of(model), end_tokens(model, tokenizer)
-    return LoadedModel("tiny", decoder, tokenizer, fingerprint(model), ends)
+    return loaded(model, tokenizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from blendserve.models.loader import LoadedModel, end_tokens, fingerprint
 from blendserve.models.model import DecoderModel
-from blendserve.models.sources import bundled_folder
+from tests.support.tokenizers import bundled_tokenizer
 
 
 def toy_llama(vocab_size: int, context: int, layers: int = 4, heads: int = 4, kv_heads: int = 2) -> Any:
@@ -31,7 +31,11 @@ def toy_llama(vocab_size: int, context: int, layers: int = 4, heads: int = 4, kv
 
 def toy_model(context: int = 2048) -> LoadedModel:
     """The same behind the bundled model's tokenizer. Raises ModelError where that is not installed."""
-    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
-    model = toy_llama(len(tokenizer), context)
-    decoder, ends = DecoderModel.of(model), end_tokens(model, tokenizer)
-    return LoadedModel("tiny", decoder, tokenizer, fingerprint(model), ends)
+    tokenizer = bundled_tokenizer()
+    return loaded(toy_llama(len(tokenizer), context), tokenizer)
+
+
+def loaded(model: Any, tokenizer: Any) -> LoadedModel:
+    """Return a model behind this tokenizer as the loader would, under the name tiny."""
+    decoder = DecoderModel.of(model)
+    return LoadedModel("tiny", decoder, tokenizer, fingerprint(model), end_tokens(model, tokenizer))
