@@ -221,6 +221,7 @@ class BlendReport:
     spans: tuple[ReusedSpan, ...] = ()  # of a plain prompt
     quality: QualityReport | None = None  # None: no target was set
     tokens_refined: int = 0  # part of tokens_reused: recomputed after the first token (blend/refine.py)
+    full_prefill_s: float | None = None  # estimate for the same prompt; None: method full, or no cost model
 
     @property
     def blended(self) -> bool:

@@ -277,7 +277,7 @@ class Blender:
         prompt = Prompt.plain(plan.layout.prompt.ids)
         prefix = yield from self.prefixes.get(self._owner, prompt.prefix, prefix, exact=False)
         layout = lay_out(prompt, TensorView(prefix.kv, is_placed=True), n_kept=prefix.n_kept)
-        return prefix, PrefillPlan(layout, plan.blend.with_values(method="prefix"), plan.reason)
+        return prefix, replace(plan, layout=layout, blend=plan.blend.with_values(method="prefix"))
 
     def _run_plan(self, plan: PrefillPlan, cache: KVCache | None, clock: Clock | None) -> Steps[Prefilled]:
         uses_prior = CORRECTIONS.load(plan.blend.correction).uses_prior

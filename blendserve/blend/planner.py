@@ -37,6 +37,7 @@ class PrefillPlan:
     layout: Layout
     blend: BlendConfig  # with the method and the ratio that were chosen
     reason: str = ""  # why the method is not "blend", if that was chosen
+    full_prefill_s: float | None = None  # estimate; None: not estimated
 
 
 def plan_full_prefill(prompt: Prompt, blend: BlendConfig, reason: str = "") -> PrefillPlan:
@@ -76,7 +77,13 @@ class Planner:
         if isinstance(blend.ratio, str):
             ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
             blend = blend.with_values(ratio=ratio)
-        return PrefillPlan(layout, blend, reason)
+        return PrefillPlan(layout, blend, reason, self._full_prefill_s(layout))
+
+    def _full_prefill_s(self, layout: Layout) -> float | None:
+        """Return the seconds that full prefill of this prompt is expected to take; None before `calibrate`."""
+        if self._costs is None:
+            return None
+        return self._costs.seconds(count_rows(layout.for_method("full"), selected=0))
 
     def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:
         """Seconds that each method is expected to take."""

@@ -56,6 +56,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         near=tuple(_near_chunks(layout)),
         prior=has_prior and result.corrected,
         spans=tuple(_reused_spans(layout)),
+        full_prefill_s=plan.full_prefill_s,
     )
 
 

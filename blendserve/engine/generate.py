@@ -21,7 +21,7 @@ from blendserve.blend.prefill import PassResult
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, Steps, Timings, run
 from blendserve.engine.drafts import Drafter
-from blendserve.engine.request import Event, PreparedRequest
+from blendserve.engine.request import Event, PrefillProgress, PreparedRequest
 from blendserve.fetch.fetcher import Hold
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
@@ -58,6 +58,7 @@ class TokenSequence:
         self.request, self.model, self.tenant, self.cost, self.emit = request, model, tenant, cost, emit
         self.queued_at = 0.0  # on the scheduler's clock
         self.is_cancelled = False  # set by its caller; nothing is emitted after that
+        self.shows_progress = False  # set by its caller: each layer of the prefill emits PrefillProgress
         self.cache: KVCache | None = None  # by default, the prefill makes one
         self.steps = prefill(self)
         self.layer = -1  # of the prefill, that is next, counted through all passes
@@ -82,6 +83,13 @@ class TokenSequence:
         """The prefill is done: choose the first token -> the pieces of text that it completes."""
         self.prefilled = prefilled
         return self.append(prefilled.result.logits)
+
+    def advance(self) -> None:
+        """Run one more layer of `steps`. Raises StopIteration at their end, with what they return."""
+        next(self.steps)
+        self.layer += 1
+        if self.shows_progress and self.prefilled is None:
+            self.emit(PrefillProgress(self.layer, self.model.decoder.n_layers))
 
     @property
     def must_refine(self) -> bool:

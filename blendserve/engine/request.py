@@ -178,6 +178,14 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Layers of a prefill have run. Sent to requests that ask for it."""
+
+    layers: int  # counted through all passes: a policy may run one to choose tokens
+    n_layers: int  # of the model
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """Some more of the text."""
 
@@ -198,7 +206,7 @@ class Failed:
     error: Exception
 
 
-Event: TypeAlias = "PrefillDone | TextDelta | Completed | Failed"
+Event: TypeAlias = "PrefillProgress | PrefillDone | TextDelta | Completed | Failed"
 
 
 class Observer(Protocol):

@@ -308,8 +308,7 @@ class Scheduler:
     def _advance(self, sequence: TokenSequence) -> None:
         """One layer of a prefill, or of refining; after the prefill, the first token."""
         try:
-            next(sequence.steps)
-            sequence.layer += 1
+            sequence.advance()
         except StopIteration as end:
             if sequence.prefilled is None:
                 with self._wake:

@@ -42,6 +42,7 @@ class QueryRequest(Request):
 
     collections: tuple[str, ...] | None = None
     check: bool = False  # whether its answer is compared with full prefill's at once
+    progress: bool = False  # whether each layer of its prefill is an event
 
     def seeded(self) -> QueryRequest:
         """The request with a random seed unless it has one, so that repeated sampling differs."""
@@ -69,7 +70,10 @@ class RequestHandle:
         self.cached_tokens = self.blended_tokens = 0
 
     async def events(self) -> AsyncIterator[Event]:
-        """PrefillDone, TextDelta for each piece of text, Completed. Raises the error that the request failed with."""
+        """PrefillProgress if asked for, PrefillDone, TextDelta for each piece of text, Completed.
+
+        Raises the error that the request failed with.
+        """
         async for event in self._events:
             if isinstance(event, Failed):
                 raise event.error
@@ -239,7 +243,9 @@ class LocalEngineClient(EngineClient):
             names = self.collections.names(tenant) if query.collections is None else query.collections
             indexes = [self.collections.find(tenant, name)[1] for name in names]
             request = self.engine.prepare(query.seeded(), search, clock, self.max_tokens, indexes)
-            return self.batch.sequence(request, emit, tenant.name, tenant.namespace)
+            sequence = self.batch.sequence(request, emit, tenant.name, tenant.namespace)
+            sequence.shows_progress = query.progress
+            return sequence
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
             sequence = await self.collections.executor.run(tenant.name, prepare)

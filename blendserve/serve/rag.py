@@ -14,7 +14,8 @@ import blendserve
 from blendserve.config import Method
 from blendserve.core import Answer, Explanation
 from blendserve.engine.chat import Chat
-from blendserve.engine.request import Completed, PrefillDone, TextDelta
+from blendserve.engine.prompt import ChatMessage
+from blendserve.engine.request import Completed, PrefillDone, PrefillProgress, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, RequestHandle
@@ -31,16 +32,22 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 async def query(body: RagRequest, context: ContextDep) -> Response:
     """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
-    plain: the question is a whole chat message: stored text is found in it, and nothing is retrieved. explain: also how
-    the KV of each prompt token was obtained, and why; a stream sends it after the prefill. check: also what full prefill
-    would have chosen in the place of each token of the answer; a stream ends with it.
+    history: earlier messages. plain: the question is a whole chat message: stored text is found in it, and nothing is
+    retrieved. explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill,
+    and during the prefill the number of layers that have run. check: also what full prefill would have chosen in the
+    place of each token of the answer; a stream ends with it.
     """
     client = context.client
-    asked = replace(body.query(body.question, body), check=body.check)
+    asked = body.query(body.question, body)
+    asked = replace(asked, check=body.check, progress=body.explain and bool(body.stream))
+    earlier = [(turn.role, turn.content) for turn in body.history]
     if body.plain:
-        asked = replace(asked, plain=Chat(({"role": "user", "content": body.question},)))
+        messages = [*earlier, ("user", body.question)]
+        chat = Chat(tuple({"role": role, "content": text} for role, text in messages))
+        asked = replace(asked, plain=chat)
     else:
-        asked = asked.split(client.config.prompt.separator)
+        history = tuple(ChatMessage(role, text) for role, text in earlier)
+        asked = replace(asked, history=history).split(client.config.prompt.separator)
     form = RagFormat(client.tokenizer, body.explain, client.notices.as_extras(body))
     return await context.respond(asked, form, body.stream)
 
@@ -84,9 +91,12 @@ class RagFormat:
         return {**body, **await self._check(handle, answer)}
 
     async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
-        yield {"event": "passages", "passages": [asdict(p) for p in handle.passages], **self._notices}
+        n_tokens, passages = len(handle.prompt_ids), [asdict(passage) for passage in handle.passages]
+        yield {"event": "passages", "passages": passages, "tokens": n_tokens, **self._notices}
         async for event in handle.events():
-            if isinstance(event, PrefillDone) and self._explain:
+            if isinstance(event, PrefillProgress):
+                yield {"event": "progress", "layers": event.layers, "n_layers": event.n_layers}
+            elif isinstance(event, PrefillDone) and self._explain:
                 # On a thread: for a long prompt it takes long enough to delay others' tokens.
                 arguments = (self._tokenizer, handle.prompt_ids, event.explanation)
                 explanation = await asyncio.to_thread(explanation_json, *arguments)

@@ -309,10 +309,18 @@ class CompletionRequest(OpenAIRequest):
     suffix: Literal[""] | None = None
 
 
+class Turn(Body):
+    """An earlier message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Text
+
+
 class RagRequest(Question, BlendOptions):
     """POST /v1/rag/query"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
+    history: Annotated[list[Turn], Field(max_length=MAX_ITEMS)] = []
     plain: bool = False
     explain: bool = False
     check: bool = False

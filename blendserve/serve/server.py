@@ -91,6 +91,7 @@ def check_port(host: str, port: int) -> None:
 def run(engine: Engine, library: Collections, serve: ServeConfig, page_key: str = "") -> None:
     """Serve an open engine until told to stop. page_key: of the page's printed URL. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    engine.blender.planner.calibrate()  # reports say what full prefill would take
     client = LocalEngineClient(engine, library, serve)
     listen(create_engine_app(client), client, page_key)
 

@@ -58,6 +58,16 @@ def test_counts_the_work_and_chooses_the_cheapest_and_the_exact_method_on_a_tie(
     assert chosen(CostModel(1.0, 0.0, 0.0, 0.0), policy="none") != "blend"
 
 
+def test_estimates_full_prefill_of_a_prompt_whatever_is_stored() -> None:
+    """By hand: a millisecond a row and a tenth of one a pair; nothing is estimated without a cost model."""
+    n, costs = len(PROMPT), CostModel(0.5, 1e-3, 1e-4, 1.0)
+    for layout in (FOUND, ABSENT):
+        for method in ("blend", "prefix", "auto"):
+            plan = Planner(tiny_decoder("llama"), "f", costs).plan(layout, BlendConfig(method=method))
+            assert plan.full_prefill_s == pytest.approx(0.5 + 1e-3 * n + 1e-4 * n * (n + 1) / 2)
+    assert Planner(tiny_decoder("llama"), "f").plan(FOUND, BlendConfig(method="blend")).full_prefill_s is None
+
+
 def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock by which one stretch of prefills, wherever it lies, takes three times as long as the model says."""
     calls, now, n_prefills, slow_from = 9, 0.0, 0, 0  # calls: of each round

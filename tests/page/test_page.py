@@ -4,61 +4,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 
 from blendserve.core import Passage
 from tests.page.conftest import TIMEOUT_MS
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import OWN, Server, serving
+from tests.support.pages import (
+    VIEWS,
+    ask,
+    faults,
+    letters,
+    open_options,
+    rows,
+    states_of,
+    states_shown,
+    visit,
+)
 from tests.support.plain import PARAGRAPHS
 from tests.support.waiting import eventually
 
 expect.set_options(timeout=TIMEOUT_MS)
-VIEWS = ("ask", "store", "documents", "load")
 MARKUP = "</p><img src=x onerror='window.harmed=1'><script>window.harmed=1</script> **&amp;** {{7*7}} heron"
-
-
-def visit(page: Page, server: Server, view: str = "ask") -> None:
-    page.goto(f"{server.url}/#{view}")
-    expect(page.locator("#about")).to_contain_text("tiny")
-
-
-def ask(page: Page, question: str = QUESTIONS[0], wait: bool = True) -> None:
-    page.fill("#question", question)
-    page.get_by_role("button", name="Ask", exact=True).click()
-    if wait:
-        expect(page.locator("#ttft")).to_be_visible()
-
-
-def states_shown(page: Page) -> Counter[str]:
-    """Tokens by the state that their run is drawn in."""
-    found = "runs => runs.flatMap(run => Array(run.children.length).fill(run.className))"
-    return Counter(name.removeprefix("run s-") for name in page.eval_on_selector_all("#prompt .run", found))
-
-
-def states_of(report: dict[str, Any]) -> Counter[str]:
-    """The same by the report's sums."""
-    return +Counter(
-        exact=report["tokens_exact"],
-        corrected=report["tokens_reused"],
-        recomputed=report["tokens_recomputed"],
-        computed=report["tokens_computed"] + report["tokens_suffix"],
-    )
-
-
-def rows(page: Page, view: str) -> Any:
-    return page.locator(f"#{view} tbody tr")
 
 
 def test_a_plain_prompt_shows_the_stored_text_that_is_in_it(page: Page, server: Server) -> None:
     server.warm([{"text": PARAGRAPHS[0]}])
     visit(page, server)
+    open_options(page)
     page.get_by_label("Plain prompt").check()
     page.select_option("#method", "blend")
     ask(page, f"Read this first. {PARAGRAPHS[0]} What is kept?")
@@ -80,13 +56,13 @@ def test_a_question_is_answered_and_explained_token_by_token(page: Page, server:
         }"""
     )
     ask(page)
-    assert page.locator("#answer").text_content() == whole["text"]
-    parts = {text for text in page.evaluate("window.said") if whole["text"].startswith(text) and text}
+    assert letters(page.locator("#answer").text_content()) == letters(whole["text"])
+    said = {letters(text) for text in page.evaluate("window.said")}
+    parts = {text for text in said if letters(whole["text"]).startswith(text) and text}
     assert len(parts) > 2  # it came piece by piece
     assert states_shown(page) == states_of(whole["report"])
-    legend = page.locator(".key").all_text_contents()
     for state, n in states_shown(page).items():
-        assert any(f"{state}{n}" in shown for shown in legend), legend
+        expect(page.locator(f".key[data-state={state}]")).to_contain_text(f"{n:,}")
     shown = page.locator("#prompt [data-i]").all_text_contents()
     assert [text.replace("↵\n", "\n").replace("↵", "\n") for text in shown] == whole["explanation"]["tokens"]
     assert page.locator(".stages li").count() > 0
@@ -96,6 +72,7 @@ def test_a_question_is_answered_and_explained_token_by_token(page: Page, server:
 def test_an_answer_is_checked_against_full_prefill(page: Page, server: Server) -> None:
     """All tokens of full prefill agree; of full reuse, the same ones as by the API."""
     visit(page, server)
+    open_options(page)
     for method in ("full", "reuse"):
         page.select_option("#method", method)
         ask(page)
@@ -161,6 +138,7 @@ def test_a_token_of_an_edited_passage_shows_its_donor(page: Page, server: Server
 
 def test_the_slider_is_the_ratio(page: Page, server: Server) -> None:
     visit(page, server)
+    open_options(page)
     ask(page)
     for ratio in ("0.5", "0.04"):
         page.locator("#ratio").fill(ratio)
@@ -168,26 +146,6 @@ def test_the_slider_is_the_ratio(page: Page, server: Server) -> None:
         eventually(lambda want=want: page.locator("#ttft").count() and states_shown(page) == want)  # type: ignore[misc]
     page.select_option("#method", "full")
     expect(page.locator("#ratio")).to_be_disabled()
-
-
-def test_methods_race_on_the_same_question(page: Page, server: Server) -> None:
-    visit(page, server)
-    page.fill("#question", QUESTIONS[0])
-    page.get_by_role("button", name="Compare methods").click()
-    replay = page.get_by_role("button", name="Replay side by side")
-    expect(replay).to_be_visible()
-    lanes, methods = page.locator(".lane"), ["full", "prefix", "reuse", "blend"]
-    assert lanes.evaluate_all("all => all.map(lane => lane.dataset.method)") == methods
-    for n, method in enumerate(methods):
-        whole = server.ask(method=method)
-        states, n_tokens = states_of(whole["report"]), whole["report"]["tokens_prompt"]
-        expect(lanes.nth(n).locator(".said")).to_have_text(whole["text"])
-        run = states["recomputed"] + states["computed"]
-        expect(lanes.nth(n)).to_contain_text(f"{run} of {n_tokens} tokens computed")
-    expect(lanes.nth(0).locator(".speed")).to_have_text("1.0×")
-    clocks = page.locator(".clock").all_text_contents()
-    replay.click()
-    expect(page.locator(".clock")).to_have_text(clocks)  # the replay ends as the race did
 
 
 def test_a_passage_with_markup_is_text_everywhere(page: Page, server: Server) -> None:
@@ -206,7 +164,7 @@ def test_a_passage_with_markup_is_text_everywhere(page: Page, server: Server) ->
     server.delete("/v1/documents/%3Ci%3Ex%3C%2Fi%3E", collection="a").raise_for_status()
 
 
-def test_chunks_are_searched_pinned_deleted_and_warmed(page: Page, server: Server) -> None:
+def test_chunks_are_searched_pinned_deleted_and_cached(page: Page, server: Server) -> None:
     def state() -> tuple[bool, bool]:
         (chunk,) = server.get("/v1/cache/chunks?collection=a&search=HILLS").json()["data"]
         return chunk["stored"], chunk["pinned"]
@@ -221,7 +179,7 @@ def test_chunks_are_searched_pinned_deleted_and_warmed(page: Page, server: Serve
         ("Unpin", "Pin", (True, False)),
         ("Pin", "Unpin", (True, True)),
         ("Delete KV", "not stored", (False, False)),
-        ("Warm", "Unpin", (True, True)),
+        ("Cache", "Unpin", (True, True)),
     ):
         row.get_by_text(click, exact=True).click()
         row.get_by_text(re.compile(f"^{shows}")).first.wait_for()
@@ -248,7 +206,8 @@ def test_documents_are_dropped_in_followed_listed_and_deleted(
         """text => {
             const data = new DataTransfer();
             data.items.add(new File([text], "badgers.jsonl"));
-            document.querySelector(".drop").dispatchEvent(new DragEvent("drop", {dataTransfer: data, cancelable: true}));
+            const dropped = {dataTransfer: data, cancelable: true, bubbles: true};
+            document.getElementById("documents").dispatchEvent(new DragEvent("drop", dropped));
         }""",
         lines,
     )
@@ -314,7 +273,7 @@ def test_every_stage_has_a_look_of_its_own(page: Page, server: Server) -> None:
             document.body.append(stageView({...timings, prefill: 5, ttft: 10}));
             const style = swatch => { const {backgroundColor, backgroundImage} = getComputedStyle(swatch);
                                       return backgroundColor + backgroundImage };
-            return [...document.querySelectorAll(".swatch")].map(style);
+            return [...document.querySelectorAll(".stages .swatch")].map(style);
         }"""
     )
     assert len(set(looks)) == len(looks) == 8
@@ -408,13 +367,6 @@ def test_axe_finds_no_serious_fault(page: Page, server: Server) -> None:
     page.click("#tab-ask")  # and the look for faults would see one
     page.evaluate("document.getElementById('about').style.color = '#303030'")
     assert [rule for rule, _ in faults(page, "color-contrast")] == ["color-contrast"]
-
-
-def faults(page: Page, *rules: str) -> list[tuple[str, str]]:
-    """Serious and critical ones by axe-core, of all rules or of these: the rule, and where."""
-    options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
-    found = Axe().run(page, options=options).response["violations"]
-    return [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")]
 
 
 def test_tabs_and_theme_work_by_keys(page: Page, server: Server) -> None:

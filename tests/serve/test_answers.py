@@ -101,6 +101,33 @@ def test_a_message_is_cut_at_the_separator(client: Client) -> None:
     assert cut.choices[0].message.content == same.choices[0].message.content
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_question_follows_the_turns_before_it(client: Client, plain: bool) -> None:
+    """The prompt is that of a chat of the same messages."""
+    history = [*asked(QUESTIONS[1]), {"role": "assistant", "content": "It barked."}]
+    fields = {"plain": True} if plain else {"documents": OWN}
+    found = client.ask(history=history, max_tokens=8, **fields, **FULL)
+    body = {"model": f"{MODEL}:chat" if plain else MODEL, "messages": [*history, *asked()], "max_tokens": 8}
+    documents = {} if plain else {"documents": OWN}
+    same = client.post("/v1/chat/completions", {**body, **documents, "x_blendserve": FULL}).json()
+    assert found["text"] == same["choices"][0]["message"]["content"]
+    assert found["report"]["tokens_prompt"] == same["usage"]["prompt_tokens"]
+    refused = client.post("/v1/rag/query", {"question": "?", "history": [{"role": "tool", "content": ""}]})
+    assert refused.status_code == 400
+
+
+def test_an_explained_stream_counts_the_layers_of_its_prefill(client: Client) -> None:
+    body = {"question": QUESTIONS[0], "documents": OWN, **FULL}
+    passages, *events = client.events("/v1/rag/query", {**body, "explain": True})
+    n_layers = toy_model().decoder.n_layers
+    progress = [{"event": "progress", "layers": n, "n_layers": n_layers} for n in range(n_layers)]
+    assert events[:n_layers] == progress
+    assert events[n_layers]["event"] == "prefill"
+    assert passages["tokens"] == events[-1]["report"]["tokens_prompt"]
+    kinds = {event["event"] for event in client.events("/v1/rag/query", body)}
+    assert kinds == {"passages", "text", "done"}
+
+
 @pytest.mark.parametrize("path", ["/v1/rag/query", "/v1/chat/completions"])
 def test_a_streams_passages_come_before_its_prefill(server: Server, client: Client, path: str) -> None:
     asks = {"question": QUESTIONS[0]} if path.endswith("query") else {"model": MODEL, "messages": asked()}
@@ -166,8 +193,9 @@ def test_tokens_of_an_explanation_are_the_prompts_text(client: Client) -> None:
         elif part["kind"] == "suffix":
             assert QUESTIONS[0] in text
     events = client.events("/v1/rag/query", {"question": QUESTIONS[0], "explain": True, "max_tokens": 3})
-    assert events[1]["explanation"] == explanation
-    assert events[1]["report"] == events[-1]["report"]
+    (prefill,) = (event for event in events if event["event"] == "prefill")
+    assert prefill["explanation"] == explanation
+    assert prefill["report"] == events[-1]["report"]
     timings = events[-1]["timings"]
     assert 0 <= timings["queue"] <= timings["ttft"] - timings["prefill"]
 

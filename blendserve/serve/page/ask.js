@@ -1,11 +1,11 @@
-// The Ask view: a question, its answer as it streams, and how its prompt was prefilled.
+// The Ask view: a question and its options, the race of methods, the answer, and follow-up questions.
 
-import { events, post } from "./api.js";
+import { events } from "./api.js";
+import { makeAnswer } from "./answer.js";
 import { el } from "./dom.js";
-import { count, ms, percent, qualityText, several } from "./format.js";
-import { makeRace } from "./race.js";
-import { stageView } from "./stages.js";
-import { plainView, tokenView } from "./tokens.js";
+import { count, percent, several } from "./format.js";
+import { makeLanding } from "./landing.js";
+import { makeRace, METHODS as RACED } from "./race.js";
 
 const METHODS = {
   auto: "auto: the fastest",
@@ -17,7 +17,7 @@ const METHODS = {
 const USES_RATIO = new Set(["auto", "blend"]);
 
 export function makeAsk(root) {
-  const question = el("textarea", { id: "question", rows: "2", maxlength: "20000", placeholder: "What does the with statement do?" });
+  const question = el("textarea", { id: "question", rows: "1", maxlength: "20000", placeholder: "Ask a question", "aria-label": "Question" });
   const method = el("select", { id: "method" });
   const ratio = el("input", { id: "ratio", type: "range", min: "0", max: "1", step: "0.01" });
   const shown = el("output", { for: "ratio" });
@@ -28,41 +28,53 @@ export function makeAsk(root) {
   const ask = el("button", { class: "primary", type: "submit" }, "Ask");
   const stop = el("button", { type: "button", hidden: true }, "Stop");
   const compare = el("button", { type: "button" }, "Compare methods");
+  const options = el("button", { type: "button", class: "quiet", id: "options-button", "aria-expanded": "false", "aria-controls": "options" }, "Options");
   const status = el("p", { class: "visually-hidden", role: "status" });
-  const answer = el("div", { id: "answer", class: "answer", "aria-live": "polite" });
   const problem = el("div", { class: "problem", role: "alert" });
-  const facts = el("div", { id: "facts" });
-  const prompt = el("section", { id: "prompt", class: "card", hidden: true, "aria-label": "The prompt" });
-  const left = el("section", { class: "card", hidden: true, "aria-label": "The answer" }, answer, facts);
+  const start = el("section", { id: "landing", class: "landing", "aria-label": "Start" });
   const raced = el("section", { id: "race", class: "card", hidden: true, "aria-label": "Comparison of methods" });
+  const answered = el("div", { class: "two", hidden: true });
   const race = makeRace(raced);
-  let defaults = {};
+  const view = makeAnswer(answered, { run, follow: (text) => submit(text, view.turns()) });
+  const colours = el("dl", { class: "colours", "aria-label": "What the colours of tokens mean" });
+  const landing = makeLanding(start, colours, (text) => {
+    question.value = text;
+    compete(["full", "blend"]);
+  });
+  let defaults = null;
   let isRatioSet = false;
   let running = null;
+  let again = () => {}; // asks the current question once more
 
+  const settings = el(
+    "div",
+    { class: "controls", id: "options", hidden: true },
+    el("div", { class: "field" }, el("label", { for: "method" }, "Method"), method),
+    el("div", { class: "field ratio" }, el("label", { for: "ratio" }, "Recompute ratio ", shown), ratio),
+    el("div", { class: "field" }, el("label", { for: "top-k" }, "Passages"), topK),
+    el("div", { class: "field" }, el("label", { title: plainHelp }, plain, " Plain prompt")),
+    collections,
+  );
   const form = el(
     "form",
     { class: "card asking" },
-    el("div", { class: "field wide" }, el("label", { for: "question" }, "Question"), question),
-    el(
-      "div",
-      { class: "controls" },
-      el("div", { class: "field" }, el("label", { for: "method" }, "Method"), method),
-      el("div", { class: "field ratio" }, el("label", { for: "ratio" }, "Recompute ratio ", shown), ratio),
-      el("div", { class: "field" }, el("label", { for: "top-k" }, "Passages"), topK),
-      el("div", { class: "field" }, el("label", { title: plainHelp }, plain, " Plain prompt")),
-      collections,
-      el("div", { class: "actions" }, stop, compare, ask),
-    ),
+    question,
+    el("div", { class: "actions" }, options, stop, compare, ask),
+    settings,
   );
-  root.append(form, status, problem, raced, el("div", { class: "two" }, left, prompt));
+  root.append(start, form, status, problem, colours, raced, answered);
 
   /** A request's fields except its method. */
-  function body() {
+  function body(text, before = []) {
     const names = [...collections.querySelectorAll("input:checked")].map((box) => box.value);
+    const messages = before.flatMap((turn) => [
+      { role: "user", content: turn.question },
+      { role: "assistant", content: turn.text },
+    ]);
     return {
-      question: question.value.trim(),
+      question: text,
       top_k: Number(topK.value) || defaults.top_k,
+      ...(messages.length ? { history: messages } : {}),
       ...(collections.hidden ? {} : { collections: names }),
       ...(plain.checked ? { plain: true } : {}),
       ...(isRatioSet ? { ratio: Number(ratio.value) } : {}),
@@ -70,107 +82,55 @@ export function makeAsk(root) {
     };
   }
 
+  /** Run a request that can be stopped, after stopping the one that runs. What `work` returns is announced. */
   async function run(work) {
     running?.abort();
     const mine = (running = new AbortController());
     stop.hidden = false;
+    start.hidden = colours.hidden = true;
     problem.replaceChildren();
     try {
-      await work(mine.signal);
+      status.textContent = await work(mine.signal);
     } catch (error) {
       if (error.name !== "AbortError") problem.replaceChildren(error.message);
       status.textContent = error.name === "AbortError" ? "Stopped." : "";
-      answer.querySelector(".waiting")?.replaceWith("");
     } finally {
       if (running === mine) {
         stop.hidden = true;
         running = null;
-      }
-      answer.setAttribute("aria-busy", "false");
-    }
-  }
-
-  async function submit(signal) {
-    const asked = { ...body(), method: method.value, explain: true };
-    let passages = [];
-    let text = "";
-    raced.hidden = true;
-    left.hidden = prompt.hidden = false;
-    answer.replaceChildren(el("span", { class: "waiting" }, "Retrieving passages …"));
-    answer.setAttribute("aria-busy", "true");
-    facts.replaceChildren();
-    prompt.replaceChildren();
-    status.textContent = "The question is sent.";
-    for await (const event of events("v1/rag/query", asked, signal)) {
-      if (event.event === "passages") {
-        passages = event.passages;
-        answer.replaceChildren(el("span", { class: "waiting" }, "Prefill …"));
-        if (passages.length) prompt.replaceChildren(heading("Passages"), plainView(passages));
-      } else if (event.event === "prefill") {
-        prompt.replaceChildren(heading("The prompt, token by token"), tokenView(event.explanation, passages, event.report));
-      } else if (event.event === "text") {
-        text += event.text;
-        answer.replaceChildren(text);
-      } else {
-        answer.replaceChildren(event.text || el("span", { class: "muted" }, "The answer is empty."));
-        facts.replaceChildren(...answerFacts(event), checkView(asked));
-        status.textContent = `The answer is complete. Time to first token: ${ms(event.timings.ttft)}.`;
+        view.end();
       }
     }
   }
 
-  /** The time to first token and the report's figures. */
-  function answerFacts({ report, timings, tokens, cached_tokens: cached, passages, finish_reason: end }) {
-    const recomputed = report.blended
-      ? `${several(report.tokens_recomputed, "token")} recomputed, ${percent(report.share_recomputed)} of the cached ones.`
-      : `Not blended: ${report.reason}.`;
-    return [
-      el("h2", {}, "Time to first token ", el("b", { id: "ttft" }, ms(timings.ttft))),
-      stageView(timings),
-      el(
-        "ul",
-        { class: "facts" },
-        el("li", {}, `${percent(cached / report.tokens_prompt)} of ${several(report.tokens_prompt, "token")} reused from the cache.`),
-        el("li", {}, recomputed),
-        el("li", {}, `${several(tokens, "token")} generated, ${timings.tokens_per_second.toFixed(0)} per second${end === "length" ? ", up to max_tokens" : ""}.`),
-        report.correction && report.blended ? el("li", {}, `Policy ${report.policy}, correction ${report.correction}, ratio ${report.ratio}.`) : null,
-        report.quality ? el("li", { id: "quality" }, qualityText(report.quality)) : null,
-      ),
-      ...(report.chunks_missing && passages.length ? [missing(report, passages)] : []),
-    ];
-  }
-
-  /** A button that asks again and compares the answer with full prefill's choices. */
-  function checkView(asked) {
-    const button = el("button", { type: "button" }, "Check this answer");
-    const view = el("div", { id: "check", class: "hint" }, button);
-    button.addEventListener("click", () =>
-      run(async (signal) => {
-        button.disabled = true;
-        status.textContent = "The answer is compared with full prefill.";
-        const { check } = await post("v1/rag/query", { ...asked, explain: false, stream: false, check: true }, signal);
-        const tokens = check.tokens.map(([text, full]) => (full === null ? text : el("mark", { title: `full prefill: ${full}` }, text)));
-        const said = `Full prefill would have chosen ${percent(check.agreement)} of these tokens; mean KL ${check.kl.toFixed(3)} nats.`;
-        view.replaceChildren(said, el("p", {}, ...tokens));
-        status.textContent = said;
-      }),
-    );
-    return view;
-  }
-
-  /** A hint about passages that were not cached, with a button that warms them. */
-  function missing(report, passages) {
-    const warm = el("button", { type: "button" }, "Warm");
-    warm.addEventListener("click", async () => {
-      warm.disabled = true;
-      try {
-        await post("v1/cache/warm", { passages: passages.map(({ text, title, id }) => ({ text, title, id })) });
-        warm.textContent = "Warming started: ask again";
-      } catch (error) {
-        warm.textContent = error.message;
-      }
+  /** Answer one question. `before`: the turns before it. */
+  function submit(text, before = []) {
+    again = () => submit(text, before);
+    return run(async (signal) => {
+      const asked = { ...body(text, before), method: method.value, explain: true };
+      raced.hidden = true;
+      view.begin(asked, before);
+      status.textContent = "The question is sent.";
+      for await (const event of events("v1/rag/query", asked, signal)) view.show(event);
+      return "The answer is complete.";
     });
-    return el("p", { class: "hint" }, `${several(report.chunks_missing, "passage")} not cached. `, warm);
+  }
+
+  /** Answer the question by each of these methods; then show the answer of the last one as any other. */
+  function compete(methods) {
+    const text = question.value.trim();
+    if (!text) return question.focus();
+    again = () => submit(text);
+    return run(async (signal) => {
+      const asked = { ...body(text), max_tokens: defaults.max_tokens };
+      answered.hidden = true;
+      raced.hidden = false;
+      status.textContent = "The methods run one after another.";
+      const heard = await race.run(methods, asked, signal);
+      view.begin({ ...asked, method: "blend" }, []);
+      for (const event of heard) view.show(event);
+      return race.result();
+    });
   }
 
   function showRatio() {
@@ -178,11 +138,13 @@ export function makeAsk(root) {
     ratio.disabled = unused;
     shown.textContent = isRatioSet || typeof defaults.ratio === "number" ? percent(Number(ratio.value)) : "auto";
     if (unused) shown.textContent = "–";
+    const source = plain.checked ? "plain prompt" : several(Number(topK.value), "passage");
+    options.replaceChildren("Options", el("span", { class: "detail" }, `: ${method.value}, ${source}`));
   }
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (question.value.trim()) run(submit);
+    if (question.value.trim()) submit(question.value.trim());
     else question.focus();
   });
   question.addEventListener("keydown", (event) => {
@@ -190,29 +152,22 @@ export function makeAsk(root) {
     event.preventDefault();
     form.requestSubmit();
   });
-  compare.addEventListener("click", () => {
-    if (!question.value.trim()) return question.focus();
-    left.hidden = prompt.hidden = true;
-    raced.hidden = false;
-    run(async (signal) => {
-      status.textContent = "Running the methods one after another.";
-      await race.run(body(), signal);
-      status.textContent = "The comparison is complete.";
-    });
-  });
+  compare.addEventListener("click", () => compete(RACED));
   stop.addEventListener("click", () => running?.abort());
-  method.addEventListener("change", showRatio);
+  options.addEventListener("click", () => {
+    settings.hidden = !settings.hidden;
+    options.setAttribute("aria-expanded", String(!settings.hidden));
+  });
+  for (const input of [method, topK, plain]) input.addEventListener("change", showRatio);
   ratio.addEventListener("input", () => {
     isRatioSet = true;
     showRatio();
   });
-  ratio.addEventListener("change", () => {
-    if (!left.hidden && question.value.trim()) run(submit);
-  });
+  ratio.addEventListener("change", () => answered.hidden || again());
 
   return {
     settings(settings) {
-      if (!method.options.length) {
+      if (!defaults) {
         defaults = settings.defaults;
         for (const name of settings.methods) method.append(el("option", { value: name }, METHODS[name] ?? name));
         method.value = defaults.method;
@@ -222,12 +177,9 @@ export function makeAsk(root) {
       }
       choices(collections, settings.collections);
       showRatio();
+      landing.fill(settings.collections).catch((error) => problem.replaceChildren(error.message));
     },
   };
-}
-
-function heading(text) {
-  return el("h2", {}, text);
 }
 
 /** The collections to search, if there are several. */

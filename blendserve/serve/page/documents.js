@@ -10,11 +10,11 @@ import { readFiles } from "./files.js";
 const PAGE = 25;
 
 export function makeDocuments(root) {
-  const input = el("input", { id: "files", type: "file", multiple: true, accept: ".txt,.md,.markdown,.jsonl,.ndjson" });
+  const input = el("input", { id: "files", type: "file", multiple: true, accept: ".txt,.md,.markdown,.jsonl,.ndjson,.json" });
   const zone = el(
     "div",
     { class: "drop" },
-    el("label", { for: "files" }, "Drop .txt, .md or .jsonl files here, or choose files"),
+    el("label", { for: "files" }, "Drop .txt, .md or .jsonl files anywhere on this page, or choose files"),
     input,
   );
   const collection = collectionField("documents-collection", () => fill(0));
@@ -45,16 +45,16 @@ export function makeDocuments(root) {
   search.addEventListener("input", debounced(() => fill(0)));
   input.addEventListener("change", () => add([...input.files]).finally(() => (input.value = "")));
   for (const kind of ["dragenter", "dragover"]) {
-    zone.addEventListener(kind, (event) => {
+    root.addEventListener(kind, (event) => {
       event.preventDefault();
       zone.classList.add("over");
     });
   }
-  zone.addEventListener("dragleave", () => zone.classList.remove("over"));
-  zone.addEventListener("drop", (event) => {
+  root.addEventListener("dragleave", (event) => root.contains(event.relatedTarget) || zone.classList.remove("over"));
+  root.addEventListener("drop", (event) => {
     event.preventDefault();
     zone.classList.remove("over");
-    add([...event.dataTransfer.files]);
+    if (mayWrite) add([...event.dataTransfer.files]);
   });
 
   async function add(files) {

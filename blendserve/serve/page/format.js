@@ -8,8 +8,14 @@ export function count(n) {
 
 export function ms(seconds) {
   const value = seconds * 1e3;
-  if (value >= 9999.5) return `${(value / 1e3).toFixed(1)} s`;
-  return value >= 99.5 ? `${COUNT.format(Math.round(value))} ms` : `${value.toFixed(value >= 9.95 ? 0 : 1)} ms`;
+  if (value >= 999.5) return `${seconds.toFixed(seconds < 9.995 ? 2 : 1)} s`;
+  return `${value.toFixed(value >= 9.95 ? 0 : 1)} ms`;
+}
+
+/** An estimate: two digits. */
+export function about(seconds) {
+  const value = seconds < 0.995 ? seconds * 1e3 : seconds;
+  return `${COUNT.format(Number(value.toPrecision(2)))} ${seconds < 0.995 ? "ms" : "s"}`;
 }
 
 export function bytes(n) {

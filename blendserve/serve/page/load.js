@@ -2,20 +2,20 @@
 
 import { text } from "./api.js";
 import { el, svg } from "./dom.js";
-import { bytes, count, ms, percent } from "./format.js";
+import { bytes, count, ms, percent, several } from "./format.js";
 
 const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 10_000;
 const SPAN_S = [60, 300]; // smallest and largest time span of a chart
 const WINDOW_S = 20; // of quantiles and rates
-const KINDS = ["exact", "kept", "reused", "recomputed", "missing", "suffix"];
+const KINDS = ["exact", "reused", "recomputed", "missing", "suffix", "kept"]; // in the colours of .c0 to .c5
 
 const rate = (value) => `${value > 0 && value < 9.95 ? value.toFixed(1) : count(Math.round(value))}/s`;
-const rounded = (value) => count(Math.round(value));
+const requests = (value) => several(Math.round(value), "request");
 
 /** [title, series, options of the chart, its values from the samples now and before, and the seconds between] */
 const CHARTS = [
-  ["Requests", ["running", "queued"], { shown: rounded, most: 4 }, (now) => [sum(now, "blendserve_slots_in_use"), sum(now, "blendserve_queue_length")]],
+  ["Requests", ["running", "queued"], { shown: requests, most: 4 }, (now) => [sum(now, "blendserve_slots_in_use"), sum(now, "blendserve_queue_length")]],
   [
     "Time to first token",
     ["median", "95th percentile"],
@@ -23,16 +23,16 @@ const CHARTS = [
     (now, before) => [0.5, 0.95].map((q) => quantile(before, now, "blendserve_ttft_seconds", q)),
   ],
   [
-    "Generated tokens",
+    "Generated tokens per second",
     ["tokens"],
     { shown: rate, most: 1 },
-    (now, before, seconds) => [increase(now, before, "blendserve_generated_tokens_total") / seconds],
+    (now, before, seconds) => [seconds ? increase(now, before, "blendserve_generated_tokens_total") / seconds : null],
   ],
   [
-    "Prompt tokens by how their KV was obtained",
+    "Prompt tokens per second: cached or computed",
     KINDS,
     { shown: rate, stacked: true, most: 1 },
-    (now, before, seconds) => KINDS.map((kind) => increase(now, before, "blendserve_prompt_tokens_total", { kind }) / seconds),
+    (now, before, seconds) => KINDS.map((kind) => (seconds ? increase(now, before, "blendserve_prompt_tokens_total", { kind }) / seconds : null)),
   ],
   [
     "Chunk hit rate",
@@ -82,7 +82,6 @@ export function makeLoad(root) {
   function record(now) {
     recent = [...recent.filter((each) => now.t - each.t < WINDOW_S), now];
     const before = recent[0];
-    if (before === now) return;
     for (const [n, [, , , values]] of CHARTS.entries()) {
       points[n] = points[n].filter((point) => now.t - point.t < SPAN_S[1]);
       points[n].push({ t: now.t, since: before.t, values: values(now.samples, before.samples, now.t - before.t) });
@@ -118,12 +117,16 @@ const HEIGHT = 140;
 export function makeChart(title, series, { shown, stacked = false, most = null }) {
   const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title });
   const top = el("span", { class: "axis muted" });
+  const began = el("span");
+  const nothing = el("span", { class: "nothing muted" }, "Nothing measured yet: ask a question.");
   const values = series.map(() => el("b", {}, "–"));
   const element = el(
     "figure",
     { class: "chart card" },
     el("figcaption", {}, title),
-    el("div", { class: "plot" }, top, drawing),
+    top,
+    el("div", { class: "plot" }, nothing, drawing),
+    el("div", { class: "times muted" }, began, el("span", {}, "now")),
     el(
       "ul",
       { class: "series" },
@@ -138,7 +141,9 @@ export function makeChart(title, series, { shown, stacked = false, most = null }
     const highest = Math.max(most ?? 0, ...sums) || 1;
     const x = (t) => WIDTH * (1 - (now - t) / span);
     const y = (v) => HEIGHT - 2 - ((HEIGHT - 6) * v) / highest;
+    nothing.hidden = points.some((point) => point.values.some((value) => value !== null));
     top.textContent = shown(highest);
+    began.textContent = span < 120 ? `${Math.round(span)} s ago` : `${Math.round(span / 60)} min ago`;
     for (const [n, value] of values.entries()) value.textContent = last?.values[n] == null ? "–" : shown(last.values[n]);
     drawing.setAttribute("aria-label", `${title}: ${series.map((name, n) => `${name} ${values[n].textContent}`).join(", ")}`);
     drawing.replaceChildren(...(stacked ? areas(points, x, y) : lines(points, x, y)));

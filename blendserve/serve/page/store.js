@@ -1,4 +1,4 @@
-// The Store view: totals, and every passage with its KV, which can be pinned, warmed and deleted.
+// The Store view: totals, and every passage with its KV, which can be pinned, cached and deleted.
 
 import { get, post } from "./api.js";
 import { el, debounced } from "./dom.js";
@@ -13,7 +13,7 @@ export function makeStore(root) {
   const tiers = el("div");
   const search = el("input", { id: "store-search", type: "search", placeholder: "title, text or id" });
   const collection = collectionField("store-collection", () => fill(0));
-  const warmAll = el("button", { type: "button" }, "Warm the collection");
+  const warmAll = el("button", { type: "button" }, "Cache the collection");
   const jobs = el("div", { class: "jobs" });
   const status = el("p", { class: "problem", role: "status" });
   const table = el("div", { class: "rows" });
@@ -110,7 +110,7 @@ export function makeStore(root) {
               : button("Pin", () => post("v1/cache/pin", one))),
           mayWrite && button("Delete KV", () => post("v1/cache/delete", one), "danger"),
         ]
-      : [mayWrite && button("Warm", () => warm(one))];
+      : [mayWrite && button("Cache", () => warm(one))];
     return el(
       "tr",
       { "data-id": chunk.id },

@@ -2,17 +2,8 @@
 
 import { el } from "./dom.js";
 import { count, percent } from "./format.js";
+import { countStates, STATES, statesOf } from "./states.js";
 
-/** The states of tokens; style.css has their colours and lines. */
-const STATES = {
-  exact: "Its cached KV equals that of full prefill.",
-  kept: "Its KV was kept from the prompt before, where it was reused or stood behind reused text.",
-  reused: "Its cached KV is used, rotated to its new position.",
-  corrected: "Its cached KV is used, rotated to its new position and corrected from the recomputed tokens.",
-  near_duplicate: "Its KV comes from identical text in another cached chunk, rotated and corrected.",
-  recomputed: "The policy selected it: its KV was computed for this prompt.",
-  computed: "It was not cached: its KV was computed.",
-};
 const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 };
 
 /** The passages as text, until the prefill is done. */
@@ -37,7 +28,7 @@ class TokenView {
     this.explanation = explanation;
     this.passages = passages;
     this.report = report;
-    this.states = explanation.states.flatMap(([state, n]) => Array(n).fill(state));
+    this.states = statesOf(explanation.states);
     this.tip = el("div", { id: "token-tip", class: "tip", role: "tooltip", hidden: true });
     this.parts = el(
       "div",
@@ -52,27 +43,25 @@ class TokenView {
 
   /** The number of tokens of each state; a pressed button dims the other states. */
   legend() {
-    const sums = new Map();
-    for (const [state, n] of this.explanation.states) sums.set(state, (sums.get(state) ?? 0) + n);
-    const present = Object.keys(STATES).filter((state) => sums.has(state));
+    const sums = countStates(this.states);
     const total = this.states.length;
     const bar = el(
       "div",
       { class: "bar", "aria-hidden": "true" },
-      ...present.map((state) =>
-        el("span", { class: `fill s-${state}`, style: { width: `${(100 * sums.get(state)) / total}%` } }),
-      ),
+      ...[...sums].map(([state, n]) => el("span", { class: `fill s-${state}`, style: { width: `${(100 * n) / total}%` } })),
     );
-    const buttons = present.map((state) =>
-      el(
+    const buttons = [...sums].map(([state, n]) => {
+      const [name, note, about] = STATES[state];
+      return el(
         "button",
-        { class: "key", "aria-pressed": "false", title: STATES[state], "data-state": state },
+        { type: "button", class: "key", "aria-pressed": "false", title: about, "data-state": state },
         el("span", { class: `sample s-${state}`, "aria-hidden": "true" }, "Aa"),
-        el("span", {}, state),
-        el("b", {}, count(sums.get(state))),
-        el("span", { class: "muted" }, percent(sums.get(state) / total)),
-      ),
-    );
+        el("span", {}, name),
+        el("b", {}, percent(n / total)),
+        note && el("span", {}, `(${note})`),
+        el("span", { class: "muted" }, count(n)),
+      );
+    });
     for (const button of buttons) button.addEventListener("click", () => this.single(button, buttons));
     return el("div", { class: "legend" }, bar, el("div", { class: "keys", role: "group", "aria-label": "States" }, ...buttons));
   }
@@ -191,6 +180,7 @@ class TokenView {
 
   about(i) {
     const state = this.states[i];
+    const [name, , about] = STATES[state];
     const part = this.explanation.parts.find((each) => each.start <= i && i < each.stop);
     const score = this.explanation.scores?.[i] ?? null;
     const lines = [
@@ -206,7 +196,7 @@ class TokenView {
         el("code", {}, JSON.stringify(this.explanation.tokens[i])),
         el("span", { class: "muted" }, `token ${count(i + 1)} of ${count(this.states.length)}`),
       ),
-      el("p", {}, el("b", { class: `sample s-${state}` }, state), ` ${STATES[state]}`),
+      el("p", {}, el("b", { class: `sample s-${state}` }, name), ` ${about}`),
       el("dl", {}, ...lines.filter(([, text]) => text).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])),
     ];
   }

@@ -1,0 +1,127 @@
+"""The view of one answer: its time against full prefill's, its Markdown, and the conversation that it belongs to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, Request, Route, expect
+
+from blendserve.blend.cost import CostModel
+from blendserve.blend.planner import Planner
+from tests.page.conftest import TIMEOUT_MS
+from tests.support.engines import QUESTIONS
+from tests.support.http import Server, serving
+from tests.support.pages import ask, letters, open_options, states_shown, visit
+from tests.support.plain import PARAGRAPHS
+
+expect.set_options(timeout=TIMEOUT_MS)
+MARKDOWN = """Two *kinds* of **loops**:
+
+1. `for` loops
+   over lists
+2. while loops
+   - endless
+   - others
+
+# An example
+```python
+for x in y:
+    print("<b>*x*</b>")
+```
+a < b and <img src=x onerror='window.harmed=1'> 2*3*4
+- last
+"""
+
+
+def follow(page: Page, question: str) -> None:
+    page.fill("#follow", question)
+    page.get_by_role("button", name="Ask the follow-up").click()
+    expect(page.locator(".turns .asked").last).to_have_text(question)
+    expect(page.locator("#ttft")).to_be_visible()
+
+
+def test_a_follow_up_question_has_the_turns_before_it(page: Page, server: Server) -> None:
+    bodies = list[dict[str, Any]]()
+
+    def sent(request: Request) -> None:
+        if "rag/query" in request.url:
+            bodies.append(json.loads(request.post_data or ""))
+
+    page.on("request", sent)
+    visit(page, server)
+    ask(page)
+    first = server.ask()["text"]
+    follow(page, QUESTIONS[1])
+    said = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": first}]
+    assert [body.get("history") for body in bodies] == [None, said]
+    second = server.ask(QUESTIONS[1], history=said)
+    assert letters(page.locator(".turns .prose").text_content()) == letters(first)
+    assert letters(page.locator("#answer").text_content()) == letters(second["text"])
+    shown = "".join(page.locator("#prompt [data-i]").all_text_contents()).replace("↵", "")
+    assert QUESTIONS[0] in shown
+    assert QUESTIONS[1] in shown
+    follow(page, QUESTIONS[2])
+    assert len(bodies[-1]["history"]) == 4
+    ask(page, QUESTIONS[3])  # the question on top begins anew
+    assert "history" not in bodies[-1]
+    expect(page.locator(".turns .asked")).to_have_text([QUESTIONS[3]])
+
+
+def test_a_turn_after_a_blended_one_is_not_said_to_be_exact(page: Page, server: Server) -> None:
+    server.warm([{"text": PARAGRAPHS[1]}])
+    visit(page, server)
+    open_options(page)
+    page.get_by_label("Plain prompt").check()
+    page.select_option("#method", "blend")
+    ask(page, f"Read this first. {PARAGRAPHS[1]} What is kept?")
+    follow(page, "And why?")
+    expect(page.locator("#exactness")).to_have_attribute("data-exact", "false")
+    states = states_shown(page)
+    assert states["kept"] > states["corrected"] == 0  # nothing is blended in this turn
+    expect(page.locator("#exactness")).to_contain_text(f"{states['kept']:,}")
+    page.select_option("#method", "full")
+    ask(page, "What is full?")
+    expect(page.locator("#exactness")).to_have_attribute("data-exact", "true")
+
+
+def test_an_answer_says_what_full_prefill_would_take(page: Page, tmp_path: Path) -> None:
+    """By a cost model of 50 ms a token; and nothing where there is no cost model."""
+    with serving(tmp_path) as own:
+        visit(page, own)
+        ask(page)
+        assert "about" not in (page.locator(".ttft").text_content() or "")
+    with serving(tmp_path) as own:
+        decoder, costs = own.engine.model.decoder, CostModel(0.0, 0.05, 0.0, 0.0)
+        own.engine.blender.planner = Planner(decoder, "", costs)
+        visit(page, own)
+        ask(page)
+        n_tokens = own.ask()["report"]["tokens_prompt"]
+        seconds = float(f"{n_tokens * 0.05:.2g}")
+        expect(page.locator(".ttft")).to_contain_text(f"{seconds:g} s")
+
+
+def test_markdown_becomes_elements_and_html_stays_text(page: Page, server: Server) -> None:
+    def answered(route: Route) -> None:
+        events = [
+            {"event": "passages", "passages": [], "tokens": 3},
+            {"event": "text", "text": MARKDOWN[:60]},
+            {"event": "done", **server.ask(), "text": MARKDOWN},
+        ]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    visit(page, server)
+    page.route("**/v1/rag/query", answered)
+    ask(page)
+    answer = page.locator("#answer")
+    assert answer.locator("pre code").text_content() == 'for x in y:\n    print("<b>*x*</b>")'
+    assert answer.locator("> ol > li").count() == 2
+    assert "over lists" in answer.locator("> ol > li").first.inner_text()
+    assert answer.locator("ol li ul li").all_inner_texts() == ["endless", "others"]
+    assert answer.locator("> ul > li").all_inner_texts() == ["last"]
+    assert answer.locator("p em, p strong").all_inner_texts() == ["kinds", "loops", "3"]
+    assert answer.locator("img, b, script").count() == 0
+    assert page.evaluate("window.harmed") is None
+    expect(answer).to_contain_text("a < b and <img src=x")
