@@ -59,7 +59,8 @@ class SampleLog:
 
     def __init__(self, header: Mapping[str, Any], file: Path | None = None) -> None:
         """Raises InputError when the file holds a run with other settings."""
-        self._file, self._part = file, file and file.with_name(f"{file.name}.part")
+        self._file = file
+        self._part = file and file.with_name(f"{file.name}.part")
         self.is_complete = file is not None and file.exists()
         source = file if self.is_complete else self._part
         self.header, *self.groups = (read_lines(source) if source else []) or [dict(header)]

@@ -80,7 +80,8 @@ def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
         yield Group({"load": "saturation"}, closed, warm_up=False)
         saturation = {s[0]["method"]: s[2]["answered_per_s"] for s in log.groups[0]["samples"]}
         for factor in config.load_factors:
-            rate, seconds = factor * saturation["full"], config.seconds * (2 if factor == 1 else 1)
+            rate = factor * saturation["full"]
+            seconds = config.seconds * (2 if factor == 1 else 1)
             methods = [m for m in METHODS if rate and (factor == 1 or rate <= ABOVE * saturation[m])]
             if methods:
                 cases = [case(method, open_loop, rate, seconds) for method in methods]

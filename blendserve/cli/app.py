@@ -105,7 +105,8 @@ def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
         name = error.name or ""
-        extra, is_ours = extra_with(name), name.partition(".")[0] in ("", "blendserve")
+        extra = extra_with(name)
+        is_ours = name.partition(".")[0] in ("", "blendserve")
         if extra is None and is_ours:
             raise
         remedy = "install blendserve again with its dependencies" if extra is None else install_hint(extra)

@@ -67,7 +67,8 @@ def demo(
     """
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds
 
-    model, folder = model or Config().model.name, check_output_folder(index_folder(index))
+    model = model or Config().model.name
+    folder = check_output_folder(index_folder(index))
     if page:
         serve_page(folder, model, host, port)
     else:

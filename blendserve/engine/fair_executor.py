@@ -145,7 +145,8 @@ class FairExecutor:
         throttle: of long jobs while a request is in flight anywhere. has_other_tenants: whether another tenant's is.
         """
         self._waiting, self._queue = FairQueue[_QueuedCall](), queue
-        self._throttle, self._in_flight = throttle or BackgroundThrottle(), in_flight
+        self._throttle = throttle or BackgroundThrottle()
+        self._in_flight = in_flight
         self._has_other_tenants, self._clock = has_other_tenants, clock
         self._not_before = dict[str, float]()  # by tenant: the time of its next job, after one that failed
         self._wake = threading.Condition()

@@ -117,7 +117,8 @@ def prepare_request(
         require_room(least, room, decode, at_least=True)
     frame = prompts.frame(request.question, request.history)
     require_room(len(frame), room, decode, at_least=bool(request.passages))
-    passages, may_drop = request.passages, request.passages is None and request.top_k is None
+    passages = request.passages
+    may_drop = request.passages is None and request.top_k is None
     if passages is None:
         with clock.stage("retrieve"):
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k

@@ -102,7 +102,8 @@ class Form(BaseModel):
 
     def _with(self, id: str, field: str, passages: Iterable[Passage], **values: Any) -> Example:
         """Make an example with the passages of this field that have text (2WikiMultihopQA has some without)."""
-        kept, id = [p for p in passages if p.text], self.id or id
+        kept = [p for p in passages if p.text]
+        id = self.id or id
         if not kept:
             raise WrongField(field, "passages with text are needed")
         contexts = tuple(Passage(p.text, p.title, f"{id}:{n}", f"{id}:{n}") for n, p in enumerate(kept))

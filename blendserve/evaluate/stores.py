@@ -152,7 +152,8 @@ class PromptStores:
         """
         blends = [m for m in self._methods if m.kind == "blend"]
         for context in {m.kv_context for m in blends if CORRECTIONS.load(m.blend.correction).uses_prior}:
-            blender, name = self._raw[context], f"priors-{context or 'run'}-{half}.safetensors"
+            blender = self._raw[context]
+            name = f"priors-{context or 'run'}-{half}.safetensors"
             try:
                 priors: Priors | None = Priors.from_bytes((run_dir.path / name).read_bytes(), blender.model)
             except (OSError, ValueError):

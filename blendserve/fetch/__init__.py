@@ -49,7 +49,8 @@ def open_store(
     persistent: only kinds that outlive the process. read_only: a remote store is left out. Raises StoreUnavailable,
     StoreVersion.
     """
-    path, remote = config.path or default_path, None if read_only else config.remote
+    path = config.path or default_path
+    remote = None if read_only else config.remote
     kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
     kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
     far: StoreKind | None = STORES.load(remote.kind) if remote else None

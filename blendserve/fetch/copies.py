@@ -174,7 +174,9 @@ class Copies:
 
     def __init__(self, caches: Sequence[CopyCache] = (), admission: Admission | None = None) -> None:
         """admission: sees every look-up."""
-        self._caches, self._admission, self.shared = tuple(caches), admission or Always(), SharedCopies()
+        self._caches = tuple(caches)
+        self._admission = admission or Always()
+        self.shared = SharedCopies()
         self._all = (*self._caches, self.shared)
 
     def view(self, key: ChunkKey, view: ChunkView) -> tuple[ChunkView, str]:
@@ -237,7 +239,8 @@ def open_copies(config: StoreConfig, device: torch.device, stream: CopyStream | 
 
     Raises ConfigError for a cache that would do nothing on this device.
     """
-    admission, stream = ADMISSIONS.load(config.admission)(), stream or copy_stream_to(device)
+    admission = ADMISSIONS.load(config.admission)()
+    stream = stream or copy_stream_to(device)
     if config.device_bytes > (free := stream.free_bytes() if stream else 0):
         why = f"the model runs on the {device.type.upper()}; set store.memory_bytes, or model.device to a GPU"
         if stream:

@@ -71,10 +71,13 @@ class KVFetcher:
         self.failed_writes = 0  # chunks that requests missed, and that could not be stored
         self.tiered = store if isinstance(store, TieredStore) else None
         if self.tiered:
-            self.local, self.source = self.tiered.local, source or self.tiered.source
+            self.local = self.tiered.local
+            self.source = source or self.tiered.source
         elif isinstance(store, ValkeyStore):
-            self.local, self.source = MemoryStore(0), source or StoreSource.of(store)
-        self.copies, self._prefetch_bytes = copies or Copies(), prefetch_bytes
+            self.local = MemoryStore(0)
+            self.source = source or StoreSource.of(store)
+        self.copies = copies or Copies()
+        self._prefetch_bytes = prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
         self.shape_of: ShapeOf | None = None
         """Of the model that reads the chunks, which its engine sets. A chunk of another shape is a miss, as kernels rely

@@ -49,7 +49,8 @@ class LayerReader:
     def __init__(self, views: Sequence[ChunkView], n_layers: int, stream: CopyStream | None = None) -> None:
         """stream: the way to the device where layers are used; None = they are used where the store has them."""
         self._views, self._n_layers = views, n_layers
-        self._stream, self._n_ahead = stream, DEVICE_AHEAD if stream else HOST_AHEAD
+        self._stream = stream
+        self._n_ahead = DEVICE_AHEAD if stream else HOST_AHEAD
         self._n_decoding = _decoding_threads(views)
         self._decoders = None
         if self._n_decoding > 1:

@@ -82,7 +82,8 @@ def plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = No
     in_time = max(SAME * best, link.wanted_s - link.spent_s)
     level = next(level for level, (seconds, _) in ways.items() if seconds <= in_time)
     seconds, n_computed = ways[level]
-    saved, more_s = [c.saved_s for c in todo if c.saved_s is not None], seconds - link.n_pending / link.rate
+    saved = [c.saved_s for c in todo if c.saved_s is not None]
+    more_s = seconds - link.n_pending / link.rate
     if current is None and len(saved) == n and more_s >= MIN_SPEEDUP * sum(saved):
         return Plan(level, 0, n_skipped=n, seconds=seconds)
     one_s = max((c.saved_s or 0.0 for c in todo if c.compute_s is not None), default=0.0)

@@ -80,7 +80,8 @@ class Transfer:
         shape_of: of the model; a chunk of another shape is a miss. None accepts every shape.
         """
         self._source, self._incoming, self._planner = remote.source, remote.incoming, remote.planner
-        self._pool, self._local_tables = pool or remote.pool, tables
+        self._pool = pool or remote.pool
+        self._local_tables = tables
         self._shape_of = shape_of
         self._compute, self._link, self._changed = compute, self._source.link, self._incoming.changed
         self._clock = self._link.clock.monotonic
@@ -258,7 +259,8 @@ class Transfer:
     def _check_link(self) -> None:
         """Give up what has not arrived when the deadline is over, or no byte comes."""
         with self._changed:
-            is_late, left = self.deadline.left <= 0, self._undecided()
+            is_late = self.deadline.left <= 0
+            left = self._undecided()
             is_stalled = self._stall.is_stalled(self._patience(), self._is_prefilling)
             if not left or not (is_late or is_stalled):
                 return
@@ -307,7 +309,8 @@ class Transfer:
                 found = self._plan(todo)
                 level, is_busy = found.level, any(chunk.is_started for chunk in self._undecided())
                 if again:
-                    batch, level = [again], again.level or found.level
+                    batch = [again]
+                    level = again.level or found.level
                 elif found.n_skipped:
                     self._skip(todo[: found.n_skipped], found)
                     continue

@@ -49,7 +49,8 @@ class Publisher:
     def __init__(self, store: KVStore, url: str, fingerprint: str = "") -> None:
         """fingerprint: of the relay's certificate, in hex. Raises StoreUnavailable without the package."""
         self._moq, self._store, self._catalog = library(), store, CollectionCatalog(store)
-        self._url, self._fingerprints = url, [fingerprint] if fingerprint else None
+        self._url = url
+        self._fingerprints = [fingerprint] if fingerprint else None
         self.sent = 0  # bytes of frames, to the relay
         self._tracks = deque[Any](maxlen=MAX_TRACKS)
 

@@ -95,7 +95,8 @@ def publish_chunks(
     model: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
     beside the codecs' tables. Raises StoreError.
     """
-    catalog, used = CollectionCatalog(store), set(tables or ())
+    catalog = CollectionCatalog(store)
+    used = set(tables or ())
     directory: dict[ChunkKey, DirectoryEntry] = {}
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
         records = [_at_level(store, key, level, levels, codecs) for level in levels]

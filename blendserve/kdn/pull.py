@@ -73,7 +73,8 @@ def pull(settings: KdnConfig, folder: Path | None = None, namespace: str | None 
     engine; another one than the collection's is an InputError. Raises InputError, StoreUnavailable.
     """
     default = cache_folder() / DELIVERED / settings.where.replace(":", "_") / valid_name(settings.collection)
-    folder, peer = folder or default, KdnPeer(settings)
+    folder = folder or default
+    peer = KdnPeer(settings)
     try:
         with closing(peer.connect()) as client:
             _update(client, folder, namespace)

@@ -83,7 +83,8 @@ def attention(
         cache[0][:, : len(hidden)][:, hidden], cache[1][:, : len(hidden)][:, hidden] = draw.fill, 0.0
         cache = cache[:, :, : len(hidden)]
     keys, values = cache.to(draw.device, draw.dtype)
-    keys, values = keys[..., :dim], values[..., : value_dim or dim]
+    keys = keys[..., :dim]
+    values = values[..., : value_dim or dim]
     q = draw(len(at), n_kv * group, dim, scale=size).transpose(0, 1)
     spec = AttentionSpec(1 / math.sqrt(dim), window, softcap, draw.sinks(n_kv * group) if sinks else None)
     here = torch.tensor(at)

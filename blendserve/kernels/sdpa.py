@@ -36,7 +36,9 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan:
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
-    n_rows, end, on_gpu = q.shape[1], plan.kv_len, q.device.type == "cuda"
+    n_rows = q.shape[1]
+    end = plan.kv_len
+    on_gpu = q.device.type == "cuda"
     is_causal = plan.is_contiguous and (spec.window is None or spec.window >= end)
     if is_causal and (on_gpu or n_rows in (1, end)):
         mask = _causal_suffix(n_rows, end) if 1 < n_rows < end else None

@@ -235,7 +235,8 @@ class Kind:
     @property
     def options(self) -> Options:
         """The options of a call with such heads."""
-        window, softcap = 70 if self.windowed else None, 2.0 if self.softcapped else None
+        window = 70 if self.windowed else None
+        softcap = 2.0 if self.softcapped else None
         heads = {"group": self.group, "dim": self.dim, "value_dim": self.value_dim, "sinks": self.has_sinks}
         return {**heads, "window": window, "softcap": softcap}
 

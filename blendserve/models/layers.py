@@ -56,7 +56,8 @@ class RopeAngles:
             self._frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](own, **by_type)
         if family.turns_back:
             self._frequencies = -self._frequencies
-        self._interleaved, self._dtype = family.rotary.step == 2, dtype
+        self._interleaved = family.rotary.step == 2
+        self._dtype = dtype
         self._query_slope = parameters.get("llama_4_scaling_beta") if family.scaled_queries else None
         self._trained_length = parameters.get("original_max_position_embeddings")
 
@@ -136,7 +137,8 @@ class Parts:
     def norm(self, name: str, eps: float | None = None, is_plain: bool = False) -> Norm:
         """eps: in place of the configuration's. is_plain: of the family's plain form, if it has one."""
         weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
-        form, eps = self.family.norm, self._eps if eps is None else eps
+        form = self.family.norm
+        eps = self._eps if eps is None else eps
         form = self.family.plain_norm or form if is_plain else form
         if form == "rms or layer":  # by the epsilon that the configuration has
             form = RMS if getattr(self.config, "rms_norm_eps", None) else "layer, wide"

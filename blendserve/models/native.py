@@ -34,7 +34,8 @@ def native_layers(model: DecoderModel, n_rows: int) -> NativeLayers | None:
     """Native layers for a pass of n_rows; None: the layer loop runs. Bound once for few rows and once for more."""
     if model.device.type != "cpu" or torch.is_grad_enabled() or not switches.is_native_on():
         return None
-    bound, key = model.native_layers, (n_rows <= FEW, torch.get_num_threads())
+    bound = model.native_layers
+    key = (n_rows <= FEW, torch.get_num_threads())
     if key not in bound:
         bound[key] = None  # while the comparison runs the loop
         bound[key] = _bind(model, FEW if n_rows <= FEW else FEW + 1)
@@ -119,7 +120,8 @@ def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | No
         raise ValueError("the MLP has experts, no gate or another activation than SiLU")
     if before is None or between is None:
         raise ValueError("a layer has no norm before attention or before the MLP")
-    qkv, head_norms = _split(layer.qkv, model.qkv_sizes(0)), map(_weight, layer.qk_norms or (None, None))
+    qkv = _split(layer.qkv, model.qkv_sizes(0))
+    head_norms = map(_weight, layer.qk_norms or (None, None))
     down = _linear(mlp.down)
     gate_up = _split(mlp.inner, [down[0].shape[1]] * 2)
     attention = before, *chain(*qkv), *head_norms, *_linear(layer.o), _weight(layer.after_attention)

@@ -124,9 +124,11 @@ class _Slot:
 
     def __init__(self, before: RecurrentState | None) -> None:
         """before: with a dim B in front."""
-        self._is_empty, self.memory = before is None, None
+        self._is_empty = before is None
+        self.memory = None
         if before is not None:
-            self.inputs, self.memory = before.inputs, before.memory if before.memory.numel() else None
+            self.inputs = before.inputs
+            self.memory = before.memory if before.memory.numel() else None
 
     def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
         return None if self._is_empty else self.inputs

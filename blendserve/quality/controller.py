@@ -80,7 +80,8 @@ class Controller:
 
     def _change(self, step: int) -> None:
         self.ratio = LEVELS[LEVELS.index(self.ratio) + step]
-        self.changes, self._was_raised = self.changes + 1, step > 0
+        self.changes += 1
+        self._was_raised = step > 0
         self._restart()
 
     def interval(self) -> tuple[float, float, float] | None:

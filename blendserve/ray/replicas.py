@@ -165,10 +165,12 @@ class ReplayFilter:
         if isinstance(event, TextDelta):
             self._replayed += event.text
             n = min(len(self._replayed), len(self._sent))
-            more, agrees = self._replayed[n:], self._replayed[:n] == self._sent[:n]
+            more = self._replayed[n:]
+            agrees = self._replayed[:n] == self._sent[:n]
             self._sent += more
         else:
-            more, agrees = "", not isinstance(event, Completed) or event.answer.text.startswith(self._sent)
+            more = ""
+            agrees = not isinstance(event, Completed) or event.answer.text.startswith(self._sent)
         if not agrees:
             raise ClusterUnavailable(
                 "a replica died while it answered, and another one's answer differs: send the request again"

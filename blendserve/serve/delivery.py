@@ -281,7 +281,8 @@ def parse_range(header: str | None, total: int) -> tuple[int, int] | None:
     elif last and int(last) < int(first):
         return 0, total
     else:
-        begin, end = int(first), min(total, int(last) + 1) if last else total
+        begin = int(first)
+        end = min(total, int(last) + 1) if last else total
     return (begin, end) if begin < end else None
 
 

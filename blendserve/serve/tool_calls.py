@@ -90,7 +90,8 @@ class ToolCallParser:
         end = len(text[:start].rstrip())
         shown = text[self._n_shown : end]
         self._seen, self._n_shown = text[max(0, end - 1) : start], min(1, end)
-        self._held, self._pieces = text[start:], [""] if is_call else []
+        self._held = text[start:]
+        self._pieces = [""] if is_call else []
         return shown
 
     def finish(self) -> tuple[str, list[Call]]:

@@ -219,7 +219,8 @@ class KVStore(ABC):
 
     def _make_stats(self, totals: Totals, counts: Counter[str], namespace: str | None) -> StoreStats:
         """Statistics from the sums over chunks and the counters of ledger.py."""
-        infos, is_whole = self.blobs.list() if namespace is None else (), namespace is None
+        infos = self.blobs.list() if namespace is None else ()
+        is_whole = namespace is None
         return StoreStats(
             kind=self.kind,
             path=self.location,

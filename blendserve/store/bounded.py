@@ -231,7 +231,9 @@ class BoundedClient:
 
     def _call(self, job: Callable[[Client], T]) -> T:
         """Twice where a new connection may succeed."""
-        started, was_open, interrupts = time.monotonic(), self._client is not None, self._interrupts
+        started = time.monotonic()
+        was_open = self._client is not None
+        interrupts = self._interrupts
         try:
             return job(self._connected())
         except Exception as error:

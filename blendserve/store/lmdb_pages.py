@@ -132,7 +132,8 @@ class _Walk:
                 raise DamagedPages(f"page {number} has a key that is longer than the page")
             children: list[int] = (low | high << 16 | node_flags << 32).tolist()
             return children
-        value_bytes, is_big = low | high << 16, node_flags == BIG
+        value_bytes = low | high << 16
+        is_big = node_flags == BIG
         ends = values + np.where(is_big, 8, value_bytes)
         if bool((node_flags & ~BIG).any()) or int(ends.max()) > size or bool((key_bytes == 0).any()):
             raise DamagedPages(

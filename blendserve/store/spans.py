@@ -103,7 +103,9 @@ class SpanIndex:
 
         hasher: the process's if None.
         """
-        self.stride, self.width, self._hasher = stride, width, hasher or process_hasher()
+        self.stride = stride
+        self.width = width
+        self._hasher = hasher or process_hasher()
         self._slots: dict[ChunkKey, int] = {}
         self._keys: list[ChunkKey | None] = []  # by number; None: deleted
         self._tables: tuple[Marks, ...] = ()

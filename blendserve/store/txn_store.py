@@ -61,7 +61,8 @@ class TxnSnapshot:
         self._using, self._ended = threading.Lock(), False
 
     def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
-        raw, report = self.raw(HEADER + key), partial(self._usage.count, key) if count else ignore
+        raw = self.raw(HEADER + key)
+        report = partial(self._usage.count, key) if count else ignore
         try:
             header = None if raw is None else decode_header(key, raw)
         except CorruptRecord:
@@ -93,7 +94,8 @@ class TxnStore(KVStore):
         self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: TimeSource = time
     ) -> None:
         self.cap_bytes, self._clock = cap_bytes, clock
-        self._eviction, self._admission = eviction or Refuse(), admission or Always()
+        self._eviction = eviction or Refuse()
+        self._admission = admission or Always()
         self._usage = UsageLog(self._admission, clock)
         self._owner = Owner.new()  # of leases
         self.blobs = TxnBlobs(self)
@@ -230,7 +232,8 @@ class TxnStore(KVStore):
 
         Namespaces above their share of the cap lose chunks first, so one tenant's requests do not evict another's KV.
         """
-        cap_bytes, stored = self.cap_bytes if cap_bytes is None else cap_bytes, ledger.totals().n_bytes
+        cap_bytes = self.cap_bytes if cap_bytes is None else cap_bytes
+        stored = ledger.totals().n_bytes
         if stored + more <= cap_bytes:
             return []
         above = ledger.above_share(key[:TAG_BYTES], more, cap_bytes)

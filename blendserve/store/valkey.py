@@ -63,7 +63,8 @@ class ValkeyStore(KVStore):
         clock: TimeSource = time,
     ) -> None:
         self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
-        self._eviction, self._admission = eviction or Refuse(), admission or Always()
+        self._eviction = eviction or Refuse()
+        self._admission = admission or Always()
         self._clock, self._usage = clock, UsageLog(self._admission, clock)
         self.client = BoundedClient(ValkeyPeer(config), clock=clock)
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()

@@ -180,7 +180,8 @@ def read_chunks(
     at, parser = 0, _parse(batch, levels)  # at: bytes that were read and found right
     wanted = next(parser)
     while wanted is not None:
-        begun_at, part = at, {"Range": f"bytes={at}-", "If-Range": etag} if at else None
+        begun_at = at
+        part = {"Range": f"bytes={at}-", "If-Range": etag} if at else None
         try:
             with link.transfer(), client.request(path, part, silence_s, is_resumed) as reply:
                 if reply.total != n_bytes:

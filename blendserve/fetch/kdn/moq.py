@@ -89,7 +89,8 @@ class MoqSource(KdnSource):
 
     async def _read(self, broadcast: str, chunk: IncomingChunk) -> tuple[Header, list[Buffer]]:
         """A chunk at its level. Raises what the library does, CorruptRecord, StoreVersion, ValueError."""
-        key, level = chunk.key, chunk.level or ""
+        key = chunk.key
+        level = chunk.level or ""
         n_bytes = chunk.sizes[level]
         origin = await self._connected()
         consumer = await origin.consume().announced_broadcast(broadcast).available()

@@ -64,7 +64,8 @@ class KdnSource:
         self.config, self.workers = config, workers
         self.name, self.deadline_s, self.wanted_s = config.server, config.deadline_s, config.ttft_ms / 1e3
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
-        self.link, self._clock = link or LinkEstimator(clock), clock
+        self.link = link or LinkEstimator(clock)
+        self._clock = clock
         self.blobs: BlobReader = DeliveredBlobs(self)
         self._client = BoundedClient(KdnPeer(config), workers, clock)
         self._last: tuple[Collection, Directory] | None = None
@@ -130,7 +131,8 @@ class KdnSource:
 
     def _transfer(self, client: DeliveryClient, batch: Sequence[IncomingChunk]) -> None:
         """Raises what the client does."""
-        start, n_bytes = self._clock.monotonic(), sum(chunk.sizes[chunk.level or ""] for chunk in batch)
+        start = self._clock.monotonic()
+        n_bytes = sum(chunk.sizes[chunk.level or ""] for chunk in batch)
         if n_bytes > self.in_flight_bytes:
             for chunk in batch:
                 chunk.end(Miss(UNREACHABLE, "it is larger than one transfer may be"))

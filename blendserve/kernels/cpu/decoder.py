@@ -137,7 +137,8 @@ class NativeLayers:
 @torch.inference_mode()
 def to_int8(weight: Tensor, level: Level) -> Tensor:
     """weight [outputs, inputs] -> bytes [outputs / L, inputs / INT8_GROUP, block], as gemv.h reads them."""
-    lanes, per_word = (8 if level.name == "avx2" else 16), (2 if level.dtype == "bfloat16" else 1)  # simd.h
+    lanes = 8 if level.name == "avx2" else 16  # as in simd.h
+    per_word = 2 if level.dtype == "bfloat16" else 1
     outs, depth = weight.shape
     x = torch.zeros(-(-outs // lanes) * lanes, -(-depth // INT8_GROUP) * INT8_GROUP)
     x[:outs, :depth] = weight

@@ -324,7 +324,8 @@ def dequantize(
     """Dequantise as `dequantize_reference` does."""
     if library is None or not is_supported(layer, dim):
         return dequantize_reference(below, symbols, layer, dim, dtype)
-    below, symbols = below.contiguous(), None if symbols is None else symbols.contiguous()
+    below = below.contiguous()
+    symbols = None if symbols is None else symbols.contiguous()
     tokens, width = below.shape
     is_short = dtype == torch.bfloat16
     out = torch.empty(width // dim, tokens, dim, dtype=dtype if is_short else torch.float32)
