@@ -161,7 +161,9 @@ class _Blend:
 
     def _lay_out(self, prefix: ChunkView | None) -> None:
         layout = lay_out(self._prompt, prefix, first_is_exact=self._job.first_is_exact)
-        self._whole = reuse_runs(layout, self._fetch, None)  # for scores, as if vLLM had cached nothing
+        found = reuse_runs(layout, self._fetch, None)
+        # for scores, as if vLLM had cached nothing
+        self._whole = found.for_method("blend", self._policy.recomputes)
         self._rest = without_start(self._whole, self._job.start)
 
     def run(self) -> Report:
