@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rest = [item for item in items if item not in long]
     half = max(0, len(items) // 2 - len(first))  # xdist gives each of two workers half of the list
     items[:] = [*first, *rest[:half], *second, *rest[half:]]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name each skipped test with its number of cases; the list of reasons names none."""
+    skipped = Counter(report.nodeid.partition("[")[0] for report in terminalreporter.stats.get("skipped", ()))
+    if skipped:
+        terminalreporter.section(f"{skipped.total()} skipped", sep="-")
+        for name, count in sorted(skipped.items()):
+            terminalreporter.line(f"{count:4} {name}")
 
 
 @pytest.fixture(autouse=True)
