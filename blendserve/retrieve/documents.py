@@ -29,7 +29,7 @@ SHOWN = 5  # files that a message names
 
 log = logging.getLogger(__name__)
 _LINE_FORM = (
-    'write one JSON object a line: {"text": "...", "title": "...", "id": "..."}, title and id optional'
+    'write one JSON object per line: {"text": "...", "title": "...", "id": "..."}, title and id optional'
 )
 _NUL = "has NUL characters, as UTF-16 and binary files have: save it as UTF-8 text"
 _HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*\s*$", re.MULTILINE)
