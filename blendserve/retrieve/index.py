@@ -165,11 +165,9 @@ class VectorIndex:
                     f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
                 )
             best = vectors.best(query, min(top_k, len(vectors.numbers)))
-            found = [
-                replace(passage, score=score)
-                for number, score in best.items()
-                for passage in tables.select_passages(rows, "p.number = ?", number)
-            ]
+            numbers = sorted(best)
+            passages = tables.select_passages(rows, f"p.number IN ({', '.join(map(str, numbers))})")
+        found = [replace(p, score=best[n]) for n, p in zip(numbers, passages, strict=True)]
         return nearest_distinct(found, top_k)
 
     def add(

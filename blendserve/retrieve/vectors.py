@@ -45,11 +45,21 @@ class Vectors:
     def load(cls, rows: Rows, manifest: Manifest, before: Vectors | None, folder: Path) -> Vectors:
         """The vectors in the state of this transaction. before: those of an earlier state. folder: of the index."""
         stamp, _ = now = state(rows)
-        table = rows.execute("SELECT number, hash FROM passages ORDER BY number").fetchall()
-        numbers, texts = np.array(table, np.int64).reshape(-1, 2).T.copy()
         file = folder / f"{GRAPH}{stamp}"
         if before is None or before.state[0] != stamp:
             before = cls._saved(manifest, file)
+        last = int(before.numbers[-1]) if len(before.numbers) else 0
+        pairs = rows.execute(
+            "SELECT number, hash FROM passages WHERE number > ? ORDER BY number", (last,)
+        ).fetchall()
+        numbers, texts = np.concatenate(
+            [[before.numbers, before.texts], np.array(pairs, np.int64).reshape(-1, 2).T], 1
+        )
+        if rows.execute("SELECT count(*) FROM passages").fetchone() != (len(numbers),):
+            pairs = rows.execute(
+                "SELECT number, hash FROM passages"
+            ).fetchall()  # without order: from an index
+            numbers, texts = np.array(sorted(pairs), np.int64).reshape(-1, 2).T.copy()
         if np.isin(before.owner, numbers).sum() < (1 - GONE_SHARE) * len(before.owner):
             before = cls._none(manifest)
         last = int(before.owner[-1]) if len(before.owner) else 0
@@ -94,7 +104,7 @@ class Vectors:
         return replace(self, n_saved=len(self.owner))
 
     def best(self, query: np.ndarray, k: int) -> dict[int, float]:
-        """Passage number -> best score: the k best different passages, their equals in score, perhaps some more."""
+        """Passage number -> best score: the k best passages of different texts, and their equals in score."""
         fetch = 2 * k + 8
         while True:
             best: dict[int, float] = {}
@@ -102,9 +112,9 @@ class Vectors:
             for score, number, text in self._nearest(query, fetch):  # best first
                 last = best.setdefault(number, round(score, SCORE_DIGITS))
                 texts.setdefault(text, last)
-            complete = len(texts) > k and list(texts.values())[k - 1] > list(best.values())[-1]
-            if complete or fetch >= len(self.owner):
-                return best
+            least = [*texts.values(), 0.0][min(k, len(texts)) - 1]
+            if fetch >= len(self.owner) or (len(texts) > k and least > last):
+                return {number: score for number, score in best.items() if score >= least}
             fetch *= 4
 
     def _nearest(self, query: np.ndarray, fetch: int) -> Iterator[tuple[float, int, int]]:

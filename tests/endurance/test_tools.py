@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from blendserve.config import ServeConfig
+from blendserve.core import Document
 from blendserve.engine.engine import Engine
 from blendserve.kv import ChunkKV, stacked
 from blendserve.store import LMDBStore
-from tests.endurance import crash, faults, kill_serving, soak_serving
+from tests.endurance import crash, faults, kill_index, kill_serving, soak_serving
 from tests.endurance import soak as reuse
 from tests.endurance.driver import Figures, Promises, Workload, main, soak
 from tests.support.engines import CONFIG, PASSAGES
@@ -45,6 +46,7 @@ GOOD: list[tuple[Promises, Figures]] = [
         },
     ),
     (crash.PROMISES, {**dict.fromkeys(crash.MUST_BE_0, 0), "reads_checked": 1}),
+    (kill_index.PROMISES, {**dict.fromkeys(kill_index.MUST_BE_0, 0), "kills_inside": 1}),
 ]
 BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "the hit rate lasts": blocks({}, {"hit_rate": 0.7}, {"hit_rate": 0.66}),
@@ -60,6 +62,7 @@ BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "the good client is answered": {"good": [{"n": 1}, {"n": 0}]},
     "the reader read": {"reads_checked": 0},
     "no request hangs": {"longest_s": 60.0},
+    "some kills hit a change": {"kills_inside": 0},
 }
 
 
@@ -134,6 +137,24 @@ def test_a_wrong_answer_and_a_lost_document_are_noticed(tmp_path: Path) -> None:
         server.close()
     for noticed in ("another", "never-there"):
         assert any(noticed in problem for problem in serving.wrong)
+
+
+def test_killed_changes_of_an_index_lose_nothing() -> None:
+    found = soak(kill_index.Kills(7, 0).run(), kill_index.PROMISES)
+    assert not set(found["broken"]) - {"some kills hit a change"}, found  # of so few, none may
+    assert {name for name in found if name.startswith("kills_of_")} == {
+        f"kills_of_{kind}" for kind in kill_index.KINDS.split(",")
+    }
+
+
+def test_lost_and_torn_documents_are_noticed(tmp_path: Path) -> None:
+    kills = kill_index.Kills(1, 0)
+    kills.folder, kills.held = tmp_path, {"lost": "one", "torn": "w1 " * 90}
+    index = kill_index.open_index(tmp_path)
+    index.add([Document("w1 " * 30, id="torn"), Document("was deleted", id="returned")])
+    kills.judge("add", {"under way": "two"})
+    assert kills.counts["lost"] > 1
+    assert kills.counts["torn_or_returned"] > 1
 
 
 @threads(1)
