@@ -2,14 +2,20 @@
 
 Nothing else in the package spells these names: settings, help texts and error messages read them here. A file is
 imported when its name is first asked for.
+
+A dataclass may have parameters, its fields with defaults. A word gives them in brackets after the name, as in
+`deviation[1,2]` or NAME[FIELD=VALUE,FIELD=VALUE]. Values without a field belong to the first parameter.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 MANY = 12  # names that a message lists
 
@@ -39,10 +45,52 @@ class Registry:
         """The module that the name's thing lives in."""
         return self._entries[name].partition(":")[0]
 
-    def load(self, name: str) -> Any:
-        """What stands behind the name. Raises ValueError for an unknown one."""
-        module, _, attribute = self._entries[self.check(name)].partition(":")
+    def load(self, word: str) -> Any:
+        """The class behind the name of a word. Raises ValueError for an unknown one."""
+        module, _, attribute = self._entries[self.check(word.partition("[")[0])].partition(":")
         return getattr(import_module(module), attribute)
+
+    def parse(self, word: str) -> tuple[str, dict[str, Any]]:
+        """Name of a word, and the parameters that differ from their defaults. Raises ValueError, telling what there is.
+
+        The class is loaded only if the word has parameters.
+        """
+        name, bracket, text = word.partition("[")
+        self.check(name)
+        if not bracket:
+            return name, {}
+        if not text.endswith("]"):
+            raise ValueError(f"the last character of {word!r} must be a closing bracket")
+        known = parameters(self.load(name))
+        if not known:
+            raise ValueError(f"{self.kind} {name!r} has no parameters")
+        field, given = next(iter(known)), dict[str, list[str]]()
+        for part in text[:-1].split(","):
+            before, equals, value = part.rpartition("=")
+            if equals:
+                field = before.strip()
+            given.setdefault(field, []).append(value.strip())
+        for field in given:
+            if field not in known:
+                raise ValueError(
+                    f"{self.kind} {name!r} has no parameter {field!r}: {nearest(field, list(known))}"
+                )
+        values = {field: known[field].read(given[field]) for field in known if field in given}
+        return name, {field: value for field, value in values.items() if value != known[field].default}
+
+    def word(self, word: str) -> str:
+        """The shortest word that means the same. Raises ValueError."""
+        name, values = self.parse(word)
+        if not values:
+            return name
+        first = next(iter(parameters(self.load(name))))
+        texts = [f"{field}={_written(value)}" for field, value in values.items()]
+        return f"{name}[{','.join(texts).removeprefix(f'{first}=')}]"
+
+    def make(self, word: str, **values: Any) -> Any:
+        """The thing of a word, of these values for its other fields. Raises ValueError."""
+        name, given = self.parse(word)
+        return self.load(name)(**values, **given)
 
     def add(self, name: str, target: str) -> None:
         """One more, as a plug-in or a test does it."""
@@ -51,6 +99,39 @@ class Registry:
     def remove(self, name: str) -> None:
         """Undo `add`."""
         del self._entries[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A field that a word may give."""
+
+    name: str
+    kind: Any  # its type
+    default: Any
+
+    def read(self, texts: Sequence[str]) -> Any:
+        """The value of these texts. Raises ValueError."""
+        value = texts if get_origin(self.kind) is tuple else ",".join(texts)
+        try:
+            return TypeAdapter(self.kind).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ValueError(f"{self.name} cannot be {','.join(texts)!r}: {reason}") from None
+
+
+def parameters(made: type) -> dict[str, Parameter]:
+    """The parameters of a class, by name."""
+    if not is_dataclass(made):
+        return {}
+    known = [field for field in fields(made) if field.init and field.default is not MISSING]
+    kinds = get_type_hints(made, include_extras=True) if known else {}
+    return {field.name: Parameter(field.name, kinds[field.name], field.default) for field in known}
+
+
+def _written(value: Any) -> str:
+    """A parameter's value as a word has it."""
+    values = value if isinstance(value, tuple) else (value,)
+    return ",".join(str(part).removesuffix(".0") for part in values)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -88,7 +88,7 @@ def tiny_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Prompts of tests are tiny: chunks below the least size of blending are blended, at the ratio itself."""
     if not request.node.get_closest_marker("floors"):
         monkeypatch.setattr("blendserve.blend.layout.LEAST_REUSED", 0)
-        monkeypatch.setattr("blendserve.blend.layout.LEAST_RECOMPUTED", 0)
+        monkeypatch.setattr("blendserve.blend.selection.LEAST_RECOMPUTED", 0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from blendserve.blend import prefill
-from blendserve.blend.prefill import blend_prefill
+from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig, ModelConfig, PromptConfig
 from blendserve.core import Passage, run
 from blendserve.engine import gate
@@ -31,7 +31,8 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own_bf16() -> None:
     prompt = PromptBuilder(bundled_tokenizer(), PromptConfig()).build("What does it do?", PASSAGES)
     assert 500 < len(prompt) < 700
     decoder, whole = (load_model(ModelConfig(dtype=x)).decoder for x in ("bfloat16", "float32"))
-    cache = run(blend_prefill(decoder, lay(decoder, prompt), BlendConfig(ratio=1.0))).cache
+    plan = PrefillPlan.of(lay(decoder, prompt), BlendConfig(ratio=1.0))
+    cache = run(blend_prefill(decoder, plan)).cache
     theirs = model_forward(decoder, prompt.ids)
     exact = model_forward(whole, prompt.ids)
     sides = ([stacked(kv.keys), stacked(kv.values)] for kv in (cache, theirs, exact))

@@ -37,9 +37,9 @@ def refused(make: Callable[..., object], *args: Any, **values: Any) -> tuple[str
 def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
     for text in (Config().to_yaml(), ""):
         assert Config.load(written(tmp_path, text)) == Config()
-    text = "blend: {ratio: 0.3, check_layers: [1, 4]}\nstore: {location: here/kv}\n"
+    text = "blend: {ratio: 0.3, near: true}\nstore: {location: here/kv}\n"
     config = Config.load(written(tmp_path, text))
-    assert config.blend == Config().blend.with_values(ratio=0.3, check_layers=(1, 4))
+    assert config.blend == Config().blend.with_values(ratio=0.3, near=True)
     assert config.store == Config().store.with_values(location="here/kv")
     assert Config(**yaml.safe_load(config.to_yaml())) == config
 
@@ -49,7 +49,7 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
     [
         ({"blend": {"ratio": 1.7}}, "blend.ratio"),
         ({"blend": {"rato": 0.5}}, "blend.rato"),
-        ({"blend": {"check_layers": [1, 0]}}, "blend.check_layers.1"),
+        ({"blend": {"policy": "deviation[1,0]"}}, "blend.policy"),
         ({"bland": {}}, "bland"),
         ({"blend": 3}, "blend"),
         ({"store": {"remote": {"locaton": "x"}}}, "store.remote.locaton"),
@@ -98,18 +98,18 @@ def test_a_location_names_its_kind_of_store(location: str, kind: str, folder: Pa
 
 
 def test_settings_are_few() -> None:
-    """68 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
+    """67 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
     assert len(BASIC) <= 15
-    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 68
+    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 67
 
 
 def test_words_and_variables_are_written_as_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings stay. tests/cli/test_commands.py has which of them wins."""
     path = written(tmp_path, "store: {cap_gb: 1, codec: int8}\n")
-    monkeypatch.setenv("BLENDSERVE__BLEND__CHECK_LAYERS", "[1, 4]")
+    monkeypatch.setenv("BLENDSERVE__SERVE__HOSTS", "[one, two]")
     config = Config.load(path, ["store.memory_bytes=4GB", "blend.near=true", "model.threads=null"])
     assert (config.store.cap_gb, config.store.codec, config.store.memory_bytes) == (1, "int8", 4_000_000_000)
-    assert (config.blend.near, config.blend.check_layers) == (True, (1, 4))
+    assert (config.blend.near, config.serve.hosts) == (True, ("one", "two"))
     assert Config().blend == BlendConfig()  # only `load` reads the environment
     assert refused(Config.load, None, ["blend.ratio"]) == (None, None)
 

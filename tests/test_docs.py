@@ -8,11 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import sys
 import tokenize
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,9 +106,10 @@ def test_examples_of_the_python_api_run_as_written(
     example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch.setattr)
-    before = set(POLICIES.names)
+    before, module = set(POLICIES.names), ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)
     try:
-        exec(compile(example, "example", "exec"), {"__name__": "example"})
+        exec(compile(example, "example", "exec", dont_inherit=True), module.__dict__)
     finally:
         for added in set(POLICIES.names) - before:
             POLICIES.remove(added)

@@ -23,7 +23,7 @@ from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.blender import Prefilled
 from blendserve.blend.layout import lay_out
 from blendserve.blend.planner import plan_full_prefill
-from blendserve.blend.prefill import PassResult, blend_prefill
+from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Answer, Prompt, Steps, TokenIds, run
 from blendserve.engine.generate import AnswerStream, TokenSequence
@@ -109,7 +109,7 @@ def run_generate(decoder: DecoderModel, ids: TokenIds, n: int) -> Timed:
 def prefilled(decoder: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     cache = KVCache(decoder, len(ids) + n)
-    return run(blend_prefill(decoder, lay_out(Prompt((), (), ids)), BlendConfig(), cache))
+    return run(blend_prefill(decoder, PrefillPlan.of(lay_out(Prompt((), (), ids)), BlendConfig()), cache))
 
 
 def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:

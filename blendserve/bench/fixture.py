@@ -177,7 +177,8 @@ class TimedFetcher(KVFetcher):
 
 def make_blender(model: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
     """Make a blender with a prior of zeros: a method that uses a prior needs its time for any."""
-    blender = Blender(model.decoder, model.fingerprint, store, prompts.prefix, prompts.kv_context, **options)
+    about = model.decoder, model.fingerprint, store, prompts.prefix, prompts.kv_context
+    blender = Blender(*about, tokenizer=model.tokenizer, **options)
     blender.priors.use(Priors.of_nothing(model.decoder))
     return blender
 

@@ -16,9 +16,10 @@ from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks
 from blendserve.blend.match import ChunkFinder, best_cover, donor_requests, reuse_runs
 from blendserve.blend.near import NearDuplicates, reuse_near
-from blendserve.blend.planner import Planner, PrefillPlan, plan_full_prefill
+from blendserve.blend.planner import Planner, plan_full_prefill
+from blendserve.blend.policies import Policy, make_policy
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
-from blendserve.blend.prefill import PassResult, blend_prefill
+from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
 from blendserve.blend.priors import PriorStore
 from blendserve.blend.refine import refine, rows_to_refine
@@ -31,6 +32,7 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.kv import ChunkKV
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
+from blendserve.models.tokenizer import Tokenizer
 from blendserve.registry import CORRECTIONS, FULL_REUSE
 from blendserve.store import KVStore, TensorView
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Codec
@@ -64,7 +66,7 @@ class Prefilled:
         n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
         n_blended = report.tokens_reused + plan.layout.n_lossy
         done = cls(result, report, explain(plan, result, report), n_cached, n_blended)
-        return replace(done, to_refine=rows_to_refine(plan, result)) if plan.blend.refine else done
+        return replace(done, to_refine=rows_to_refine(plan, result)) if plan.policy.for_refining else done
 
     def refine(self, model: DecoderModel, ids: TokenIds) -> Steps[Prefilled]:
         """Recompute `to_refine`, in the cache (blend/refine.py) -> the same, with the report of both passes."""
@@ -95,13 +97,14 @@ class Blender:
         costs: CostModel | None = None,
         fetcher: KVFetcher | None = None,
         codec: Codec | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """context: what chunks are computed after.
 
         costs: of this machine and model; measured when they are first needed if None. fetcher: over `store`; one without
-        copies if None. codec: of stored chunks; raw if None.
+        copies if None. codec: of stored chunks; raw if None. tokenizer: for policies that read the prompt's text.
         """
-        self.model = model
+        self.model, self._tokenizer = model, tokenizer
         after_prefix = ChunkComputer(model, prefix)
         chunks = after_prefix if context == prefix else ChunkComputer(model, context)
         self.prefixes = PrefixCache(after_prefix)
@@ -194,7 +197,7 @@ class Blender:
         n, exact = len(prompt.prefix), self._is_exact(prompt, blend)
         prefix = PrefixKV(placed(self.model, prefix_kv), n, n) if prefix_kv else None
         prefix = prefix or (yield from self.prefixes.get(self._owner, prompt.prefix, exact=exact))
-        requests = self._requests(prompt, blend)
+        policy, requests = self._policy(prompt, blend), self._requests(prompt, blend)
         ids = {request.key: prompt.chunks[i].ids for i, request in requests.items()}
 
         def compute(request: ChunkRequest) -> ChunkKV:
@@ -203,7 +206,8 @@ class Blender:
         with self.fetcher.fetch(list(dict.fromkeys(requests.values())), compute) as fetch:
             while True:
                 try:
-                    plan = self.planner.plan(self._look_up(prompt, blend, requests, prefix, fetch), blend)
+                    layout = self._look_up(prompt, blend, requests, prefix, fetch)
+                    plan = self.planner.plan(layout, blend, policy)
                     if prompt.runs and plan.reason:
                         prefix, plan = yield from self._without_runs(prefix, plan)
                     elif prompt.is_plain and not (exact or all(f.is_built for f in self._finders)):
@@ -283,8 +287,13 @@ class Blender:
         uses_prior = CORRECTIONS.load(plan.blend.correction).uses_prior
         priors = self.priors.current() if uses_prior else None
         prior = priors.layer if priors else None
-        result = yield from blend_prefill(self.model, plan.layout, plan.blend, cache, clock, prior)
+        result = yield from blend_prefill(self.model, plan, cache, clock, prior)
         return Prefilled.of(plan, result, prior is not None)
+
+    def _policy(self, prompt: Prompt, blend: BlendConfig) -> Policy:
+        """The policy of these settings, prepared for the prompt if there is a tokenizer to read it with."""
+        policy = make_policy(blend)
+        return policy.prepare(self.model, self._tokenizer, prompt) if self._tokenizer else policy
 
     def _first_is_exact(self, prompt: Prompt) -> bool:
         """Whether the KV of a chunk right after the prefix is exact."""

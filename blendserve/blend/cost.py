@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from blendserve.blend.layout import Layout, State, lay_out
-from blendserve.blend.policies import Policy, make_policy, n_scoring_rows
-from blendserve.blend.prefill import blend_prefill
+from blendserve.blend.policies import Policy, n_scoring_rows
+from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.kernels.autotune import machine
@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
 def count_work(layout: Layout, policy: Policy, n_layers: int) -> Work:
     """The work of prefilling this layout with this policy."""
-    selected = policy.n_selected(layout)
+    selected = policy.selection(layout).n
     passes, rows, pairs, loaded = count_rows(layout, selected)
     if policy.is_scored(layout):
         scoring = n_scoring_rows(layout)
@@ -195,6 +195,7 @@ def _timed(
     has_choice = keys and rows < room // 20 and not model.recurrent
     for blend in (plain, scored) if has_choice else (plain,):
         start = clock()
-        logits = run(blend_prefill(model, layout, blend)).logits
+        plan = PrefillPlan.of(layout, blend)
+        logits = run(blend_prefill(model, plan)).logits
         float(logits[0])  # reading a number waits for the device
-        yield count_work(layout, make_policy(blend), model.n_layers), clock() - start
+        yield count_work(layout, plan.policy, model.n_layers), clock() - start

@@ -16,8 +16,7 @@ a plain prompt, with runs of the stored chunks that were found in it (match.py).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -36,7 +35,6 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.view import ChunkView
 
 LEAST_REUSED = 64  # tokens of a stored chunk: a shorter one is computed where tokens may be recomputed
-LEAST_RECOMPUTED = 16  # tokens of each reused chunk, unless none is to be recomputed
 
 LayerKV = tuple[Tensor, Tensor]  # one layer's keys after RoPE, and values [K, S, D]
 
@@ -119,9 +117,14 @@ class Layout:
         return self.n_tokens - self.count(State.FRESH)
 
     @property
+    def found(self) -> list[Segment]:
+        """Segments of chunks whose KV is read."""
+        return [segment for segment in self.loaded if segment.chunk is not None]
+
+    @property
     def n_found(self) -> int:
         """Chunk tokens that start from KV: what the ratio is a share of."""
-        return sum(len(s.span) for s in self.loaded if s.chunk is not None)
+        return sum(len(segment.span) for segment in self.found)
 
     @property
     def n_reusable(self) -> int:
@@ -130,16 +133,17 @@ class Layout:
     @cached_property
     def reusable(self) -> Tensor:
         """[T] bool"""
-        return self._mask(State.REUSED)
+        return self.mask(self.spans(State.REUSED))
 
     @cached_property
     def fresh(self) -> Tensor:
         """[T] bool"""
-        return self._mask(State.FRESH)
+        return self.mask(self.spans(State.FRESH))
 
-    def _mask(self, state: State) -> Tensor:
+    def mask(self, spans: Iterable[Span]) -> Tensor:
+        """Whether each position is in one of the spans [T] bool."""
         mask = torch.zeros(self.n_tokens, dtype=torch.bool)
-        for span in self.spans(state):
+        for span in spans:
             mask[span.start : span.stop] = True
         return mask
 
@@ -157,26 +161,6 @@ class Layout:
     def is_exact(self, n_recomputed: int) -> bool:
         """Whether no token's KV is approximate once this many reusable tokens are recomputed."""
         return n_recomputed == self.n_reusable and not self.count(State.KEPT) and not self.n_lossy
-
-    def budget(self, ratio: float) -> int:
-        """Tokens to recompute: a share of the found chunk tokens; exact ones count, but need no recomputation.
-
-        No fewer than LEAST_RECOMPUTED of each reused chunk, unless the share is 0.
-        """
-        least = sum(min(LEAST_RECOMPUTED, n) for n in self._reused_lengths) if ratio else 0
-        return min(max(round(ratio * self.n_found), least), self.n_reusable)
-
-    @cached_property
-    def _reused_lengths(self) -> list[int]:
-        """Reused tokens of each chunk that has some; of a plain prompt, of each stored chunk that was found."""
-        counts = Counter[int]()
-        for segment in self.segments:
-            if segment.state is State.REUSED and segment.chunk is not None:
-                is_plain = self.prompt.is_plain
-                counts[segment.span.start - segment.offset if is_plain else segment.chunk] += len(
-                    segment.span
-                )
-        return [*counts.values()]
 
     def state_at(self, start: int, offset: int = 0) -> State:
         """The state of stored KV that is used from position `start` on, read from `offset` tokens into its chunk."""

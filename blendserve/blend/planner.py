@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from blendserve.blend.cost import CostModel, calibrated, chunk_work, count_rows, count_work
 from blendserve.blend.layout import Layout, lay_out, suppose
-from blendserve.blend.policies import make_policy
+from blendserve.blend.policies import Policy, make_policy, takes
+from blendserve.blend.prefill import PrefillPlan
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Prompt, TokenIds
 from blendserve.fetch.incoming import ChunkRequest
@@ -30,19 +31,9 @@ OVERLAP_TARGET = 0.8  # share of loading to fill; layer 0 overlaps with nothing,
 METHODS: tuple[Method, ...] = ("full", "prefix", "blend")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """What a prefill starts from and how it is run."""
-
-    layout: Layout
-    blend: BlendConfig  # with the method and the ratio that were chosen
-    reason: str = ""  # why the method is not "blend", if that was chosen
-    full_prefill_s: float | None = None  # estimate; None: not estimated
-
-
 def plan_full_prefill(prompt: Prompt, blend: BlendConfig, reason: str = "") -> PrefillPlan:
     """Nothing is looked up, because of `reason`."""
-    return PrefillPlan(lay_out(prompt), blend.with_values(method="full"), reason)
+    return PrefillPlan.of(lay_out(prompt), blend.with_values(method="full"), reason)
 
 
 class Planner:
@@ -65,19 +56,19 @@ class Planner:
     def is_calibrated(self) -> bool:
         return self._costs is not None
 
-    def plan(self, layout: Layout, blend: BlendConfig) -> PrefillPlan:
+    def plan(self, layout: Layout, blend: BlendConfig, policy: Policy) -> PrefillPlan:
         """Choose the method and the ratio where they are "auto"."""
         reason = ""
         if blend.method == "auto":
             method: Method = "prefix" if layout.n_loaded else "full"
             if layout.n_found:
-                method, reason = choose_method(self._estimates(layout, blend))
+                method, reason = choose_method(self._estimates(layout, policy))
             blend = blend.with_values(method=method)
-        layout = layout.for_method(blend.method, make_policy(blend).recomputes)
-        if isinstance(blend.ratio, str):
-            ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
-            blend = blend.with_values(ratio=ratio)
-        return PrefillPlan(layout, blend, reason, self._full_prefill_s(layout))
+        layout = layout.for_method(blend.method, policy.recomputes)
+        if isinstance(blend.ratio, str) and takes(blend.policy, "ratio"):
+            ratio = overlapped_ratio(self.calibrate(), layout, policy, self.load_rate.per_token)
+            policy = replace(policy, ratio=ratio)
+        return PrefillPlan(layout, blend, policy, reason, self._full_prefill_s(layout))
 
     def _full_prefill_s(self, layout: Layout) -> float | None:
         """Return the seconds that full prefill of this prompt is expected to take; None before `calibrate`."""
@@ -85,9 +76,9 @@ class Planner:
             return None
         return self._costs.seconds(count_rows(layout.for_method("full"), selected=0))
 
-    def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:
+    def _estimates(self, layout: Layout, policy: Policy) -> dict[Method, float]:
         """Seconds that each method is expected to take."""
-        costs, policy, n_layers = self.calibrate(), make_policy(blend), self._model.n_layers
+        costs, n_layers = self.calibrate(), self._model.n_layers
         layouts = {method: layout.for_method(method, policy.recomputes) for method in METHODS}
         return {m: costs.seconds(count_work(layouts[m], policy, n_layers)) for m in METHODS}
 
@@ -97,8 +88,9 @@ class Planner:
         """Seconds that the stored KV of a token is expected to save if that of all these chunks is used."""
 
         def least(stored: Collection[int]) -> float:
-            return min(self._estimates(suppose(prompt, stored, first_is_exact), blend).values())
+            return min(self._estimates(suppose(prompt, stored, first_is_exact), policy).values())
 
+        policy = make_policy(blend)
         n_tokens = sum(len(prompt.chunks[i]) for i in chunks)
         return max(0.0, least(()) - least(chunks)) / max(1, n_tokens)
 
@@ -124,22 +116,22 @@ def choose_method(estimates: Mapping[Method, float]) -> tuple[Method, str]:
 
 
 def overlapped_ratio(
-    costs: CostModel, layout: Layout, blend: BlendConfig, seconds_per_token: float | None
+    costs: CostModel, layout: Layout, policy: Policy, seconds_per_token: float | None
 ) -> float:
     """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured.
 
     Also the floor for a policy with a scoring pass, see above.
     """
-    policy = make_policy(blend)
-    n_reusable = layout.n_reusable
+    n_reusable, floor = layout.n_reusable, policy.ratio
     highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
-    if seconds_per_token is None or highest <= blend.min_ratio or policy.needs_scoring_pass:
-        return blend.min_ratio
+    if seconds_per_token is None or highest <= floor or policy.needs_scoring_pass:
+        return floor
 
     def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
-        return costs.seconds(count_rows(layout, layout.budget(ratio))._replace(loaded=0.0))
+        selected = replace(policy, ratio=ratio).selection(layout).n
+        return costs.seconds(count_rows(layout, selected)._replace(loaded=0.0))
 
     loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
-    least, most = compute(blend.min_ratio), compute(highest)
+    least, most = compute(floor), compute(highest)
     room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
-    return blend.min_ratio + min(1.0, max(0.0, room)) * (highest - blend.min_ratio)
+    return floor + min(1.0, max(0.0, room)) * (highest - floor)

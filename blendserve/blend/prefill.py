@@ -20,7 +20,7 @@ from torch import Tensor
 from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import Layout, State
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
+from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, validate_blend
 from blendserve.config import BlendConfig
 from blendserve.core import Steps
 from blendserve.kernels.ops import attend, attend_with_scores
@@ -31,6 +31,22 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Hidden, Projected
 from blendserve.registry import CORRECTIONS
 from blendserve.timing import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """What a prefill starts from and how it is run."""
+
+    layout: Layout
+    blend: BlendConfig  # with the method that was chosen
+    policy: Policy  # with the ratio that was chosen, prepared for the prompt
+    reason: str = ""  # why the method is not "blend", if that was chosen
+    full_prefill_s: float | None = None  # estimate; None: not estimated
+
+    @classmethod
+    def of(cls, layout: Layout, blend: BlendConfig, reason: str = "") -> PrefillPlan:
+        """The plan of these settings for a policy that does not read the prompt."""
+        return cls(layout, blend, make_policy(blend), reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +68,7 @@ class PassResult:
 @torch.inference_mode()
 def blend_prefill(
     model: DecoderModel,
-    layout: Layout,
-    blend: BlendConfig,
+    plan: PrefillPlan,
     cache: KVCache | None = None,
     clock: Clock | None = None,
     prior: Callable[[int], Prior] | None = None,
@@ -64,8 +79,9 @@ def blend_prefill(
     Raises CorruptRecord if a stored layer fails its checksum, ChunkLost if it does not arrive: lay out again without that
     chunk; ConfigError for settings of the policy that do not fit the model.
     """
-    policy, n, device = make_policy(blend), layout.n_tokens, model.device
-    policy.validate(model)
+    layout, policy = plan.layout, plan.policy
+    n, device = layout.n_tokens, model.device
+    validate_blend(plan.blend, model)
     cache, clock = cache or KVCache(model, n), clock or Clock(device)
     cache.forget_states()
     ids = torch.tensor(layout.prompt.ids, dtype=torch.long, device=device)
@@ -78,7 +94,7 @@ def blend_prefill(
             active = layout.fresh.clone()
             active[policy.select(layout, scores)] = True
         clock.seconds["select"] -= clock.seconds["load"] - load_s  # the scoring pass places KV, too
-        corrector = CORRECTIONS.load(blend.correction)
+        corrector = CORRECTIONS.load(plan.blend.correction)
         correction = corrector(model.rotary, ropes, spans, prior) if spans else None
         layers = _BlendPass(model, layout, loader, policy, correction, active.nonzero()[:, 0], scores, clock)
         hidden = yield from run_layers(model, model.embed(ids[layers.rows.device]), layers)
@@ -182,7 +198,7 @@ class _BlendPass(LayerPass):
         if self._scores is None:
             self._scores = torch.full((self._layout.n_tokens,), torch.nan)
         self._scores[rows.host[which]] = scores.cpu()
-        kept = top(scores, self._policy.n_kept(l, self._layout)).cpu()
+        kept = self._policy.kept(l, self._layout).best(rows.host[which], scores)
         return torch.cat([(~is_candidate).nonzero()[:, 0], which[kept]]).sort().values
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out, preceding_share
-from blendserve.blend.prefill import blend_prefill
+from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.errors import CorruptBlob, StoreError
@@ -185,7 +185,7 @@ class PriorStore(StoredPriors):
         computer, fit = ChunkComputer(model, self._context), LeastSquares(model)
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
-            cache = run(blend_prefill(model, lay_out(prompt), full)).cache
+            cache = run(blend_prefill(model, PrefillPlan.of(lay_out(prompt), full))).cache
             alone = computer.stream([chunk.ids for chunk in prompt.chunks[first:]])
             spans, ropes = prompt.spans[first:], model.rope(torch.arange(len(prompt), device=model.device))
             within = [partial(_layer_at, model, cache, ropes, span) for span in spans]

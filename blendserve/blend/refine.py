@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blendserve.blend.planner import PrefillPlan
-from blendserve.blend.policies import make_policy
-from blendserve.blend.prefill import PassResult
+from blendserve.blend.prefill import PassResult, PrefillPlan
 from blendserve.core import Steps, TokenIds
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import Rows, plan_layers
@@ -28,10 +26,10 @@ from blendserve.models.model import DecoderModel, Projected
 
 def rows_to_refine(plan: PrefillPlan, result: PassResult) -> Tensor:
     """Positions that `refine` runs, ascending; none if the prefill recomputed as many, or had no scores."""
-    layout, blend = plan.layout, plan.blend
-    if result.scores is None or layout.budget(blend.refine) <= len(result.recomputed):
+    layout, policy = plan.layout, plan.policy.for_refining
+    if policy is None or result.scores is None or policy.selection(layout).n <= len(result.recomputed):
         return torch.empty(0, dtype=torch.long)
-    selected = make_policy(blend.with_values(ratio=blend.refine)).select(layout, result.scores)
+    selected = policy.select(layout, result.scores)
     return torch.cat([selected, torch.arange(layout.n_tokens - layout.n_suffix, layout.n_tokens)])
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.layout import LEAST_REUSED, Layout, Segment, State
-from blendserve.blend.planner import PrefillPlan
-from blendserve.blend.prefill import PassResult
+from blendserve.blend.prefill import PassResult, PrefillPlan
 from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, ReusedSpan, Span, Unusable
 from blendserve.fetch.fetcher import COMPUTED
 
@@ -34,7 +33,7 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
         method=blend.method,
         policy=blend.policy,
         correction=blend.correction,
-        ratio=blend.min_ratio,
+        ratio=plan.policy.ratio,
         reason="" if is_blended else plan.reason or _why_nothing_was_blended(plan),
         chunks=len(look_ups if layout.prompt.is_plain else layout.prompt.chunks),
         chunks_hit=len(hits),

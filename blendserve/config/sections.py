@@ -16,8 +16,8 @@ from blendserve.errors import ConfigError
 from blendserve.registry import CORRECTIONS, POLICIES
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
-PolicyName = Annotated[str, AfterValidator(POLICIES.check)]
-CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.check)]
+PolicyName = Annotated[str, AfterValidator(POLICIES.word)]
+CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.word)]
 KVContext = Literal["prefix", "primer", "bos", "none"]
 
 
@@ -44,7 +44,6 @@ def _date(text: str) -> str:
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 AutoRatio = Annotated[str, AfterValidator(_auto_ratio)]
-AUTO_MIN_RATIO = 0.05
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 
@@ -106,7 +105,8 @@ class BlendConfig(Settings):
     method: Method = "auto"
     """How cached KV is used; auto chooses the fastest method for the prompt on this machine."""
     policy: PolicyName = POLICIES.default
-    """Policy that selects the tokens to recompute."""
+    """Policy that selects the tokens to recompute, with its parameters in brackets: deviation[1,2] selects at these
+    layers, step by step."""
     ratio: Ratio | AutoRatio = 0.05
     """Fraction of the context tokens to recompute; auto recomputes as many as fit into the loading time, auto:R does the
     same with at least the fraction R."""
@@ -115,8 +115,6 @@ class BlendConfig(Settings):
     is closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
     correction: CorrectionName = CORRECTIONS.default
     """Correction of the KV of tokens that are not recomputed."""
-    check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
-    """Layers at which policy deviation selects tokens; several layers narrow the selection step by step."""
     near: bool = False
     """Reuse the KV of identical text in similar cached chunks (near-duplicates)."""
     quality: Annotated[float, Field(ge=0.5, le=0.98)] | None = None
@@ -153,13 +151,6 @@ class BlendConfig(Settings):
     def without_target(self, **values: Any) -> BlendConfig:
         """The same with these values and no target. Raises ConfigError."""
         return type(self)(**{**self.model_dump(), "quality": None, "max_kl": None, **values})
-
-    @property
-    def min_ratio(self) -> float:
-        """The least fraction that is recomputed: the ratio, or the one of auto:R."""
-        if not isinstance(self.ratio, str):
-            return self.ratio
-        return float(self.ratio.partition(":")[2] or AUTO_MIN_RATIO)
 
 
 class DecodeConfig(Settings):

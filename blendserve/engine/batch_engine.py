@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from blendserve.blend.blender import Blender, Prefilled
+from blendserve.blend.policies import make_policy
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import ServeConfig
 from blendserve.core import Answer, Prompt, Steps
@@ -175,7 +176,7 @@ class BatchEngine:
                 stored = self.fetcher.locate(dict.fromkeys(keys))
                 n_stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in stored)
         blend = request.blend
-        ratio = 0.0 if blend.method == "reuse" else max(blend.min_ratio, blend.refine)
+        ratio = 0.0 if blend.method == "reuse" else max(make_policy(blend).ratio, blend.refine)
         return len(prompt) - n_prefix - n_stored + max(ratio, LOADED_COST) * n_stored
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import Answer, Steps, TokenIds
 from blendserve.engine.request import Observer, PreparedRequest
@@ -85,7 +86,7 @@ class Checks:
             return
         start, request = time.perf_counter(), pending.request
         ratios = pending.controller.checked_ratios
-        served = None if request.blend.method == "prefix" else request.blend.min_ratio
+        served = None if request.blend.method == "prefix" else make_policy(request.blend).ratio
         about = pending.blender, request.prompt, request.decode
         verifier = Verifier(self._model, *about, in_short_steps=True)
         losses: dict[float, Loss] = {}

@@ -73,7 +73,8 @@ class Engine:
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(model.tokenizer, config.prompt)
         texts, namespace = (prompts.prefix, prompts.kv_context), config.store.namespace
-        self.blender = Blender(model.decoder, model.fingerprint, store, *texts, namespace, fetcher=fetcher)
+        about = model.decoder, model.fingerprint, store, *texts, namespace
+        self.blender = Blender(*about, fetcher=fetcher, tokenizer=model.tokenizer)
         self.targets = Targets(config, self.blender)
 
     @classmethod

@@ -37,7 +37,7 @@ from blendserve import __version__
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out
 from blendserve.blend.policies import defaults_for
-from blendserve.blend.prefill import PassResult, blend_prefill
+from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
@@ -213,7 +213,7 @@ class _GateChecks:
         layout = lay_out(self.prompt, prefix, views).with_seams(self.model.seam)
         cache = KVCache(self.model, len(self.prompt) + 1)
         blend = defaults_for(BlendConfig(method="blend", **options), self.model)
-        return run(blend_prefill(self.model, layout, blend, cache))
+        return run(blend_prefill(self.model, PrefillPlan.of(layout, blend), cache))
 
     def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from blendserve.blend.policies import make_policy
+from blendserve.blend.policies import validate_blend
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt, QualityReport
 from blendserve.engine.chat import Chat
@@ -104,7 +104,7 @@ def prepare_request(
     """
     base = config.blend.without_target() if chooses_work(request.blend) else config.blend
     blend, decode = base.with_values(**request.blend), config.decode.with_values(**request.decode)
-    make_policy(blend).validate(model)
+    validate_blend(blend, model)
     if request.plain is not None:
         prompt = _plain_prompt(request.plain, room, prompts, decode)
         return PreparedRequest(prompt, (), blend, decode, clock, request.scope, request.learns)
@@ -153,7 +153,7 @@ def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool 
 
 def chooses_work(options: Options) -> bool:
     """Whether options for a request say what is recomputed, so that no target does. Method auto leaves it open."""
-    names = ("method", "policy", "ratio", "refine", "correction", "check_layers", "near")
+    names = ("method", "policy", "ratio", "refine", "correction", "near")
     return any(options.get(name) not in (None, "auto") for name in names)
 
 

@@ -35,7 +35,6 @@ class Targets:
         work = (
             blend.policy,
             blend.correction,
-            blend.check_layers,
             blend.near,
             blend.refine,
             blender.priors.hash(),

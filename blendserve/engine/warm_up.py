@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import synthetic_prompt
-from blendserve.blend.prefill import blend_prefill
+from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import Config
 from blendserve.core import TokenIds, run
 from blendserve.models.kv_cache import KVCache
@@ -33,9 +33,9 @@ def warm_up(
     n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
     layout = synthetic_prompt(decoder, min(QUESTION_TOKENS, room // 4), n_stored)
     options = FULL_REUSE if config.blend.method == "reuse" else {}
-    blend = config.blend.with_values(**{"method": "blend", "ratio": config.blend.min_ratio, **options})
+    blend = config.blend.with_values(method="blend", **options)
     cache = KVCache(decoder, max(room, layout.n_tokens + 1))
     cache.fill(0.0)
-    done = run(blend_prefill(decoder, layout, blend, cache))
+    done = run(blend_prefill(decoder, PrefillPlan.of(layout, blend), cache))
     append(decoder, done.cache, layout.n_tokens, [int(done.logits.argmax())])
     run(blender.prefixes.get(config.store.namespace, prefix))

@@ -1,40 +1,32 @@
 """Method strings: what an evaluation or a bench compares.
 
     full  prefix  reuse  transformers  exact
-    POLICY[check layers]+CORRECTION@RATIO/KV_CONTEXT/CODEC      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
-    POLICY+CORRECTION@RATIO~REFINE                              query+prior@0.05~0.15: refined after the first token
+    POLICY+CORRECTION@RATIO/KV_CONTEXT/CODEC      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
+    POLICY+CORRECTION@RATIO~REFINE                query+prior@0.05~0.15: refined after the first token
 
-Only the policy is required. Default: no correction, the run's ratios, the run's `prompt.kv_context`, no codec. CODEC is
-written like `store.codec`: reuse/int8, query@0.15/cachegen@1. An edit (edits.py) may stand in its place: the store then
-holds the previous revision of each passage, as in query@0.15/numbers.
+Only the policy is required. Default: no correction, the run's ratios, the run's `prompt.kv_context`, no codec. POLICY,
+CORRECTION and CODEC are written like `blend.policy`, `blend.correction` and `store.codec`: deviation[1,2], reuse/int8,
+query@0.15/cachegen@1. An edit (edits.py) may stand in a codec's place: the store then holds the previous revision of each
+passage, as in query@0.15/numbers.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from blendserve.config import BlendConfig, KVContext, Method
 from blendserve.errors import ConfigError
 from blendserve.evaluate import edits
 from blendserve.registry import CODECS, CORRECTIONS, FULL_REUSE, POLICIES, codec_word, nearest, parse_codec
 
-if TYPE_CHECKING:  # imports torch; --help imports this module
-    from blendserve.blend.policies import Policy
-
 Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
 
 FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
-DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().min_ratio:g}"
+DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().ratio}"
 NO_CORRECTION = FULL_REUSE["correction"]
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
-
-_PATTERN = re.compile(  # name, layers, correction, ratio, refine, suffixes
-    r"([a-z_]+)(?:\[(\d+(?:\s*,\s*\d+)*)\])?(?:\+([a-z_]+))?(?:@(\d*\.?\d+))?(?:~(\d*\.?\d+))?"
-    r"((?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +53,15 @@ class MethodSpec:
         blend = self.blend
         if self.kind != "blend":
             return f"{self.kind}{suffixes}"
-        has_layers = (
-            _policy(blend.policy).has_check_layers and blend.check_layers != BlendConfig().check_layers
-        )
-        layers = f"[{','.join(map(str, blend.check_layers))}]" if has_layers else ""
         correction = f"+{blend.correction}" if blend.correction != NO_CORRECTION else ""
         refine = f"~{blend.refine:g}" if blend.refine else ""
-        return f"{blend.policy}{layers}{correction}{refine}{suffixes}"
+        return f"{blend.policy}{correction}{refine}{suffixes}"
 
     @property
     def ratio(self) -> float | None:
         """The recompute ratio; None where the method has none."""
-        return self.blend.min_ratio if self.kind == "blend" and _policy(self.blend.policy).has_ratio else None
+        has_one = self.kind == "blend" and has_ratio(self.blend.policy)
+        return float(self.blend.ratio) if has_one else None
 
     @property
     def uncoded(self) -> str:
@@ -113,41 +102,48 @@ def parse_methods(
 
 
 def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
-    match = _PATTERN.fullmatch(word)
-    if match is None:
-        raise ConfigError(f"method {word!r} cannot be parsed: write it like full, reuse or {EXAMPLE}")
-    name, layers, correction, ratio, refine, suffix = match.groups()
-    kv_context, codec, edit = _suffixes(word, suffix)
-    if name in get_args(Kind) and name != "blend":
-        if layers or correction or ratio or refine:
-            raise ConfigError(f"method {word!r}: {name!r} takes no layers, correction or ratio")
-        if (codec and name in (FULL, TRANSFORMERS)) or (edit and name != REUSE):
-            raise ConfigError(f"method {word!r}: {name!r} reads no KV that {codec or edit!r} changes")
-        method = cast(Method, {TRANSFORMERS: "full", EXACT: "prefix"}.get(name, name))
+    base, *suffixes = word.split("/")
+    base, tilde, refine = base.partition("~")
+    base, at, ratio = base.partition("@")
+    policy, plus, correction = base.partition("+")
+    kv_context, codec, edit = _suffixes(word, suffixes)
+    if policy in get_args(Kind) and policy != "blend":
+        if tilde or at or plus:
+            raise ConfigError(f"method {word!r}: {policy!r} takes no correction or ratio")
+        if (codec and policy in (FULL, TRANSFORMERS)) or (edit and policy != REUSE):
+            raise ConfigError(f"method {word!r}: {policy!r} reads no KV that {codec or edit!r} changes")
+        method = cast(Method, {TRANSFORMERS: "full", EXACT: "prefix"}.get(policy, policy))
         blend = BlendConfig(method=method, near=edit is not None)
-        return [MethodSpec(cast(Kind, name), blend, kv_context, codec, edit)]
-    policy = _policy(name) if name in POLICIES.names else None
-    values: dict[str, Any] = {"correction": correction or NO_CORRECTION}
-    if layers:
-        if policy is None or not policy.has_check_layers:
-            having = " and ".join(one for one in POLICIES.names if _policy(one).has_check_layers)
-            raise ConfigError(f"method {word!r}: only {having} has check layers")
-        values["check_layers"] = tuple(int(layer) for layer in layers.split(","))
-    chosen = [float(ratio)] if ratio else list(ratios)
-    if not chosen:
-        raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
-    if policy is not None and not policy.has_ratio:
-        chosen = chosen[:1]
-    values |= {"method": "blend", "policy": name, "near": edit is not None, "refine": float(refine or 0)}
+        return [MethodSpec(cast(Kind, policy), blend, kv_context, codec, edit)]
     try:
-        return [MethodSpec("blend", BlendConfig(**values, ratio=r), kv_context, codec, edit) for r in chosen]
+        chosen = [_number(ratio)] if at else list(ratios)
+        blend = BlendConfig(
+            method="blend",
+            policy=policy,
+            correction=correction if plus else NO_CORRECTION,
+            refine=_number(refine) if tilde else 0.0,
+            near=edit is not None,
+        )
+        if not has_ratio(blend.policy):
+            chosen = chosen[:1]
+        found = [MethodSpec("blend", blend.with_values(ratio=r), kv_context, codec, edit) for r in chosen]
     except ConfigError as error:
-        raise ConfigError(f"method {word!r}: {error}") from None
+        raise ConfigError(f"method {word!r}: {error}; write it like full, reuse or {EXAMPLE}") from None
+    if not found:
+        raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
+    return found
 
 
-def _suffixes(word: str, text: str) -> tuple[KVContext | None, str | None, str | None]:
+def _number(text: str) -> float:
+    """Raises ConfigError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a number") from None
+
+
+def _suffixes(word: str, parts: list[str]) -> tuple[KVContext | None, str | None, str | None]:
     """KV context, codec and edit; a codec and an edit exclude each other."""
-    parts = text.split("/")[1:]
     kv_context = cast(KVContext, parts.pop(0)) if parts and parts[0] in get_args(KVContext) else None
     if not parts:
         return kv_context, None, None
@@ -164,5 +160,8 @@ def _suffixes(word: str, text: str) -> tuple[KVContext | None, str | None, str |
     )
 
 
-def _policy(name: str) -> type[Policy]:
-    return cast("type[Policy]", POLICIES.load(name))
+def has_ratio(policy: str) -> bool:
+    """Whether the recompute ratio changes what this policy does."""
+    from blendserve.blend.policies import takes  # imports torch; --help imports this module
+
+    return takes(policy, "ratio")

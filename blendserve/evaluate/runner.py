@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from blendserve.blend.policies import make_policy
+from blendserve.blend.policies import validate_blend
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
@@ -48,7 +48,7 @@ class Runner:
                 setting="decode.temperature" if self._decode.temperature else "decode.stop",
             )
         for method in methods:
-            make_policy(method.blend).validate(engine.model.decoder)
+            validate_blend(method.blend, engine.model.decoder)
         self._engine, self._source, self._stores = engine, source, stores
         self._full = next(m for m in methods if m.name == FULL)
         self._others = [m for m in methods if m.name != FULL]

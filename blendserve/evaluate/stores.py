@@ -178,7 +178,7 @@ class PromptStores:
         prompt = engine.config.prompt.with_values(kv_context=context)
         before = PromptBuilder(engine.model.tokenizer, prompt).kv_context
         about = engine.model.decoder, engine.model.fingerprint, engine.store, engine.prompts.prefix, before
-        return Blender(*about, engine.config.store.namespace)
+        return Blender(*about, engine.config.store.namespace, tokenizer=engine.model.tokenizer)
 
 
 def _kv_of(method: MethodSpec) -> tuple[str | None, ...]:

@@ -18,6 +18,7 @@ from blendserve.blend.cost import CostModel, Work, calibrated, count_work, measu
 from blendserve.blend.layout import Layout
 from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
 from blendserve.blend.policies import make_policy
+from blendserve.blend.prefill import PrefillPlan
 from blendserve.config import BlendConfig
 from blendserve.paths import read_cached, write_cached
 from tests.support.blending import blend, lay, some_prompt
@@ -35,6 +36,11 @@ def work(layout: Layout, **options: Any) -> Work:
     return count_work(layout, make_policy(BlendConfig(**options)), LAYERS)
 
 
+def planned(costs: CostModel | None, layout: Layout, **options: Any) -> PrefillPlan:
+    blend = BlendConfig(**options)
+    return Planner(tiny_decoder("llama"), "f", costs).plan(layout, blend, make_policy(blend))
+
+
 @pytest.mark.parametrize("policy", ["none", "all", "random", "chunk_head", "query", "deviation"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
 def test_counts_the_rows_that_a_prefill_runs(policy: str, ratio: float) -> None:
@@ -50,8 +56,7 @@ def test_counts_the_work_and_chooses_the_cheapest_and_the_exact_method_on_a_tie(
     assert work(FOUND, policy="none").loaded == n - len(PROMPT.suffix)
 
     def chosen(costs: CostModel, **options: Any) -> str:
-        plan = Planner(tiny_decoder("llama"), "f", costs).plan(FOUND, BlendConfig(method="auto", **options))
-        return plan.blend.method
+        return planned(costs, FOUND, method="auto", **options).blend.method
 
     assert chosen(MODEL) == "blend"
     assert chosen(CostModel(0.01, 1e-3, 1e-6, 1.0)) != "blend"  # loading is expensive
@@ -63,21 +68,21 @@ def test_estimates_full_prefill_of_a_prompt_whatever_is_stored() -> None:
     n, costs = len(PROMPT), CostModel(0.5, 1e-3, 1e-4, 1.0)
     for layout in (FOUND, ABSENT):
         for method in ("blend", "prefix", "auto"):
-            plan = Planner(tiny_decoder("llama"), "f", costs).plan(layout, BlendConfig(method=method))
+            plan = planned(costs, layout, method=method)
             assert plan.full_prefill_s == pytest.approx(0.5 + 1e-3 * n + 1e-4 * n * (n + 1) / 2)
-    assert Planner(tiny_decoder("llama"), "f").plan(FOUND, BlendConfig(method="blend")).full_prefill_s is None
+    assert planned(None, FOUND, method="blend").full_prefill_s is None
 
 
 def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock by which one stretch of prefills, wherever it lies, takes three times as long as the model says."""
     calls, now, n_prefills, slow_from = 9, 0.0, 0, 0  # calls: of each round
 
-    def timed(decoder: Any, found: Layout, blend: BlendConfig) -> Any:
+    def timed(decoder: Any, plan: PrefillPlan) -> Any:
         nonlocal now, n_prefills
         yield
         is_slow = slow_from <= n_prefills < slow_from + calls
         n_prefills += 1
-        now += MODEL.seconds(count_work(found, make_policy(blend), LAYERS)) * (3 if is_slow else 1)
+        now += MODEL.seconds(count_work(plan.layout, plan.policy, LAYERS)) * (3 if is_slow else 1)
         return SimpleNamespace(logits=[0.0])
 
     monkeypatch.setattr(cost, "blend_prefill", timed)
@@ -114,7 +119,8 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
         rows_alone = make_policy(config.with_values(policy="random", ratio=ratio))
         return MODEL.seconds(Work(*count_work(LONG, rows_alone, LAYERS)[:-1], loaded=0.0))
 
-    ratio, loading = overlapped_ratio(MODEL, LONG, config, token_s), OVERLAP_TARGET * token_s * LONG.n_loaded
+    ratio = overlapped_ratio(MODEL, LONG, make_policy(config), token_s)
+    loading = OVERLAP_TARGET * token_s * LONG.n_loaded
     highest = (LONG.n_reusable - 1) / LONG.n_found
     assert floor <= ratio <= highest
     slack = 3 * (MODEL.per_row + MODEL.per_pair * LONG.n_tokens)  # the ratio becomes a whole number of rows
@@ -124,8 +130,8 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
 
 def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() -> None:
     for policy, token_s in (("random", None), ("query", 1.0)):
-        config = BlendConfig(policy=policy, ratio="auto:0.07")
-        assert overlapped_ratio(MODEL, LONG, config, token_s) == 0.07
+        floor = make_policy(BlendConfig(policy=policy, ratio="auto:0.07"))
+        assert overlapped_ratio(MODEL, LONG, floor, token_s) == 0.07
     auto = blend(tiny_decoder("llama"), PROMPT, FOUND, ratio="auto:0.2")
     fixed = blend(tiny_decoder("llama"), PROMPT, FOUND, ratio=0.2)
     assert auto.recomputed.tolist() == fixed.recomputed.tolist()

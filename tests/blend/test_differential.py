@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ from tests.support.twin import Correct, Piece, Start, correction, naive_prefill,
 
 DONOR = some_ids(45, 99)  # stored, where a chunk of the prompt is an edited copy of it
 BOUND = 3e-4
+WORDS = [*POLICIES.names, *(f"deviation{layers}" for layers in ("[1,2]", "[2]", "[3,2]", "[1,2,3]"))]
 EVERY_KIND = pytest.mark.parametrize("kind", BLEND_KINDS)
 
 
@@ -112,10 +114,9 @@ def cases(draw: st.DrawFn) -> Case:
     damaged = draw(st.just(frozenset()) | st.frozensets(st.sampled_from([*stored, ()]), max_size=2))
     blend = BlendConfig(
         method=draw(st.sampled_from(["blend"] * 6 + ["full", "prefix", "reuse"])),
-        policy=draw(st.sampled_from(POLICIES.names)),
+        policy=draw(st.sampled_from(WORDS)),
         ratio=draw(st.sampled_from([0.3, 0.1, 0.6, 0.0, 1.0])),
         correction=draw(st.sampled_from(CORRECTIONS.names)),
-        check_layers=draw(st.sampled_from([(1, 2), (1,), (2, 3), (1, 2, 3)])),
         near=draw(st.booleans()),
     )
     return Case(
@@ -128,6 +129,12 @@ def cases(draw: st.DrawFn) -> Case:
         prior=draw(st.sampled_from([0.0, 0.3, 0.02])),
         damaged=damaged - {()},
     )
+
+
+def check_layers(policy: str) -> list[int]:
+    """The layers in a policy's word."""
+    name, bracket, layers = policy.partition("[")
+    return sorted(json.loads(bracket + layers)) if bracket else [1] if name == "deviation" else []
 
 
 def run(case: Case) -> tuple[Prefilled, TracedCache]:
@@ -167,9 +174,8 @@ def check(case: Case) -> None:
     corrupt = sum(prompt.chunks[i].ids in case.damaged for i in case.looked_up)
     assert (report.chunks_hit, report.chunks_corrupt) == (sum(stored) - corrupt, corrupt)
     assert report.chunks_missing == len(stored) - sum(stored)
-    if case.blend.policy == "query" and 0 < budget(case, start, case.blend.min_ratio) < int(
-        start.reusable.sum()
-    ):
+    n_chosen = budget(case, start, float(case.blend.ratio))
+    if case.blend.policy == "query" and 0 < n_chosen < int(start.reusable.sum()):
         n_scored = len(prompt.suffix)
     row_layers = sum(map(len, cache.rows)) + n_scored * decoder.n_layers
     row_layers += decoder.n_layers - decoder.n_kv_layers  # the last row alone, as nothing reads more
@@ -184,8 +190,7 @@ def budget(case: Case, start: Start, share: float) -> int:
 
 def narrows(case: Case, start: Start, l: int, rows: Sequence[Tensor]) -> bool:
     """Whether rows are dropped in this layer."""
-    checks = case.blend.check_layers if case.blend.policy == "deviation" else ()
-    return l in checks and bool(start.reusable[rows[l]].any())
+    return l in check_layers(case.blend.policy) and bool(start.reusable[rows[l]].any())
 
 
 def correction_of(case: Case, start: Start, rows: Sequence[Tensor]) -> Correct | None:
@@ -226,20 +231,20 @@ def check_selection(
     case: Case, start: Start, rows: Sequence[Tensor], deviations: Sequence[Tensor], scores: Tensor | None
 ) -> None:
     """Rows that must be computed are never dropped; others are as many as the policy's formula says, and the best."""
-    blend, n_layers = case.blend, len(rows) - 1
-    n, n_reusable = budget(case, start, blend.min_ratio), int(start.reusable.sum())
+    blend, n_layers, ratio = case.blend, len(rows) - 1, float(case.blend.ratio)
+    n, n_reusable = budget(case, start, ratio), int(start.reusable.sum())
     chosen = [at[start.reusable[at]] for at in rows]
     for at in rows:
         assert at.tolist() == sorted(set(at.tolist()))
         assert not start.exact[at].any()
         assert int((~start.known[at]).sum()) == int((~start.known).sum())
-    if blend.policy == "deviation":
-        sizes, checks = [n_reusable if n else 0], sorted(blend.check_layers)
+    if checks := check_layers(blend.policy):
+        sizes = [n_reusable if n else 0]
         shares = torch.linspace(2 if len(checks) > 1 else 1, 1, len(checks)).tolist()
         for l in range(n_layers):
             sizes.append(sizes[-1])
             if narrows(case, start, l, rows):
-                share = blend.min_ratio * shares[checks.index(l)]
+                share = ratio * shares[checks.index(l)]
                 sizes[-1] = min(sizes[-1], budget(case, start, share))
                 found = deviations[l][start.reusable[rows[l]]]
                 check_best(torch.isin(chosen[l], chosen[l + 1]), found)
@@ -300,7 +305,7 @@ def example(kind: str = "llama-yarn", **options: Any) -> Case:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"policy": "deviation", "check_layers": (1, 2), "correction": c} for c in CORRECTIONS.names),
+        *({"policy": "deviation[1,2]", "correction": c} for c in CORRECTIONS.names),
         {"policy": "query", "correction": "ridge"},
     ],
 )

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer, placed
-from blendserve.blend.policies import top
-from blendserve.blend.prefill import blend_prefill
+from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
+from blendserve.blend.selection import top
 from blendserve.config import BlendConfig
 from blendserve.core import TokenIds, run
 from blendserve.kernels import selfcheck
@@ -32,7 +32,8 @@ def test_a_prompt_that_fills_the_context_to_the_last_token(name: str) -> None:
     left = decoder.context_limit - 8 - 3
     prompt = some_prompt([left - 2 * (left // 3), left // 3, left // 3], prefix=8, suffix=3)
     assert len(prompt) == decoder.context_limit
-    done = run(blend_prefill(decoder, lay(decoder, prompt), BlendConfig(policy="all")))
+    plan = PrefillPlan.of(lay(decoder, prompt), BlendConfig(policy="all"))
+    done = run(blend_prefill(decoder, plan))
     assert_near(done.logits, model_logits(decoder, prompt))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.blend.policies import make_policy
+from blendserve.blend.policies import validate_blend
 from blendserve.blend.prefix_cache import PrefixCache
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, run
@@ -217,7 +217,7 @@ def test_settings_that_choose_among_a_chunks_tokens_are_refused_by_name(setting:
     base = {} if "quality" in changed or "max_kl" in changed else {"ratio": 0.0}
     blend = BlendConfig(**{"method": "blend", "correction": "none", **base, **changed})
     for method in ("full", "prefix", "reuse"):  # which choose nothing
-        make_policy(blend.without_target(method=method)).validate(tiny_decoder(HYBRIDS[0]))
+        validate_blend(blend.without_target(method=method), tiny_decoder(HYBRIDS[0]))
     with pytest.raises(ConfigError) as error:
         tiny_blender(decoder=tiny_decoder(HYBRIDS[0])).run(some_prompt([20]), blend)
     assert error.value.setting == setting

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blendserve.blend.blender import Blender, Prefilled
-from blendserve.blend.policies import top
+from blendserve.blend.selection import top
 from blendserve.config import BlendConfig
 from blendserve.core import run
 from blendserve.errors import ConfigError

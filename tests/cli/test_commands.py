@@ -310,11 +310,11 @@ def test_options_set_the_fields_they_are_named_after_over_what_a_file_says(tmp_p
     file.write_text("store: {memory_bytes: 5, codec: int8}")
     base = Config(blend=BlendConfig(ratio=0.3))
     assert called(Options(base, "blend.ratio", "decode.stop")) == base
-    fields = ("blend.ratio", "blend.check_layers", "store.location", "store.memory_bytes", "decode.drafts")
+    fields = ("blend.ratio", "serve.hosts", "store.location", "store.memory_bytes", "decode.drafts")
     options = Options(Config(), *fields, load=Config.load)
-    words = f"-c {file} --ratio auto --check-layers 1,3 --check-layers 5 --store here --memory-bytes 8 --no-drafts"
+    words = f"-c {file} --ratio auto --hosts a,b --hosts c --store here --memory-bytes 8 --no-drafts"
     got = called(options, *words.split())
-    assert (got.blend.ratio, got.blend.check_layers) == ("auto", (1, 3, 5))
+    assert (got.blend.ratio, got.serve.hosts) == ("auto", ("a", "b", "c"))
     assert (got.store.path, got.store.memory_bytes, got.decode.drafts) == (Path("here"), 8, False)
     assert (got.store.codec, got.decode) == ("int8", DecodeConfig(drafts=False))
     options = Options(Config(), "decode.seed", "decode.stop")

@@ -45,7 +45,7 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("bench ttft --model {bad}", "{tmp}/bad"),
     ("bench ttft --model {tiny} --contexts 25600", "the longest prompt"),
     ("bench ttft --ratio 0.1,1.7", "ratios.1' cannot be"),
-    ("bench ttft --model {tiny} --contexts 120 --chunk-tokens 40 --methods deviation[9]@0.1", "check_layers"),
+    ("bench ttft --model {tiny} --contexts 120 --chunk-tokens 40 --methods deviation[9]@0.1", "layers"),
     ("bench decode --model {tiny} --contexts 2040", "context"),
     ("bench ttft --model {tiny} --contexts 1000", "1,000"),
     ("bench suite {tmp}/nowhere.yaml --out {tmp}/results", "nowhere.yaml"),

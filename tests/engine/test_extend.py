@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout
 from blendserve.blend.policies import Policy
 from blendserve.config import Config
+from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels.rows import Rows
 from blendserve.kv import ChunkKV, stacked
+from blendserve.models.kv_model import ModelLayers
+from blendserve.models.tokenizer import Tokenizer
 from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Coding, Pair
@@ -26,11 +30,21 @@ from tests.support.engines import PASSAGES, QUESTIONS, toy_model
 REGISTRIES = {"policy": POLICIES, "correction": CORRECTIONS, "codec": CODECS, "store": STORES}
 
 
+@dataclass(frozen=True)
 class LastTokens(Policy):
-    """Recomputes the last reusable tokens."""
+    """Recomputes tokens with this text, then the last reusable ones."""
+
+    text: str = "?"  # in no passage
+    found: tuple[int, ...] = ()
+
+    def prepare(self, model: ModelLayers, tokenizer: Tokenizer, prompt: Prompt) -> Policy:
+        texts = [tokenizer.decode([token]).strip() for token in prompt.ids]
+        return replace(self, found=tuple(at for at, text in enumerate(texts) if text == self.text))
 
     def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
-        return torch.arange(layout.n_tokens)
+        ranks = torch.arange(layout.n_tokens)
+        ranks[list(self.found)] += layout.n_tokens
+        return ranks
 
 
 class Doubled(Correction):
@@ -99,3 +113,17 @@ def test_an_engine_runs_on_all_four_and_settings_and_evaluation_know_them(tmp_pa
         same = usual.answer(QUESTIONS[0], PASSAGES, max_new_tokens=2)
     assert (same.token_ids, same.report) == (answer.token_ids, answer.report)
     assert parse_methods(["own+own@0.1"], ())[-1].name == "own+own@0.1"
+
+
+def test_a_policy_reads_the_text_of_the_prompt_and_has_a_parameter() -> None:
+    """It recomputes every "and", and without its parameter only those at the end."""
+    blend = {"policy": "own[and]", "correction": "none", "method": "blend", "ratio": 0.25}
+    with Engine.open(Config(store={"location": "memory"}, blend=blend), model=toy_model()) as engine:
+        engine.precompute(PASSAGES)
+        prompt, decode = engine.prompts.build(QUESTIONS[0], PASSAGES), engine.model.tokenizer.decode
+        later = range(prompt.spans[1].start, prompt.spans[-1].stop)  # the first passage is exact
+        found = {at for at in later if decode([prompt.ids[at]]).strip() == "and"}
+        assert len(found) > 2
+        for policy, is_found in (("own[and]", True), ("own", False)):
+            done = engine.blender.run(prompt, engine.config.blend.with_values(policy=policy))
+            assert (found <= set(done.result.recomputed.tolist())) is is_found

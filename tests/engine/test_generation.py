@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.prefill import blend_prefill
+from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import run
 from blendserve.engine.generate import Detokenizer, Sampler, generate, nucleus_of
@@ -27,7 +27,8 @@ PROMPT, NEW = some_prompt([9, 14]), 24
 def tokens(end: set[int], **options: Any) -> list[int]:
     decoder, config = tiny_decoder("llama"), DecodeConfig(max_new_tokens=NEW, **options)
     cache = KVCache(decoder, len(PROMPT) + NEW)
-    done = run(blend_prefill(decoder, lay(decoder, PROMPT), BlendConfig(policy="all"), cache))
+    plan = PrefillPlan.of(lay(decoder, PROMPT), BlendConfig(policy="all"))
+    done = run(blend_prefill(decoder, plan, cache))
     return list(generate(decoder, done.cache, len(PROMPT), done.logits, config, end))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, ServeConfig
 from blendserve.core import Passage, run
 from blendserve.engine.batch_engine import BatchEngine
@@ -293,7 +294,7 @@ def test_losses_above_the_limit_raise_the_ratio_of_later_requests(
     def broken(self: Blender, prompt: Any, blend: BlendConfig, cache: Any = None, *rest: Any) -> Any:
         """Blended answers come from a cache of zeros."""
         done = yield from real(self, prompt, blend, cache, *rest)
-        if lossy and blend.method == "blend" and blend.min_ratio < 0.15:
+        if lossy and blend.method == "blend" and make_policy(blend).ratio < 0.15:
             stacked(done.result.cache.values)[:, :, : len(prompt) - 8].zero_()
         return done
 

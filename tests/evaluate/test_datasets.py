@@ -241,7 +241,7 @@ def test_method_strings_become_variants_and_back() -> None:
     assert [v.series for v in found][2:6] == ["query+shift", "query+shift", "deviation[1,2]", "query/bos"]
     by_name = dict(zip(names, found, strict=True))
     layers = by_name["deviation[1,2]@0.1"].blend
-    assert (layers.policy, layers.check_layers, layers.ratio) == ("deviation", (1, 2), 0.1)
+    assert (layers.policy, layers.ratio) == ("deviation[1,2]", 0.1)
     assert by_name["query@0.1/bos/int8"].uncoded == "query@0.1/bos"
     refined = by_name["query+prior@0.05~0.15/int8"]
     assert (refined.blend.ratio, refined.blend.refine, refined.series) == (

@@ -14,7 +14,7 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.precompute import MissingChunk
-from blendserve.blend.prefill import PassResult, blend_prefill
+from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import PLAIN_SUFFIX, BlendReport, Chunk, Prompt, TokenIds, run
@@ -78,7 +78,8 @@ def missing(*chunks: TokenIds) -> list[MissingChunk]:
 
 
 def blend(decoder: DecoderModel, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
-    return run(blend_prefill(decoder, layout or lay(decoder, prompt), BlendConfig(**options)))
+    plan = PrefillPlan.of(layout or lay(decoder, prompt), BlendConfig(**options))
+    return run(blend_prefill(decoder, plan))
 
 
 @torch.inference_mode()

@@ -15,9 +15,7 @@ METHODS = {
     "query": BlendConfig(method="blend", policy="query", ratio=0.1, correction="none"),
     "prior": BlendConfig(method="blend"),
     "deviation": BlendConfig(method="blend", policy="deviation", ratio=0.15, correction="none"),
-    "gradual": BlendConfig(
-        method="blend", policy="deviation", ratio=0.2, correction="ridge", check_layers=(1, 2)
-    ),
+    "gradual": BlendConfig(method="blend", policy="deviation[1,2]", ratio=0.2, correction="ridge"),
     "chunk_head": BlendConfig(method="blend", policy="chunk_head", ratio=0.1, correction="shift"),
 }
 

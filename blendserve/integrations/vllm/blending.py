@@ -25,7 +25,7 @@ from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout, Segment, State, lay_out
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.match import reuse_runs
-from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, top
+from blendserve.blend.policies import make_policy, n_scoring_rows, validate_blend
 from blendserve.blend.prefill import SuffixPass
 from blendserve.blend.priors import FIT_TOKENS, MIN_TOKENS, LeastSquares, Priors, StoredPriors
 from blendserve.core import Prompt, Span, TokenIds
@@ -38,6 +38,7 @@ from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import Prior
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import Projected
+from blendserve.models.tokenizer import Tokenizer
 from blendserve.registry import CORRECTIONS
 from blendserve.store import ChunkView
 from blendserve.store.codecs.base import ChunkShape, Pair
@@ -49,8 +50,9 @@ See = Callable[[int, Tensor, Tensor, Tensor, LayerKV], None]
 class JobRunner:
     """Runs the jobs of one worker."""
 
-    def __init__(self, passes: Passes, records: Records, ranks: Ranks) -> None:
+    def __init__(self, passes: Passes, records: Records, ranks: Ranks, tokenizer: Tokenizer) -> None:
         self.passes, self.records, self.ranks, self.prefixes = passes, records, ranks, Prefixes()
+        self.tokenizer = tokenizer
         dtype, shapes = passes.whole.dtype, tuple(passes.whole.kv_shapes)
         records.fetcher.shape_of = lambda n_tokens: ChunkShape(dtype, n_tokens, shapes)
         self.rows = torch.empty(0, dtype=torch.long)  # of the last job, ascending
@@ -154,8 +156,9 @@ class _Blend:
     ) -> None:
         self._job, self._prompt, self._pages, self._runner = job, prompt, pages, runner
         self._passes, self._ranks = runner.passes, runner.ranks
-        self._policy: Policy = make_policy(job.blend)
-        self._policy.validate(self._passes.model)
+        validate_blend(job.blend, self._passes.model)
+        policy = make_policy(job.blend)
+        self._policy = policy.prepare(self._passes.model, runner.tokenizer, prompt)
         self._fetch = fetch
         self._lay_out(runner.prefixes.get(prompt.prefix))
 
@@ -171,7 +174,7 @@ class _Blend:
         scores = self._score() if self._policy.is_scored(self._rest) else None
         rest, kept, first = self._rest, self._policy.select(self._rest, scores), 0
         for l in self._policy.check_layers:
-            if len(kept) > self._policy.n_kept(l, rest):
+            if len(kept) > self._policy.kept(l, rest).n:
                 kept, first = self._check(l, kept, first), l + 1
         self._runner.rows = rows = self._rows(kept)
         correction = self._placing_pass(rows, first, lambda *_: None)
@@ -243,7 +246,7 @@ class _Blend:
             raise PassDone
 
         self._placing_pass(self._rows(selected), first, score, l)
-        return selected[top(scores[selected], policy.n_kept(l, rest))]
+        return selected[policy.kept(l, rest).best(selected, scores[selected])]
 
     def _placing_pass(self, rows: Tensor, first: int, see: See, check_layer: int | None = None) -> str:
         """Run rows; before each layer from `first` on attends, place what is stored, correct it, write it.

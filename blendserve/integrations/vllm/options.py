@@ -87,7 +87,9 @@ class ConnectorOptions:
         ranks = Ranks(vllm_config.model_config.get_total_num_kv_heads())
         # Alone, a step may do as much for jobs as vLLM's own steps do for prefills.
         slices_alone = max(1, passes.max_rows // self.slice_tokens) if self.slice_tokens else 1
-        runner = JobRunner(passes, Records(self.config, passes.model.device, ranks), ranks)
+        records = Records(self.config, passes.model.device, ranks)
+        tokenizer = load_tokenizer(ModelConfig(name=vllm_config.model_config.tokenizer))
+        runner = JobRunner(passes, records, ranks, tokenizer)
         return JobQueue(runner, slices_alone)
 
     def _fingerprint(self, model: Any) -> str:

@@ -178,7 +178,7 @@ class JobPlanner:
         if blend.method == "reuse":
             blend = blend.with_values(**FULL_REUSE)
         runs = self._finder.find(ids, 0, len(ids) - PLAIN_SUFFIX)
-        plan = _RequestPlan(ids, blend.with_values(method="blend", ratio=blend.min_ratio), runs)
+        plan = _RequestPlan(ids, blend.with_values(method="blend"), runs)
         return plan if plan.n_matched(0) >= max(MIN_SPAN, MIN_SHARE * len(ids)) else None
 
     def _plan_store(self, ids: TokenIds) -> _RequestPlan:

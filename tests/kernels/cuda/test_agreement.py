@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.policies import make_policy, takes
+from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kv import stacked
@@ -24,9 +26,9 @@ from blendserve.store import MemoryStore
 from tests.support.blending import VOCAB, distance, some_prompt
 from tests.support.toy import toy_llama
 
-POLICY = {name: POLICIES.load(name) for name in POLICIES.names}
-CHOOSING = tuple(f"{name}@0.15" for name, p in POLICY.items() if p.needs_scoring_pass or p.has_check_layers)
-RULED = [name for name, p in POLICY.items() if p.has_ratio and f"{name}@0.15" not in CHOOSING]
+POLICY = {name: make_policy(BlendConfig(policy=name)) for name in POLICIES.names if takes(name, "ratio")}
+CHOOSING = tuple(f"{name}@0.15" for name, p in POLICY.items() if p.needs_scoring_pass or p.check_layers)
+RULED = [name for name in POLICY if f"{name}@0.15" not in CHOOSING]
 CORRECTED = [f"{name}{end}" for name in RULED for end in ("@0.05", f"+{CORRECTIONS.default}@0.15")]
 FP32_BOUND = 2e-3  # of logits and KV that reach tens, after tens of layers
 BF16_TIMES = 3.0  # the GPU may be so many times as far from fp32 as the CPU is: other orders of summing
