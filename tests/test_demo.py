@@ -21,10 +21,9 @@ from tests.bench.conftest import write_shape
 
 PROGRAM = """
 import sys
-from functools import partial
 from pathlib import Path
 from blendserve import demo
-demo.language_reference = partial(demo.language_reference, limit=20_000)
+demo.CHARACTERS = 20_000
 rows = demo.run(Path("index"), sys.argv[1])
 print("rows:", *(row.tokens_run for row in rows))
 print("imported:", *(name for name in ("ray", "constriction", "sentence_transformers") if name in sys.modules))
