@@ -87,19 +87,19 @@ def test_a_turn_after_a_blended_one_is_not_said_to_be_exact(page: Page, server: 
 
 
 def test_an_answer_says_what_full_prefill_would_take(page: Page, tmp_path: Path) -> None:
-    """By a cost model of 50 ms a token; and nothing where there is no cost model."""
+    """By a cost model of 1000 s per token, against which all else is nothing; without a cost model, it says nothing."""
     with serving(tmp_path) as own:
         visit(page, own)
         ask(page)
         assert "about" not in (page.locator(".ttft").text_content() or "")
     with serving(tmp_path) as own:
-        decoder, costs = own.engine.model.decoder, CostModel(0.0, 0.05, 0.0, 0.0)
+        decoder, costs = own.engine.model.decoder, CostModel(0.0, 1e3, 0.0, 0.0)
         own.engine.blender.planner = Planner(decoder, "", costs)
         visit(page, own)
         ask(page)
         n_tokens = own.ask()["report"]["tokens_prompt"]
-        seconds = float(f"{n_tokens * 0.05:.2g}")
-        expect(page.locator(".ttft")).to_contain_text(f"{seconds:g} s")
+        seconds = float(f"{n_tokens * 1e3:.2g}")
+        expect(page.locator(".ttft")).to_contain_text(f"{seconds:,.0f} s")
 
 
 def test_markdown_becomes_elements_and_html_stays_text(page: Page, server: Server) -> None:

@@ -10,7 +10,7 @@ import { compareWords } from "./words.js";
 
 const LANES = {
   full: ["Full prefill", "computes every token"],
-  prefix: ["Prefix caching", "reuses the common beginning"],
+  prefix: ["Prefix caching", "reuses the prefix"],
   reuse: ["Full reuse", "reuses all cached tokens"],
   blend: ["Blended", "recomputes selected tokens"],
 };
@@ -72,6 +72,7 @@ export function makeRace(root) {
     });
     if (mine !== playing) return;
     const [base, ...others] = lanes;
+    if (others.length > 1) base.conclude("the baseline");
     for (const lane of others) {
       const words = compareWords(base.text, lane.text);
       const speed = sooner(base.ttft / lane.ttft);
