@@ -104,7 +104,7 @@ def _update(client: DeliveryClient, folder: Path, namespace: str | None) -> None
     if described and described.pieces == (_fetched(folder),):
         return
     if collection.files.keys() != FILES:  # names are paths
-        raise InvalidReply("an index of other files than this blendserve's: publish it anew")
+        raise InvalidReply("an index of other files than this blendserve's: publish it again")
     for name, blob in collection.files.items():
         if not 0 <= blob.n_bytes <= MAX_FILE_BYTES:
             raise InvalidReply(f"{name} has {blob.n_bytes:,} bytes")

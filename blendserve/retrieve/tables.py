@@ -19,7 +19,7 @@ from blendserve.errors import IndexMismatch
 
 FORMAT = 3
 KEPT_JOBS = 100  # of each namespace
-REBUILD = "build it anew with `blendserve index build`"
+REBUILD = "build it again with `blendserve index build`"
 CONTENTS = ("vectors", "passages", "documents", "manifest")  # tables; those that refer to others first
 # A number is never used twice: a larger one was added later.
 SCHEMA = """

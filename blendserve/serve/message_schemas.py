@@ -44,7 +44,7 @@ def _as_blocks(content: Any) -> Any:
     kinds = [block.get("type", "text") if isinstance(block, dict) else "text" for block in content]
     for kind in kinds:
         if kind not in SUPPORTED | DROPPED:
-            raise ValueError(f"content of type {kind!r} is not supported: models run on text alone")
+            raise ValueError(f"content of type {kind!r} is not supported: send text only")
     return [block for block, kind in zip(content, kinds, strict=True) if kind not in DROPPED]
 
 

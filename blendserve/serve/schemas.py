@@ -175,7 +175,7 @@ def _no_function_call(call: Any) -> None:
 def _only_text(content: Any) -> Any:
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type", "text") != "text":
-            raise ValueError(f"content of type {part['type']!r} is not supported: models run on text alone")
+            raise ValueError(f"content of type {part['type']!r} is not supported: send text only")
     return content
 
 
