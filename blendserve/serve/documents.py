@@ -171,7 +171,7 @@ class ListQuery(Caller):
 
 
 @dataclass(frozen=True)
-class Selection(Caller):
+class CacheSelection(Caller):
     """The chunks that a cache request selects, in the namespace of its key."""
 
     body: CacheRequest
@@ -216,7 +216,7 @@ class Selection(Caller):
 
 CallerDep = Annotated[Caller, Depends()]
 ListDep = Annotated[ListQuery, Depends()]
-SelectionDep = Annotated[Selection, Depends()]
+SelectionDep = Annotated[CacheSelection, Depends()]
 
 
 # Documents and jobs
