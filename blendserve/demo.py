@@ -73,6 +73,8 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[DemoRow]:
     """
     began = float(os.environ.get(BEGAN) or time.time())
     config = CONFIG.replace("model.name", model)
+    if BEGAN in os.environ:
+        _say(f"{time.time() - began:.0f} s: installation")
     with _step(1, f"Load the model {model}"):
         loaded = load_model(config.model)
         _say(f"{loaded.decoder.n_layers} layers, {str(loaded.decoder.dtype).removeprefix('torch.')}")
