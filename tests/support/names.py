@@ -58,7 +58,7 @@ FOREIGN = frozenset(  # names of other programs, by program
     ]
 )
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-FILES = re.compile(r"\.(?:json|jsonl|yaml|yml|py|cpp|h|md|txt|gguf|html|svg|sqlite)$")
+FILES = re.compile(r"\.(?:json|jsonl|yaml|yml|py|cpp|h|md|txt|gguf|html|svg|sqlite|cfg|toml|sh|cu)$")
 SECTIONS = "|".join(Config.model_fields)
 PLACEHOLDER = re.compile(r"\{[^}]*\}|\b(?:NAME|HASH|KEY)\b")
 OBJECTS: dict[str, type[Any]] = {
