@@ -286,7 +286,15 @@ class Explanation:
         torch.Tensor | None
     )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
 
-    STATES: ClassVar = ("exact", "reused", "corrected", "near_duplicate", "recomputed", "computed", "kept")
+    STATES: ClassVar[tuple[str, ...]] = (
+        "exact",
+        "reused",
+        "corrected",
+        "near_duplicate",
+        "recomputed",
+        "computed",
+        "kept",
+    )
 
     @property
     def runs(self) -> list[tuple[str, int]]:

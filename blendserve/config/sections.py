@@ -264,9 +264,9 @@ class ServeConfig(HttpConfig):
     conversations_mb: NotNegative | None = None
     """Memory for the KV of earlier conversation turns, in MB; by default 256, but at most an eighth of what is
     available."""
-    scope_headers: ClassVar = ("x-blendserve-scope", "x-openwebui-user-id")
+    scope_headers: ClassVar[tuple[str, ...]] = ("x-blendserve-scope", "x-openwebui-user-id")
     """Headers that name the user of a plain prompt, for front-ends that have one key for all users."""
-    volatile_lines: ClassVar = ("x-anthropic-billing-header:",)
+    volatile_lines: ClassVar[tuple[str, ...]] = ("x-anthropic-billing-header:",)
     """Beginnings of lines that are left out at the start of a plain chat's system message: they differ from request to
     request, and would end the common beginning of all prompts. vLLM leaves them out, too."""
     ping_s: ClassVar[float] = 15.0  # without an event, after which a stream sends a comment line
