@@ -38,9 +38,8 @@ class Added(NamedTuple):
     replaced: list[Passage]  # that are not in it any more
 
 
-Cut = tuple[
-    EmbeddedDocument, list[list[Window]]
-]  # a new document without vectors, the windows of each passage
+Cut = tuple[EmbeddedDocument, list[list[Window]]]
+"""A new document that has no vectors yet, and the windows of each passage."""
 
 
 class VectorIndex:
@@ -181,16 +180,15 @@ class VectorIndex:
         continues there.
         """
         cuts = run(self._cut(as_documents(documents)))
-        total, done, added = _n_windows(cuts), 0, Added(0, [], [])
+        total, done, n_new = _n_windows(cuts), 0, 0
+        passages, replaced = list[Passage](), list[Passage]()
         for batch in _batches(cuts):
-            more = self.commit(run(self._embed(batch, progress, done, total)))
-            added = Added(
-                added.documents + more.documents,
-                added.passages + more.passages,
-                added.replaced + more.replaced,
-            )
+            added = self.commit(run(self._embed(batch, progress, done, total)))
             done += _n_windows(batch)
-        return added
+            n_new += added.documents
+            passages += added.passages
+            replaced += added.replaced
+        return Added(n_new, passages, replaced)
 
     def embed_steps(self, documents: Iterable[Document]) -> Steps[list[EmbeddedDocument]]:
         """The new ones of these documents, for `commit`. Raises CorpusError, ConfigError."""

@@ -141,16 +141,17 @@ async def _run(job: Job, work: Callable[[Job], Awaitable[None]], index: VectorIn
         log.exception("a job failed")
         state, error = "failed", "internal server error: see the server's log"
     finally:
-        try:
-            await _save(replace(job, state=state, error=error), index)
-        except VectorIndexError as failure:
-            log.warning("the end of a job was not saved: %s", failure)
+        await _save(replace(job, state=state, error=error), index)
         job.state, job.error = state, error
 
 
 async def _save(job: Job, index: VectorIndex | None) -> None:
-    if index is not None:
-        await uncancelled(asyncio.to_thread(index.save_job, asdict(job)))
+    """Save the state of a job. It goes on if that fails: an index that cannot be written can still be warmed."""
+    try:
+        if index is not None:
+            await uncancelled(asyncio.to_thread(index.save_job, asdict(job)))
+    except VectorIndexError as error:
+        log.warning("the state of a job was not saved: %s", error)
 
 
 async def uncancelled(work: Awaitable[T]) -> T:

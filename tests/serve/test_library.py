@@ -176,6 +176,15 @@ def test_documents_that_are_embedded_when_the_server_stops_are_saved(
     assert (job["state"], job["documents"], job["total_documents"]) == ("failed", 2, 4)
 
 
+def test_a_collection_whose_file_cannot_be_written_is_warmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendserve.retrieve.database.LOCK_TIMEOUT_S", 0.01)
+    with serving(tmp_path) as server, index(tmp_path / "a", server.engine.prompts, []).database.write():
+        job = server.job("/v1/cache/warm", {"collection": "a"})
+    assert (job["state"], job["computed"]) == ("done", 3)
+
+
 def test_jobs_outlive_the_server(tmp_path: Path) -> None:
     added = {"collection": "a", "documents": [{"id": "yak", "text": "Yaks live high up."}]}
     with serving(tmp_path) as server:
