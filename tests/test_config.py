@@ -155,3 +155,32 @@ def test_replace_changes_one_setting_and_checks_again() -> None:
     for name in BASIC:  # settings that exist
         section, _, field = name.partition(".")
         assert field in type(getattr(config, section)).model_fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "word", "shortest"),
+    [
+        ("policy", "deviation[1]", "deviation"),
+        ("policy", "deviation[layers=1, 4]", "deviation[1,4]"),
+        ("correction", "ridge[zero_shrinkage=3,penalty=2.50]", "ridge[2.5,zero_shrinkage=3]"),
+        ("correction", "prior[last_key_scale=0.5]", "prior"),
+    ],
+)
+def test_equal_parts_have_equal_words(setting: str, word: str, shortest: str) -> None:
+    """A word of the defaults is the name alone, and the shortest word is its own shortest word."""
+    for text in (word, shortest):
+        assert getattr(BlendConfig(**{setting: text}), setting) == shortest
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        *(
+            ("policy", word)
+            for word in ("deviation[", "deviation[]", "deviation[1", "deviation[n=1]", "query[1]")
+        ),
+        *(("correction", word) for word in ("ridge[-1]", "ridge[inf]", "none[1]", "shift[rotary=1]")),
+    ],
+)
+def test_a_word_that_names_no_part_is_refused(setting: str, word: str) -> None:
+    assert refused(BlendConfig, **{setting: word}) == (f"blend.{setting}", None)

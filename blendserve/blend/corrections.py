@@ -15,17 +15,19 @@ loses what the token says: full-sized moves made some answers worse than none.
 The prior was fitted on thousands of tokens of all kinds, the rest on some hundred that were chosen as they draw most
 attention, so the rest counts half as much. Upper layers look for single tokens, so their keys move less. The fewer tokens
 are recomputed, the more a wrong move weighs, so all moves are smaller then. All constants were chosen on first halves of
-questions (docs/research/decisions.md).
+questions (docs/research/decisions.md). They are parameters of a correction's word, as in `ridge[penalty=4]`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 
 from blendserve.blend.layout import LayerKV, preceding_share
 from blendserve.core import Span
@@ -34,38 +36,25 @@ from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import CorrectionParams, Prior, RecomputedTokens, Rope, Ropes
 
-MEAN_TRUST = 16.0  # tokens' worth of trust in the mean over all chunks
-SHIFT_SCALE = 0.5  # of the moves: a recomputed token deviates more than others, which is why it was chosen
-
-ZERO_TRUST = 40.0  # tokens' worth of trust in no deviation at all
-KEY_SCALE, VALUE_SCALE = 0.55, 0.7  # of the moves
-PENALTY = 8.0  # per feature of unit size
-
-PRIOR_TRUST = 20.0  # tokens' worth of trust in a prior as it is
-FIRST_KEY_SCALE, LAST_KEY_SCALE, PRIOR_VALUE_SCALE = 0.85, 0.5, 0.85  # of the prior's moves, by depth
-RESIDUAL_SCALE = 0.3, 0.5  # of the other moves of keys and values
-MIN_CONFIDENCE = 0.8  # factor of all moves if nothing is recomputed
-FULL_CONFIDENCE_SHARE = 0.15  # recomputed share from which the factor is 1
+Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
+@dataclass(eq=False)
 class Correction:
     """Adjusts the reused KV of one request, before the fresh rows are written over it."""
 
+    rotary: Rotary
+    ropes: Ropes  # of all positions of the prompt, for each layer
+    spans: Sequence[Span]  # of the reused segments, at least one
+    prior: Callable[[int], Prior] | None
+    """of a layer >= 1, how the corpus's stored tokens are expected to deviate (blend/priors.py)"""
+
     uses_prior: ClassVar[bool] = False  # whether the prior changes anything
 
-    def __init__(
-        self,
-        rotary: Rotary,
-        ropes: Ropes,
-        spans: Sequence[Span],
-        prior: Callable[[int], Prior] | None = None,
-    ) -> None:
-        """ropes: of all positions of the prompt, for each layer. spans: of the reused segments, at least one.
-
-        prior: of a layer >= 1, how the corpus's stored tokens are expected to deviate (blend/priors.py).
-        """
-        self.rotary, self.ropes, self.spans = rotary, ropes, spans
-        self.prior = prior if self.uses_prior else None
+    def __post_init__(self) -> None:
+        if not self.uses_prior:
+            self.prior = None
 
     def apply(self, l: int, stored: LayerKV, rows: Rows, fresh: LayerKV) -> bool:
         """Adjust the stored KV of layer l in place -> whether anything was changed.
@@ -79,10 +68,11 @@ class NoCorrection(Correction):
     """Stored KV is used as it is."""
 
 
+@dataclass(eq=False)
 class FittedCorrection(Correction, ABC):
     """From the recomputed tokens of each chunk to all of its tokens. Subclasses differ in constants alone."""
 
-    _latest: tuple[Rows, RecomputedTokens] | None = None  # of the last layer
+    _latest: tuple[Rows, RecomputedTokens] | None = field(default=None, init=False)  # of the last layer
 
     @abstractmethod
     def params(self, features: int, depth: float, has_prior: bool, share: float) -> CorrectionParams:
@@ -121,22 +111,45 @@ class FittedCorrection(Correction, ABC):
         return [by_id[id(rope)] for rope in self.ropes]
 
 
+@dataclass(eq=False)
 class Shift(FittedCorrection):
     """Means alone."""
 
+    # Of the moves: a recomputed token deviates more than others, which is why it was chosen.
+    scale: Weight = 0.5
+    chunk_shrinkage: Positive = 16.0  # tokens' worth of trust in the mean over all chunks
+
     def params(self, features: int, depth: float, has_prior: bool, share: float) -> CorrectionParams:
-        return CorrectionParams(MEAN_TRUST, 0.0, SHIFT_SCALE, SHIFT_SCALE, penalty=None)
+        return CorrectionParams(self.chunk_shrinkage, 0.0, self.scale, self.scale, penalty=None)
 
 
+@dataclass(eq=False)
 class Ridge(FittedCorrection):
     """Means and a linear map."""
 
+    penalty: Positive = 8.0  # per feature of unit size
+    chunk_shrinkage: Positive = 16.0  # tokens' worth of trust in the mean over all chunks
+    zero_shrinkage: Weight = 40.0  # tokens' worth of trust in no deviation at all
+    key_scale: Weight = 0.55  # of the moves
+    value_scale: Weight = 0.7
+
     def params(self, features: int, depth: float, has_prior: bool, share: float) -> CorrectionParams:
-        return CorrectionParams(MEAN_TRUST, ZERO_TRUST, KEY_SCALE, VALUE_SCALE, PENALTY * features)
+        scales = self.key_scale, self.value_scale
+        return CorrectionParams(self.chunk_shrinkage, self.zero_shrinkage, *scales, self.penalty * features)
 
 
+@dataclass(eq=False)
 class PriorRidge(Ridge):
-    """The corpus's map, and a ridge on the rest."""
+    """The corpus's map, and a ridge on the rest. Without priors it is `ridge`."""
+
+    prior_shrinkage: Weight = 20.0  # tokens' worth of trust in a prior as it is
+    first_key_scale: Weight = 0.85  # of the prior's moves of keys in the first layer
+    last_key_scale: Weight = 0.5  # and in the last one
+    prior_value_scale: Weight = 0.85
+    rest_key_scale: Weight = 0.3  # of the other moves
+    rest_value_scale: Weight = 0.5
+    min_confidence: Weight = 0.8  # factor of all moves if nothing is recomputed
+    full_share: Positive = 0.15  # recomputed share from which the factor is 1
 
     uses_prior = True
 
@@ -144,12 +157,15 @@ class PriorRidge(Ridge):
         ridge = super().params(features, depth, has_prior, share)
         if not has_prior:
             return ridge
-        confidence = MIN_CONFIDENCE + (1 - MIN_CONFIDENCE) * min(1.0, share / FULL_CONFIDENCE_SHARE)
-        keys, values = (confidence * scale for scale in RESIDUAL_SCALE)
-        prior_keys = confidence * (FIRST_KEY_SCALE + (LAST_KEY_SCALE - FIRST_KEY_SCALE) * depth)
-        prior_values = confidence * PRIOR_VALUE_SCALE
-        trust = MEAN_TRUST, ZERO_TRUST
-        return CorrectionParams(*trust, keys, values, ridge.penalty, PRIOR_TRUST, prior_keys, prior_values)
+        confidence = self.min_confidence + (1 - self.min_confidence) * min(1.0, share / self.full_share)
+        key_scale = self.first_key_scale + (self.last_key_scale - self.first_key_scale) * depth
+        return ridge._replace(
+            key_scale=confidence * self.rest_key_scale,
+            value_scale=confidence * self.rest_value_scale,
+            prior_shrinkage=self.prior_shrinkage,
+            prior_key_scale=confidence * key_scale,
+            prior_value_scale=confidence * self.prior_value_scale,
+        )
 
 
 def partition(rows: Rows, spans: Sequence[Span], by_place: bool = False) -> RecomputedTokens:

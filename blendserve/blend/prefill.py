@@ -94,8 +94,8 @@ def blend_prefill(
             active = layout.fresh.clone()
             active[policy.select(layout, scores)] = True
         clock.seconds["select"] -= clock.seconds["load"] - load_s  # the scoring pass places KV, too
-        corrector = CORRECTIONS.load(plan.blend.correction)
-        correction = corrector(model.rotary, ropes, spans, prior) if spans else None
+        about = {"rotary": model.rotary, "ropes": ropes, "spans": spans, "prior": prior}
+        correction = CORRECTIONS.make(plan.blend.correction, **about) if spans else None
         layers = _BlendPass(model, layout, loader, policy, correction, active.nonzero()[:, 0], scores, clock)
         hidden = yield from run_layers(model, model.embed(ids[layers.rows.device]), layers)
         result = layers.result(model.logits(hidden[-1:])[0])

@@ -114,7 +114,7 @@ class BlendConfig(Settings):
     """Fraction of the context tokens to recompute between the first and the second token, so that the rest of the answer
     is closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
     correction: CorrectionName = CORRECTIONS.default
-    """Correction of the KV of tokens that are not recomputed."""
+    """Correction of the KV of tokens that are not recomputed, with its parameters in brackets: ridge[penalty=4]."""
     near: bool = False
     """Reuse the KV of identical text in similar cached chunks (near-duplicates)."""
     quality: Annotated[float, Field(ge=0.5, le=0.98)] | None = None

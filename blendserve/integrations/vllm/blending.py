@@ -257,11 +257,12 @@ class _Blend:
         model, rest, name = self._passes.model, self._rest, self._job.blend.correction
         if len(rows) > self._passes.max_rows:
             name = "none"
-        corrector: type[Correction] = CORRECTIONS.load(name)
-        spans, prior = rest.spans(State.REUSED), self._prior() if corrector.uses_prior else None
+        spans = rest.spans(State.REUSED)
+        prior = self._prior() if CORRECTIONS.load(name).uses_prior else None
         for part in torch.split(rows, self._passes.max_rows):
             with closing(self._loader(rest, model, self._ranks.own)) as loader:
-                fix = corrector(model.rotary, loader.ropes, spans, prior) if spans else None
+                about = {"rotary": model.rotary, "ropes": loader.ropes, "spans": spans, "prior": prior}
+                fix = CORRECTIONS.make(name, **about) if spans else None
                 hook = self._place(Rows.on(model.device, part), first, loader, fix, see, check_layer)
                 self._passes.run(self._job.ids, part, hook, self._pages, n_placed(rest))
         return name
