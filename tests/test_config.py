@@ -179,7 +179,10 @@ def test_equal_parts_have_equal_words(setting: str, word: str, shortest: str) ->
             ("policy", word)
             for word in ("deviation[", "deviation[]", "deviation[1", "deviation[n=1]", "query[1]")
         ),
-        *(("correction", word) for word in ("ridge[-1]", "ridge[inf]", "none[1]", "shift[rotary=1]")),
+        *(
+            ("correction", word)
+            for word in ("ridge[-1]", "ridge[inf]", "ridge[0]", "none[1]", "shift[rotary=1]")
+        ),
     ],
 )
 def test_a_word_that_names_no_part_is_refused(setting: str, word: str) -> None:

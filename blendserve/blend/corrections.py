@@ -36,8 +36,8 @@ from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import CorrectionParams, Prior, RecomputedTokens, Rope, Ropes
 
-Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0.0, le=1000.0)]
+Positive = Annotated[float, Field(ge=0.001, le=1000.0)]
 
 
 @dataclass(eq=False)

@@ -17,7 +17,8 @@ from blendserve.registry import CORRECTIONS, POLICIES
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[str, AfterValidator(POLICIES.word)]
-CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.word)]
+CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.check)]
+CorrectionWord = Annotated[str, AfterValidator(CORRECTIONS.word)]
 KVContext = Literal["prefix", "primer", "bos", "none"]
 
 
@@ -113,7 +114,7 @@ class BlendConfig(Settings):
     refine: Ratio = 0.0
     """Fraction of the context tokens to recompute between the first and the second token, so that the rest of the answer
     is closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
-    correction: CorrectionName = CORRECTIONS.default
+    correction: CorrectionWord = CORRECTIONS.default
     """Correction of the KV of tokens that are not recomputed, with its parameters in brackets: ridge[penalty=4]."""
     near: bool = False
     """Reuse the KV of identical text in similar cached chunks (near-duplicates)."""
