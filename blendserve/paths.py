@@ -51,7 +51,7 @@ def write_cached(file: Path, text: str) -> None:
 
 def read_cached(file: Path) -> str:
     """What `write_cached` wrote. Raises as `read_sealed`."""
-    return read_sealed(file).decode()
+    return str(read_sealed(file), "utf-8")
 
 
 def write_sealed(file: Path, content: bytes) -> None:
@@ -65,9 +65,9 @@ def write_sealed(file: Path, content: bytes) -> None:
         os.replace(scratch, file)
 
 
-def read_sealed(file: Path) -> bytes:
+def read_sealed(file: Path) -> memoryview:
     """What `write_sealed` wrote. Raises OSError without a file, ValueError for one that was cut or changed."""
-    content = file.read_bytes()
+    content = memoryview(file.read_bytes())
     if not _is_sealed(content):
         raise ValueError(f"{file} is damaged")
     return content[: -2 * SEAL_BYTES]
@@ -81,12 +81,12 @@ def is_sealed(file: Path) -> bool:
         return False
 
 
-def _is_sealed(content: bytes) -> bool:
+def _is_sealed(content: bytes | memoryview) -> bool:
     at = len(content) - 2 * SEAL_BYTES
     return at >= 0 and content[at:] == _seal(content[:at])
 
 
-def _seal(content: bytes) -> bytes:
+def _seal(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=SEAL_BYTES).hexdigest().encode()
 
 

@@ -91,7 +91,7 @@ class Vectors:
             content = read_sealed(file)
             n = int(np.frombuffer(content, np.int64, 1)[0])
             found = faiss.deserialize_index(np.frombuffer(content, np.uint8, -1, 8 * (1 + n)))
-            return replace(none, owner=np.frombuffer(content, np.int64, n, 8), found=found, n_saved=n)
+            return replace(none, owner=np.frombuffer(content, np.int64, n, 8).copy(), found=found, n_saved=n)
         return none
 
     def _save(self, file: Path) -> Vectors:
