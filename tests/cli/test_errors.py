@@ -177,6 +177,7 @@ class Interrupt:
         if not Interrupt.left:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores Ctrl-C
 sys.meta_path.insert(0, Interrupt())
 sys.exit(blendserve.cli.main())
 """
