@@ -369,6 +369,15 @@ def test_axe_finds_no_serious_fault(page: Page, server: Server) -> None:
     assert [rule for rule, _ in faults(page, "color-contrast")] == ["color-contrast"]
 
 
+def test_the_page_names_all_its_scripts_so_that_none_waits_for_another(page: Page, server: Server) -> None:
+    visit(page, server)
+    loaded = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
+    named = page.eval_on_selector_all(
+        "script[src], link[rel=modulepreload]", "all => all.map(element => element.src || element.href)"
+    )
+    assert sorted(named) == sorted(name for name in set(loaded) if name.endswith(".js"))
+
+
 def test_tabs_and_theme_work_by_keys(page: Page, server: Server) -> None:
     visit(page, server)
     page.focus("#tab-ask")
