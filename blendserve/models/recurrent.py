@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blendserve.errors import ModelUnsupported
 from blendserve.kv import KVShape
 
 SEAM = 16  # tokens; at least a convolution's taps less one
@@ -44,7 +45,17 @@ class RecurrentMixer:
     """
 
     def __init__(self, module: Any, is_matrix: bool, hidden: Tensor) -> None:
-        """module: called as it is. hidden [1, E]: any row, which tells the state's shape."""
+        """module: called as it is. hidden [1, E]: any row, which tells the state's shape.
+
+        Raises ModelUnsupported where transformers is older than the calls that `_Slot` answers.
+        """
+        import transformers
+
+        if not hasattr(transformers.Cache, "get_conv_state"):
+            raise ModelUnsupported(
+                "a model with recurrent layers needs transformers 5.23 or newer and Python 3.11 or newer; this is "
+                f"transformers {transformers.__version__}: upgrade it, or choose a model with attention alone"
+            )
         self._module, self._is_matrix = module, is_matrix
         arguments = signature(module.forward).parameters
         self._argument = next((name for name in ARGUMENTS if name in arguments), None)  # None: an MLP alone

@@ -9,18 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Cache
 
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.policies import validate_blend
 from blendserve.blend.prefix_cache import PrefixCache
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, run
-from blendserve.errors import ConfigError
+from blendserve.errors import ConfigError, ModelUnsupported
 from blendserve.kv import Layers
 from blendserve.models import model as model_module
 from blendserve.models import recurrent
 from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.models.recurrent import RecurrentMixer
 from blendserve.store import LMDBStore
 from blendserve.store.view import decode
@@ -35,7 +37,7 @@ from tests.support.blending import (
     some_prompt,
     tiny_blender,
 )
-from tests.support.models import HYBRIDS, tiny_decoder
+from tests.support.models import HYBRIDS, tiny_decoder, tiny_model
 from tests.support.stores import ROOMY
 
 REUSE = BlendConfig(method="blend", ratio=0.0, correction="none")
@@ -200,6 +202,15 @@ def test_seams_and_states_bring_answers_nearer_to_full_prefill(
     monkeypatch.setattr(RecurrentMixer, "after", of_last_chunk)
     assert 0 < seam < without_seam
     assert seam < kl_to_full(name)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_older_transformers_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.23 mixers made other calls of their cache. Python 3.10 has no newer release."""
+    model = tiny_model(name)
+    monkeypatch.delattr(Cache, "get_conv_state")
+    with pytest.raises(ModelUnsupported):
+        DecoderModel.of(model)
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
