@@ -37,7 +37,7 @@ from tests.support.blending import (
     some_prompt,
     tiny_blender,
 )
-from tests.support.models import HYBRIDS, tiny_decoder, tiny_model
+from tests.support.models import HYBRIDS, needs_recurrent, tiny_decoder, tiny_model
 from tests.support.stores import ROOMY
 
 REUSE = BlendConfig(method="blend", ratio=0.0, correction="none")
@@ -124,6 +124,7 @@ def test_the_state_behind_a_prompt_is_that_of_transformers_own_cache(name: str) 
                 assert_near(state.memory, layer.recurrent_states[0][0], BOUND)
 
 
+@needs_recurrent
 def test_decoding_several_requests_at_once_keeps_their_states_apart() -> None:
     decoder, caches = tiny_decoder(HYBRIDS[0]), []
     prompts = [some_prompt([40], seed=seed) for seed in range(3)]
@@ -171,6 +172,7 @@ def test_a_stored_state_map_is_the_computed_one_to_the_bit(name: str, tmp_path: 
     assert kv.n_bytes == decoder.chunk_bytes(50)
 
 
+@needs_recurrent
 def test_a_run_is_used_where_its_chunk_ends_in_the_prompt_and_begins_within_its_seam() -> None:
     decoder, chunk = tiny_decoder(HYBRIDS[0]), some_ids(60)
     blender = tiny_blender(None, chunk, decoder=decoder, prefix=())
@@ -223,6 +225,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@needs_recurrent
 @pytest.mark.parametrize(("setting", "changed"), SETTINGS)
 def test_settings_that_choose_among_a_chunks_tokens_are_refused_by_name(setting: str, changed: Any) -> None:
     base = {} if "quality" in changed or "max_kl" in changed else {"ratio": 0.0}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Cache
 
+from blendserve.models.families import FAMILIES
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import TextTower
 from blendserve.models.refusals import TOWERS
@@ -297,6 +299,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral4-plain": ("mistral3", PIXTRAL),
     "ministral3-tower": ("mistral3", PIXTRAL),
 }
+# Python 3.10 has no transformers that recurrent layers can run on (models/recurrent.py).
+HAS_RECURRENT = hasattr(Cache, "get_conv_state")
+FAMILIES_HERE = {kind for kind, family in FAMILIES.items() if HAS_RECURRENT or not family.recurrent}
+TINY = {name: settings for name, settings in TINY.items() if name.partition("-")[0] in FAMILIES_HERE}
+CHECKPOINTS = {name: made for name, made in CHECKPOINTS.items() if name.partition("-")[0] in FAMILIES_HERE}
 # One of each kind of difference, for properties that take many examples.
 KINDS = [
     *("llama-yarn", "mistral-window", "gemma2", "gemma3_text"),
@@ -307,6 +314,8 @@ HYBRIDS = [
     *("qwen3_5_text", "qwen3_next", "granitemoehybrid-rope", "bamba", "olmo_hybrid"),
     *("falcon_h1", "nemotron_h", "nemotron_h-dense", "kimi_linear-dense", "lfm2", "lfm3"),
 ]
+HYBRIDS = [name for name in HYBRIDS if name in TINY]
+needs_recurrent = pytest.mark.skipif(not HAS_RECURRENT, reason="this transformers runs no recurrent layers")
 # Also experts, multipliers, layers without RoPE next to windows, interleaved halves, sinks, layers that keep KV of other
 # shapes than others, or none, latents, and RoPE by negative angles.
 BLEND_KINDS = [
