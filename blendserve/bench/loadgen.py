@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from blendserve.errors import InputError
+from blendserve.retrieve.database import Database
+from blendserve.retrieve.tables import select_passages
 
 LEAST = 8  # requests of an open loop
 Body = Callable[[random.Random], dict[str, Any]]
@@ -102,10 +103,11 @@ def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float
 
 
 def longest_passages(index: Path, n: int) -> list[dict[str, str]]:
-    """Return the n passages with the longest texts of an index folder. Raises InputError where there is no index."""
-    files = sorted(index.glob("passages*.jsonl"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        raise InputError(f"there is no index in {index}: give another --index")
-    passages = [json.loads(line) for line in files[-1].open(encoding="utf-8")]
-    passages.sort(key=lambda passage: -len(passage["text"]))
-    return [{"text": passage["text"], "title": passage["title"]} for passage in passages[:n]]
+    """Return the n passages with the longest texts of an index folder.
+
+    Raises IndexMissing, or VectorIndexError for a file that is no index.
+    """
+    database = Database(index)
+    with closing(database), database.read() as rows:
+        passages = sorted(select_passages(rows), key=lambda passage: -len(passage.text))
+    return [{"text": passage.text, "title": passage.title} for passage in passages[:n]]

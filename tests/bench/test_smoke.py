@@ -32,11 +32,15 @@ from blendserve.bench.runner import BENCHES, load_bench, run_bench
 from blendserve.cli.app import run as app_run
 from blendserve.cli.bench import bench_app
 from blendserve.config import ServeConfig
+from blendserve.core import Document
 from blendserve.cost import CostConfig, with_bench
 from blendserve.errors import ConfigError, InputError
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.models.loader import load_model
+from blendserve.retrieve.chunker import TokenCounter
+from blendserve.retrieve.index import VectorIndex
 from blendserve.store import MemoryStore
+from tests.retrieve.conftest import toy_embedder, words
 from tests.support.engines import PASSAGES
 from tests.support.http import Server
 
@@ -60,9 +64,10 @@ def toy_server(folder: Path, **config: Any) -> Iterator[str]:
 
 
 def write_passages(config: Any, folder: Path) -> None:
-    folder.mkdir()
-    lines = (json.dumps({"text": p.text, "title": p.title}) + "\n" for p in PASSAGES)
-    (folder / "passages.jsonl").write_text("".join(lines))
+    documents = [Document(p.text, p.title) for p in PASSAGES]
+    VectorIndex.build(
+        folder, toy_embedder(), TokenCounter("tiny", "abcdefghij", words), documents, chunk_tokens=64
+    )
 
 
 @pytest.fixture(scope="module")
