@@ -14,7 +14,7 @@ DEMO_TOPICS = (
     "global", "nonlocal", "del", "yield", "return", "break", "continue", "pass", "context-managers",
     "truth", "booleans", "calls", "exceptions", "comparisons", "await", "augassign", "slicings", "lists",
 )  # fmt: skip
-DEMO_CHARACTERS = 74_000  # about 18,000 tokens of SmolLM2, 415 MB of its KV
+DEMO_CHARACTERS = 74_000  # about 18,000 tokens of SmolLM2
 
 _WRAPPED_AT = 70  # columns, the width of the reference's text
 _INDENT = re.compile(r" *(?:(?:\*|\d+\.|\[\d+\]) +)?")  # with a list marker

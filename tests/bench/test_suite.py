@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks.render_results import CLAIMS, README, RESULTS, RESULTS_PAGE, rendered
+from benchmarks.render_results import CLAIMS, README, RESULTS, RESULTS_PAGE, rendered, results_part
 from blendserve.bench.suite import Claim, Suite, run_suite
 from blendserve.errors import ConfigError, InputError
 from tests.support.commands import cli
@@ -127,3 +129,35 @@ def test_the_pages_in_the_repository_are_the_rendered_ones(tmp_path: Path) -> No
     (tmp_path / "page.md").write_text("no marks")
     with pytest.raises(InputError):
         rendered(tmp_path / "page.md", suite, RESULTS)
+
+
+PAGES = [ROOT / "adapters" / "README.md", *sorted(set(ROOT.glob("docs/**/*.md")) - {RESULTS_PAGE})]
+
+
+def strange_figures(page: str, part: str) -> Iterator[tuple[str, str]]:
+    """Decimals of a paragraph that names runs (and of a table before it) that the results page does not have of them."""
+    header = next(line for line in part.splitlines() if line.startswith("| method | TTFT ms"))
+    table = [line.split("|") for line in part.partition(header)[2].partition("\n\n")[0].splitlines()]
+    for block in re.split(r"\n\n(?!\|)(?<!\|\n\n)", page):
+        runs = re.findall(r"\bruns? `(\w+)`", block)
+        if not runs:
+            continue
+        known = [line for line in part.splitlines() if line.endswith(tuple(f"`{run}` |" for run in runs))]
+        of_runs = [n for n, title in enumerate(header.split("|")) if title.strip().endswith(tuple(runs))]
+        known += [row[n] for row in table if len(row) > max(of_runs, default=0) for n in of_runs]
+        told = set(re.findall(r"\d+\.\d+", " ".join(known)))
+        yield from (
+            (runs[0], figure) for figure in re.findall(r"(?<![@~\d.])\d+\.\d+", block) if figure not in told
+        )
+
+
+def test_figures_of_a_run_are_those_of_the_results() -> None:
+    """A copy by hand is found once the run is measured again."""
+    part = results_part(Suite.read(CLAIMS), RESULTS)
+    copies = "| F1 |\n|---|\n| 0.27 |\n\nThe figures are from the run `reader_2wikimqa`.\n\n1.9 GB"
+    assert list(strange_figures(copies, part)) == [("reader_2wikimqa", "0.27")]
+    named = [page for page in PAGES if re.search(r"\bruns? `\w+_\w+`", page.read_text("utf-8"))]
+    assert len(named) >= 3
+    assert {page.name: list(strange_figures(page.read_text("utf-8"), part)) for page in named} == {
+        page.name: [] for page in named
+    }
