@@ -160,7 +160,7 @@ def prefetch(
     The engines must serve the collection (`-i URL`) and have a store of their own. If they have API keys, the
     key is read from BLENDSERVE_NODE_KEY. The exit code is 1 if an engine rejects the request.
     """
-    import httpx  # a tenth of a second
+    import httpx  # start-up
 
     key = os.environ.get(NODE_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NGRAMS = 3, 2  # tokens that must match, the longer first: matches of one token are mostly wrong
-# Tokens of a draft: in a native step 4 rows cost about a quarter more than one, 8 about a half.
+# Tokens of a draft: in a native step 4 rows cost little more than one, and 8 more than 4.
 SHORT, LONG = 3, 7
 LONG_SHARE = 0.7  # of recent drafts' tokens that were right, for long drafts
 MIN_SHARE = 0.1  # below it a draft costs more than it saves
