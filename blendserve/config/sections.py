@@ -202,6 +202,13 @@ def _network(text: str) -> str:
     return text
 
 
+def _prefix(path: str) -> str:
+    """Raises ValueError."""
+    if path and not (path.startswith("/") and path.strip("/") and not path.endswith("/")):
+        raise ValueError("a path prefix looks like /llm")
+    return path
+
+
 class HttpConfig(Settings):
     """Address, API keys and limits. Limits hold for each API key without limits of its own; without keys, for each
     client address."""
@@ -215,6 +222,9 @@ class HttpConfig(Settings):
     site may have sent it."""
     proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = ()
     """Addresses or networks of trusted proxies, such as 10.0.0.0/8. Their X-Forwarded-For is the client's address."""
+    root_path: Annotated[str, AfterValidator(_prefix)] = ""
+    """Path prefix under which a proxy publishes the server, such as /llm. It works whether or not the proxy removes
+    the prefix."""
     keys: Path | None = None
     """File with API keys (`blendserve keys create`). Without keys, requests need none."""
     api_key: Annotated[SecretStr, BeforeValidator(_api_key)] | None = None
@@ -231,6 +241,8 @@ class HttpConfig(Settings):
     """Queued requests per API key; further requests get status 429."""
     drain_s: NotNegative = 30.0
     """Time after SIGTERM in which running requests may end, in seconds."""
+    log_format: Literal["json", "text"] = "json"
+    """Format of the log: one JSON object or one line of `name=value` pairs for each request and message."""
 
     @property
     def has_keys(self) -> bool:

@@ -22,10 +22,16 @@ from blendserve.errors import BlendserveError, NotFound, PermissionDenied
 from blendserve.serve import documents, messages, openai, rag
 from blendserve.serve.auth import BackendDep, ServiceBackend, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
-from blendserve.serve.middleware import AccessLogMiddleware, RequestBodyMiddleware, SameSiteMiddleware
+from blendserve.serve.middleware import (
+    AccessLogMiddleware,
+    PrefixMiddleware,
+    RequestBodyMiddleware,
+    SameSiteMiddleware,
+)
 from blendserve.serve.responses import (
     MATCHED,
     QUALITY,
+    RETRY_S,
     ClientDisconnected,
     error_body,
     error_json,
@@ -50,17 +56,20 @@ page = APIRouter(include_in_schema=False)
 _files = StaticFiles(directory=PAGE)
 
 
+@operations.head("/health", include_in_schema=False)
 @operations.get("/health")
 async def health() -> dict[str, Any]:
     """The process is running."""
     return {"status": "ok"}
 
 
+@operations.head("/ready", include_in_schema=False)
 @operations.get("/ready")
 async def ready(backend: BackendDep) -> JSONResponse:
     """The server accepts requests; 503 while it shuts down."""
-    alive = backend.is_alive
-    return JSONResponse({"status": "ready" if alive else "stopping"}, 200 if alive else 503)
+    if backend.is_alive:
+        return JSONResponse({"status": "ready"})
+    return JSONResponse({"status": "stopping"}, 503, {"Retry-After": str(RETRY_S)})
 
 
 @operations.get("/metrics")
@@ -142,6 +151,8 @@ def create_app(backend: ServiceBackend, routers: Sequence[APIRouter], origins: S
     if not backend.keys.are_needed:
         app.add_middleware(SameSiteMiddleware, hosts=backend.http.hosts, origins=origins)
     app.add_middleware(AccessLogMiddleware, backend=backend)
+    if backend.http.root_path:
+        app.add_middleware(PrefixMiddleware, prefix=backend.http.root_path)
     return app
 
 
@@ -156,7 +167,7 @@ def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.url.path)
+    return error_response(error, request.scope)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -174,11 +185,11 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     else:
         message = f"{field or where[0]}: {why[0].lower()}{why[1:]}"
     body = error_body(message, "invalid_request_error", field or None, kind)
-    return error_json(body, 400, request.url.path)
+    return error_json(body, 400, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """An error of the framework: an unknown route or a wrong method."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return error_json(error_body(str(error.detail), kind), error.status_code, request.url.path, error.headers)
+    return error_json(error_body(str(error.detail), kind), error.status_code, request.scope, error.headers)

@@ -68,6 +68,7 @@ class RequestHandle:
         self.runs = request.prompt.runs  # stored chunks that were found in a plain prompt
         # Of the prompt; set when the prefill is done. Blended: those of the cached ones whose KV is approximate.
         self.cached_tokens = self.blended_tokens = 0
+        self._answer: Answer | None = None
 
     async def events(self) -> AsyncIterator[Event]:
         """PrefillProgress if asked for, PrefillDone, TextDelta for each piece of text, Completed.
@@ -79,9 +80,17 @@ class RequestHandle:
                 raise event.error
             if isinstance(event, PrefillDone):
                 self.cached_tokens, self.blended_tokens = event.cached, event.blended
+            elif isinstance(event, Completed):
+                self._answer = event.answer
             yield event
             if isinstance(event, Completed):
                 return
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompt and, once it is complete, of the answer: for the log."""
+        counts = {"prompt_tokens": len(self.prompt_ids), "cached_tokens": self.cached_tokens}
+        return counts | ({"completion_tokens": len(self._answer.token_ids)} if self._answer else {})
 
     async def answer(self) -> Answer:
         """The complete answer. Raises the error that the request failed with."""

@@ -65,7 +65,7 @@ class MessagesFormat:
 
     def __init__(self, model: str, tools: Sequence[str], notices: dict[str, Any]) -> None:
         """model: its name in the response. tools: names of the tools that it may call."""
-        self._model, self._tools, self._notices = model, tools, notices
+        self.model, self._tools, self._notices = model, tools, notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
     async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class MessagesFormat:
     def _message(
         self, content: list[dict[str, Any]], usage: dict[str, int], stop: dict[str, str | None] | None = None
     ) -> dict[str, Any]:
-        names = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        names = {"id": self._id, "type": "message", "role": "assistant", "model": self.model}
         stop = stop or {"stop_reason": None, "stop_sequence": None}
         return {**names, "content": content, **stop, "usage": usage}
 

@@ -1,4 +1,5 @@
-"""Middleware of every server: request bodies within limits, no requests of foreign web sites, and a log line for each.
+"""Middleware of every server: request bodies within limits, no requests of foreign web sites, a log line for each, and
+the path prefix of a proxy.
 
 Bodies are read completely before a route runs. The API key is checked first: a request above its tenant's rate or
 concurrency is refused before its body is read. While its body arrives, a request occupies its connection and its bytes,
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -33,9 +35,15 @@ NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
 MAX_JSON_TOKENS = 20_000  # brackets, commas and colons; a thousand passages with all fields have 7,000
 
 MAX_SHOWN = 64  # characters of a foreign host in an error
+MAX_PATH = 256  # characters of a path in the log
 
-request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that this task serves; "" outside of any."""
+REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)  # of a client or proxy
+TRACE = re.compile(
+    r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
+)  # the header of W3C Trace Context
+
+request_ids: ContextVar[dict[str, str]] = ContextVar("request_ids", default={})  # noqa: B039
+"""Ids of the request that this task serves, by their name in the log; none outside of any."""
 
 access_log = logging.getLogger("blendserve.access")
 
@@ -54,7 +62,7 @@ class RequestBodyMiddleware:
         try:
             body = await self._body(scope, receive, headers.get("content-length", "0"))
         except (BlendserveError, ClientDisconnected) as error:
-            return await error_response(error, scope["path"])(scope, receive, send)
+            return await error_response(error, scope)(scope, receive, send)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -146,7 +154,7 @@ class SameSiteMiddleware:
             if scope["type"] == "http":
                 self._check(headers.get("host", ""), headers.get("origin"))
         except PermissionDenied as error:
-            return await error_response(error, scope["path"])(scope, receive, send)
+            return await error_response(error, scope)(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _check(self, host: str, origin: str | None) -> None:
@@ -165,7 +173,10 @@ class SameSiteMiddleware:
 
 
 class AccessLogMiddleware:
-    """One log line and one count per request, with the id that the response carries; without texts and keys."""
+    """One log line and one count per request, with the id that the response carries; without texts and keys.
+
+    The id is that of the client's or proxy's X-Request-Id, if that is one; else a new one.
+    """
 
     def __init__(self, app: ASGIApp, backend: ServiceBackend) -> None:
         self._app, self._metrics = app, backend.metrics
@@ -173,47 +184,98 @@ class AccessLogMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        clock, id, status = Clock(), uuid.uuid4().hex, 0
-        request_id.set(id)
+        clock, ids, status = Clock(), _ids(Headers(scope=scope)), 0
+        request_ids.set(ids)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).append("X-Request-Id", id)
+                MutableHeaders(scope=message).append("X-Request-Id", ids["request"])
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # a bug: expected errors have handlers
-            response = error_response(error, scope["path"])
+            response = error_response(error, scope)
             if not status:
                 await response(scope, receive, send_with_id)
         finally:
-            route, state = getattr(scope.get("route"), "path", "other"), scope.get("state", {})
-            self._metrics.answered(route, status)
-            line = {"route": f"{scope['method']} {route}", "status": status}
-            line |= {"ms": round(clock.elapsed() * 1e3, 1), "tenant": state.get("tenant", "")}
-            access_log.info({**line, "text": state["text"]} if "text" in state else line)
+            self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
+            access_log.info(_line(scope, status, clock.elapsed()))
+
+
+def _ids(headers: Headers) -> dict[str, str]:
+    """The ids of a request, by their name in the log."""
+    given, trace = headers.get("x-request-id", ""), TRACE.fullmatch(headers.get("traceparent", ""))
+    id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return {"request": id, **({"trace_id": trace[1]} if trace else {})}
+
+
+def _line(scope: Scope, status: int, elapsed_s: float) -> dict[str, Any]:
+    """The log line of a request: the path as it was sent, without its query; model and tokens of an answer."""
+    state: dict[str, Any] = scope.get("state", {})
+    path = scope.get("raw_path", b"").decode("latin-1")[:MAX_PATH]
+    line = {"method": scope["method"], "path": path, "status": status}
+    line |= {"ms": round(elapsed_s * 1e3, 1), "tenant": state.get("tenant", "")}
+    if "answered" in state:
+        line |= {"model": state["model"], **state["answered"].usage}
+    return {**line, "text": state["text"]} if "text" in state else line
+
+
+class PrefixMiddleware:
+    """Serves all paths below a prefix, whether or not the proxy has removed it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            is_whole = path == self._prefix or path.startswith(f"{self._prefix}/")
+            scope = {**scope, "root_path": self._prefix, "path": path if is_whole else self._prefix + path}
+        await self._app(scope, receive, send)
+
+
+def log_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What a log record says: the fields of a dictionary, or a message; a bug has its traceback."""
+    created = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+    line = {"time": created, "level": record.levelname.lower(), **request_ids.get()}
+    line |= record.msg if isinstance(record.msg, dict) else {"message": record.getMessage()}
+    if record.exc_info:
+        line["trace"] = logging.Formatter().formatException(record.exc_info)
+    return line
 
 
 class JsonFormatter(logging.Formatter):
-    """A log record as one line of JSON: the fields of a dictionary, or a message; a bug has its traceback."""
+    """A log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        created = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-        line: dict[str, Any] = {"time": created, "level": record.levelname.lower()}
-        if id := request_id.get():
-            line["request"] = id
-        line |= record.msg if isinstance(record.msg, dict) else {"message": record.getMessage()}
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(log_fields(record), ensure_ascii=False, default=str)
 
 
-def log_json_to_stderr() -> None:
-    """Write the log as JSON, one object a line, in place of the handlers that the command line installed."""
+class TextFormatter(logging.Formatter):
+    """A log record as one line of `name=value` pairs; values that are not plain words are JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{name}={_word(value)}" for name, value in log_fields(record).items())
+
+
+def _word(value: Any) -> str:
+    text = str(value)
+    return (
+        text
+        if re.fullmatch(r"[^\s\"=]+", text) and text.isprintable()
+        else json.dumps(text, ensure_ascii=False)
+    )
+
+
+FORMATTERS: dict[str, type[logging.Formatter]] = {"json": JsonFormatter, "text": TextFormatter}
+
+
+def log_to_stderr(log_format: str) -> None:
+    """Write the log, one line for each record, in place of the handlers that the command line installed."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(FORMATTERS[log_format]())
     logging.getLogger().handlers = [handler]
     access_log.setLevel(logging.INFO)

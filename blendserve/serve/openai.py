@@ -133,7 +133,7 @@ class OpenAIFormat:
         removed: Sequence[str] = (),
     ) -> None:
         """model: its name in the response."""
-        self._client, self._model = client, model
+        self._client, self.model = client, model
         self._retrieves = query.passages is None and query.plain is None
         self._is_chat = isinstance(body, ChatRequest)
         tools = body.offered_tools if isinstance(body, ChatRequest) and query.plain is not None else []
@@ -189,7 +189,7 @@ class OpenAIFormat:
         kind = kind if self._is_chat else "text_completion"
         choices = [{"index": 0, **choice, "finish_reason": finish_reason, "logprobs": None}]
         names = {"id": self._id, "object": kind, "created": self._created}
-        return {**names, "model": self._model, "choices": choices}
+        return {**names, "model": self.model, "choices": choices}
 
 
 def _called(calls: Sequence[Call], numbered: bool = False) -> dict[str, Any]:

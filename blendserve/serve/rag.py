@@ -18,7 +18,7 @@ from blendserve.engine.prompt import ChatMessage
 from blendserve.engine.request import Completed, PrefillDone, PrefillProgress, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
-from blendserve.serve.engine_client import ClientDep, RequestHandle
+from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.responses import ContextDep, StreamEvent
 from blendserve.serve.schemas import RagRequest
 
@@ -48,7 +48,7 @@ async def query(body: RagRequest, context: ContextDep) -> Response:
     else:
         history = tuple(ChatMessage(role, text) for role, text in earlier)
         asked = replace(asked, history=history).split(client.config.prompt.separator)
-    form = RagFormat(client.tokenizer, body.explain, client.notices.as_extras(body))
+    form = RagFormat(client, body.explain, client.notices.as_extras(body))
     return await context.respond(asked, form, body.stream)
 
 
@@ -81,8 +81,9 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
 class RagFormat:
     """A response of /v1/rag/query."""
 
-    def __init__(self, tokenizer: Any, explain: bool, notices: dict[str, Any]) -> None:
-        self._tokenizer, self._explain, self._notices = tokenizer, explain, notices
+    def __init__(self, client: EngineClient, explain: bool, notices: dict[str, Any]) -> None:
+        self.model, self._tokenizer = client.model_names[0], client.tokenizer
+        self._explain, self._notices = explain, notices
 
     async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         body = {**answer.to_dict(), "cached_tokens": handle.cached_tokens, **self._notices}

@@ -48,6 +48,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the 
 MATCHED, QUALITY = "X-Blendserve-Matched", "X-Blendserve-Quality"
 MAX_SCOPE = 512  # characters
 PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
+RETRY_S = 5  # after which a client of a server that cannot answer now should ask again
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class ClientDisconnected(Exception):
 
 class ResponseFormat(Protocol):
     """How a route presents an answer."""
+
+    model: str  # name of the model that answers, for the log
 
     async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         """The body of a complete response."""
@@ -92,6 +95,7 @@ class Context:
                 return submitted
 
             handle = await until_disconnect(request, submit())
+            request.state.model, request.state.answered = form.model, handle
             found = _found(handle)
             if stream:
                 response = EventStream(form.events(handle), client.http.ping_s, found)
@@ -164,30 +168,33 @@ def anthropic_error(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_json(
-    body: dict[str, Any], status: int, path: str, headers: Mapping[str, str] | None = None
+    body: dict[str, Any], status: int, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response to a request of this path. body: in OpenAI's format."""
+    """The response to a request. body: in OpenAI's format."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return JSONResponse(anthropic_error(body) if path.startswith(ANTHROPIC) else body, status, headers)
 
 
-def error_response(error: Exception, path: str) -> Response:
-    """The response to a request of this path that failed before its first token."""
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The response to a request that failed before its first token."""
     if isinstance(error, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     status, body = error_details(error)
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.RateLimited) else {}
+    headers = {}
+    if status in (429, 503):
+        headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_S))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:
         headers["Connection"] = "close"  # else the server would wait for the rest of the body
-    return error_json(body, status, path, headers)
+    return error_json(body, status, scope, headers)
 
 
 class EventStream(StreamingResponse):
     """Server-sent events, and a comment every `ping_s` seconds without one, so that no proxy ends a silent stream.
 
     The `type` of an event, which Anthropic's have, is its name. `on_close` is called in any case, even if the client
-    disconnects before the first event.
+    disconnects before the first event. X-Accel-Buffering keeps nginx from sending the stream in one piece.
     """
 
     def __init__(
@@ -196,7 +203,7 @@ class EventStream(StreamingResponse):
         ping_s: float,
         headers: Mapping[str, str],
     ) -> None:
-        headers = {**headers, "Cache-Control": "no-cache"}
+        headers = {**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_sse_lines(events, ping_s), media_type="text/event-stream", headers=headers)
         self.on_close: Callable[[], None] = lambda: None
 

@@ -1,7 +1,8 @@
 """From settings to a running server, and its shutdown.
 
-On SIGTERM or Ctrl-C, the server accepts no connections and answers new requests with 503. Running requests end, or are
-cut after `drain_s`. Then the store is closed and the process exits with 0. A second Ctrl-C does not wait.
+On SIGTERM or Ctrl-C, the server answers new requests with 503, `/ready` too, so that a load balancer sends no more.
+Running requests end, or are cut after `drain_s`. Then the port and the store are closed and the process exits with 0. A
+second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from blendserve.serve.app import create_engine_app
 from blendserve.serve.auth import ServiceBackend
 from blendserve.serve.connections import AcceptErrors, Connection, Connections, raise_file_limit
 from blendserve.serve.engine_client import LocalEngineClient
-from blendserve.serve.middleware import log_json_to_stderr
+from blendserve.serve.middleware import log_to_stderr
+from blendserve.timing import Clock
 
 # A prefill releases and takes the GIL hundreds of times. Each time it waits this long for a thread that parses.
 SWITCH_INTERVAL_S = 5e-4
 
 # A proxy usually keeps idle connections for 60 s. If ours closed first, a request in flight would be lost.
 KEEP_ALIVE_S = 75
+
+TICK_S = 0.1  # in which a second Ctrl-C is noticed
 
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -97,9 +101,9 @@ def run(engine: Engine, library: Collections, serve: ServeConfig, page_key: str 
 
 
 def listen(app: FastAPI, backend: ServiceBackend, page_key: str = "") -> None:
-    """Serve an application until told to stop, with the log as JSON. Raises ConfigError for an address without keys."""
+    """Serve an application until told to stop, with the log on stderr. Raises ConfigError for an address without keys."""
     check_binding(backend.http)
-    log_json_to_stderr()
+    log_to_stderr(backend.http.log_format)
     HttpServer(app, backend, page_key).run()
 
 
@@ -124,7 +128,6 @@ class HttpServer(uvicorn.Server):
             "proxy_headers": bool(http.proxies),
             "forwarded_allow_ips": list(http.proxies),
             "timeout_keep_alive": KEEP_ALIVE_S,
-            "timeout_graceful_shutdown": math.ceil(http.drain_s),
         }
         super().__init__(uvicorn.Config(app, **settings | options))
         self.server_state, self._backend, self._page_key = connections, backend, page_key
@@ -144,6 +147,15 @@ class HttpServer(uvicorn.Server):
             if self._page_key:
                 shown = "127.0.0.1" if host in ANY_ADDRESS else host
                 console.note(f"Open http://{shown}:{port}/#key={self._page_key}")
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Keep the port open until the running requests have ended, then end as uvicorn does."""
+        clock, running = Clock(), {*self.server_state.tasks}
+        while running and not self.force_exit and clock.elapsed() < self._backend.http.drain_s:
+            _, running = await asyncio.wait(running, timeout=TICK_S)
+        left_s = self._backend.http.drain_s - clock.elapsed()
+        self.config.timeout_graceful_shutdown = math.ceil(max(0.0, left_s))
+        await super().shutdown(None)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._backend.drain()

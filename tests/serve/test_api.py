@@ -65,8 +65,10 @@ def test_errors_say_in_headers_what_a_client_does_next() -> None:
         (errors.RateLimited("m", 7), "retry-after", "7"),
         (errors.NotAuthenticated("m"), "www-authenticate", "Bearer"),
         (errors.BodyTooSlow("m"), "connection", "close"),
+        (errors.ShuttingDown("m"), "retry-after", "5"),
+        (errors.StoreUnavailable("m"), "retry-after", "5"),
     ):
-        assert error_response(error, "/v1/models").headers[header] == value
+        assert error_response(error, {"path": "/v1/models"}).headers[header] == value
 
 
 @pytest.mark.parametrize(

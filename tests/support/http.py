@@ -255,6 +255,10 @@ class Listener:
         self.port: int = self._uvicorn.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def signal(self, number: int) -> None:
+        """As the process would receive it."""
+        self._uvicorn.handle_exit(number, None)
+
     def close(self, force: bool = False) -> None:
         """force: without waiting for responses."""
         self._uvicorn.should_exit, self._uvicorn.force_exit = True, force
