@@ -84,7 +84,7 @@ class PromptTooLong(InputError):
         """at_least: the prompt was only tokenised in part."""
         least = "at least " if at_least else ""
         super().__init__(
-            f"the prompt has {least}{tokens} tokens and {reserved} are reserved for the answer, "
+            f"the prompt has {least}{tokens} tokens and the answer needs {reserved}, "
             f"{least}{tokens + reserved - limit} too many for a context of {limit}: ask in fewer words, "
             "use fewer passages (top_k), shorter ones, or fewer new tokens"
         )

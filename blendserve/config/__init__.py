@@ -13,6 +13,7 @@ import yaml
 
 from blendserve.config.base import Settings
 from blendserve.config.sections import (
+    ANSWER_TOKENS,
     LOOPBACK,
     BlendConfig,
     CorrectionName,
@@ -40,7 +41,7 @@ from blendserve.config.store import (
     ValkeyConfig,
 )
 
-__all__ = ["BASIC", "LOOPBACK", "Config", "Settings", "check_binding"]
+__all__ = ["ANSWER_TOKENS", "BASIC", "LOOPBACK", "Config", "Settings", "check_binding"]
 __all__ += [
     "AdmissionName",
     "CorrectionName",

@@ -19,6 +19,7 @@ Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[str, AfterValidator(POLICIES.word)]
 CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.check)]
 CorrectionWord = Annotated[str, AfterValidator(CORRECTIONS.word)]
+ANSWER_TOKENS = 64  # of an answer whose length nobody sets: enough to look at, and soon measured
 KVContext = Literal["prefix", "primer", "bos", "none"]
 
 
@@ -157,8 +158,9 @@ class BlendConfig(Settings):
 class DecodeConfig(Settings):
     """How the answer is written."""
 
-    max_new_tokens: Positive = 64
-    """Maximum length of an answer, in tokens."""
+    max_new_tokens: Positive | None = None
+    """Maximum length of an answer, in tokens. If not set, an answer to an OpenAI or Anthropic client may fill what the
+    prompt leaves of the context, and others have at most 64 tokens."""
     temperature: float = Field(0.0, ge=0.0)
     """Sampling temperature; 0 is greedy decoding."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -170,6 +172,11 @@ class DecodeConfig(Settings):
     drafts: bool = True
     """Whether to guess tokens that repeat the prompt or the answer, and verify several per step (prompt lookup). The
     answer is the same, and faster if it quotes. For models whose decode step is one native call."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.max_new_tokens or ANSWER_TOKENS
 
     @property
     def is_greedy(self) -> bool:

@@ -187,10 +187,11 @@ class BatchEngine:
     def verify(self, sequence: TokenSequence, answer: Answer, namespace: str) -> Future[Verified]:
         """Check a served answer as soon as may be."""
         request, model = sequence.request, self.engine.model
-        verifier = Verifier(model, self.blender(namespace), request.prompt, request.decode)
+        tokens = answer.token_ids or with_end(model, (), request.decode)
+        decode = request.decode.with_values(max_new_tokens=len(tokens))
+        verifier = Verifier(model, self.blender(namespace), request.prompt, decode)
 
         def steps() -> Steps[Verified]:
-            tokens = answer.token_ids or with_end(model, (), request.decode)
             done = yield from verifier.prefill(request.blend)
             return (yield from verifier.verify(done, tokens))
 

@@ -55,7 +55,7 @@ def calibrate(
 def losses(engine: Engine, question: str) -> tuple[dict[float, Loss], dict[str, float]]:
     """Measure one question at every ratio -> losses, and seconds of each prefill. Missing chunks are stored first."""
     blend = engine.config.blend.without_target(method="blend")
-    n = min(engine.config.decode.max_new_tokens, ANSWER_TOKENS)
+    n = min(engine.config.decode.answer_tokens, ANSWER_TOKENS)
     decode = {"temperature": 0.0, "max_new_tokens": n, "stop": ()}
     request = engine.prepare(Request(question, blend={"method": "blend"}, decode=decode))
     engine.blender.writer.precompute([chunk.ids for chunk in request.prompt.chunks])

@@ -87,7 +87,8 @@ class Checks:
         start, request = time.perf_counter(), pending.request
         ratios = pending.controller.checked_ratios
         served = None if request.blend.method == "prefix" else make_policy(request.blend).ratio
-        about = pending.blender, request.prompt, request.decode
+        decode = request.decode.with_values(max_new_tokens=len(pending.answer))
+        about = pending.blender, request.prompt, decode
         verifier = Verifier(self._model, *about, in_short_steps=True)
         losses: dict[float, Loss] = {}
         try:

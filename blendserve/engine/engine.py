@@ -236,6 +236,8 @@ class Engine:
         options: any field of BlendConfig (method, policy, ratio, correction, ...) or DecodeConfig (max_new_tokens,
         temperature, top_p, seed, stop), for this question only.
 
+        An answer ends where the context does.
+
         The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
         model that fails the gate is told to blend; method auto answers by the model's own forward.
         """
@@ -338,7 +340,7 @@ class Engine:
     def warn_of_room(self, room: int, indexes: Iterable[VectorIndex]) -> None:
         """Log a line if the passages of a question may not fit. room: tokens for prompt and answer."""
         longest = max((index.manifest.chunk_tokens for index in indexes), default=0)
-        top_k, answer = self.config.retrieve.top_k, self.config.decode.max_new_tokens
+        top_k, answer = self.config.retrieve.top_k, self.config.decode.answer_tokens
         needed = len(self.prompts.frame("")) + top_k * longest + answer
         if longest and needed > room:
             log.warning(

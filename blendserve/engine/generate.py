@@ -119,7 +119,7 @@ class TokenSequence:
     def next_tokens(self, draft_room: int = 0) -> tuple[int, list[int]]:
         """What the next step runs: position of the last token; that token, and a draft of at most `draft_room` more."""
         decode = self.request.decode
-        room = min(draft_room, decode.max_new_tokens - len(self._tokens) - 1)
+        room = min(draft_room, decode.answer_tokens - len(self._tokens) - 1)
         if room > 0 and decode.drafts:
             if self._drafter is None:
                 self._drafter = Drafter((*self.request.prompt.ids, *self._tokens))
@@ -156,7 +156,7 @@ class TokenSequence:
         piece = self._detokenizer.push(token)
         if self._detokenizer.stopped:
             return self._close(piece, "stop")
-        if len(self._tokens) == self.request.decode.max_new_tokens:
+        if len(self._tokens) == self.request.decode.answer_tokens:
             return self._close(piece, "length")
         self._text += piece
         return piece
@@ -219,7 +219,7 @@ class AnswerStream:
         request, prefilled, self._draft_room = sequence.request, run(sequence.steps), 0
         self.passages, self.report = request.passages, prefilled.report
         if decode is None:
-            cache, n_new = prefilled.result.cache, request.decode.max_new_tokens
+            cache, n_new = prefilled.result.cache, request.decode.answer_tokens
             runner = DecodeRunner.over(sequence.model.decoder, cache, len(request.prompt), n_new)
             decode, self._draft_room = runner.step, runner.draft_room(1)
         first = sequence.start(prefilled)
@@ -258,13 +258,13 @@ def generate(
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    runner, sampler = DecodeRunner.over(model, cache, length, config.max_new_tokens), Sampler(config)
-    for at in range(length, length + config.max_new_tokens):
+    runner, sampler = DecodeRunner.over(model, cache, length, config.answer_tokens), Sampler(config)
+    for at in range(length, length + config.answer_tokens):
         token = sampler(logits)
         if token in end:
             return
         yield token
-        if at + 1 < length + config.max_new_tokens:
+        if at + 1 < length + config.answer_tokens:
             logits = runner.step(at, [token])[0]
 
 

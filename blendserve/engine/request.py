@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import validate_blend
-from blendserve.config import BlendConfig, Config, DecodeConfig
+from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt, QualityReport
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
@@ -44,6 +44,7 @@ class Request:
     plain: Chat | str | None = None  # the whole prompt, in place of question, passages and history
     scope: str = ""  # of a plain prompt: whose it is; scopes share no prefixes and nothing that was learnt
     learns: bool = True  # whether chunks may be learnt from a plain prompt
+    may_fill: bool = False  # whether the answer may fill the context; `decode.max_new_tokens` is a cap then
 
     def split(self: AnyRequest, separator: str) -> AnyRequest:
         """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
@@ -86,7 +87,7 @@ class PreparedRequest:
     @property
     def tokens(self) -> int:
         """The most tokens that prompt and answer can have."""
-        return len(self.prompt) + self.decode.max_new_tokens
+        return len(self.prompt) + self.decode.answer_tokens
 
 
 def prepare_request(
@@ -100,23 +101,26 @@ def prepare_request(
 ) -> PreparedRequest:
     """room: tokens for prompt and answer.
 
-    Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
+    An answer's length is what the prompt leaves of it, at most. Raises ConfigError, InputError, PromptTooLong, and the
+    errors of `search`.
     """
     base = config.blend.without_target() if chooses_work(request.blend) else config.blend
     blend, decode = base.with_values(**request.blend), config.decode.with_values(**request.decode)
     validate_blend(blend, model)
+    limit = _answer_limit(request, decode, config.decode.max_new_tokens)
     if request.plain is not None:
-        prompt = _plain_prompt(request.plain, room, prompts, decode)
+        prompt = _plain_prompt(request.plain, room, prompts)
+        decode = _within(decode, limit, room - len(prompt))
         return PreparedRequest(prompt, (), blend, decode, clock, request.scope, request.learns)
     request = request.split(config.prompt.separator)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
     own = [text for passage in request.passages or () for text in (passage.title, passage.text)]
     texts = [request.question, *(message.text for message in request.history), *own]
-    if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
-        require_room(least, room, decode, at_least=True)
+    if least := prompts.at_least(texts, max(0, room - 1)):
+        require_room(least, room, at_least=True)
     frame = prompts.frame(request.question, request.history)
-    require_room(len(frame), room, decode, at_least=bool(request.passages))
+    require_room(len(frame), room, at_least=bool(request.passages))
     passages = request.passages
     may_drop = request.passages is None and request.top_k is None
     if passages is None:
@@ -127,28 +131,41 @@ def prepare_request(
     for passage in passages:  # one by one, as long as they fit
         chunk = prompts.chunk(passage)
         n_tokens += len(chunk)
-        if chunks and may_drop and n_tokens > room - decode.max_new_tokens:
-            break  # nobody asked for that many: the nearest ones that fit
+        if chunks and may_drop and n_tokens > room - min(limit or ANSWER_TOKENS, room // 2):
+            break  # nobody asked for that many: the nearest ones that leave room for an answer
         chunks.append(chunk)
-        require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
+        require_room(n_tokens, room, at_least=len(chunks) < len(passages))
     passages = passages[: len(chunks)]
-    return PreparedRequest(frame.with_chunks(chunks), passages, blend, decode, clock)
+    prompt = frame.with_chunks(chunks)
+    return PreparedRequest(prompt, passages, blend, _within(decode, limit, room - len(prompt)), clock)
 
 
-def _plain_prompt(plain: Chat | str, room: int, prompts: PromptBuilder, decode: DecodeConfig) -> Prompt:
+def _answer_limit(request: Request, decode: DecodeConfig, cap: int | None) -> int | None:
+    """Most tokens of an answer; None: as many as fit. decode: of the request. cap: of the settings."""
+    if not request.may_fill:
+        return decode.answer_tokens
+    return min((n for n in (decode.max_new_tokens, cap) if n is not None), default=None)
+
+
+def _within(decode: DecodeConfig, limit: int | None, left: int) -> DecodeConfig:
+    """The same for an answer of at most `limit` tokens, and of what is left for it."""
+    return decode.with_values(max_new_tokens=left if limit is None else min(limit, left))
+
+
+def _plain_prompt(plain: Chat | str, room: int, prompts: PromptBuilder) -> Prompt:
     """Raises InputError, PromptTooLong."""
     texts = [plain] if isinstance(plain, str) else plain.texts
-    if least := prompts.at_least(texts, max(0, room - decode.max_new_tokens)):
-        require_room(least, room, decode, at_least=True)
-    prompt = prompts.plain(plain, room, decode.max_new_tokens)
-    require_room(len(prompt), room, decode)
+    if least := prompts.at_least(texts, max(0, room - 1)):
+        require_room(least, room, at_least=True)
+    prompt = prompts.plain(plain, room, reserved=1)
+    require_room(len(prompt), room)
     return prompt
 
 
-def require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
+def require_room(n_tokens: int, room: int, answer: int = 1, at_least: bool = False) -> None:
     """Raises PromptTooLong if a prompt and its answer need more than `room`. at_least: the prompt may be longer."""
-    if n_tokens > room - decode.max_new_tokens:
-        raise PromptTooLong(n_tokens, room, decode.max_new_tokens, at_least)
+    if n_tokens > room - answer:
+        raise PromptTooLong(n_tokens, room, answer, at_least)
 
 
 def chooses_work(options: Options) -> bool:

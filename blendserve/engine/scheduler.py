@@ -143,7 +143,8 @@ class Scheduler:
 
     def submit(self, sequence: TokenSequence) -> None:
         """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
-        require_room(len(sequence.request.prompt), self._pool.n_tokens, sequence.request.decode)
+        request = sequence.request
+        require_room(len(request.prompt), self._pool.n_tokens, request.decode.answer_tokens)
         with self._wake:
             self.refuse_if_full(sequence.tenant, 0)
             sequence.hold()  # from here on, every end of a request releases it

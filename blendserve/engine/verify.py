@@ -62,7 +62,7 @@ class Verifier:
         return self._full
 
     def _cache(self) -> KVCache:
-        return KVCache(self._model.decoder, len(self._prompt) + self._decode.max_new_tokens)
+        return KVCache(self._model.decoder, len(self._prompt) + self._decode.answer_tokens)
 
     def verify(self, done: Prefilled, answer: TokenIds | None = None) -> Steps[Verified]:
         """An answer over this prefill's cache. answer: as `with_end` has it; None: the greedy one is made."""
@@ -99,4 +99,4 @@ class Verifier:
 
 def with_end(model: LoadedModel, tokens: TokenIds, decode: DecodeConfig) -> TokenIds:
     """An answer's tokens, with an end token unless it has the maximum length. Never empty."""
-    return tokens if len(tokens) == decode.max_new_tokens else (*tokens, min(model.end_tokens))
+    return tokens if len(tokens) == decode.answer_tokens else (*tokens, min(model.end_tokens))

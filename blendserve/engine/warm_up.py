@@ -28,7 +28,7 @@ def warm_up(
     if index is not None and len(index):
         index.search("What is the question?", 1)
     passages = config.retrieve.top_k * config.retrieve.chunk_tokens
-    usual = passages + FRAME_TOKENS + config.decode.max_new_tokens
+    usual = passages + FRAME_TOKENS + config.decode.answer_tokens
     room = min(MAX_TOKENS, decoder.context_limit, usual)
     n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
     layout = synthetic_prompt(decoder, min(QUESTION_TOKENS, room // 4), n_stored)

@@ -65,7 +65,7 @@ def answer(
     clock, decoder = Clock(model.decoder.device), model.decoder
     prompt = draw()
     with clock.stage("prefill"):
-        room = max(decode.max_new_tokens, len(reference or ()))  # a text to continue may be longer
+        room = max(decode.answer_tokens, len(reference or ()))  # a text to continue may be longer
         done = blender.run(prompt, method.blend, KVCache(decoder, len(prompt) + room), clock, prefix_kv)
     cache, first = done.result.cache, done.result.logits
     source = generate(decoder, cache, len(prompt), first, decode, model.end_tokens)
@@ -102,7 +102,7 @@ def transformers_answer(
     token, ttft = int(logits.argmax()), clock.elapsed()
     while token not in model.end_tokens:
         tokens.append(token)
-        if len(tokens) == decode.max_new_tokens:
+        if len(tokens) == decode.answer_tokens:
             break
         token = int(own.feed((token,)).argmax())
     seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}

@@ -76,7 +76,7 @@ class Runner:
         continuation: TokenIds = ()
         if example.is_continuation:
             continuation = self._engine.prompts.text_ids(example.answers[0])
-        reserved = max(self._decode.max_new_tokens, len(continuation))
+        reserved = max(self._decode.answer_tokens, len(continuation))
         if len(prompt) + reserved > limit:
             raise PromptTooLong(len(prompt), limit, reserved)
         run_dir.add_prompt(self._prompt_record(example, prompt))
@@ -119,7 +119,7 @@ class Runner:
             "type": example.type,
             "answer": text,
             "tokens": list(done.tokens),
-            "ended": len(done.tokens) < self._decode.max_new_tokens,
+            "ended": len(done.tokens) < self._decode.answer_tokens,
             "score": TASKS[example.task].score(text, golds),
             "f1": f1(text, golds),
             "em": exact_match(text, golds),

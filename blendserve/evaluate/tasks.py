@@ -89,7 +89,7 @@ class Task:
     metric: str  # name of the score
     score: Score
     prompt: PromptConfig = PROMPT
-    answer_tokens: int = DECODE.max_new_tokens  # that its answers need
+    answer_tokens: int = DECODE.answer_tokens  # that its answers need
 
 
 def _first_line(score: Score) -> Score:

@@ -215,7 +215,7 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
     x_blendserve: BlendOptions | None = None
 
-    def query(self, chat: Chat, max_tokens: int) -> QueryRequest:
+    def query(self, chat: Chat) -> QueryRequest:
         """The request to the engine. Raises InputError for passages and collections."""
         options = self.x_blendserve or BlendOptions()
         for name in ("passages", "collections", "top_k"):
@@ -230,8 +230,13 @@ class MessagesRequest(CountRequest):
             blend={
                 name: getattr(options, name) for name in ("method", "policy", "ratio", "refine", "correction")
             },
-            decode={**sampling, "max_new_tokens": max_tokens, "stop": tuple(self.stop_sequences) or None},
+            decode={
+                **sampling,
+                "max_new_tokens": self.max_tokens,
+                "stop": tuple(self.stop_sequences) or None,
+            },
             plain=chat,
+            may_fill=True,
         )
 
 

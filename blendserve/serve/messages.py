@@ -40,11 +40,7 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
     chat, removed = body.chat().without_lines(client.http.volatile_lines)
     notices = client.notices.ignored(body) | ({"removed": removed} if removed else {})
     form = MessagesFormat(served.name, [tool.name for tool in body.offered_tools], notices)
-    max_tokens = body.max_tokens
-    if 2 * max_tokens > client.max_tokens:  # clients send the limit of a far larger model
-        n_prompt = len(await _prompt(client, context.tenant, chat, client.max_tokens))
-        max_tokens = min(max_tokens, max(1, client.max_tokens - n_prompt))
-    return await context.respond(served.constrain(body.query(chat, max_tokens)), form, body.stream)
+    return await context.respond(served.constrain(body.query(chat)), form, body.stream)
 
 
 @router.post("/count_tokens")

@@ -114,7 +114,7 @@ async def _respond(
     removed: Sequence[str] = (),
 ) -> Response:
     """removed: lines of the prompt that are left out."""
-    client, query = context.client, served.constrain(replace(query, scope=body.scope))
+    client, query = context.client, served.constrain(replace(query, scope=body.scope, may_fill=True))
     if query.plain is None:
         query = query.split(client.config.prompt.separator)
     form = OpenAIFormat(client, body, served.name, query, removed)

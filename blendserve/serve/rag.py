@@ -62,7 +62,7 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
         "defaults": {
             **config.blend.model_dump(include={"method", "policy", "ratio", "refine", "correction"}),
             "top_k": config.retrieve.top_k,
-            "max_tokens": config.decode.max_new_tokens,
+            "max_tokens": config.decode.answer_tokens,
             "temperature": config.decode.temperature,
         },
         "methods": get_args(Method),

@@ -29,7 +29,6 @@ from blendserve.serve.engine_client import QueryRequest
 from blendserve.serve.middleware import check_json_complexity
 
 MAX_ITEMS = 1000
-MAX_TOKENS = 10**6
 MAX_TOOLS = 128  # as OpenAI's API has it
 MAX_TOOL_NAME = 64  # characters; the same
 
@@ -49,13 +48,19 @@ def _json_text(value: Any) -> Any:
     return value
 
 
+def _no_limit(value: Any) -> Any:
+    """-1 means no limit, as in llama.cpp and LM Studio."""
+    return None if value == -1 else value
+
+
 Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json_text)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
 ToolName = Annotated[Text, Field(min_length=1, max_length=MAX_TOOL_NAME)]
 Label = Annotated[Text, Field(max_length=512)]
-Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Tokens = Annotated[int, Field(ge=1)]
+TokenLimit = Annotated[Tokens | None, BeforeValidator(_no_limit)]
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
 Zero = Literal[0, 0.0]  # type: ignore[valid-type]
 
@@ -100,7 +105,7 @@ class Question(Body):
     documents: Passages | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: TokenLimit = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = False
@@ -263,7 +268,7 @@ class ChatRequest(OpenAIRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: TokenLimit = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     response_format: TextFormat | None = None

@@ -70,7 +70,8 @@ def test_a_wrong_argument_is_an_error_of_ours(call: str, value: Any) -> None:
 @example(2**80)
 def test_a_wrong_option_is_an_error_of_ours(name: str, value: Any) -> None:
     with suppress(BlendserveError):
-        engine().answer("Why?", ["A passage.", "Another one."], **{"max_new_tokens": 2, name: value})
+        options: dict[str, Any] = {"max_new_tokens": 2, "stop": ("a", "e", " "), name: value}
+        engine().answer("Why?", ["A passage.", "Another one."], **options)
 
 
 def test_a_passage_that_fits_no_prompt_is_not_precomputed() -> None:

@@ -101,8 +101,10 @@ def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
     monkeypatch.setattr(warm.model.decoder, "context_limit", n + 20)
     answer = warm.answer(QUESTION, SOME, max_new_tokens=20, temperature=1.0)
     assert answer.report.tokens_prompt == n
+    assert warm.answer(QUESTION, SOME, max_new_tokens=21, temperature=1.0).token_ids == answer.token_ids
+    monkeypatch.setattr(warm.model.decoder, "context_limit", n)
     with pytest.raises(PromptTooLong) as error:
-        warm.answer(QUESTION, SOME, max_new_tokens=21)
+        warm.answer(QUESTION, SOME, max_new_tokens=20)
     assert error.value.over == 1
 
 

@@ -325,7 +325,7 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
         text = engine.model.tokenizer.decode([i for c in prompt.chunks for i in c.ids])
         assert text == "".join(p.text for p in example.contexts)
         ids = engine.prompts.text_ids(example.answers[0])
-        assert len(ids) > CONFIG.decode.max_new_tokens  # longer than what is decoded
+        assert len(ids) > CONFIG.decode.answer_tokens  # longer than what is decoded
         logits = model(torch.tensor([[*prompt.ids, *ids]])).logits[0].detach().double().log_softmax(-1)
         nlls.append(-sum(float(logits[len(prompt) + n - 1, t]) for n, t in enumerate(ids)) / len(ids))
     methods = outcome.metrics["methods"]

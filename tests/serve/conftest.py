@@ -30,7 +30,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server without collections, whose model always writes the same call of a tool."""
-    with serving(tmp_path_factory.mktemp("scripted"), model=scripted_model(*SCRIPT), has_index=False) as made:
+    options: dict[str, Any] = {"engine": {"decode": {"max_new_tokens": None}}, "has_index": False}
+    with serving(tmp_path_factory.mktemp("scripted"), model=scripted_model(*SCRIPT), **options) as made:
         yield made
 
 

@@ -146,11 +146,11 @@ def test_a_streams_passages_come_before_its_prefill(server: Server, client: Clie
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slot(server: Server, client: Client, stream: bool) -> None:
-    fields = {"model": MODEL, "messages": asked(), "max_tokens": 700, "stream": stream, "documents": OWN}
+    fields = {"question": QUESTIONS[0], "max_tokens": 700, "stream": stream, "passages": OWN}
     body = json.dumps(fields).encode()
-    with client.sent("/v1/chat/completions", f"Content-Length: {len(body)}", body=body) as connection:
+    with client.sent("/v1/rag/query", f"Content-Length: {len(body)}", body=body) as connection:
         eventually(lambda: server.backend.scheduler.load[1] > 0)
-        while stream and b'"content"' not in (got := connection.recv(4096)):
+        while stream and b'"event": "text"' not in (got := connection.recv(4096)):
             assert got  # prefill ends before the first text
     before = server.sample("generated_tokens_total")
     eventually(lambda: server.backend.scheduler.load == (0, 0))

@@ -201,7 +201,7 @@ def test_a_stream_is_the_same_message(client: Client, content: Any) -> None:
     "change",
     [
         {"max_tokens": None},
-        {"max_tokens": 10**7},
+        {"max_tokens": 0},
         {"messages": asked("long " * 2000)},
         {"messages": []},
         {"messages": [{"role": "system", "content": "Be brief."}]},
