@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 import blendserve
 from blendserve.errors import BlendserveError, NotFound, PermissionDenied
-from blendserve.serve import documents, messages, openai, rag
+from blendserve.serve import documents, embeddings, messages, openai, rag
 from blendserve.serve.auth import BackendDep, ServiceBackend, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import (
@@ -106,7 +106,8 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
-    app = create_app(client, (openai.router, messages.router, rag.router, *local), client.http.cors_origins)
+    routers = (openai.router, messages.router, rag.router, embeddings.router, *local)
+    app = create_app(client, routers, client.http.cors_origins)
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,

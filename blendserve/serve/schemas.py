@@ -331,6 +331,43 @@ class RagRequest(Question, BlendOptions):
     check: bool = False
 
 
+class RetrieveRequest(Body):
+    """POST /v1/rag/retrieve"""
+
+    question: Annotated[Text, Field(pattern=r"\S")]
+    top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
+    collections: Names | None = None
+
+
+def _no_token_ids(given: Any) -> Any:
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, (int, list)):
+        raise ValueError("token ids are not supported: send texts")
+    return given
+
+
+FilledText = Annotated[Text, Field(min_length=1)]
+
+
+class EmbeddingsRequest(Body):
+    """POST /v1/embeddings. input_type: some embedders put another prompt before questions than before passages."""
+
+    input: Annotated[
+        FilledText | Annotated[list[FilledText], Field(min_length=1, max_length=MAX_ITEMS)],
+        BeforeValidator(_no_token_ids),
+    ]
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    input_type: Literal["query", "passage"] | None = None
+    user: Label | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts of the input."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
 class DocumentIn(Body):
     text: Annotated[Text, Field(min_length=1)]
     title: Label = ""

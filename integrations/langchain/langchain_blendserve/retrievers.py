@@ -15,14 +15,10 @@ from pydantic import Field, SecretStr
 
 from langchain_blendserve.chat_models import BASE_URL
 
-DATA = "data: "  # the start of a server-sent event's line
-
 
 class BlendserveRetriever(BaseRetriever):
     """Searches the collections of a blendserve server -> documents with id, and title and score as metadata.
 
-    It reads the first event of a streamed POST /v1/rag/query, which holds the passages, and closes the connection: the
-    server then cancels the prefill, which begins meanwhile. So `k` passages must fit a prompt.
     Raises httpx.HTTPStatusError with the server's message.
     """
 
@@ -35,34 +31,21 @@ class BlendserveRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        request = self._request(query, k)
-        with httpx.Client(timeout=self.timeout_s) as client, client.stream("POST", **request) as response:
-            if response.is_error:
-                response.read()
-            _check(response)
-            line = next(line for line in response.iter_lines() if line.startswith(DATA))
-        return _documents(line)
+        with httpx.Client(timeout=self.timeout_s) as client:
+            return _documents(client.post(**self._request(query, k)))
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        request = self._request(query, k)
-        async with (
-            httpx.AsyncClient(timeout=self.timeout_s) as client,
-            client.stream("POST", **request) as response,
-        ):
-            if response.is_error:
-                await response.aread()
-            _check(response)
-            line = await anext(line async for line in response.aiter_lines() if line.startswith(DATA))
-        return _documents(line)
+        async with httpx.AsyncClient(timeout=self.timeout_s) as client:
+            return _documents(await client.post(**self._request(query, k)))
 
     def _request(self, query: str, k: int | None) -> dict[str, Any]:
-        body = {"question": query, "top_k": k or self.k, "stream": True, "max_tokens": 1}
+        body: dict[str, Any] = {"question": query, "top_k": k or self.k}
         if self.collections is not None:
             body["collections"] = self.collections
         headers = {"Authorization": f"Bearer {self.api_key.get_secret_value()}"}
-        return {"url": f"{self.base_url.rstrip('/')}/rag/query", "json": body, "headers": headers}
+        return {"url": f"{self.base_url.rstrip('/')}/rag/retrieve", "json": body, "headers": headers}
 
 
 def _check(response: httpx.Response) -> None:
@@ -80,12 +63,10 @@ def _message(text: str) -> str:
         return text
 
 
-def _documents(line: str) -> list[Document]:
-    """The documents of the first event. Raises RuntimeError for an event that is an error."""
-    event = json.loads(line.removeprefix(DATA))
-    if "passages" not in event:
-        raise RuntimeError(f"the server sent no passages: {_message(json.dumps(event))}")
-    return [_document(passage) for passage in event["passages"]]
+def _documents(response: httpx.Response) -> list[Document]:
+    """The documents of a response. Raises httpx.HTTPStatusError with the server's message."""
+    _check(response)
+    return [_document(passage) for passage in response.json()["passages"]]
 
 
 def _document(passage: Mapping[str, Any]) -> Document:

@@ -1,0 +1,89 @@
+"""POST /v1/embeddings and /v1/rag/retrieve: the index's embedder, and a search without an answer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter
+
+from blendserve.core import Passage, run
+from blendserve.errors import InputError, NotFound
+from blendserve.retrieve import Embedder
+from blendserve.serve.auth import LimitedTenantDep
+from blendserve.serve.engine_client import ClientDep, EngineClient, served_names
+from blendserve.serve.schemas import EmbeddingsRequest, RetrieveRequest
+
+BATCH = 16  # texts; a question of another client may be embedded after each
+
+router = APIRouter(prefix="/v1")
+
+
+@router.post("/rag/retrieve", tags=["RAG"])
+async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """The passages nearest to a question, over all collections that this key may use, or the named ones."""
+    names = None if body.collections is None else tuple(body.collections)
+    arguments = tenant, names, body.question, body.top_k or client.config.retrieve.top_k
+    found = await client.collections.executor.run(tenant.name, client.collections.search, *arguments)
+    return {"passages": [asdict(passage) for passage in found], **client.notices.as_extras(body)}
+
+
+@router.post("/embeddings", tags=["OpenAI"])
+async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """The unit vectors of texts, by the embedder of the index. A text longer than its context has its windows' mean."""
+    embedder = _embedder(client)
+    names = served_names(embedder.name, None)
+    if body.model not in (None, *names, *client.model_names):
+        raise NotFound(f"there is no embedder {body.model!r} here: this server has {names[0]!r}")
+    if body.dimensions not in (None, embedder.dimension):
+        raise InputError(
+            f"dimensions {body.dimensions}: vectors of {names[0]!r} have {embedder.dimension}: leave it out",
+            setting="dimensions",
+        )
+    texts, rows, n_tokens = body.texts, list[np.ndarray](), 0
+    for start in range(0, len(texts), BATCH):
+        arguments = embedder, texts[start : start + BATCH], body.input_type == "query"
+        vectors, n = await client.collections.executor.run(tenant.name, embed, *arguments)
+        rows += vectors
+        n_tokens += n
+    data = [
+        {"object": "embedding", "index": i, "embedding": _encoded(row, body.encoding_format)}
+        for i, row in enumerate(rows)
+    ]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return {
+        "object": "list",
+        "data": data,
+        "model": names[0],
+        "usage": usage,
+        **client.notices.as_extras(body),
+    }
+
+
+def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[list[np.ndarray], int]:
+    """A unit vector [dimension] float32 for each text, and the number of tokens that were read."""
+    cut = run(embedder.cut([Passage(text) for text in texts]))
+    flat = [window for windows in cut for window in windows]
+    encoded, at, rows = run(embedder.encode(flat, None, is_question)), 0, list[np.ndarray]()
+    for windows in cut:
+        total = encoded[at : at + len(windows)].sum(0)
+        rows.append(total / max(float(np.linalg.norm(total)), np.finfo(np.float32).tiny))
+        at += len(windows)
+    return rows, sum(len(window.ids) for window in flat)
+
+
+def _embedder(client: EngineClient) -> Embedder:
+    """Raises InputError on a server without collections."""
+    for index in client.collections.indexes.values():
+        return index.embedder
+    raise InputError("this server has no index, so no embedder: start it with `--index`")
+
+
+def _encoded(vector: np.ndarray, encoding: str | None) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    values: list[float] = vector.tolist()
+    return values
