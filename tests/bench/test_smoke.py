@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -63,8 +63,8 @@ def toy_server(folder: Path, **config: Any) -> Iterator[str]:
         yield made.url
 
 
-def write_passages(config: Any, folder: Path) -> None:
-    documents = [Document(p.text, p.title) for p in PASSAGES]
+def write_passages(config: Any, folder: Path, documents: Sequence[Document] = ()) -> None:
+    documents = documents or [Document(p.text, p.title) for p in PASSAGES]
     VectorIndex.build(
         folder, toy_embedder(), TokenCounter("tiny", "abcdefghij", words), documents, chunk_tokens=64
     )
@@ -295,7 +295,10 @@ def test_serving_resumes_and_counts_what_is_refused(tmp_path: Path, monkeypatch:
         small = {"url": url, "index": tmp_path / "index", "passages": 2, "clients": 2, "seconds": 0.1}
         settings = config(**small, new_tokens=2, load_factors=(1.0,))
         first, again = (run_bench("serving", settings, out) for _ in range(2))
-        refused = run_bench("serving", config(**small, new_tokens=10**5, load_factors=()))
+        many = [Document(f"{'word ' * 60}{n}", f"Title {n}") for n in range(30)]
+        write_passages(None, tmp_path / "large", many)
+        more_than_fit = {**small, "index": tmp_path / "large", "passages": len(many), "new_tokens": 2}
+        refused = run_bench("serving", config(**more_than_fit, load_factors=()))
     assert again == first
     cases = {(s.labels["load"], s.labels["method"]) for s in samples_of(first)}
     assert cases == {(load, m) for load in ("saturation", 1.0) for m in ("full", "blend", "prefix")}

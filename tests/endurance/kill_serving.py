@@ -180,8 +180,8 @@ class Serving:
             assert (answer.status_code, answer.json()["text"]) == (200, expected), answer.text[:200]
 
     def ask_wrong(self, ask: dict[str, Any], chance: float) -> None:
-        """No JSON, a wrong value, an answer that no slot can hold, a body beyond the limit."""
-        changes = ("ratio", 7), ("max_tokens", 10**6), ("passages", ["too long" * 2**19])
+        """No JSON, a wrong value, a prompt that no slot can hold, a body beyond the limit."""
+        changes = ("ratio", 7), ("question", "long " * 10**5), ("passages", ["too long" * 2**19])
         bodies = ["{", *(json.dumps({**ask, name: value}) for name, value in changes)]
         n, headers = int(len(bodies) * chance), {"Content-Type": "application/json"}
         answer = self.http.post("/v1/rag/query", content=bodies[n], headers=headers)
