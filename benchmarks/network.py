@@ -67,7 +67,7 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
             assert isinstance(fetcher, TimedFetcher)
             waited = fetcher.seconds
             metrics, done = time_prompt(blender, workload, blend)
-            if late := [missing for missing in done.report.unusable if missing.kind != SLOW]:
+            if late := [missing for missing in done.report.unusable if missing["kind"] != SLOW]:
                 problem = f"{len(late)} chunks did not arrive within {DEADLINE_S:g} s: use a higher rate"
                 raise InputError(problem)
             moved = {"wait_s": fetcher.seconds - waited, "bytes_received": proxy.down.n_bytes - before}

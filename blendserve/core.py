@@ -10,16 +10,22 @@ Shape letters, used in every signature and trailing comment of the package:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from math import isnan
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 TokenIds = tuple[int, ...]
 PLAIN_SUFFIX = 16  # last tokens of a plain prompt, which are always computed
+MOVED = (
+    "reused",
+    "corrected",
+    "near_duplicate",
+)  # states of tokens whose KV was computed at another position
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -141,38 +147,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable:
-    """A stored chunk that could not be used, and why. Filled by blend/layout.py."""
-
-    chunk: int  # its number in the prompt
-    kind: str  # corrupt | unreachable | slow link | codec | level | tables
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class NearChunk:
-    """A chunk that was not stored, and what stored ones have of it. Filled by blend/report.py."""
-
-    chunk: int  # its number in the prompt
-    donors: tuple[str, ...]  # keys in hex; none where nothing stored has anything of it
-    tokens_stored: int  # that were read from donors; the policy may recompute some of them
-    tokens_fresh: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReusedSpan:
-    """Tokens of a plain prompt that started from a stored chunk's KV. Filled by blend/report.py."""
-
-    start: int  # in the prompt
-    stop: int
-    donor: str  # the chunk's key in hex
-    missing_head: int  # tokens of the chunk in front of these
-    missing_tail: int  # and behind them; some may be among the prompt's last ones, which are computed
-    learnt: bool  # whether the chunk was learnt from earlier prompts
-
-
-@dataclass(frozen=True, slots=True)
 class QualityReport:
     """What is promised of the answers to an index's questions, and what checks say. Filled by quality/controller.py."""
 
@@ -185,12 +159,63 @@ class QualityReport:
 
 
 @dataclass(frozen=True, slots=True)
-class BlendReport:
-    """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
+class PromptSpan(Span):
+    """A span of a prompt whose tokens started from the same KV. Filled by blend/report.py.
 
-    The tokens of a prompt fall into six kinds that add up to it: exact (the prefix, cached or computed first, and the
-    first chunk), kept (a conversation's, as a blended prompt before had them), reused, recomputed (chosen by the policy),
-    computed (nothing stored: missing, corrupt or not looked for) and suffix.
+    A chunk that was found in a plain prompt is a passage, and what stands between chunks is text.
+    """
+
+    kind: str  # prefix | kept | passage | text | suffix
+    state: str  # exact | kept | reused | corrected | near_duplicate | computed
+    reason: str  # why the prefix, passage, text or suffix started from what it did, as a sentence
+    chunk: int | None = None  # number of the passage
+    begins_chunk: bool = False
+    lookup: str = (
+        ""  # of the passage: hit | absent | corrupt | unreachable | slow link | codec | level | tables
+    )
+    source: str = ""  # of KV, used or not: memory | local | remote | computed | near
+    recomputed: TokenIds = ()  # positions that the policy chose; none unless it is moved
+    is_lossy: bool = False  # exact, but for the loss of its codec
+    seeks_donors: bool = False  # whether other chunks were searched for text of the passage
+    donor: str = ""  # key in hex of the stored chunk that these tokens were found in
+    missing_head: int = 0  # tokens before these in what they were read from
+    missing_tail: int = 0  # tokens after these in what they were read from
+    learnt: bool = False  # whether the donor was learnt from earlier prompts
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it started from any KV."""
+        return self.state != "computed"
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it started from KV that was computed at another position, or after other text."""
+        return self.state in ("reused", "corrected", "near_duplicate")
+
+    @property
+    def n_as_read(self) -> int:
+        """Tokens that were not recomputed."""
+        return len(self) - len(self.recomputed)
+
+
+class Count:
+    """A count of a report: a sum over the spans of its layout, which reads like an attribute."""
+
+    def __init__(self, counts: Callable[[PromptSpan], bool], size: Callable[[PromptSpan], int] = len) -> None:
+        """counts: whether a span counts. size: what it adds."""
+        self._counts, self._size = counts, size
+
+    def __get__(self, report: BlendReport, owner: type[BlendReport]) -> int:
+        return sum(self._size(span) for span in report.layout if self._counts(span))
+
+
+@dataclass(frozen=True, slots=True)
+class BlendReport:
+    """What was reused, what was recomputed and why: the layout of a prompt, printed. Every answer carries one.
+
+    Filled by blend/report.py. Each token is of one kind: exact (the prefix, cached or computed first, and the first
+    chunk), kept (of a conversation, as a blended prompt before had it), reused, recomputed (chosen by the policy),
+    computed (nothing stored: missing, corrupt or not looked for) or suffix.
     """
 
     method: str
@@ -198,30 +223,36 @@ class BlendReport:
     correction: str
     ratio: float  # asked for
     reason: str  # why nothing was blended; "" when something was
-    chunks: int  # of a plain prompt, the stored ones that were found in it
-    chunks_hit: int
-    chunks_missing: int
-    chunks_corrupt: int
-    tokens_prompt: int
-    tokens_exact: int
-    tokens_first: int  # part of tokens_exact: the first chunk's
-    tokens_reused: int
-    tokens_recomputed: int
-    tokens_computed: int
-    tokens_suffix: int
+    layout: tuple[PromptSpan, ...]  # ascending; they cover the prompt
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense, selection and refining passes included) / (T * L)
-    exact: bool  # whether the first token is full prefill's, up to rounding: no token's KV is approximate
-    unusable: tuple[Unusable, ...] = ()  # missing and corrupt chunks that may be in the store
-    # Of the chunks hit, how many came from where; "computed": here, while others were transferred.
-    tiers: Mapping[str, int] = field(default_factory=dict)
-    near: tuple[NearChunk, ...] = ()  # what others have of missing and corrupt chunks; () unless looked for
-    tokens_kept: int = 0
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
-    spans: tuple[ReusedSpan, ...] = ()  # of a plain prompt
     quality: QualityReport | None = None  # None: no target was set
     tokens_refined: int = 0  # part of tokens_reused: recomputed after the first token (blend/refine.py)
     full_prefill_s: float | None = None  # estimate for the same prompt; None: method full, or no cost model
+    scores: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[T], by which the policy chose, NaN where it gave none; None: it scores nothing"""
+
+    tokens_prompt = Count(lambda span: True)
+    tokens_exact = Count(lambda span: span.state == "exact")
+    tokens_first = Count(lambda span: span.state == "exact" and span.kind == "passage")
+    tokens_kept = Count(lambda span: span.state == "kept")
+    tokens_reused = Count(lambda span: span.is_moved, lambda span: span.n_as_read)
+    tokens_recomputed = Count(lambda span: span.is_moved, lambda span: len(span.recomputed))
+    tokens_computed = Count(lambda span: not span.is_read and span.kind != "suffix")
+    tokens_suffix = Count(lambda span: span.kind == "suffix")
+    tokens_lossy = Count(lambda span: span.is_lossy)
+    chunks = Count(lambda span: span.begins_chunk, lambda span: 1)
+    chunks_hit = Count(lambda span: span.begins_chunk and span.lookup == "hit", lambda span: 1)
+    chunks_corrupt = Count(lambda span: span.begins_chunk and span.lookup == "corrupt", lambda span: 1)
+    chunks_missing = Count(
+        lambda span: span.begins_chunk and span.lookup not in ("", "hit", "corrupt"), lambda span: 1
+    )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the first token is full prefill's, up to rounding: no token's KV is approximate."""
+        return self.tokens_reused + self.tokens_kept + self.tokens_lossy == 0
 
     @property
     def blended(self) -> bool:
@@ -231,75 +262,69 @@ class BlendReport:
     @property
     def share_recomputed(self) -> float:
         """Recomputed share of the tokens of the chunks that were found; compare it with `ratio`."""
-        found = self.tokens_reused + self.tokens_recomputed + self.tokens_first
-        return self.tokens_recomputed / found if found else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        derived = {"blended": self.blended, "share_recomputed": self.share_recomputed}
-        listed = {
-            name: [asdict(chunk) for chunk in getattr(self, name)] for name in ("unusable", "near", "spans")
-        }
-        return {**derived, **asdict(self), **listed}
-
-
-class Reason(str, Enum):
-    """Why a part of a prompt starts from what it does; `Part.reason` says it in a sentence."""
-
-    SUFFIX = "suffix"  # computed for every request
-    STORED = "stored"  # used where it was computed
-    KEPT = "kept"  # of a conversation, as a blended prompt before had it
-    MOVED = "moved"  # stored, and used in another place
-    COMPUTED = "computed"  # alone, in this request, while other chunks came from another machine
-    NEAR = "near"  # stored chunks have text of it, which is used
-    NO_DONOR = "no donor"  # not stored, nor is any text of it
-    DONOR_UNUSABLE = "donor unusable"  # not stored; a chunk that has text of it could not be used
-    UNUSABLE = "unusable"  # stored, and damaged or not decodable here
-    SHORT = "short"  # stored, and computed: a short chunk's KV is far from what it is in a prompt
-    UNUSED = "unused"  # stored, but the method does not use it in this place
-    NOT_STORED = "not stored"
-    NOT_LOOKED_UP = "not looked up"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/report.py.
-
-    Of a plain prompt, each stored chunk that was found in it is a passage, and what stands between them is text.
-    """
-
-    kind: str  # prefix | kept | passage | text | suffix
-    passage: int | None  # its number, of a passage
-    span: Span
-    tier: str  # where its KV was read from; "" where none was used
-    code: Reason  # why its KV was used, or why not
-    reason: str  # the same as a sentence
-    donors: tuple[tuple[Span, str], ...] = ()  # stretches that came from other chunks, and their keys in hex
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Explanation:
-    """What each token of a prompt started from, and why. Filled by blend/report.py; the report has its sums."""
-
-    parts: tuple[Part, ...]
-    states: torch.Tensor  # [T] uint8, numbers in STATES
-    scores: (
-        torch.Tensor | None
-    )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
-
-    STATES: ClassVar[tuple[str, ...]] = (
-        "exact",
-        "reused",
-        "corrected",
-        "near_duplicate",
-        "recomputed",
-        "computed",
-        "kept",
-    )
+        n_found = self.tokens_reused + self.tokens_recomputed + self.tokens_first
+        return self.tokens_recomputed / n_found if n_found else 0.0
 
     @property
-    def runs(self) -> list[tuple[str, int]]:
+    def tiers(self) -> dict[str, int]:
+        """Number of chunk hits by source."""
+        hits = (span for span in self.layout if span.begins_chunk and span.lookup == "hit")
+        return dict(Counter(span.source for span in hits))
+
+    @property
+    def unusable(self) -> list[dict[str, Any]]:
+        """The missing and corrupt chunks that may be in the store."""
+        lost = [s for s in self.layout if s.begins_chunk and s.lookup not in ("", "hit", "absent")]
+        return [{"chunk": span.chunk, "kind": span.lookup, "reason": span.reason} for span in lost]
+
+    @property
+    def near(self) -> list[dict[str, Any]]:
+        """What other stored chunks have of each missing or corrupt chunk; empty unless that was looked for."""
+        rows = []
+        for chunk, group in groupby((s for s in self.layout if s.seeks_donors), key=lambda span: span.chunk):
+            spans = list(group)
+            used = [span for span in spans if span.is_read]
+            n_stored = sum(map(len, used))
+            tokens = {"tokens_stored": n_stored, "tokens_fresh": sum(map(len, spans)) - n_stored}
+            donors = list(dict.fromkeys(span.donor for span in used))
+            rows.append({"chunk": chunk, "donors": donors, **tokens, "reason": spans[0].reason})
+        return rows
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """The tokens of a plain prompt that started from stored chunks."""
+        names = ("start", "stop", "donor", "missing_head", "missing_tail", "learnt")
+        found = [span for span in self.layout if span.donor and span.lookup == "hit" and span.is_read]
+        return [{name: getattr(span, name) for name in names} for span in found]
+
+    @property
+    def states(self) -> list[tuple[str, int]]:
         """States in the order of the prompt, each with how many tokens in a row have it."""
-        return [(self.STATES[state], len(list(run))) for state, run in groupby(self.states.tolist())]
+        states = [span.state for span in self.layout for _ in range(len(span))]
+        for position in (at for span in self.layout for at in span.recomputed):
+            states[position] = "recomputed"
+        return [(state, len(list(run))) for state, run in groupby(states)]
+
+    def explain(self) -> dict[str, Any]:
+        """State and score of every token, and each part of the prompt with its reason, as JSON."""
+        scores, parts = None, []
+        if self.scores is not None:
+            scores = [None if isnan(score) else float(f"{score:.4g}") for score in self.scores.tolist()]
+        for (kind, chunk), group in groupby(self.layout, key=lambda span: (span.kind, span.chunk)):
+            spans = list(group)
+            tier = next((span.source for span in spans if span.is_read), None)
+            found = [span for span in spans if span.donor and span.is_read]
+            donors = [{"start": span.start, "stop": span.stop, "key": span.donor} for span in found]
+            part = {"kind": kind, "passage": chunk, "start": spans[0].start, "stop": spans[-1].stop}
+            parts.append({**part, "tier": tier, "reason": spans[0].reason, "donors": donors})
+        return {"states": self.states, "scores": scores, "parts": parts}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields, counts and properties as JSON, without what is as long as the prompt: see `explain`."""
+        derived = {name for name, value in vars(BlendReport).items() if isinstance(value, Count | property)}
+        names = derived.union(each.name for each in fields(self)) - {"layout", "scores", "states"}
+        quality = asdict(self.quality) if self.quality else None
+        return {**{name: getattr(self, name) for name in sorted(names)}, "quality": quality}
 
 
 @dataclass(slots=True)
@@ -334,7 +359,11 @@ class Answer:
     token_ids: TokenIds = field(default=())
     finish_reason: str = "stop"  # stop (end of turn or stop string) | length
     stop_sequence: str | None = None  # the stop string that ended the text
-    explanation: Explanation | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def explanation(self) -> dict[str, Any]:
+        """State and score of every prompt token, and the parts of the prompt with their reasons."""
+        return self.report.explain()
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -23,9 +23,9 @@ from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
 from blendserve.blend.priors import PriorStore
 from blendserve.blend.refine import refine, rows_to_refine
-from blendserve.blend.report import explain, make_report
+from blendserve.blend.report import make_report
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Explanation, Prompt, Steps, TokenIds, run
+from blendserve.core import BlendReport, Prompt, Steps, TokenIds, run
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
@@ -52,7 +52,6 @@ class Prefilled:
 
     result: PassResult
     report: BlendReport
-    explanation: Explanation
     n_cached: int = 0  # tokens of the prompt whose KV was not computed for it
     n_blended: int = 0  # those of them whose KV is approximate
     n_known: int = 0  # tokens at its beginning that the prefix cache had
@@ -64,8 +63,8 @@ class Prefilled:
         """With its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
         n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
-        n_blended = report.tokens_reused + plan.layout.n_lossy
-        done = cls(result, report, explain(plan, result, report), n_cached, n_blended)
+        n_blended = report.tokens_reused + report.tokens_lossy
+        done = cls(result, report, n_cached, n_blended)
         return replace(done, to_refine=rows_to_refine(plan, result)) if plan.policy.for_refining else done
 
     def refine(self, model: DecoderModel, ids: TokenIds) -> Steps[Prefilled]:

@@ -9,7 +9,7 @@ kept    of the prefix: as a blended prompt before had it, so it is approximate
 reused  the KV was computed elsewhere and is rotated to its place; a policy selects the tokens to recompute
 fresh   there is no KV, or the method does not use it: computed in this request
 
-The cost model, the prefill, the report and the explanation read these segments and nothing else. A missing chunk may
+The cost model, the prefill and the report read these segments and nothing else. A missing chunk may
 consist of several segments: runs of stored near-duplicates (near.py), and fresh tokens between them. So does the text of
 a plain prompt, with runs of the stored chunks that were found in it (match.py).
 """
@@ -45,7 +45,7 @@ class State(Enum):
     EXACT = "exact"
     KEPT = "kept"  # of a prefix: as a blended prompt before had it
     REUSED = "reused"
-    FRESH = "fresh"
+    FRESH = "computed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +152,6 @@ class Layout:
         for i, segments in groupby(self.segments, key=lambda segment: segment.chunk):
             if i is not None:
                 yield i, list(segments)
-
-    @property
-    def n_lossy(self) -> int:
-        """Tokens whose stored KV stands where it was computed, and was coded with a loss."""
-        return sum(len(s.span) for s in self.segments if s.state is State.EXACT and not s.is_exact)
-
-    def is_exact(self, n_recomputed: int) -> bool:
-        """Whether no token's KV is approximate once this many reusable tokens are recomputed."""
-        return n_recomputed == self.n_reusable and not self.count(State.KEPT) and not self.n_lossy
 
     def state_at(self, start: int, offset: int = 0) -> State:
         """The state of stored KV that is used from position `start` on, read from `offset` tokens into its chunk."""

@@ -1,190 +1,150 @@
-"""What a prefill did to a prompt: sums that add up, and the same token by token and part by part, with reasons."""
+"""Prints the layout of a prefill as its report: the spans of the prompt, where the KV of each came from, and why."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-
-import torch
-from torch import Tensor
 
 from blendserve.blend.layout import LEAST_REUSED, Layout, Segment, State
 from blendserve.blend.prefill import PassResult, PrefillPlan
-from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, ReusedSpan, Span, Unusable
+from blendserve.core import BlendReport, PromptSpan
 from blendserve.fetch.fetcher import COMPUTED
 
-STATE = {name: n for n, name in enumerate(Explanation.STATES)}
-KEPT = "kept from the last turn, and approximate: chunks in it were reused at other positions"
 SHORT = f"a chunk of fewer than {LEAST_REUSED} tokens is too short to be blended"
-NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
 
 def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> BlendReport:
     """has_prior: whether the correction had a prior."""
     layout, blend = plan.layout, plan.blend
-    look_ups = _look_ups(layout)
-    hits = [segment for _, segment in look_ups if segment.is_stored]
-    misses = [(i, segment.miss) for i, segment in look_ups if segment.miss]
-    corrupt = sum(miss.kind == "corrupt" for _, miss in misses)
-    n_recomputed = len(result.recomputed)
-    is_blended = layout.n_reusable > n_recomputed
+    is_blended = layout.n_reusable > len(result.recomputed)
     return BlendReport(
         method=blend.method,
         policy=blend.policy,
         correction=blend.correction,
         ratio=plan.policy.ratio,
         reason="" if is_blended else plan.reason or _why_nothing_was_blended(plan),
-        chunks=len(look_ups if layout.prompt.is_plain else layout.prompt.chunks),
-        chunks_hit=len(hits),
-        chunks_missing=len(misses) - corrupt,
-        chunks_corrupt=corrupt,
-        tokens_prompt=layout.n_tokens,
-        tokens_exact=layout.count(State.EXACT),
-        tokens_kept=layout.count(State.KEPT),
-        tokens_first=layout.n_found - layout.n_reusable,
-        tokens_reused=layout.n_reusable - n_recomputed,
-        tokens_recomputed=n_recomputed,
-        tokens_computed=layout.count(State.FRESH) - layout.n_suffix,
-        tokens_suffix=layout.n_suffix,
+        layout=tuple(_spans(plan, result)),
         bytes_loaded=result.bytes_loaded,
         cost=result.cost,
-        exact=layout.is_exact(n_recomputed),
-        unusable=tuple(Unusable(i, miss.kind, miss.detail) for i, miss in misses if miss.kind != "absent"),
-        tiers=dict(Counter(segment.source for segment in hits)),
-        near=tuple(_near_chunks(layout)),
         prior=has_prior and result.corrected,
-        spans=tuple(_reused_spans(layout)),
         full_prefill_s=plan.full_prefill_s,
+        scores=result.scores,
     )
 
 
-def _look_ups(layout: Layout) -> list[tuple[int, Segment]]:
-    """The number of each chunk that has tokens, and the segment that says what was found of it.
-
-    Of a plain prompt: of each chunk that was found in its text.
-    """
-    if layout.prompt.is_plain:
-        return list(enumerate(s for s in layout.segments if s.donor and not s.is_seam))
-    return [(i, _telling(segments)) for i, segments in layout.chunks()]
-
-
-def _telling(segments: Sequence[Segment]) -> Segment:
-    """The segment of a chunk that says what was found of it."""
-    return next((segment for segment in segments if not segment.is_seam), segments[0])
-
-
-def _reused_spans(layout: Layout) -> Iterator[ReusedSpan]:
-    """Of a plain prompt."""
+def _spans(plan: PrefillPlan, result: PassResult) -> Iterator[PromptSpan]:
+    """The segments of the layout. All spans of a passage have the same reason."""
+    layout, recomputed = plan.layout, result.recomputed.tolist()
     learnt = {run.donor for run in layout.prompt.runs if run.is_learnt}
-    for _, s in _look_ups(layout) if layout.prompt.is_plain else ():
-        if s.donor and s.view and s.state is not State.FRESH:
-            n_after = s.view.n_tokens - s.offset - len(s.span)
-            yield ReusedSpan(s.span.start, s.span.stop, s.donor.hex(), s.offset, n_after, s.donor in learnt)
-
-
-def explain(plan: PrefillPlan, result: PassResult, report: BlendReport) -> Explanation:
-    """What each token started from, and why."""
-    near: dict[int | None, NearChunk] = {chunk.chunk: chunk for chunk in report.near}
-    return Explanation(tuple(_parts(plan, near)), _states(plan.layout, result), result.scores)
-
-
-def _states(layout: Layout, result: PassResult) -> Tensor:
-    """[T] uint8"""
     reused = "corrected" if result.corrected else "reused"
-    names = {
-        State.EXACT: "exact",
-        State.KEPT: "kept",
-        State.REUSED: reused,
-        State.FRESH: "computed",
-    }
-    states = torch.empty(layout.n_tokens, dtype=torch.uint8)
+    pairs = zip(_parts(layout), layout.segments, strict=True)
+    for (kind, chunk), group in groupby(pairs, key=lambda pair: pair[0]):
+        segments = [segment for _, segment in group]
+        reason = _why(plan, kind, segments)
+        reason += "" if reason.endswith(".") else "."
+        for s in segments:
+            is_near = s.miss is not None and s.state is not State.FRESH
+            moved = "near_duplicate" if is_near else reused
+            first, last = (bisect_left(recomputed, end) for end in (s.span.start, s.span.stop))
+            yield PromptSpan(
+                s.span.start,
+                s.span.stop,
+                kind=kind,
+                state=moved if s.state is State.REUSED else s.state.value,
+                reason=reason,
+                chunk=chunk,
+                begins_chunk=kind == "passage" and s is segments[0],
+                lookup=_lookup(s),
+                source="near" if is_near else s.source,
+                recomputed=tuple(recomputed[first:last]),
+                is_lossy=s.state is State.EXACT and not s.is_exact,
+                seeks_donors=s.chunk in layout.donor_errors,
+                donor=s.donor.hex() if s.donor else "",
+                missing_head=s.offset,
+                missing_tail=s.view.n_tokens - s.offset - len(s.span) if s.view else 0,
+                learnt=s.donor in learnt,
+            )
+
+
+def _parts(layout: Layout) -> Iterator[tuple[str, int | None]]:
+    """Kind of the part of the prompt that each segment belongs to, and number of a passage.
+
+    Chunks that were found in a plain prompt are numbered in its order.
+    """
+    n_found = 0
     for s in layout.segments:
-        is_near = s.state is State.REUSED and s.donor and s.miss
-        name = "near_duplicate" if is_near else names[s.state]
-        states[s.span.start : s.span.stop] = STATE[name]
-    states[result.recomputed] = STATE["recomputed"]
-    return states
+        if s.chunk is None:
+            is_suffix = layout.n_suffix > 0 and s.span.stop == layout.n_tokens
+            yield "suffix" if is_suffix else "kept" if s.state is State.KEPT else "prefix", None
+        elif not layout.prompt.is_plain:
+            yield "passage", s.chunk
+        elif s.donor:
+            yield "passage", n_found
+            n_found += not s.is_seam  # the rest of the same chunk follows a seam
+        else:
+            yield "text", None
 
 
-def _parts(plan: PrefillPlan, near: Mapping[int | None, NearChunk]) -> Iterator[Part]:
-    """The prefix, the passages and the suffix, those without tokens left out; in a plain prompt also the text between."""
-    layout = plan.layout
-    runs = {s.span.start: i for i, s in _look_ups(layout)} if layout.prompt.is_plain else None
-    for kind, group in groupby(layout.segments, key=lambda s: _kind(layout, s, runs)):
-        segments = list(group)
-        i, span = kind[1], Span(segments[0].span.start, segments[-1].span.stop)
-        telling = _telling(segments)
-        source, code, reason = _why(plan, kind[0], telling, near.get(i))
-        is_used = code is Reason.NEAR or telling.is_stored
-        donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor) if is_used else ()
-        reason = reason[:1].upper() + reason[1:] + ("" if reason.endswith(".") else ".")
-        yield Part(kind[0], i, span, source, code, reason, donors)
+def _lookup(s: Segment) -> str:
+    """What was found of a segment's chunk; "" if nothing was looked for."""
+    if s.miss:
+        return s.miss.kind
+    return "hit" if s.chunk is not None and s.is_stored else ""
 
 
-def _kind(layout: Layout, segment: Segment, runs: Mapping[int, int] | None) -> tuple[str, int | None]:
-    """Of the part that a segment belongs to, with its number. runs: numbers of a plain prompt's chunks by position."""
-    if segment.chunk is not None:
-        at = segment.span.stop if segment.is_seam else segment.span.start
-        i = segment.chunk if runs is None else runs.get(at)
-        return "text" if i is None else "passage", i
-    is_suffix = layout.n_suffix > 0 and segment.span.stop == layout.n_tokens
-    return "suffix" if is_suffix else "kept" if segment.state is State.KEPT else "prefix", None
-
-
-def _why(plan: PrefillPlan, kind: str, s: Segment, near: NearChunk | None) -> tuple[str, Reason, str]:
-    """Where the KV of a part with this first segment was read from, why or why not, and the same as a sentence."""
+def _why(plan: PrefillPlan, kind: str, segments: Sequence[Segment]) -> str:
+    """Why a part of the prompt starts from what it does, as a sentence."""
+    s = next((segment for segment in segments if not segment.is_seam), segments[0])
     if kind == "suffix":
-        said = "computed: every request computes the question and the end of the prompt"
-        return "", Reason.SUFFIX, said
+        return "Computed: every request computes the question and the end of the prompt"
     if kind == "text":
-        return "", Reason.NOT_STORED, "computed: no stored chunk was found in this text"
-    if near and near.donors:
-        return NEAR, Reason.NEAR, near.reason
+        return "Computed: no stored chunk was found in this text"
+    if s.chunk is not None and s.chunk in plan.layout.donor_errors:
+        return _why_near(segments, plan.layout.donor_errors[s.chunk])
     if s.state is not State.FRESH:
-        return s.source, *_used(s)
+        return _why_used(s)
     if s.is_short:
-        return "", Reason.SHORT, f"stored, but computed: {SHORT}"
+        return f"Stored, but computed: {SHORT}"
     if s.is_stored:
         because = plan.reason or f"method {plan.blend.method!r} uses only exact KV"
-        return "", Reason.UNUSED, f"stored, but not used: {because}"
+        return f"Stored, but not used: {because}"
     if s.miss and s.miss.kind != "absent":
-        return "", Reason.UNUSABLE, f"stored, but could not be used: {s.miss.detail}"
-    if near:
-        has_errors = plan.layout.donor_errors[near.chunk]
-        return "", Reason.DONOR_UNUSABLE if has_errors else Reason.NO_DONOR, near.reason
+        return f"Stored, but could not be used: {s.miss.detail}"
     if s.miss:
-        return "", Reason.NOT_STORED, "computed: it was not in the store"
+        return "Computed: it was not in the store"
     because = plan.reason or f"method {plan.blend.method!r} reuses no KV here"
-    return "", Reason.NOT_LOOKED_UP, f"computed without a lookup: {because}"
+    return f"Computed without a lookup: {because}"
 
 
-def _used(s: Segment) -> tuple[Reason, str]:
+def _why_used(s: Segment) -> str:
     if s.state is State.KEPT:
-        return Reason.KEPT, KEPT
+        return "Kept from the last turn, and approximate: chunks in it were reused at other positions"
     if s.chunk is None:
-        return Reason.STORED, "exact: computed at this position, for this prompt or an earlier one"
+        return "Exact: computed at this position, for this prompt or an earlier one"
     if s.source == COMPUTED:
-        said = "computed here, without seeing the passages before it, while other chunks were transferred"
-        return Reason.COMPUTED, said
+        return "Computed here, without seeing the passages before it, while other chunks were transferred"
+    if s.is_exact:
+        return "Exact: same position as when it was computed"
     if s.state is State.EXACT:
-        said = "same position as when it was computed"
-        return Reason.STORED, f"exact: {said}" if s.is_exact else f"{said}, but its codec is lossy"
-    return Reason.MOVED, "reused: moved here without seeing the passages before it"
+        return "Same position as when it was computed, but its codec is lossy"
+    return "Reused: moved here without seeing the passages before it"
 
 
-def _near_chunks(layout: Layout) -> Iterator[NearChunk]:
-    """The chunks that donors were looked for, by what is used of those."""
-    chunks = dict(layout.chunks())
-    for i, error in layout.donor_errors.items():
-        used = [s for s in chunks[i] if s.donor and s.state is not State.FRESH]
-        donors = tuple(dict.fromkeys(s.donor.hex() for s in used if s.donor))
-        n, n_tokens = sum(len(s.span) for s in used), sum(len(s.span) for s in chunks[i])
-        others = ("no stored chunk has", "a stored chunk has", f"{len(donors)} stored chunks have")
-        what = f"{n} of its {n_tokens} tokens in the same order" if donors else "enough of its text"
-        why = f"it was not in the store, {'but' if donors else 'and'} {others[min(len(donors), 2)]} {what}"
-        why += f"; a similar chunk could not be used: {error}" if error else ""
-        yield NearChunk(i, donors, n, n_tokens - n, why)
+def _why_near(segments: Sequence[Segment], error: str) -> str:
+    """Why a passage starts from text of other chunks, or why not. error: why a similar chunk could not be used."""
+    used = [s for s in segments if s.state is not State.FRESH]
+    miss, n_donors = segments[0].miss, len({s.donor for s in used})
+    reason = "It was not in the store"
+    if miss and miss.kind != "absent":
+        reason = f"It could not be used ({miss.detail})"
+    if n_donors:
+        donors = "a stored chunk has" if n_donors == 1 else f"{n_donors} stored chunks have"
+        n, n_tokens = (sum(len(s.span) for s in some) for some in (used, segments))
+        reason += f", but {donors} {n} of its {n_tokens} tokens in the same order"
+    else:
+        reason += ", and no stored chunk has enough of its text"
+    return f"{reason}; a similar chunk could not be used: {error}" if error else reason
 
 
 def _why_nothing_was_blended(plan: PrefillPlan) -> str:

@@ -165,10 +165,9 @@ class TokenSequence:
         assert self.prefilled
         piece += self._detokenizer.flush()
         self._text += piece
-        report, explanation = self.prefilled.report, self.prefilled.explanation
-        tokens, passages = tuple(self._tokens), self.request.passages
+        report, tokens, passages = self.prefilled.report, tuple(self._tokens), self.request.passages
         ended = reason, self._detokenizer.stop_sequence
-        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended, explanation)
+        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended)
         self._on_answer(self)
         return piece
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import validate_blend
 from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig
-from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt, QualityReport
+from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, QualityReport
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
@@ -192,7 +192,6 @@ class PrefillDone:
     cached: int  # tokens of the prompt whose KV was there already
     blended: int  # those of them whose KV is approximate
     report: BlendReport
-    explanation: Explanation
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,8 +166,8 @@ class Metrics(HttpMetrics):
         self._histograms["queue_seconds"].labels(method).observe(seconds)
 
     def prefilled(self, report: BlendReport, seconds: Mapping[str, float]) -> None:
-        near = [chunk for chunk in report.near if chunk.donors]
-        near_tokens = {kind: sum(getattr(c, f"tokens_{kind}") for c in near) for kind in ("stored", "fresh")}
+        near = [chunk for chunk in report.near if chunk["donors"]]
+        near_tokens = {kind: sum(chunk[f"tokens_{kind}"] for chunk in near) for kind in ("stored", "fresh")}
         kinds = ("exact", "kept", "reused", "recomputed", "suffix")
         tokens = {kind: getattr(report, f"tokens_{kind}") for kind in kinds}
         hits, misses, corrupt = report.chunks_hit, report.chunks_missing, report.chunks_corrupt
@@ -175,10 +175,10 @@ class Metrics(HttpMetrics):
             "prompt_tokens": {**tokens, "missing": report.tokens_computed},
             "chunks": {"hit": hits, "miss": misses, "corrupt": corrupt},
             "chunks_hit_by_tier": report.tiers,
-            "chunks_unusable": Counts(chunk.kind for chunk in report.unusable),
-            "near_chunks": Counts("donor" if chunk.donors else "none" for chunk in report.near),
+            "chunks_unusable": Counts(chunk["kind"] for chunk in report.unusable),
+            "near_chunks": Counts("donor" if chunk["donors"] else "none" for chunk in report.near),
             "near_tokens": near_tokens if near else {},
-            "spans": Counts("learnt" if span.learnt else "precomputed" for span in report.spans),
+            "spans": Counts("learnt" if span["learnt"] else "precomputed" for span in report.spans),
         }
         for name, values in counts.items():
             for label, n in values.items():

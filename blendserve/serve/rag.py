@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 import blendserve
 from blendserve.config import Method
-from blendserve.core import Answer, Explanation
+from blendserve.core import Answer, BlendReport
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage
 from blendserve.engine.request import Completed, PrefillDone, PrefillProgress, TextDelta
@@ -22,7 +22,6 @@ from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandl
 from blendserve.serve.responses import ContextDep, StreamEvent
 from blendserve.serve.schemas import RagRequest
 
-SCORE_DIGITS = 4  # scores are for reading and ranking
 MAX_CHARACTER_TOKENS = 8  # tokens of one character; a longer incomplete sequence is shown as it is
 
 router = APIRouter(prefix="/v1/rag", tags=["RAG"])
@@ -87,8 +86,8 @@ class RagFormat:
 
     async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
         body = {**answer.to_dict(), "cached_tokens": handle.cached_tokens, **self._notices}
-        if self._explain and answer.explanation:
-            body["explanation"] = explanation_json(self._tokenizer, handle.prompt_ids, answer.explanation)
+        if self._explain:
+            body["explanation"] = explanation_json(self._tokenizer, handle.prompt_ids, answer.report)
         return {**body, **await self._check(handle, answer)}
 
     async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
@@ -99,7 +98,7 @@ class RagFormat:
                 yield {"event": "progress", "layers": event.layers, "n_layers": event.n_layers}
             elif isinstance(event, PrefillDone) and self._explain:
                 # On a thread: for a long prompt it takes long enough to delay others' tokens.
-                arguments = (self._tokenizer, handle.prompt_ids, event.explanation)
+                arguments = (self._tokenizer, handle.prompt_ids, event.report)
                 explanation = await asyncio.to_thread(explanation_json, *arguments)
                 yield {"event": "prefill", "report": event.report.to_dict(), "explanation": explanation}
             elif isinstance(event, TextDelta):
@@ -121,26 +120,9 @@ class RagFormat:
         return {"check": {**found.loss._asdict(), "tokens": [*zip(texts, full, strict=True)]}}
 
 
-def explanation_json(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> dict[str, Any]:
-    """An explanation as JSON: tokens as text, their states and scores, and the prompt's parts with their reasons."""
-    scores = explanation.scores
-    return {
-        "tokens": list(token_texts(tokenizer, ids)),
-        "states": explanation.runs,
-        "scores": None if scores is None else [_rounded(score) for score in scores.tolist()],
-        "parts": [
-            {
-                "kind": part.kind,
-                "passage": part.passage,
-                "start": part.span.start,
-                "stop": part.span.stop,
-                "tier": part.tier or None,
-                "reason": part.reason,
-                "donors": [{"start": span.start, "stop": span.stop, "key": key} for span, key in part.donors],
-            }
-            for part in explanation.parts
-        ],
-    }
+def explanation_json(tokenizer: Any, ids: Sequence[int], report: BlendReport) -> dict[str, Any]:
+    """Return the explanation of a report, with the prompt's tokens as text."""
+    return {"tokens": list(token_texts(tokenizer, ids)), **report.explain()}
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
@@ -154,8 +136,3 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
         else:
             yield text
             pending.clear()
-
-
-def _rounded(score: float) -> float | None:
-    """JSON has no NaN."""
-    return None if score != score else float(f"{score:.{SCORE_DIGITS}g}")

@@ -13,7 +13,7 @@ import torch
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Reason, Span, Steps, run
+from blendserve.core import BlendReport, Span, Steps, run
 from blendserve.errors import ConfigError
 from blendserve.fetch import TieredStore
 from blendserve.models.kv_cache import KVCache
@@ -74,13 +74,13 @@ def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
     damage(how, store, maker)
     hurt = maker.run(PROMPT, BLEND)
     assert found(hurt.report) == counts
-    assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
+    assert [(unusable["chunk"], unusable["kind"]) for unusable in hurt.report.unusable] == [(1, kind)]
     assert [chunk.ids for chunk in hurt.missing] == [CHUNKS[1]]
     assert torch.equal(hurt.result.logits, as_if_missing.run(PROMPT, BLEND).result.logits)
     assert run(maker.writer.write_back(hurt.missing)) == 1
     healed = maker.run(PROMPT, BLEND)
     assert_near(healed.result.logits, whole.result.logits)
-    assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), ())
+    assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), [])
 
 
 def test_kv_of_another_model_tenant_prefix_or_dtype_is_not_found() -> None:
@@ -115,18 +115,38 @@ def test_precompute_skips_stored_chunks_and_duplicates_and_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "damaged", "down", "codes"),
+    ("options", "damaged", "down", "states"),
     [
-        ({"method": "blend"}, (), False, "stored | stored, not stored, moved, not stored, moved"),
-        ({"method": "prefix"}, (), False, "stored | stored" + 4 * ", not looked up"),
-        ({"method": "full"}, (), False, "not looked up | not looked up" + 4 * ", not looked up"),
-        ({"method": "blend", "near": True}, (), True, "stored | unusable" + 4 * ", unusable"),
-        ({"method": "blend"}, (3,), False, "stored | stored, not stored, unusable, not stored, moved"),
-        ({"near": True, "method": "blend"}, (), False, "stored | stored, no donor, moved, no donor, moved"),
+        (
+            {"method": "blend"},
+            (),
+            False,
+            "exact | exact hit, computed absent, moved hit, computed absent, moved hit",
+        ),
+        ({"method": "prefix"}, (), False, "exact | exact hit" + 4 * ", computed "),
+        ({"method": "full"}, (), False, "computed | computed " + 4 * ", computed "),
+        (
+            {"method": "blend", "near": True},
+            (),
+            True,
+            "exact | computed unreachable" + 4 * ", computed unreachable",
+        ),
+        (
+            {"method": "blend"},
+            (3,),
+            False,
+            "exact | exact hit, computed absent, computed corrupt, computed absent, moved hit",
+        ),
+        (
+            {"near": True, "method": "blend"},
+            (),
+            False,
+            "exact | exact hit, computed absent, moved hit, computed absent, moved hit",
+        ),
     ],
 )
-def test_parts_cover_the_prompt_in_order_each_with_its_reason(
-    options: dict[str, Any], damaged: tuple[int, ...], down: bool, codes: str
+def test_spans_cover_the_prompt_in_order_each_with_its_reason(
+    options: dict[str, Any], damaged: tuple[int, ...], down: bool, states: str
 ) -> None:
     """The first, fourth and last chunk are stored."""
     store = FaultyStore(MemoryStore(ROOMY))
@@ -136,15 +156,15 @@ def test_parts_cover_the_prompt_in_order_each_with_its_reason(
     done = made.run(PROMPT, BlendConfig(**options))
     if down:
         assert_near(done.result.logits, model_logits(made.model, PROMPT))
-    parts = prefix, *passages, suffix = done.explanation.parts
-    assert [part.passage for part in parts] == [None, 0, 1, 3, 4, 5, None]  # but for the one without tokens
-    spans = [Span(0, 5), *(span for span in PROMPT.spans if len(span)), Span(58, len(PROMPT))]
-    assert [part.span for part in parts] == spans
-    assert all(part.reason for part in parts)
-    assert f"{prefix.code.value} | " + ", ".join(part.code.value for part in passages) == codes
-    assert suffix.code is Reason.SUFFIX
-    for part in (prefix, *passages):
-        assert bool(part.tier) == (part.code in (Reason.STORED, Reason.MOVED))
+    spans = prefix, *passages, suffix = done.report.layout
+    assert [span.chunk for span in spans] == [None, 0, 1, 3, 4, 5, None]  # but for the one without tokens
+    expected = [Span(0, 5), *(span for span in PROMPT.spans if len(span)), Span(58, len(PROMPT))]
+    assert [Span(span.start, span.stop) for span in spans] == expected
+    assert all(span.reason for span in spans)
+    found = [f"{'moved' if span.is_moved else span.state} {span.lookup}" for span in passages]
+    assert f"{prefix.state} | " + ", ".join(found) == states
+    assert (suffix.kind, suffix.state) == ("suffix", "computed")
+    assert all(bool(span.source) == span.is_read for span in spans)
     assert done.report.chunks_corrupt == len(damaged)
 
 
@@ -213,7 +233,7 @@ def over_a_slow_link(row_s: float = 1e-3) -> tuple[ScriptedSource, Blender]:
 
 def kinds(done: Prefilled) -> list[tuple[int, str]]:
     check_report(done.report, PROMPT)
-    return [(unusable.chunk, unusable.kind) for unusable in done.report.unusable]
+    return [(unusable["chunk"], unusable["kind"]) for unusable in done.report.unusable]
 
 
 def test_auto_leaves_chunks_that_are_slower_to_fetch_and_a_fixed_method_fetches_them() -> None:

@@ -163,7 +163,7 @@ def check(case: Case) -> None:
     assert_near(cache.keys, twin.keys, BOUND)
     assert_near(cache.values, twin.values, BOUND)
     assert_near(done.result.logits, twin.logits, BOUND)
-    check_selection(case, start, rows, twin.deviations, done.explanation.scores)
+    check_selection(case, start, rows, twin.deviations, done.report.scores)
     check_states(case, start, done)
     report, n_scored = done.report, 0
     check_report(report, prompt)
@@ -208,7 +208,7 @@ def correction_of(case: Case, start: Start, rows: Sequence[Tensor]) -> Correct |
 
 
 def check_states(case: Case, start: Start, done: Prefilled) -> None:
-    """The explanation says of each token what it started from."""
+    """The report says of each token what it started from."""
     near = {
         at
         for piece in case.pieces()
@@ -219,7 +219,7 @@ def check_states(case: Case, start: Start, done: Prefilled) -> None:
         set(done.result.recomputed.tolist()),
         "corrected" if done.result.corrected else "reused",
     )
-    states = [state for state, n in done.explanation.runs for _ in range(n)]
+    states = [state for state, n in done.report.states for _ in range(n)]
     for at, state in enumerate(states):
         stored = "recomputed" if at in chosen else "near_duplicate" if at in near else left
         assert state == (stored if start.reusable[at] else "exact" if start.exact[at] else "computed")

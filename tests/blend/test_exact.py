@@ -13,7 +13,7 @@ from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, Prompt, Reason, TokenIds
+from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.kv import stacked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
@@ -142,8 +142,9 @@ def test_short_chunks_are_computed_and_some_tokens_of_each_other_one_recomputed(
     assert (report.tokens_computed, report.tokens_reused + report.tokens_recomputed) == (short, sum(later))
     share = round(ratio * (lengths[0] + sum(later)))
     assert report.tokens_recomputed == (min(max(share, 16 * len(later)), sum(later)) if ratio else 0)
-    codes = [part.code for part in done.explanation.parts if part.kind == "passage"]
-    assert [code is Reason.SHORT for code in codes[1:]] == [n < 64 and ratio > 0 for n in lengths[1:]]
+    passages = [span for span in report.layout if span.kind == "passage"]
+    assert [span.is_read for span in passages[1:]] == [n >= 64 or not ratio for n in lengths[1:]]
+    assert report.chunks_hit == len(passages)
 
 
 @pytest.mark.floors

@@ -28,7 +28,7 @@ from blendserve.blend.near import (
     equal_runs,
 )
 from blendserve.config import BlendConfig, Method
-from blendserve.core import Chunk, Prompt, Reason, Run, Span, TokenIds, run
+from blendserve.core import Chunk, Prompt, Run, Span, TokenIds, run
 from blendserve.fetch import TieredStore
 from blendserve.store import MemoryStore
 from blendserve.store.spans import SpanIndex
@@ -58,7 +58,7 @@ def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendC
 
 def donors_of(done: Prefilled) -> list[str]:
     """Keys of all that something was read from."""
-    return [donor for chunk in done.report.near for donor in chunk.donors]
+    return [donor for chunk in done.report.near for donor in chunk["donors"]]
 
 
 def runs(ids: TokenIds, *donors: TokenIds) -> list[Run]:
@@ -133,7 +133,7 @@ def test_prefix_caching_moves_no_text_of_a_donor() -> None:
     by = tiny_blender(None, OLD)
     assert donors_of(ask(by, NEW))
     done, full = (ask(by, NEW, blend=NEAR.model_copy(update={"method": m})) for m in ("prefix", "full"))
-    assert (done.report.tokens_reused, done.report.near) == (0, ())
+    assert (done.report.tokens_reused, done.report.near) == (0, [])
     torch.testing.assert_close(done.result.logits, full.result.logits)
 
 
@@ -145,9 +145,11 @@ def test_a_donor_that_is_damaged_or_deleted_is_a_miss_until_it_is_stored_again()
     done = ask(by, FIRST, NEW)
     assert torch.equal(done.result.logits, without.result.logits)
     assert done.report.tokens_computed == len(NEW)
-    assert done.explanation.parts[2].code is Reason.DONOR_UNUSABLE
+    (damaged,) = done.report.near
     store.delete([by.key(OLD)])
-    assert ask(by, FIRST, NEW).explanation.parts[2].code is Reason.NO_DONOR
+    (deleted,) = ask(by, FIRST, NEW).report.near
+    assert damaged["donors"] == deleted["donors"] == []
+    assert damaged["reason"] != deleted["reason"]
     by.writer.precompute([OLD])
     assert donors_of(ask(by, FIRST, NEW))
 
@@ -161,9 +163,9 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
     assert done.report.bytes_loaded == by.model.kv_bytes_per_token * n_read
     assert run(by.writer.write_back(done.missing)) == 30
     again = ask(by, FIRST, *chunks).report
-    assert (again.chunks_hit, again.near) == (31, ())
+    assert (again.chunks_hit, again.near) == (31, [])
     (near,) = ask(by, FIRST, (*chunks[7][:70], 95, *chunks[7][71:])).report.near
-    assert near.donors == (by.key(chunks[7]).hex(),)  # the newest revision is the donor of the next one
+    assert near["donors"] == [by.key(chunks[7]).hex()]  # the newest revision is the donor of the next one
 
 
 def test_text_that_repeats_itself_is_reused_once_and_empty_chunks_have_no_donor() -> None:
@@ -171,7 +173,7 @@ def test_text_that_repeats_itself_is_reused_once_and_empty_chunks_have_no_donor(
     assert spans(long, long[:-1]) == [Span(0, 1999)]
     assert spans(short, short[:-1]) == [Span(0, 199)]
     done = ask(tiny_blender(None, FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
-    assert [chunk.chunk for chunk in done.report.near] == [2, 3]
+    assert [chunk["chunk"] for chunk in done.report.near] == [2, 3]
     assert done.result.logits.isfinite().all()
 
 

@@ -16,7 +16,7 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.blend.match import MIN_SPAN
 from blendserve.config import BlendConfig, Method
-from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Reason, Span, TokenIds, run
+from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Span, TokenIds, run
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Request
 from blendserve.kv import stacked
@@ -47,7 +47,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def places(done: Prefilled) -> list[tuple[int, int]]:
-    return [(span.start, span.stop) for span in done.report.spans]
+    return [(span["start"], span["stop"]) for span in done.report.spans]
 
 
 @cache
@@ -77,8 +77,8 @@ def test_whole_chunks_are_reused_up_to_the_last_16_tokens(pieces: list[tuple[int
     if not len(prompt):
         return
     done = ask(by, prompt)
-    spans = [(s.start, s.stop, s.donor, s.missing_head, s.missing_tail) for s in done.report.spans]
-    assert spans == expected
+    names = ("start", "stop", "donor", "missing_head", "missing_tail")
+    assert [tuple(span[name] for name in names) for span in done.report.spans] == expected
     assert (done.report.chunks, done.report.chunks_hit) == (len(expected), len(expected))
     n_reused = sum(stop - start for start, stop, *_ in expected)
     assert done.report.tokens_reused + done.report.tokens_first == n_reused
@@ -126,7 +126,7 @@ def test_the_end_of_a_chunk_does_not_choose_what_is_recomputed() -> None:
     """Where the last chunk reaches into the last tokens, these stand in no chunk's middle: the text behind it scores."""
     ends, blend = (D, (*D[:-11], *other(D[-11:]))), BLEND.with_values(policy="query", ratio=0.3)
     one, two = (ask(tiny_blender(None, A, end), plain(TEXT, A, end, END[:5]), blend) for end in ends)
-    assert one.report.spans[-1].missing_tail == 11
+    assert one.report.spans[-1]["missing_tail"] == 11
     assert one.result.scores is not None
     assert two.result.scores is not None
     assert one.report.tokens_recomputed == round(0.3 * (len(A) + len(D) - 11))
@@ -147,14 +147,18 @@ def test_a_chunk_right_behind_its_own_context_is_exact() -> None:
 
 def test_the_explanation_names_each_chunk_and_the_text_between() -> None:
     by = shared_blender()
-    parts = ask(by, plain(TEXT, Copy(A, 2, 0), B, TEXT, C, END)).explanation.parts
-    kinds = [(part.kind, part.passage) for part in parts]
+    report = ask(by, plain(TEXT, Copy(A, 2, 0), B, TEXT, C, END)).report
+    parts = report.explain()["parts"]
+    kinds = [(part["kind"], part["passage"]) for part in parts]
     chunks = [("passage", 0), ("passage", 1), ("text", None), ("passage", 2)]
     assert kinds == [("prefix", None), *chunks, ("suffix", None)]
-    donors = [(part.span, by.key(ids).hex()) for part, ids in zip(parts[1:3], (A, B), strict=True)]
-    assert [part.donors for part in parts[1:4]] == [(donors[0],), (donors[1],), ()]
-    codes = [Reason.MOVED, Reason.MOVED, Reason.NOT_STORED, Reason.MOVED]
-    assert [part.code for part in parts[1:5]] == codes
+    keys = [by.key(ids).hex() for ids in (A, B)]
+    donors = [
+        {"start": part["start"], "stop": part["stop"], "key": key}
+        for part, key in zip(parts[1:3], keys, strict=True)
+    ]
+    assert [part["donors"] for part in parts[1:4]] == [donors[:1], donors[1:], []]
+    assert [span.is_moved for span in report.layout[1:5]] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_the_explanation_names_each_chunk_and_the_text_between() -> None:
 def test_parts_of_chunks_and_edited_ones_are_computed(parts: tuple[TokenIds, ...]) -> None:
     by, prompt = shared_blender(), plain(*parts, (5,))
     done = ask(by, prompt)
-    assert (done.report.spans, done.report.chunks, done.report.blended) == ((), 0, False)
+    assert (done.report.spans, done.report.chunks, done.report.blended) == ([], 0, False)
     assert_near(done.result.logits, model_logits(by.model, prompt))
 
 
@@ -179,7 +183,7 @@ def test_exact_methods_search_for_nothing(method: Method) -> None:
     by, prompt = shared_blender(), plain(TEXT, A, END)
     assert by.match(prompt, BLEND.with_values(method=method)) == prompt
     done = ask(by, prompt, BLEND.with_values(method=method))
-    assert (done.report.spans, done.report.tokens_reused) == ((), 0)
+    assert (done.report.spans, done.report.tokens_reused) == ([], 0)
     assert_near(done.result.logits, model_logits(by.model, prompt))
 
 
@@ -218,9 +222,9 @@ def test_a_damaged_chunk_is_computed_and_reported(layer: int | None) -> None:
     done = ask(by, prompt)
     report = done.report
     assert (report.chunks, report.chunks_hit, report.chunks_corrupt) == (2, 1, 1)
-    assert [(unusable.chunk, unusable.kind) for unusable in report.unusable] == [(0, "corrupt")]
+    assert [(unusable["chunk"], unusable["kind"]) for unusable in report.unusable] == [(0, "corrupt")]
     assert donors_of(done) == [by.key(B).hex()]
-    assert done.explanation.parts[1].code is Reason.UNUSABLE
+    assert report.layout[1].lookup == "corrupt"
     assert_near(done.result.logits, without.result.logits)
     assert done.missing == ()
 
@@ -233,7 +237,7 @@ def test_a_chunk_that_is_deleted_between_match_and_load_is_computed_and_then_for
     for method in ("blend", "reuse"):
         done = by.run(matched, BLEND.with_values(method=method))
         check_report(done.report, prompt)
-        assert (done.report.chunks, done.report.chunks_missing, done.report.spans) == (1, 1, ())
+        assert (done.report.chunks, done.report.chunks_missing, done.report.spans) == (1, 1, [])
         assert_near(done.result.logits, model_logits(by.model, prompt))
     assert by.match(prompt, BLEND) == prompt
     by.writer.precompute([A])
@@ -281,15 +285,15 @@ def test_a_turn_goes_on_from_the_kv_that_the_last_answer_was_made_of(kind: str) 
     next_turn = by.run(following, BLEND, cache=new)
     check_report(next_turn.report, following)
     assert (next_turn.report.tokens_exact, next_turn.n_cached) == (len(TEXT), n)
-    assert (next_turn.n_blended, next_turn.report.spans) == (n - len(TEXT), ())
+    assert (next_turn.n_blended, next_turn.report.spans) == (n - len(TEXT), [])
     assert_near(stacked(new.keys)[:, :, :n], stacked(cache.keys)[:, :, :n])
     assert_near(stacked(new.values)[:, :, :n], stacked(cache.values)[:, :, :n])
     logits = append(decoder, cache, n, list(following.ids[n:]))
     assert_near(next_turn.result.logits, logits[-1])
-    kinds = [(part.kind, len(part.span), part.code) for part in next_turn.explanation.parts]
+    kinds = [(span.kind, len(span), span.state) for span in next_turn.report.layout]
     assert kinds[:2] == [
-        ("prefix", len(TEXT), Reason.STORED),
-        ("kept", len(following) - len(TEXT) - PLAIN_SUFFIX, Reason.KEPT),
+        ("prefix", len(TEXT), "exact"),
+        ("kept", len(following) - len(TEXT) - PLAIN_SUFFIX, "kept"),
     ]
     exact = by.run(following, BLEND.with_values(method="prefix"))
     assert (exact.report.tokens_kept, exact.n_blended, exact.n_cached) == (0, 0, len(TEXT))
@@ -324,7 +328,7 @@ def test_auto_computes_and_caches_a_prompt_that_is_not_worth_blending() -> None:
     by.prefixes.cap_bytes = ROOMY
     auto = BLEND.with_values(method="auto")
     done = ask(by, prompt, auto)
-    assert (done.report.method, done.report.spans, done.n_cached) == ("prefix", (), 0)
+    assert (done.report.method, done.report.spans, done.n_cached) == ("prefix", [], 0)
     assert_near(done.result.logits, model_logits(by.model, prompt))
     assert ask(by, prompt, auto).n_cached == len(prompt) - PLAIN_SUFFIX
     cheap = tiny_blender(None, A, costs=CostModel(1e-6, 1.0, 0.0, 1e-6))
@@ -361,4 +365,4 @@ def test_passages_of_a_clients_message_are_found_and_weigh_less_in_the_queue(nam
     n_found = sum(len(run.span) for run in sequence.request.prompt.runs)
     assert sequence.cost <= len(prepared.prompt) - 0.9 * n_found
     stream = engine.run(prepared)
-    assert [span.donor for span in stream.report.spans] == [key.hex() for key in keys]
+    assert [span["donor"] for span in stream.report.spans] == [key.hex() for key in keys]

@@ -63,7 +63,7 @@ def test_a_prompt_does_not_wait_for_the_index_and_says_so(monkeypatch: pytest.Mo
     store = Unlisted(MemoryStore(ROOMY))
     by, prompt = tiny_blender(store, A), plain(TEXT, A, END)
     early = ask(by, prompt)
-    assert early.report.spans == ()
+    assert early.report.spans == []
     assert_near(early.result.logits, model_logits(by.model, prompt))
     store.listed.set()
     eventually(lambda: by.finder.is_built)
@@ -78,7 +78,7 @@ def test_a_store_that_did_not_answer_is_asked_again_soon(monkeypatch: pytest.Mon
     tiny_blender(store, A)
     by, store.down = tiny_blender(store), True
     down = ask(by, prompt)
-    assert (down.report.spans, by.finder.is_built) == ((), False)
+    assert (down.report.spans, by.finder.is_built) == ([], False)
     store.down = False
     eventually(lambda: ask(by, prompt).report.spans)
     by.writer.delete([A])
@@ -146,7 +146,7 @@ def test_a_store_that_fails_is_a_prompt_without_chunks() -> None:
     store.down = True
     for each in (prompt, matched):
         done = by.run(each, BLEND)
-        assert done.report.spans == ()
+        assert done.report.spans == []
         assert_near(done.result.logits, model_logits(by.model, prompt))
     store.down = False
     assert donors_of(ask(by, prompt))

@@ -73,7 +73,7 @@ def test_rows_are_the_best_and_are_run_as_decoding_steps_would(kind: str, n_stor
     """Also around a chunk that was missing, whose rows stay."""
     maker = blender(kind, n_stored)
     decoder, done = maker.model, maker.run(PROMPT, BLEND)
-    scores, rows = done.explanation.scores, done.to_refine
+    scores, rows = done.report.scores, done.to_refine
     assert scores is not None
     n_found = sum(map(len, CHUNKS[:n_stored]))
     best = top(scores.nan_to_num(-1.0), round(0.4 * n_found))

@@ -124,7 +124,7 @@ def test_over_tls_a_service_needs_a_certificate_of_its_name_and_a_known_authorit
             with kdn_store(settings(service.url, ca_file=ca_file)) as store:
                 report = answered(store).report
                 assert report.chunks_hit == hits
-                assert {why.kind for why in report.unusable} == (set() if hits else {"unreachable"})
+                assert {why["kind"] for why in report.unusable} == (set() if hits else {"unreachable"})
 
 
 # What a probe measures
@@ -219,7 +219,7 @@ def test_while_the_service_is_away_a_fetched_index_is_used_and_chunks_miss(
     with store:
         report = answered(store).report
     assert report.chunks_hit == 0
-    assert {why.kind for why in report.unusable} == {"unreachable"}
+    assert {why["kind"] for why in report.unusable} == {"unreachable"}
 
 
 # Collections

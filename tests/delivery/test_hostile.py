@@ -156,7 +156,7 @@ def test_silence_ends_at_the_deadline(service: Service) -> None:
         return b"", b""
 
     with Liar(service, silent) as liar, kdn_store(settings(liar.url, deadline_s=0.5)) as store:
-        assert {why.kind for why in answered(store, ASKED).report.unusable} == {"unreachable"}
+        assert {why["kind"] for why in answered(store, ASKED).report.unusable} == {"unreachable"}
         quiet.set()
 
 

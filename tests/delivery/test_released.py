@@ -68,7 +68,7 @@ def test_of_a_delivered_chunk(
 
     with delivered(service, before) as (store, _):
         of = blender(store, fetcher=KVFetcher(store, planner=skip), costs=SLOW)
-        kinds = {why.kind for why in of.run(prompt, BLEND.with_values(method=method)).report.unusable}
+        kinds = {why["kind"] for why in of.run(prompt, BLEND.with_values(method=method)).report.unusable}
         del of
         become_free(tracked)
     assert kinds == ({kind} if kind else set())
@@ -100,7 +100,7 @@ def test_of_a_stored_chunk(tmp_path: Path, prompt: Prompt, kind: str, place: str
         fetcher = KVFetcher(opened, prefetch_bytes=CAP)
         of = blender(opened, fetcher=fetcher)
         hold = of.prefetch(prompt, BLEND)()
-        kinds = {why.kind for why in of.run(prompt, BLEND).report.unusable}
+        kinds = {why["kind"] for why in of.run(prompt, BLEND).report.unusable}
         hold.close()
         del hold
         become_free(tracked)

@@ -105,7 +105,7 @@ class FaultFixture(contextlib.ExitStack):
         result.looked_for += CHUNKS
         expected = self._with_what_was_found(prompt, done).run(prompt, blend)
         result.wrong += not torch.equal(done.result.logits, expected.result.logits)
-        result.reasons |= {unusable.kind for unusable in done.report.unusable}
+        result.reasons |= {unusable["kind"] for unusable in done.report.unusable}
         with contextlib.suppress(StoreError):
             run(self._shared.writer.write_back(done.missing))
         return int(done.report.chunks_hit)

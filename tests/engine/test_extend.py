@@ -102,12 +102,11 @@ def test_an_engine_runs_on_all_four_and_settings_and_evaluation_know_them(tmp_pa
         plain = engine.blender.run(prompt, engine.config.blend.with_values(correction="none")).result
         assert torch.equal(doubled.recomputed, plain.recomputed)
         assert not torch.equal(doubled.logits, plain.logits)
-    report, explanation = answer.report, answer.explanation
+    report = answer.report
     assert (report.policy, report.correction, report.chunks_hit) == ("own", "own", len(PASSAGES))
-    assert explanation is not None
-    *_, last, suffix = explanation.runs
+    *_, last, suffix = report.states
     assert (last, suffix[0]) == (("recomputed", report.tokens_recomputed), "computed")
-    assert "corrected" in dict(explanation.runs)
+    assert "corrected" in dict(report.states)
     with Engine.open(Config(store={"location": "memory"}, blend=blend), model=toy_model()) as usual:
         usual.precompute(PASSAGES)
         same = usual.answer(QUESTIONS[0], PASSAGES, max_new_tokens=2)

@@ -218,7 +218,7 @@ def test_passages_of_two_orders_are_stored_and_found_in_a_third() -> None:
         assert all(text in "\n\n".join((b, a, d)) for text in map(str.strip, texts))
         third = ask(batch, chat(d, b, c, a))
         assert (len(first.report.spans), len(third.report.spans)) == (0, 2)
-        assert all(span.learnt for span in third.report.spans)
+        assert all(span["learnt"] for span in third.report.spans)
         assert batch.learnt_bytes > 0
 
 
@@ -283,14 +283,14 @@ def test_scopes_and_namespaces_find_nothing_of_each_other(one: tuple[str, str]) 
             ask(batch, chat(*texts))
         namespace, scope = one
         n_cached, other = cached_and_answer(batch, chat(b, a), namespace, scope=scope)
-        assert (other.report.spans, other.report.tokens_kept) == ((), 0)
+        assert (other.report.spans, other.report.tokens_kept) == ([], 0)
         assert n_cached == engine.blender.prefixes.n_cached("other", engine.prompts.plain(chat(b, a)).ids)
         n_kept, own = cached_and_answer(batch, chat(b, a))
         assert n_kept > n_cached
         assert own.report.tokens_kept > 0
         engine.blender.writer.precompute([engine.prompts.text_ids(b)])
         found = ask(batch, chat(c, b), scope="lee").report.spans
-        assert [span.learnt for span in found] == [False]
+        assert [span["learnt"] for span in found] == [False]
 
 
 def test_a_new_scope_reads_no_tokens_of_other_scopes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,18 +52,18 @@ def used_records(done: Prefilled, local: FaultyStore, source: ScriptedSource) ->
     """The records that the report names, and a reason for every other chunk."""
     check_report(done.report, PROMPT)
     found, missing = dict[ChunkKey, ChunkRecord](), {chunk.ids: chunk for chunk in done.missing}
-    parts = [part for part in done.explanation.parts if part.kind == "passage"]
-    unusable = {miss.chunk: miss.kind for miss in done.report.unusable}
-    for i, (key, part) in enumerate(zip(KEYS, parts, strict=True)):
+    passages = [span for span in done.report.layout if span.kind == "passage"]
+    unusable = {miss["chunk"]: miss["kind"] for miss in done.report.unusable}
+    for i, (key, span) in enumerate(zip(KEYS, passages, strict=True)):
         ids = PROMPT.chunks[i].ids
-        if part.tier == COMPUTED:
+        if span.is_read and span.source == COMPUTED:
             computed = missing[ids].kv
             assert computed
             found[key] = ChunkRecord.encode(key, computed, Raw())
-        elif part.tier == REMOTE:
+        elif span.is_read and span.source == REMOTE:
             found[key] = RECORDS[key][source.came[key]]
-        elif part.tier:
-            assert part.tier in (LOCAL, "memory")
+        elif span.is_read:
+            assert span.source in (LOCAL, "memory")
             record = read_record(local, key)
             found[key] = record or RECORDS[key][source.came[key]]
         elif done.report.method == "blend":

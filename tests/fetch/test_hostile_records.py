@@ -128,7 +128,7 @@ def test_a_chunk_whose_header_says_another_shape_is_a_miss(
     fill(expected, record if is_right else None)
     done = answer_of(kind, tmp_path_factory.mktemp(kind), record)
     assert torch.equal(done.result.logits, answer(expected).result.logits)
-    unusable = [(miss.chunk, miss.kind) for miss in done.report.unusable]
+    unusable = [(miss["chunk"], miss["kind"]) for miss in done.report.unusable]
     assert unusable == ([] if is_right else [(FORGED, "corrupt")])
 
 
@@ -169,7 +169,7 @@ def test_numbers_that_are_not_finite_reach_no_answer(
     assert torch.isfinite(done.result.logits).all()
     if sides == "keys" and value == value:  # such a key may get no attention at all: finite, so no sign of it
         return
-    assert {(miss.chunk, miss.kind) for miss in done.report.unusable} >= {(FORGED, "corrupt")}
+    assert {(miss["chunk"], miss["kind"]) for miss in done.report.unusable} >= {(FORGED, "corrupt")}
     nothing = answer(MemoryStore(ROOMY))
     assert torch.equal(done.result.logits, nothing.result.logits)
 

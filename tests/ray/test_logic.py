@@ -28,7 +28,7 @@ from blendserve.ray.replicas import ReplicaCount, answer_from
 from blendserve.routing import Replica, bounded, ranked
 from tests.support.engines import toy_engine
 
-STARTED: Any = PrefillDone(0, 0, None, None)  # type: ignore[arg-type]
+STARTED: Any = PrefillDone(0, 0, None)  # type: ignore[arg-type]
 SECRET = "PID 4711 others-command --key"
 
 

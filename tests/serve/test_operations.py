@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.core import NearChunk, ReusedSpan, Unusable
+from blendserve.core import PromptSpan
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.middleware import JsonFormatter
 from blendserve.serve.notices import MAX_CHARS, MAX_LOGGED, MAX_NAMES, Notices
@@ -171,33 +171,45 @@ def test_requests_are_counted(server: Server, client: Client) -> None:
     eventually(lambda: server.sample("store_bytes") == server.engine.store.stats().bytes > 0)
 
 
+def printed(*spans: dict[str, Any]) -> Iterator[PromptSpan]:
+    """Spans that follow each other: how many tokens each has, and fields."""
+    start = 0
+    for n, span in enumerate(spans):
+        fields = {"kind": "passage", "chunk": n, "begins_chunk": True, "state": "computed", "reason": ""}
+        stop = start + span.pop("n")
+        yield PromptSpan(start, stop, **{**fields, **span})
+        start = stop
+
+
 def test_reports_are_counted(server: Server) -> None:
-    report = replace(
-        server.engine.answer(QUESTIONS[0], list(PASSAGES), max_new_tokens=1).report,
-        chunks_hit=4,
-        chunks_corrupt=2,
-        tokens_exact=7,
-        tokens_kept=11,
-        spans=(ReusedSpan(0, 50, "aa", 0, 0, True), ReusedSpan(60, 99, "bb", 0, 0, False)),
-        bytes_loaded=100,
-        tiers={"local": 3, "remote": 1},
-        unusable=(Unusable(0, "codec", ""),),
-        near=(NearChunk(0, ("aa",), 5, 2, ""), NearChunk(1, (), 0, 9, ""), NearChunk(2, (), 0, 9, "")),
+    prefix: dict[str, Any] = {"kind": "prefix", "begins_chunk": False, "chunk": None}
+    layout = printed(
+        {**prefix, "n": 7, "state": "exact", "source": "local"},
+        {**prefix, "n": 11, "state": "kept", "kind": "kept", "source": "local"},
+        *({"n": 10, "state": "reused", "lookup": "hit", "source": "local", "donor": "aa"} for _ in range(2)),
+        {"n": 20, "state": "reused", "lookup": "hit", "source": "local", "recomputed": (40, 42)},
+        {"n": 30, "state": "reused", "lookup": "hit", "source": "remote", "donor": "bb", "learnt": True},
+        {"n": 4, "lookup": "codec"},
+        *({"n": n, "lookup": "corrupt", "seeks_donors": True} for n in (5, 6)),
+        {"n": 8, "chunk": 9, "state": "reused", "lookup": "absent", "seeks_donors": True, "donor": "cc"},
+        {"n": 2, "chunk": 9, "begins_chunk": False, "lookup": "absent", "seeks_donors": True},
+        {**prefix, "n": 3, "kind": "suffix"},
     )
-    tokens = {"exact": 7, "reused": report.tokens_reused, "recomputed": report.tokens_recomputed}
-    tokens |= {"kept": 11, "missing": report.tokens_computed, "suffix": report.tokens_suffix}
+    report = server.engine.answer(QUESTIONS[0], list(PASSAGES), max_new_tokens=1).report
+    report = replace(report, layout=tuple(layout), bytes_loaded=100)
+    tokens = {"exact": 7, "reused": 76, "recomputed": 2, "kept": 11, "missing": 17, "suffix": 3}
     metrics = Metrics()
     for _ in range(2):
         metrics.prefilled(report, {"load": 0.25, "match": 0.5})
     for name, label, counts in (
-        ("chunks", "found", {"hit": 4, "miss": report.chunks_missing, "corrupt": 2}),
+        ("chunks", "found", {"hit": 4, "miss": 2, "corrupt": 2}),
         ("chunks_hit_by_tier", "tier", {"local": 3, "remote": 1}),
         ("chunks_unusable", "why", {"codec": 1}),
         ("near_chunks", "found", {"donor": 1, "none": 2}),
-        ("near_tokens", "kind", {"stored": 5, "fresh": 2}),
+        ("near_tokens", "kind", {"stored": 8, "fresh": 2}),
         ("prompt_tokens", "kind", tokens),
         ("near_requests", "", {"": 1}),
-        ("spans", "kind", {"learnt": 1, "precomputed": 1}),
+        ("spans", "kind", {"learnt": 1, "precomputed": 2}),
         ("loaded_bytes", "", {"": 100}),
         ("load_seconds", "", {"": 0.25}),
     ):

@@ -189,9 +189,9 @@ def test_a_server_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture) -
     away = store(f"valkey://127.0.0.1:{free_port()}")
     with toy_engine(away) as engine:
         report = engine.answer(QUESTIONS[0], PASSAGES, method="blend", max_new_tokens=1).report
-    assert {miss.kind for miss in report.unusable} == {"unreachable"}
+    assert {miss["kind"] for miss in report.unusable} == {"unreachable"}
     said = [*(record.getMessage() for record in caplog.records), report.reason]
-    said += [miss.reason for miss in report.unusable]
+    said += [miss["reason"] for miss in report.unusable]
     assert sum(away.config.where in text for text in said) == 1
 
 

@@ -140,19 +140,23 @@ def check_report(report: BlendReport, prompt: Prompt) -> None:
     if prompt.is_plain:
         check_spans(report, prompt)
     else:
-        assert (report.chunks, report.spans) == (len(prompt.chunks), ())
+        assert (report.chunks, report.spans) == (sum(map(bool, map(len, prompt.chunks))), [])
     assert sum(report.tiers.values()) == report.chunks_hit
     for near in report.near:
-        assert near.tokens_stored + near.tokens_fresh == len(prompt.chunks[near.chunk])
+        assert near["tokens_stored"] + near["tokens_fresh"] == len(prompt.chunks[near["chunk"]])
     assert 0 <= report.share_recomputed <= 1
 
 
 def check_spans(report: BlendReport, prompt: Prompt) -> None:
     """Of a plain prompt: ascending, none overlapping, and the last 16 tokens are in none."""
-    ends = [0, *(end for span in report.spans for end in (span.start, span.stop)), len(prompt) - PLAIN_SUFFIX]
+    ends = [
+        0,
+        *(end for span in report.spans for end in (span["start"], span["stop"])),
+        len(prompt) - PLAIN_SUFFIX,
+    ]
     assert not report.spans or ends == sorted(ends)
     assert len(report.spans) in (0, report.chunks_hit)
-    n_tokens = sum(span.stop - span.start for span in report.spans)
+    n_tokens = sum(span["stop"] - span["start"] for span in report.spans)
     assert n_tokens == report.tokens_first + report.tokens_reused + report.tokens_recomputed
 
 

@@ -246,7 +246,7 @@ def _has_attribute(root: str, rest: str) -> bool:
     owner = OBJECTS[root]
     if first == "quality" and more:
         return more in {field.name for field in fields(QualityReport)}
-    return hasattr(owner, first) or first in getattr(owner, "__dataclass_fields__", {})
+    return first in dir(owner)
 
 
 def _has_word(span: str) -> bool:

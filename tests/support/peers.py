@@ -225,6 +225,6 @@ def truth(level: str = "raw") -> Blender:
 def check(done: Prefilled, prompt: Prompt, blend: BlendConfig = BLEND, level: str = "raw") -> None:
     """Every chunk came, and the logits are those of a local store at that level, to the bit."""
     check_report(done.report, prompt)
-    assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(prompt.chunks)}, ())
+    assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(prompt.chunks)}, [])
     blend = blend.with_values(method=done.report.method)
     assert torch.equal(done.result.logits, truth(level).run(prompt, blend).result.logits)

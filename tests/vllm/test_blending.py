@@ -48,5 +48,5 @@ def test_a_prompt_of_which_vllm_has_cached_a_part(world: World) -> None:
 def reused_positions(world: World, done: Prefilled) -> set[int]:
     """Positions that start from stored KV which is not exact."""
     first = len(world.own.context)
-    spans = [span for span in done.report.spans if span.start > first]
-    return {i for span in spans for i in range(span.start, span.stop)}
+    spans = [span for span in done.report.spans if span["start"] > first]
+    return {i for span in spans for i in range(span["start"], span["stop"])}
