@@ -21,11 +21,7 @@ import torch
 
 TokenIds = tuple[int, ...]
 PLAIN_SUFFIX = 16  # last tokens of a plain prompt, which are always computed
-MOVED = (
-    "reused",
-    "corrected",
-    "near_duplicate",
-)  # states of tokens whose KV was computed at another position
+MOVED = ("reused", "corrected", "near_duplicate")  # states of KV that was computed at another position
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -190,7 +186,7 @@ class PromptSpan(Span):
     @property
     def is_moved(self) -> bool:
         """Whether it started from KV that was computed at another position, or after other text."""
-        return self.state in ("reused", "corrected", "near_duplicate")
+        return self.state in MOVED
 
     @property
     def n_as_read(self) -> int:

@@ -128,6 +128,11 @@ def some_priors(decoder: DecoderModel, scale: float) -> Priors:
 
 def check_report(report: BlendReport, prompt: Prompt) -> None:
     """Every invariant of a report."""
+    assert [0, *(span.stop for span in report.layout)] == [*(span.start for span in report.layout), len(prompt)]
+    for span in report.layout:
+        assert span.is_moved or not span.recomputed
+        assert all(span.start <= at < span.stop for at in span.recomputed)
+    assert sum(n for _, n in report.states) == len(prompt)
     names = ("exact", "kept", "reused", "recomputed", "computed", "suffix")
     kinds = [getattr(report, f"tokens_{name}") for name in names]
     assert min(kinds) >= 0
