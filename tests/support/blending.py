@@ -128,7 +128,10 @@ def some_priors(decoder: DecoderModel, scale: float) -> Priors:
 
 def check_report(report: BlendReport, prompt: Prompt) -> None:
     """Every invariant of a report."""
-    assert [0, *(span.stop for span in report.layout)] == [*(span.start for span in report.layout), len(prompt)]
+    assert [0, *(span.stop for span in report.layout)] == [
+        *(span.start for span in report.layout),
+        len(prompt),
+    ]
     for span in report.layout:
         assert span.is_moved or not span.recomputed
         assert all(span.start <= at < span.stop for at in span.recomputed)
