@@ -17,6 +17,7 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.kv import stacked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
+from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
@@ -30,7 +31,7 @@ from tests.support.blending import (
     tiny_blender,
 )
 from tests.support.plain import CHUNKS, END, TEXT, A, other, plain
-from tests.support.stores import ROOMY
+from tests.support.stores import ROOMY, FaultyStore
 
 BOUND = 1e-4  # of rounding, in a logit and in KV
 COSTS = CostModel(1e-6, 1.0, 0.0, 1e-6)  # blending is cheap
@@ -111,6 +112,49 @@ def test_a_conversation_stays_approximate_once_it_is(
         append(by.model, cache, len(prompt), list(answer))
         by.keep(prompt, done.report, answer, cache)
         ids = (*prompt.ids, *answer)
+
+
+LATER = Prompt(PREFIX, tuple(map(Chunk, CHUNKS[:3])), some_ids(4, 8))
+FRONT = Prompt(PREFIX, (Chunk(CHUNKS[0]), Chunk(some_ids(60, 7))), some_ids(4, 8))
+NEAR = Prompt(PREFIX, (Chunk(some_ids(60, 7)), Chunk(EDITED)), some_ids(4, 8))
+SHIFT = BlendConfig(method="blend", policy="query", ratio=0.1, correction="shift")
+EXACT_CASES = {  # name -> prompt, settings, and whether the prompt's KV is full prefill's
+    "full": (LATER, SHIFT.with_values(method="full"), True),
+    "prefix, first chunk stored": (LATER, SHIFT.with_values(method="prefix"), True),
+    "blend, first chunk alone is stored": (FRONT, SHIFT, True),
+    "blend, every token recomputed": (LATER, SHIFT.with_values(policy="all"), True),
+    "blend": (LATER, SHIFT, False),
+    "reuse": (LATER, SHIFT.with_values(method="reuse"), False),
+    "near-duplicate": (NEAR, SHIFT.with_values(near=True), False),
+    "near-duplicates are not looked for": (NEAR, SHIFT, True),
+    "plain prompt": (plain(PREFIX, TEXT, CHUNKS[1], END), SHIFT, False),
+    "plain prompt with no stored text": (plain(PREFIX, TEXT, END), SHIFT, True),
+    "refined": (LATER, SHIFT.with_values(refine=0.5), False),
+}
+READ_FIRST = ("blend, first chunk alone is stored", "blend, every token recomputed")
+
+
+@pytest.mark.parametrize("case", EXACT_CASES)
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("codec", [Raw(), Int8()], ids=["raw", "int8"])
+def test_an_exact_prompt_has_full_prefills_kv_and_another_has_not(
+    case: str, damaged: bool, codec: Codec
+) -> None:
+    """damaged: all chunks that are stored, which then are computed. Int8 loses some of the first chunk's KV."""
+    prompt, blend, is_exact = EXACT_CASES[case]
+    store = FaultyStore(MemoryStore(ROOMY))
+    by = tiny_blender(store, *CHUNKS, codec=codec)
+    by.near.refresh()
+    if damaged:
+        store.damaged = {by.key(ids) for ids in CHUNKS}
+    reads_first = case in READ_FIRST and not damaged
+    is_exact = damaged or (is_exact and not (reads_first and isinstance(codec, Int8)))
+    own, cache = KVCache(by.model, len(prompt)), KVCache(by.model, len(prompt))
+    tiny_blender().run(prompt, BlendConfig(method="full"), cache=own)
+    done = by.run(prompt, blend, cache=cache)
+    assert done.report.exact == is_exact
+    difference = max(distance(cache.keys, own.keys), distance(cache.values, own.values))
+    assert (difference < BOUND) == is_exact
 
 
 @pytest.mark.parametrize("method", ["prefix", "full"])
