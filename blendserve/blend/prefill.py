@@ -23,6 +23,7 @@ from blendserve.blend.loader import KVLoader
 from blendserve.blend.policies import Policy, make_policy, n_scoring_rows, validate_blend
 from blendserve.config import BlendConfig
 from blendserve.core import Steps
+from blendserve.errors import ConfigError
 from blendserve.kernels.ops import attend, attend_with_scores
 from blendserve.kernels.rows import Rows, plan_layers
 from blendserve.kernels.types import Prior, Rope
@@ -205,14 +206,22 @@ class _BlendPass(LayerPass):
 def _stretches(layout: Layout, active: Tensor, seam: int) -> Iterator[tuple[int, int, bool]]:
     """A prompt as stretches: start, stop, and whether its state map is used; the others' tokens all run.
 
-    Raises ValueError for a state map of which a part runs, or that does not begin behind its chunk's seam.
+    Raises ConfigError where a policy chose some of a stretch, ValueError for a state map that does not begin after its
+    chunk's seam.
     """
     runs = torch.zeros(layout.n_tokens, dtype=torch.bool)
     runs[active] = True
     for segment in layout.segments:
         start, stop = segment.span.start, segment.span.stop
-        is_mapped, offset = not bool(runs[start]), 0 if segment.chunk is None else seam
-        if is_mapped and (segment.offset != offset or bool(runs[start:stop].any())):
+        n_running, offset = int(runs[start:stop].sum()), 0 if segment.chunk is None else seam
+        if n_running not in (0, stop - start):
+            raise ConfigError(
+                "setting 'blend.policy' names a policy that recomputes some tokens of a chunk: with recurrent layers "
+                "chunks are reused whole but for their first tokens; set it to none, or to all for exact answers",
+                setting="blend.policy",
+            )
+        is_mapped = n_running == 0
+        if is_mapped and segment.offset != offset:
             raise ValueError("a state map is used whole, from its chunk's seam on")
         yield start, stop, is_mapped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import Cache
 
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.blend.policies import validate_blend
+from blendserve.blend.layout import Layout
+from blendserve.blend.policies import Policy, validate_blend
 from blendserve.blend.prefix_cache import PrefixCache
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, run
@@ -213,6 +215,30 @@ def test_an_older_transformers_is_named(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(Cache, "get_conv_state")
     with pytest.raises(ModelUnsupported):
         DecoderModel.of(model)
+
+
+@dataclass(frozen=True)
+class SomePolicy(Policy):
+    """Another package's: recomputes these of a prompt's reusable tokens, whatever the ratio."""
+
+    which: slice
+
+    def select(self, layout: Layout, scores: torch.Tensor | None = None) -> torch.Tensor:
+        return layout.reusable.nonzero()[self.which, 0]
+
+
+@needs_recurrent
+@pytest.mark.parametrize("which", [slice(0, 1), slice(0, -1), slice(-1, None), slice(5, 60, 2)])
+def test_a_policy_that_chooses_among_a_chunks_tokens_is_refused(
+    which: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that says nothing of models: an answer would be wrong in silence."""
+    monkeypatch.setattr("blendserve.blend.blender.make_policy", lambda blend: SomePolicy(0.0, which))
+    prompt = some_prompt([60, 50])
+    by = tiny_blender(None, *(chunk.ids for chunk in prompt.chunks), decoder=tiny_decoder(HYBRIDS[0]))
+    with pytest.raises(ConfigError) as error:
+        by.run(prompt, REUSE)
+    assert error.value.setting == "blend.policy"
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
