@@ -27,17 +27,17 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.blend.priors import Priors
-from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig, ServeConfig
+from blendserve.config import Config, DecodeConfig, Positive, RetrieveConfig, ServeConfig
 from blendserve.core import Document, run
 from blendserve.engine.batch_engine import BatchEngine
-from blendserve.engine.calibrate import losses, made_questions
-from blendserve.engine.checks import Checks
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Failed, Request
-from blendserve.engine.verify import Verifier
 from blendserve.evaluate.datasets import load
 from blendserve.kv import map_layers
-from blendserve.quality.controller import Controller
+from blendserve.quality.calibration import make_questions
+from blendserve.quality.control import QualityControl
+from blendserve.quality.controller import RatioController
+from blendserve.quality.fidelity import Verifier
 from blendserve.quality.risk import interval
 from blendserve.quality.target import Loss, Target
 
@@ -69,9 +69,8 @@ def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:
     settings = Config(
         model=config.model_settings,
         retrieve=RetrieveConfig(top_k=config.top_k),
-        blend=BlendConfig(quality=config.quality),
         decode=DecodeConfig(max_new_tokens=config.new_tokens),
-    )
+    ).replace("quality.min_agreement", config.quality)
     documents = [Document(p.text, p.title, p.id) for p in data.corpus[: config.documents]]
     with (
         scratch(config.folder) as folder,
@@ -80,7 +79,7 @@ def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:
         engine.precompute()
         calibration = engine.calibrate(config.prompts)
         assert engine.index is not None
-        made = made_questions(engine.index.passages)
+        made = make_questions(engine.index.passages)
         unseen = list(islice(made, calibration.prompts, calibration.prompts + config.unseen))
         asked = [example.question for example in data.examples]
         kinds = {"made": unseen, "of people": asked if config.dataset != "generated" else []}
@@ -124,7 +123,7 @@ def _promise(engine: Engine, kind: str, questions: Sequence[str]) -> Group:
     prompts = Prompts(engine, questions)
 
     def facts() -> Mapping[str, Any]:
-        (_, controller), *_ = engine.targets.all()
+        (_, controller), *_ = engine.quality.controllers()
         return {"ratio": _ratio(controller), **_facts(controller.target, prompts.served)}
 
     return Group(
@@ -147,7 +146,7 @@ def _facts(target: Target, served: Sequence[Loss]) -> dict[str, Any]:
     }
 
 
-def _ratio(controller: Controller) -> float | str:
+def _ratio(controller: RatioController) -> float | str:
     return "exact" if controller.ratio is None else controller.ratio
 
 
@@ -155,10 +154,10 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
     """Every answer is checked, while the prior says the opposite of what it learnt."""
 
     def watch() -> Metrics:
-        target = Target.of(engine.config.blend)
+        target = engine.quality.target
         assert target
         assert engine.index is not None
-        controller = Controller(target, engine.targets.calibrations(engine.index).load())
+        controller = RatioController(target, engine.quality.calibration(engine.index))
         good = engine.blender.priors.current() or Priors.of_nothing(engine.model.decoder)
         found: dict[str, list[Loss]] = {"before": [], "behind": []}
         first, until_alarm = controller.ratio, 0
@@ -167,7 +166,8 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
         try:
             for question in questions:
                 served = controller.ratio
-                measured, _ = losses(engine, question)
+                prompt = engine.prepare(Request(question, blend={"method": "blend"})).prompt
+                measured, _ = engine.quality.losses(prompt)
                 loss = Loss(1.0, 0.0) if served is None else measured[served]
                 found["before" if served == first else "behind"].append(loss)
                 controller.add(served, {r: measured[r] for r in controller.checked_ratios})
@@ -208,8 +208,10 @@ def _load(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> Gr
 
     def serve(share: float) -> Metrics:
         seen, draw, done = FirstTokens(), random.Random(next(n) // 2), threading.Semaphore(0)
+        settings = engine.config.replace("quality.check_rate", share)
+        engine.quality = QualityControl(settings, engine.model, engine.blender)
+        engine.quality.on_check.append(seen.checked)
         batch = BatchEngine(engine, seen, ServeConfig(slots=2))
-        batch.checks = Checks(engine.model, engine.config.blend.with_values(check=share), seen)
 
         def emit(event: object) -> None:
             if isinstance(event, (Completed, Failed)):

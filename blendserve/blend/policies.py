@@ -212,8 +212,6 @@ def validate_blend(blend: BlendConfig, model: ModelLayers) -> None:
 def _require_whole_chunks(blend: BlendConfig) -> None:
     """Raises ConfigError for settings that choose among a chunk's tokens: a state map is of all of them."""
     choosing = {
-        "quality": blend.quality is not None,
-        "max_kl": blend.max_kl is not None,
         "ratio": takes(blend.policy, "ratio") and blend.ratio not in (0.0, 1.0),
         "correction": blend.correction != "none",
         "refine": blend.refine > 0,
@@ -229,7 +227,7 @@ def _require_whole_chunks(blend: BlendConfig) -> None:
 
 def defaults_for(blend: BlendConfig, model: ModelLayers) -> BlendConfig:
     """The settings, with defaults that fit the model: chunks with state maps are reused whole, and not corrected."""
-    if not model.recurrent or blend.has_target:
+    if not model.recurrent:
         return blend
     fitting = {"ratio": 0.0, "correction": "none"}
     known = BlendConfig.model_fields

@@ -150,7 +150,7 @@ def _facts(engine: Engine, exit_code: int = 0, skipped: Skipped | None = None, *
 
 
 @single_command
-@with_settings("model.name", "store.location", "store.codec", "blend.quality")
+@with_settings("model.name", "store.location", "store.codec", "quality.min_agreement")
 def precompute(
     index: IndexArg,
     settings: Config,
@@ -213,7 +213,7 @@ def precompute(
                     report = precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
                 else:
                     report = engine.precompute(None, part, computed, fitted)
-            if part == (0, 1) and settings.blend.has_target:
+            if part == (0, 1) and settings.quality.has_target:
                 with console.progress("Calibrating", "prompts") as measured:
                     engine.calibrate(progress=measured)
         except KeyboardInterrupt:

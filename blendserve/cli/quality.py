@@ -10,14 +10,14 @@ import typer
 
 from blendserve import console
 from blendserve.cli.options import IndexArg, option, single_command, with_settings
-from blendserve.config import BlendConfig, Config
+from blendserve.config import Config, QualityConfig
 from blendserve.console import Output
 from blendserve.errors import InputError
 
 if TYPE_CHECKING:
     from blendserve.quality.calibration import Calibration
 
-DEFAULT = BlendConfig(quality=0.9)  # the target of the table without one in the settings
+DEFAULT = QualityConfig(min_agreement=0.9)  # the target of the table without one in the settings
 COLUMNS = "ratio", "loss", "interval", "KL mean, worst", "of full prefill's time", "meets the target"
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @single_command
 @with_settings(
-    *("model.name", "blend.quality", "blend.max_kl", "blend.exceed"),
+    *("model.name", "quality.min_agreement", "quality.max_kl", "quality.violation_rate"),
     *("retrieve.top_k", "decode.max_new_tokens"),
 )
 def calibrate(
@@ -38,9 +38,9 @@ def calibrate(
 ) -> Output:
     """Measure how far answers at every recompute ratio are from full prefill, on prompts of an index.
 
-    If blend.quality or blend.max_kl is set, blendserve then uses the cheapest ratio that meets the target with 90%
-    confidence. If no ratio does, it answers exactly. One calibration serves every target. Run a stopped command again to
-    resume it. A larger --prompts adds prompts.
+    If quality.min_agreement or quality.max_kl is set, blendserve then uses the cheapest ratio that meets the target with
+    90% confidence. If no ratio does, it answers exactly. One calibration serves every target. Run a stopped command again
+    to resume it. A larger --prompts adds prompts.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
@@ -58,36 +58,33 @@ def calibrate(
         except KeyboardInterrupt:
             log.info("stopped: the measurements are stored; run the same command to resume")
             raise typer.Exit(130) from None
-    return _output(found, settings.blend if settings.blend.has_target else DEFAULT)
+    return _output(found, settings.quality if settings.quality.has_target else DEFAULT)
 
 
-def _output(found: Calibration, blend: BlendConfig) -> Output:
+def _output(found: Calibration, settings: QualityConfig) -> Output:
     from blendserve.quality.risk import interval, losses_needed  # start-up: numpy
-    from blendserve.quality.target import Target
+    from blendserve.quality.target import ERROR, Target
 
-    target, error, full_s = Target.of(blend), 1.0 - blend.confidence, found.seconds["full"]
+    target = Target.of(settings)
     assert target
     rows, shown = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for ratio, of in found.losses.items():
-        losses, kls = target.losses(of), [loss.kl for loss in of]
-        mean, (low, high), keeps = (
-            sum(losses) / len(losses),
-            interval(losses, error),
-            target.p_value(of) <= error,
-        )
-        needed, kl, time = (
-            losses_needed(losses, target.limit, error),
-            sum(kls) / len(kls),
-            found.seconds[f"{ratio:g}"] / full_s,
-        )
+    for ratio, measured in found.losses.items():
+        losses = target.losses(measured)
+        mean, (low, high) = sum(losses) / len(losses), interval(losses, ERROR)
+        keeps = target.p_value(measured) <= ERROR
+        needed = losses_needed(losses, target.limit, ERROR)
+        kls = [loss.kl for loss in measured]
+        mean_kl = sum(kls) / len(kls)
+        of_full = found.seconds[f"{ratio:g}"] / found.seconds["full"]
         rows.append(
-            {"ratio": ratio, "loss": mean, "low": low, "high": high, "mean_kl": kl, "worst_kl": max(kls)}
+            {"ratio": ratio, "loss": mean, "low": low, "high": high, "mean_kl": mean_kl, "worst_kl": max(kls)}
         )
-        rows[-1] |= {"of_full": time, "keeps": keeps, "needed": needed}
+        rows[-1] |= {"of_full": of_full, "keeps": keeps, "needed": needed}
         advice = f"not proven; {f'about {needed}' if needed else 'more'} prompts might"
         advice = advice if mean < target.limit else "no"
-        ends, worst = f"{low:.3f} to {high:.3f}", f"{kl:.3f}, {max(kls):.2f}"
-        shown.append((f"{ratio:g}", f"{mean:.3f}", ends, worst, f"{time:.2f}", "yes" if keeps else advice))
+        ends, worst = f"{low:.3f} to {high:.3f}", f"{mean_kl:.3f}, {max(kls):.2f}"
+        cells = (f"{ratio:g}", f"{mean:.3f}", ends, worst, f"{of_full:.2f}")
+        shown.append((*cells, "yes" if keeps else advice))
     chosen = target.ratio(found.losses)
 
     def show() -> None:

@@ -119,40 +119,33 @@ class BlendConfig(Settings):
     """Correction of the KV of tokens that are not recomputed, with its parameters in brackets: ridge[penalty=4]."""
     near: bool = False
     """Reuse the KV of identical text in similar cached chunks (near-duplicates)."""
-    quality: Annotated[float, Field(ge=0.5, le=0.98)] | None = None
-    """Target: least mean agreement of answers with full prefill, as a fraction of their tokens. Calibration then
-    chooses the ratio; without a calibration, answers are exact."""
+
+
+class QualityConfig(Settings):
+    """A target for the quality of answers: calibration then chooses the recompute ratio, in place of blend.ratio."""
+
+    min_agreement: Annotated[float, Field(ge=0.5, le=0.98)] | None = None
+    """Target: least mean agreement of answers with full prefill, as a fraction of their tokens. Without a calibration,
+    answers are exact."""
     max_kl: Annotated[float, Field(ge=0.01)] | None = None
-    """Target in place of quality: largest mean KL of an answer to full prefill, in nats."""
-    exceed: Annotated[float, Field(ge=0.02, le=0.5)] = 0.1
+    """Target in place of min_agreement: largest mean KL of an answer to full prefill, in nats."""
+    violation_rate: Annotated[float, Field(ge=0.02, le=0.5)] = 0.1
     """Largest fraction of answers that may be above max_kl."""
-    confidence: ClassVar[float] = 0.9  # probability that what a calibration promises holds
-    check: Ratio = 0.01
+    check_rate: Ratio = 0.01
     """Fraction of answers that an idle server compares with full prefill, if there is a target. These checks adjust the
     ratio; with 0 the ratio stays."""
 
     @model_validator(mode="after")
-    def _one_target(self) -> BlendConfig:
-        """Raises ValueError for two targets, and for a ratio or a method that leaves a target nothing to choose."""
-        given = [name for name in ("quality", "max_kl") if getattr(self, name) is not None]
-        if given and self.ratio != BlendConfig.model_fields["ratio"].default:
-            given.append("ratio")
-        if given and self.method == "reuse":
-            given.append("method 'reuse'")
-        if len(given) > 1:
-            raise ValueError(
-                f"{' and '.join(given)} exclude each other: calibration chooses the ratio of a target"
-            )
+    def _one_target(self) -> QualityConfig:
+        """Raises ValueError for two targets."""
+        if self.min_agreement is not None and self.max_kl is not None:
+            raise ValueError("min_agreement and max_kl exclude each other: set one of them")
         return self
 
     @property
     def has_target(self) -> bool:
         """Whether calibration chooses the ratio."""
-        return self.quality is not None or self.max_kl is not None
-
-    def without_target(self, **values: Any) -> BlendConfig:
-        """The same with these values and no target. Raises ConfigError."""
-        return type(self)(**{**self.model_dump(), "quality": None, "max_kl": None, **values})
+        return self.min_agreement is not None or self.max_kl is not None
 
 
 class DecodeConfig(Settings):

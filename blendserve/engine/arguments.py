@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from textwrap import shorten
 
+from blendserve.config import BlendConfig, StoreConfig
 from blendserve.core import Passage, TokenIds
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.errors import InputError
+from blendserve.errors import ConfigError, InputError
+from blendserve.store.base import KVStore
 
 
 def own_passages(passages: object, setting: str = "passages") -> tuple[Passage, ...]:
@@ -77,3 +79,14 @@ def chunks_within(passages: Iterable[Passage], prompts: PromptBuilder, limit: in
 
 def _shown(value: object) -> str:
     return shorten(repr(value), 60)
+
+
+def check_near(blend: BlendConfig, store: KVStore, config: StoreConfig) -> None:
+    """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
+    if blend.near and not store.cap_bytes:
+        raise ConfigError(
+            f"setting 'blend.near' is of no use with a store of kind {config.kind!r}, which does not list the tokens of "
+            "its chunks: leave it out, or store chunks on this machine, too (a folder as store.location, and "
+            f"{config.location} as store.remote.location)",
+            setting="blend.near",
+        )

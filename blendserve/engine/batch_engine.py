@@ -14,15 +14,13 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.policies import make_policy
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import ServeConfig
-from blendserve.core import Answer, Prompt, Steps
-from blendserve.engine.checks import Checks
+from blendserve.core import Prompt, Steps
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import TokenSequence, prefill
 from blendserve.engine.learn import Learner, LearntChunks
 from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
-from blendserve.engine.verify import Verified, Verifier, with_end
 from blendserve.errors import RateLimited, ShuttingDown, StoreError
 from blendserve.machine import checked_cap, fit
 from blendserve.models.kv_cache import CachePool, tokens_of_slots
@@ -72,8 +70,6 @@ class BatchEngine:
         learns = store.write_back == "learn" or (store.write_back == "auto" and not config.has_keys)
         self._learn_bytes = round(engine.store.cap_bytes * store.learnt_share) if learns else 0
         self._writing: set[ChunkKey] = set()  # write-backs that are queued or under way
-        self.checks = Checks(model, engine.config.blend, observer)
-        self.fetcher.on_delete.append(self.checks.forget)
 
     @property
     def namespaces(self) -> set[str]:
@@ -97,7 +93,6 @@ class BatchEngine:
                 request = replace(request, prompt=blender.match(request.prompt, request.blend))
         # Methods that search for nothing would learn what is stored.
         learns = request.learns and request.blend.method not in ("full", "prefix")
-        is_checked = self.checks.draws(request)
         return TokenSequence(
             request,
             self.engine.model,
@@ -106,7 +101,7 @@ class BatchEngine:
             cost=self._cost(request, blender),
             emit=emit,
             prefetch=blender.prefetch(request.prompt, request.blend),
-            on_answer=lambda sequence: self._answered(sequence, blender, is_checked),
+            on_answer=lambda sequence: self._answered(sequence, blender),
         )
 
     def _scope(self, namespace: str, scope: str) -> Scope:
@@ -152,15 +147,17 @@ class BatchEngine:
             if learnt.admits(ids, writer):
                 self.write_back(writer, [MissingChunk(ids)], tenant)
 
-    def _answered(self, sequence: TokenSequence, blender: Blender, is_checked: bool) -> None:
-        """Keep the KV of a blended plain prompt and its answer for the next turn; have a drawn answer checked."""
-        answer, cache = sequence.answer, sequence.cache
+    def _answered(self, sequence: TokenSequence, blender: Blender) -> None:
+        """Keep the KV of a blended plain prompt and its answer for the next turn; have some answers checked."""
+        answer, cache, request = sequence.answer, sequence.cache, sequence.request
         assert answer
         assert cache
-        if is_checked and self.checks.offer(sequence.request, blender, answer):
-            self.scheduler.submit_idle(self.checks.steps())
+        if choice := request.quality:
+            check = self.engine.quality.answered(choice, blender, request.prompt, request.decode, answer)
+            if check:
+                self.scheduler.submit_idle(check)
         try:
-            blender.keep(sequence.request.prompt, answer.report, answer.token_ids[:-1], cache)
+            blender.keep(request.prompt, answer.report, answer.token_ids[:-1], cache)
         except (MemoryError, RuntimeError) as error:  # no memory: the next turn computes it again
             log.warning("a conversation was not kept: %s", error)
 
@@ -183,19 +180,6 @@ class BatchEngine:
     def learnt_bytes(self) -> int:
         """The bytes of stored chunks that were learnt from plain prompts."""
         return sum(learnt.n_bytes for learnt in list(self._learnt.values()))
-
-    def verify(self, sequence: TokenSequence, answer: Answer, namespace: str) -> Future[Verified]:
-        """Check a served answer as soon as may be."""
-        request, model = sequence.request, self.engine.model
-        tokens = answer.token_ids or with_end(model, (), request.decode)
-        decode = request.decode.with_values(max_new_tokens=len(tokens))
-        verifier = Verifier(model, self.blender(namespace), request.prompt, decode)
-
-        def steps() -> Steps[Verified]:
-            done = yield from verifier.prefill(request.blend)
-            return (yield from verifier.verify(done, tokens))
-
-        return self.in_background(steps(), sequence.tenant)
 
     # Background tasks, one for each chunk, so that a request never waits for more than one
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,38 @@ from typing import Any
 from blendserve.blend.blender import Blender
 from blendserve.blend.policies import defaults_for
 from blendserve.blend.precompute import MissingChunk, PrecomputeReport
-from blendserve.config import BlendConfig, Config
-from blendserve.core import Answer, Document, Passage, TokenIds, run
-from blendserve.engine.arguments import check_count, check_shard, check_text, chunks_within, own_passages
-from blendserve.engine.calibrate import PROMPTS, calibrate
+from blendserve.config import Config
+from blendserve.core import Answer, Document, Passage, Prompt, TokenIds, run
+from blendserve.engine.arguments import (
+    check_count,
+    check_near,
+    check_shard,
+    check_text,
+    chunks_within,
+    own_passages,
+)
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents, token_counter
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, TokenSequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
-from blendserve.engine.targets import Targets
+from blendserve.engine.request import (
+    PreparedRequest,
+    Request,
+    Search,
+    chooses_work,
+    prepare_request,
+    split_options,
+)
 from blendserve.engine.warm_up import warm_up
-from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
+from blendserve.errors import InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.forks import begin_computing, is_forked
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
 from blendserve.paths import index_folder
-from blendserve.quality.calibration import Calibration
+from blendserve.quality.calibration import PROMPTS, Calibration
+from blendserve.quality.control import QualityControl
 from blendserve.registry import CORRECTIONS, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
@@ -68,14 +82,14 @@ class Engine:
         fetcher: brings chunks of the store to prompts; default: one without copies. Chunks are stored raw; `open` and
         `build` set the codec of the settings.
         """
-        config = config.replace("blend", defaults_for(config.blend, model.decoder))
+        config = config.model_copy(update={"blend": defaults_for(config.blend, model.decoder)})
         self.config, self.model, self.store, self.index = config, model, store, index
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(model.tokenizer, config.prompt)
         texts, namespace = (prompts.prefix, prompts.kv_context), config.store.namespace
         about = model.decoder, model.fingerprint, store, *texts, namespace
         self.blender = Blender(*about, fetcher=fetcher, tokenizer=model.tokenizer)
-        self.targets = Targets(config, self.blender)
+        self.quality = QualityControl(config, model, self.blender)
 
     @classmethod
     def open(
@@ -196,7 +210,7 @@ class Engine:
         questions: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> Calibration:
-        """Measure what every ratio loses on prompts of the index, so that `blend.quality` can choose one.
+        """Measure what every ratio loses on prompts of the index, so that a target of quality can choose one.
 
         questions: users' own; without any, some are made of the passages. `progress(prompts done, prompts in all)`; what
         was measured stays if it is stopped. Raises InputError, StoreError, ConfigError.
@@ -205,12 +219,11 @@ class Engine:
         begin_computing()
         asked = [passage.text for passage in own_passages(questions, "questions")]
         self.gate.require()
-        if self.model.decoder.recurrent:
-            raise ConfigError(
-                f"there is no ratio to choose for {self.model.name}: chunks of recurrent layers are reused whole",
-                setting="blend.quality",
-            )
-        return calibrate(self, prompts, asked, progress)
+
+        def lay_out(question: str) -> Prompt:
+            return self.prepare(Request(question, blend={"method": "blend"})).prompt
+
+        return self.quality.calibrate(self._index(), lay_out, prompts, asked, progress)
 
     def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
@@ -264,12 +277,16 @@ class Engine:
         decoder = self.model.decoder
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
+        request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)
-        self._check_near(prepared.blend)
-        if not (prepared.blend.has_target or self.config.blend.has_target):
-            return prepared
+        check_near(prepared.blend, self.store, self.config.store)
         own = [self.index] if self.index is not None else []
-        return self.targets.apply(prepared, request, own if indexes is None else indexes)
+        searched = own if indexes is None else indexes
+        is_retrieved = request.passages is None and not prepared.prompt.is_plain
+        choice = self.quality.choose(
+            prepared.blend, searched if is_retrieved else (), chooses_work(request.blend)
+        )
+        return replace(prepared, blend=choice.blend, quality=choice) if choice else prepared
 
     def run(self, request: PreparedRequest) -> AnswerStream:
         """Prefill, and choose the first token: by the model's own forward, never blended, if it fails the gate.
@@ -320,7 +337,7 @@ class Engine:
         blend = self.config.blend
         if self.index is not None:
             self.warn_of_room(self.model.decoder.context_limit, [self.index])
-        self._check_near(blend)
+        check_near(blend, self.store, self.config.store)
         self.gate = check_model(self.model)
         try:
             self.blender.writer.codec = writing_codec(self.config, self.model, self.prompts, self.store)
@@ -347,16 +364,6 @@ class Engine:
                 "%d passages of up to %d tokens, the question and %d tokens of answer may need %d tokens, but only %d "
                 "fit: the nearest passages that fit are used (retrieve.top_k, retrieve.chunk_tokens)",
                 *(top_k, longest, answer, needed, room),
-            )
-
-    def _check_near(self, blend: BlendConfig) -> None:
-        """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
-        if blend.near and not self.store.cap_bytes:
-            raise ConfigError(
-                f"setting 'blend.near' is of no use with a store of kind {self.config.store.kind!r}, which does not list "
-                "the tokens of its chunks: leave it out, or store chunks on this machine, too (a folder as "
-                f"store.location, and {self.config.store.location} as store.remote.location)",
-                setting="blend.near",
             )
 
     @property

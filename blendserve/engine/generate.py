@@ -189,7 +189,8 @@ def prefill(sequence: TokenSequence, blender: Blender) -> Steps[Prefilled]:
     cache = sequence.cache or KVCache(blender.model, request.tokens)
     with request.clock.stage("prefill"):
         done = yield from blender.prefill(request.prompt, request.blend, cache, request.clock)
-        return replace(done, report=replace(done.report, quality=request.quality))
+        quality = request.quality.report if request.quality else None
+        return replace(done, report=replace(done.report, quality=quality))
 
 
 def reference_prefill(sequence: TokenSequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:

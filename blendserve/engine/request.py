@@ -12,13 +12,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import validate_blend
 from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig
-from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, QualityReport
+from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.models.kv_model import ModelLayers
-from blendserve.quality.controller import Controller
-from blendserve.quality.target import Loss
+from blendserve.quality.control import Choice
 from blendserve.registry import nearest
 from blendserve.timing import Clock
 
@@ -79,10 +78,7 @@ class PreparedRequest:
     clock: Clock  # since the request came
     scope: str = ""  # of a plain prompt, as is `learns`
     learns: bool = False
-    quality: QualityReport | None = None  # None: no target is set
-    controller: Controller | None = (
-        None  # of the only index that the passages are from, where it has a target
-    )
+    quality: Choice | None = None  # None: no target is set
 
     @property
     def tokens(self) -> int:
@@ -104,8 +100,7 @@ def prepare_request(
     An answer's length is what the prompt leaves of it, at most. Raises ConfigError, InputError, PromptTooLong, and the
     errors of `search`.
     """
-    base = config.blend.without_target() if chooses_work(request.blend) else config.blend
-    blend, decode = base.with_values(**request.blend), config.decode.with_values(**request.decode)
+    blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
     validate_blend(blend, model)
     limit = _answer_limit(request, decode, config.decode.max_new_tokens)
     if request.plain is not None:
@@ -230,13 +225,10 @@ class Observer(Protocol):
     """Called on the model's thread, with the method that answers a request, and seconds of that request.
 
     prefilled: with its seconds by stage. dequeued: its time in the queue. step: number of requests that make a token.
-    token: time since the last token, or of the first one since the request. checked: an answer, with the result done,
-    lost (a chunk had left the store) or dropped (too many were pending), and its loss if a ratio served it.
+    token: time since the last token, or of the first one since the request.
     """
 
     def dequeued(self, method: str, seconds: float) -> None: ...
-
-    def checked(self, result: str, loss: Loss | None, seconds: float) -> None: ...
 
     def prefilled(self, report: BlendReport, seconds: Mapping[str, float]) -> None: ...
 

@@ -21,7 +21,6 @@ from blendserve.blend.blender import Blender
 from blendserve.config import DecodeConfig
 from blendserve.core import BlendReport, Prompt, TokenIds, run
 from blendserve.engine.generate import generate
-from blendserve.engine.verify import with_end
 from blendserve.errors import StoreError
 from blendserve.evaluate.methods import FULL, MethodSpec
 from blendserve.kv import ChunkKV
@@ -29,7 +28,7 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append_each, decode_each
-from blendserve.quality.fidelity import forced
+from blendserve.quality.fidelity import forced, with_end
 from blendserve.timing import Clock
 
 STAGES = ("load", "select", "correct", "prefill", "refine")

@@ -17,7 +17,6 @@ from blendserve.blend.policies import validate_blend
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
-from blendserve.engine.verify import with_end
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate import fidelity
 from blendserve.evaluate.fidelity import Draw, Generation, nll
@@ -27,7 +26,7 @@ from blendserve.evaluate.prompts import PromptSource
 from blendserve.evaluate.run_dir import Record, RunDir
 from blendserve.evaluate.stores import PromptStores, Sizes
 from blendserve.evaluate.tasks import TASKS, agreement, exact_match, f1, rouge_l
-from blendserve.quality.fidelity import kl
+from blendserve.quality.fidelity import kl, with_end
 
 Update = Callable[[int, int], None]
 COUNTS = ("tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost", "share_recomputed")

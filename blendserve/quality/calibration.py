@@ -1,12 +1,13 @@
 """The losses of one index at each ratio, as measured by calibration. A store keeps them as a blob: no text, no tokens.
 
 Whatever changes the answers changes the owner under which they are stored: model, prompt, policy, correction and its
-prior, codec, number of passages. So an old calibration is not found any more. One serves every target.
+prior, codec. So an old calibration is not found any more. One calibration serves every target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
@@ -14,11 +15,14 @@ from typing import Literal
 import xxhash
 from pydantic import TypeAdapter
 
+from blendserve.core import Passage
 from blendserve.errors import CorruptBlob
 from blendserve.quality.target import RATIOS, Loss
 from blendserve.store import KVStore
 
 KIND = "quality"  # in the place of a codec's name
+PROMPTS = 128
+QUOTED_WORDS = 12  # of a passage without a title
 GROWTH = 1.5  # of an index, in passages, that voids its calibration
 
 
@@ -62,6 +66,23 @@ class Calibration:
         """Whether the index has not grown too much since."""
         return passages <= GROWTH * self.passages
 
+    @classmethod
+    def load(cls, store: KVStore, owner: str) -> Calibration | None:
+        """Read an owner's calibration from a store; None if there is none that can be read. Raises StoreUnavailable."""
+        hash = store.blobs.current(KIND, owner)
+        try:
+            raw = None if hash is None else store.blobs.get(hash)
+            return None if raw is None else cls.from_bytes(raw)
+        except (ValueError, CorruptBlob):
+            return None
+
+    def save(self, store: KVStore, owner: str) -> None:
+        """Store the calibration in the place of the owner's one before. Raises StoreError."""
+        before = store.blobs.current(KIND, owner)
+        now = store.blobs.put(KIND, owner, self.to_bytes())
+        if before not in (None, now):
+            store.blobs.delete(before)
+
     def to_bytes(self) -> bytes:
         return RECORD.dump_json(self)
 
@@ -82,30 +103,16 @@ def digest(questions: Sequence[str]) -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(questions).encode()) if questions else ""
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationStore:
-    """The calibration of one index, model and way of blending in a store."""
+def owner_of(index: str, fingerprint: str, *settings: object) -> str:
+    """Return the name of a calibration in a store. settings: whatever changes the answers."""
+    return f"{fingerprint}/{xxhash.xxh3_64_hexdigest(repr((index, settings)).encode())}"
 
-    store: KVStore
-    owner: str
 
-    @classmethod
-    def of(cls, store: KVStore, index: str, fingerprint: str, *settings: object) -> CalibrationStore:
-        """settings: whatever changes the answers."""
-        return cls(store, f"{fingerprint}/{xxhash.xxh3_64_hexdigest(repr((index, settings)).encode())}")
-
-    def load(self) -> Calibration | None:
-        """None if there is none that can be read. Raises StoreUnavailable."""
-        hash = self.store.blobs.current(KIND, self.owner)
-        try:
-            raw = None if hash is None else self.store.blobs.get(hash)
-            return None if raw is None else Calibration.from_bytes(raw)
-        except (ValueError, CorruptBlob):
-            return None
-
-    def save(self, calibration: Calibration) -> None:
-        """Store a calibration in the place of the one before. Raises StoreError."""
-        before = self.store.blobs.current(KIND, self.owner)
-        now = self.store.blobs.put(KIND, self.owner, calibration.to_bytes())
-        if before not in (None, now):
-            self.store.blobs.delete(before)
+def make_questions(passages: Sequence[Passage]) -> Iterator[str]:
+    """Yield a question about each passage, in random order: of its title or, without one, of words in its middle."""
+    for n in random.Random(0).sample(range(len(passages)), len(passages)):
+        passage = passages[n]
+        words = passage.text.split()
+        start = max(0, (len(words) - QUOTED_WORDS) // 2)
+        quoted = " ".join(words[start : start + QUOTED_WORDS])
+        yield f"What is said about {passage.title}?" if passage.title else f'Which passage says "{quoted}"?'

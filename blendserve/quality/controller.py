@@ -3,7 +3,7 @@
     alarm of the ratio that serves            -> the next larger one, or exact answers        at once
     proof that the next smaller one keeps it  -> that one                                     by checks alone
 
-The j-th step down needs a p-value of (1 - confidence) / 2^j, so all of them together err with that probability.
+The j-th step down needs a p-value of ERROR / 2^j, so all of them together err with that probability.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import replace
 from blendserve.core import QualityReport
 from blendserve.quality.calibration import Calibration
 from blendserve.quality.risk import Detector, interval
-from blendserve.quality.target import RATIOS, Loss, Target
+from blendserve.quality.target import ERROR, RATIOS, Loss, Target
 
 KEPT_CHECKS = 1_000  # latest ones, at each ratio
 MIN_CHECKS = 30  # between two steps up
 LEVELS: tuple[float | None, ...] = (*RATIOS, None)  # None: exact answers
 
 
-class Controller:
+class RatioController:
     """Controls the ratio of one target over one index. Thread-safe."""
 
     def __init__(self, target: Target, calibration: Calibration | None) -> None:
@@ -75,7 +75,7 @@ class Controller:
             return False
         smaller = LEVELS[at - 1]
         assert smaller is not None
-        error = (1.0 - self.target.confidence) * 0.5 ** (self._steps_down + 1)
+        error = ERROR * 0.5 ** (self._steps_down + 1)
         return self.target.p_value([*self._losses[smaller]]) <= error
 
     def _change(self, step: int) -> None:
@@ -88,7 +88,7 @@ class Controller:
         """Mean of what the target limits, by checks since the last change, and its interval; None without checks."""
         if self.ratio is None or not (losses := self.target.losses([*self._losses[self.ratio]])):
             return None
-        return (sum(losses) / len(losses), *interval(losses, 1.0 - self.target.confidence))
+        return (sum(losses) / len(losses), *interval(losses, ERROR))
 
     def report(self) -> QualityReport:
         """What an answer's report says."""
@@ -107,7 +107,7 @@ class Controller:
         report = replace(report, basis=basis, status=self._status())
         if not found:
             return report
-        mean, low, high = (1.0 - x if self.target.quality else x for x in found)
+        mean, low, high = (1.0 - x if self.target.max_kl is None else x for x in found)
         return replace(report, estimate=mean, interval=(min(low, high), max(low, high)))
 
     def _status(self) -> str:
@@ -115,5 +115,5 @@ class Controller:
             return "raised to exact answers" if self.ratio is None else f"raised to {self.ratio:g}"
         if self.ratio is None:
             return "answered exactly: no ratio keeps the target"
-        proven = self.target.p_value([*self._losses[self.ratio]]) <= 1.0 - self.target.confidence
+        proven = self.target.p_value([*self._losses[self.ratio]]) <= ERROR
         return "kept" if proven else "not yet known"

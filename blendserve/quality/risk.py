@@ -9,7 +9,6 @@ by their aGRAPA). Neither assumes a distribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -63,26 +62,19 @@ def losses_needed(losses: Sequence[float], limit: float, error: float) -> int | 
     return int(np.ceil(len(losses) * np.log(1.0 / error) / grown)) if grown > 0 else None
 
 
-class Bet(NamedTuple):
-    """A detector's state for one factor."""
-
-    stake: float
-    capital: float = 0.0
-
-    def after(self, x: float, limit: float) -> Bet:
-        """A new bettor joins with a capital of 1 at each loss, as the mean may have risen just now."""
-        return self._replace(capital=(self.capital + 1.0) * (1.0 + self.stake * (x - limit)))
-
-
 class Detector:
     """Tells that a mean loss has risen above its limit at some time (an e-detector: Shin et al., arXiv 2203.03532)."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        risen = (min(0.95, limit * factor) for factor in FACTORS)
-        self._bets = [Bet((mean / limit - 1.0) / (1.0 - limit)) for mean in risen]
+        risen = np.minimum(0.95, limit * np.asarray(FACTORS))
+        self._stakes = (risen / limit - 1.0) / (1.0 - limit)
+        self._capital = np.zeros(len(FACTORS))
 
     def add(self, loss: float) -> bool:
-        """Whether this loss sets off the alarm."""
-        self._bets = [bet.after(loss, self._limit) for bet in self._bets]
-        return sum(bet.capital for bet in self._bets) / len(self._bets) >= 1.0 / FALSE_ALARM
+        """Bet that the mean has risen -> whether this loss sets off the alarm.
+
+        A new bettor joins with a capital of 1 at each loss, as the mean may have risen just now.
+        """
+        self._capital = (self._capital + 1.0) * (1.0 + self._stakes * (loss - self._limit))
+        return bool(self._capital.mean() >= 1.0 / FALSE_ALARM)

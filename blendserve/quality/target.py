@@ -1,4 +1,4 @@
-"""What is promised: of the answers to one index's questions, against full prefill by the same model."""
+"""What is promised of the answers to one index's questions, against full prefill by the same model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from blendserve.config import BlendConfig
+from blendserve.config import QualityConfig
 from blendserve.quality.risk import p_value
 
+ERROR = 0.1  # probability that what a calibration promises does not hold
 RATIOS = (0.0, 0.02, 0.05, 0.15, 0.3)  # that a target may choose; above them answers are exact
 
 
@@ -22,48 +23,44 @@ class Loss(NamedTuple):
 
 
 class Target(NamedTuple):
-    """`quality`: the least mean agreement. `max_kl` and `exceed`: the largest share of answers with a larger KL."""
+    """A limit of the mean loss of answers, with the loss in [0, 1]."""
 
-    quality: float | None
-    max_kl: float | None
-    exceed: float
-    confidence: float
+    limit: float
+    max_kl: (
+        float | None
+    )  # the loss is 1 for an answer with a larger KL and 0 for others; None: it is 1 - agreement
 
     @classmethod
-    def of(cls, blend: BlendConfig) -> Target | None:
-        """The target of the settings, if they have one."""
-        made = cls(blend.quality, blend.max_kl, blend.exceed, blend.confidence)
-        return made if blend.has_target else None
-
-    @property
-    def limit(self) -> float:
-        """The limit of the mean of `losses`."""
-        return self.exceed if self.quality is None else 1.0 - self.quality
+    def of(cls, settings: QualityConfig) -> Target | None:
+        """Return the target of the settings, if they have one."""
+        if settings.min_agreement is not None:
+            return cls(1.0 - settings.min_agreement, None)
+        return None if settings.max_kl is None else cls(settings.violation_rate, settings.max_kl)
 
     def losses(self, of: Sequence[Loss]) -> list[float]:
-        """The losses that the target limits, in [0, 1]."""
-        if self.quality is not None:
+        """Return the losses that the target limits, in [0, 1]."""
+        if self.max_kl is None:
             return [1.0 - loss.agreement for loss in of]
-        return [float(loss.kl > (self.max_kl or 0.0)) for loss in of]
+        return [float(loss.kl > self.max_kl) for loss in of]
 
     def p_value(self, of: Sequence[Loss]) -> float:
-        """The p-value of the claim that the target is missed."""
+        """Compute the p-value of the claim that the target is missed."""
         return p_value(self.losses(of), self.limit)
 
     def ratio(self, losses: Mapping[float, Sequence[Loss]]) -> float | None:
-        """The least ratio that keeps the target with this confidence; None: only exact answers do.
+        """Return the least ratio that provably keeps the target; None: only exact answers do.
 
         Ratios are tested from the largest down to the first that fails, so all tests together err with probability
-        1 - confidence (fixed sequence testing, as Learn then Test: Angelopoulos et al., arXiv 2110.01052, section 2).
+        ERROR (fixed sequence testing, as Learn then Test: Angelopoulos et al., arXiv 2110.01052, section 2).
         """
         chosen: float | None = None
         for ratio in sorted(losses, reverse=True):
-            if self.p_value(losses[ratio]) > 1.0 - self.confidence:
+            if self.p_value(losses[ratio]) > ERROR:
                 break
             chosen = ratio
         return chosen
 
     def __str__(self) -> str:
-        if self.quality is not None:
-            return f"agreement >= {self.quality:g}"
-        return f"KL above {self.max_kl:g} in at most {self.exceed:.0%} of answers"
+        if self.max_kl is None:
+            return f"agreement >= {1.0 - self.limit:g}"
+        return f"KL above {self.max_kl:g} in at most {self.limit:.0%} of answers"

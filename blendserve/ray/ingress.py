@@ -49,10 +49,10 @@ class RayEngineClient(EngineClient):
         replicas: Replicas,
     ) -> None:
         """The replicas are their opener's to close. Raises ConfigError for a target, which replicas do not share yet."""
-        if config.blend.has_target:
+        if config.quality.has_target:
             raise ConfigError(
-                "a target of quality needs one process: leave out blend.quality and blend.max_kl on a cluster",
-                setting="blend.quality",
+                "a target of quality needs one process: leave out quality.min_agreement and quality.max_kl on a cluster",
+                setting="quality.min_agreement",
             )
         self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
         config = config.replace("blend", defaults_for(config.blend, self._facts))

@@ -24,8 +24,8 @@ from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import TokenSequence
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
-from blendserve.engine.verify import Verified
 from blendserve.errors import InputError, NotFound
+from blendserve.quality.fidelity import Verified, Verifier, with_end
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import ServiceBackend, backend_of
 from blendserve.serve.jobs import Jobs
@@ -62,7 +62,7 @@ class RequestHandle:
     ) -> None:
         """verify: compares the answer with full prefill's, where it is asked for."""
         self._events, self.cancel, self._verify = events, cancel, verify
-        self.quality = request.quality
+        self.quality = request.quality.report if request.quality else None
         self.passages, self.prompt_ids = request.passages, request.prompt.ids
         self.question_tokens = len(request.prompt.suffix)
         self.runs = request.prompt.runs  # stored chunks that were found in a plain prompt
@@ -197,7 +197,8 @@ class LocalEngineClient(EngineClient):
         load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
         held = lambda: self.in_use["held_chunks"]  # noqa: E731
         failed = lambda: engine.fetcher.failed_writes  # noqa: E731
-        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.targets.all, held, failed)
+        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.quality.controllers, held, failed)
+        engine.quality.on_check.append(metrics.checked)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
@@ -259,8 +260,16 @@ class LocalEngineClient(EngineClient):
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
             sequence = await self.collections.executor.run(tenant.name, prepare)
             self.scheduler.submit(sequence)
-        verify = partial(self.batch.verify, sequence, namespace=tenant.namespace) if query.check else None
+        verify = partial(self._verify, sequence.request, tenant) if query.check else None
         return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence), verify)
+
+    def _verify(self, request: PreparedRequest, tenant: Tenant, answer: Answer) -> Future[Verified]:
+        """Compare a served answer with full prefill's, as a background task."""
+        model, blender = self.engine.model, self.batch.blender(tenant.namespace)
+        tokens = answer.token_ids or with_end(model, (), request.decode)
+        decode = request.decode.with_values(max_new_tokens=len(tokens))
+        verifier = Verifier(model, blender, request.prompt, decode)
+        return self.batch.in_background(verifier.verify_served(request.blend, tokens), tenant.name)
 
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:

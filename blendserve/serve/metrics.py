@@ -13,11 +13,11 @@ from prometheus_client.registry import Collector
 from blendserve.core import BlendReport
 from blendserve.errors import StoreError
 from blendserve.fetch import KVFetcher
-from blendserve.quality.controller import Controller
+from blendserve.quality.controller import RatioController
 from blendserve.quality.target import Loss
 from blendserve.store import KVStore
 
-Controllers = list[tuple[str, Controller]]  # with the collection's name
+Controllers = list[tuple[str, RatioController]]  # with the collection's name
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 MATCH_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -74,7 +74,7 @@ STORE_METRICS: tuple[tuple[Callable[[str, str, float], Metric], str, str, str], 
 )
 
 # of collections with a target: kind, name, help, value
-QUALITY_METRICS: tuple[tuple[Any, str, str, Callable[[Controller], float | None]], ...] = (
+QUALITY_METRICS: tuple[tuple[Any, str, str, Callable[[RatioController], float | None]], ...] = (
     (GaugeMetricFamily, "limit", "Largest mean loss that the target allows", lambda c: c.target.limit),
     (
         GaugeMetricFamily,
@@ -199,16 +199,15 @@ class Metrics(HttpMetrics):
 
 
 class QualityCollector(Collector):
-    """What is known of the targets of collections. With several targets of one, of the one that was asked for last."""
+    """The ratios that keep the target, and what checks say, by collection."""
 
     def __init__(self, controllers: Callable[[], Controllers]) -> None:
         self._controllers = controllers
 
     def collect(self) -> Iterator[Metric]:
-        found = dict(self._controllers())
         for kind, name, help, value in QUALITY_METRICS:
             metric = kind(f"blendserve_quality_{name}", help, labels=["collection"])
-            for collection, controller in found.items():
+            for collection, controller in self._controllers():
                 if (number := value(controller)) is not None:
                     metric.add_metric([collection], number)
             yield metric

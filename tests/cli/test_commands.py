@@ -64,12 +64,12 @@ def test_calibrate_measures_every_ratio_and_a_target_is_served(index: Path, tmp_
     assert all(row["low"] <= row["loss"] <= row["high"] for row in found["ratios"])
     asked = tmp_path / "asked.txt"
     asked.write_text("Where was the bee seen?\n\nWho came?\n")
-    given = cli(*few, 5, "--questions", asked, "--quality", 0.5).json()
+    given = cli(*few, 5, "--questions", asked, "--min-agreement", 0.5).json()
     assert (given["prompts"], given["questions"]) == (2, "given")
     assert cli(*few, 5, "--questions", tmp_path / "none.txt").code == 2
-    answer = cli("ask", "Who came?", "-i", index, "--json", "--set", "blend.quality=0.5").json()
+    answer = cli("ask", "Who came?", "-i", index, "--json", "--set", "quality.min_agreement=0.5").json()
     assert (answer["report"]["blended"], answer["report"]["quality"]["ratio"]) == (False, None)
-    assert "Traceback" not in cli("precompute", index, "--quality", 0.5).err
+    assert "Traceback" not in cli("precompute", index, "--min-agreement", 0.5).err
 
 
 def test_index_and_store_commands_add_up(index: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ ANYTHING = st.one_of(
     st.sampled_from([[Passage("A passage.")], [Passage("\udfff")], [Passage(5)], [Document("x")]]),  # type: ignore[arg-type]
 )
 OPTIONS = (
-    *("method", "policy", "ratio", "refine", "correction", "near", "quality", "max_kl"),
+    *("method", "policy", "ratio", "refine", "correction", "near"),
     *("max_new_tokens", "temperature", "top_p", "seed", "stop", "drafts", "nonsense"),
 )
 

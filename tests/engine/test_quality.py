@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -15,33 +17,34 @@ import torch
 from blendserve.blend.blender import Blender
 from blendserve.blend.policies import make_policy
 from blendserve.config import BlendConfig, ServeConfig
-from blendserve.core import Passage, run
+from blendserve.core import Passage, Prompt, run
 from blendserve.engine.batch_engine import BatchEngine
-from blendserve.engine.calibrate import losses, made_questions
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Observer, Request
-from blendserve.engine.verify import Verifier
-from blendserve.errors import InputError, StoreUnavailable
+from blendserve.errors import ConfigError, InputError, StoreUnavailable
 from blendserve.kv import stacked
 from blendserve.models import forward
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
-from blendserve.quality.controller import Controller
+from blendserve.quality.calibration import make_questions
+from blendserve.quality.control import QualityControl
+from blendserve.quality.controller import RatioController
+from blendserve.quality.fidelity import Verifier
 from blendserve.quality.target import RATIOS, Loss
 from blendserve.store import MemoryStore
 from tests.support.blending import assert_near, model_kv, model_says, some_ids
-from tests.support.engines import PASSAGES, QUESTIONS, toy_engine
+from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, toy_engine, toy_model
 from tests.support.http import DOCUMENTS, index
-from tests.support.models import BLEND_KINDS, tiny_decoder
+from tests.support.models import BLEND_KINDS, HYBRIDS, tiny_decoder
 
-BLEND = {"method": "blend", "quality": 0.6, "check": 1.0}
+TARGET = {"min_agreement": 0.6, "check_rate": 1.0}
 GOOD, BAD = Loss(0.99, 0.01), Loss(0.2, 1.0)
 
 
-def engine(folder: Path, store: MemoryStore | None = None, **blend: Any) -> Engine:
+def engine(folder: Path, **sections: Any) -> Engine:
     """Over an index of DOCUMENTS, with a target."""
-    made = toy_engine(store or MemoryStore(2**30), blend={**BLEND, **blend}, retrieve={"top_k": 3})
+    made = toy_engine(**{"quality": TARGET, "retrieve": {"top_k": 3}, **sections})
     made.index = index(folder / "docs", made.prompts, DOCUMENTS)
     return made
 
@@ -50,11 +53,12 @@ def engine(folder: Path, store: MemoryStore | None = None, **blend: Any) -> Engi
 def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[float, Loss]], Engine]:
     """An engine whose calibration measured these losses on every prompt."""
 
-    def make(found: dict[float, Loss], **blend: Any) -> Engine:
-        made = engine(tmp_path, **blend)
+    def make(found: dict[float, Loss], **sections: Any) -> Engine:
+        made = engine(tmp_path, **sections)
         times = dict.fromkeys(["full", *(f"{ratio:g}" for ratio in RATIOS)], 1.0)
-        monkeypatch.setattr("blendserve.engine.calibrate.losses", lambda *_: (found, times))
-        made.calibrate(100, [f"Question {n}?" for n in range(100)])
+        with monkeypatch.context() as measuring:
+            measuring.setattr(QualityControl, "losses", lambda *_: (found, times))
+            made.calibrate(100, [f"Question {n}?" for n in range(100)])
         return made
 
     return make
@@ -63,11 +67,11 @@ def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dic
 def test_losses_are_those_of_asking_full_prefill_token_by_token(tmp_path: Path) -> None:
     made = engine(tmp_path)
     for question, refined in zip(QUESTIONS, (0.0, 0.0, 0.5, 0.5), strict=True):
-        made = engine(tmp_path, refine=refined)
-        found, seconds = losses(made, question)
+        made = engine(tmp_path, blend={"refine": refined})
+        prompt = made.prepare(Request(question, blend={"method": "blend"})).prompt
+        found, seconds = made.quality.losses(prompt)
         assert set(found) == set(RATIOS)
         assert min(seconds.values()) > 0
-        prompt = made.prepare(Request(question, blend={"method": "blend"})).prompt
         for ratio in (0.0, 0.3):
             answer = made.answer(question, method="blend", ratio=ratio)
             end = min(made.model.end_tokens)
@@ -139,7 +143,9 @@ def test_without_a_calibration_answers_are_exact_and_say_so(tmp_path: Path) -> N
     assert answer.report.quality.ratio is None
     assert answer.report.to_dict()["quality"]["target"] == answer.report.quality.target
     assert answer.token_ids == made.answer(QUESTIONS[0], method="full").token_ids
-    assert made.prepare(Request(QUESTIONS[0])).controller is None  # nothing to check
+    choice = made.prepare(Request(QUESTIONS[0])).quality
+    assert choice
+    assert choice.controller is None  # nothing to check
     assert toy_engine().answer(QUESTIONS[0], PASSAGES).report.quality is None
 
 
@@ -152,8 +158,10 @@ def test_a_calibrated_ratio_serves_questions_over_the_index_alone(calibrated: An
     assert (own.method, own.quality.ratio) == ("prefix", None)
     asked = made.answer(QUESTIONS[0], ratio=0.3).report  # explicit options win
     assert (asked.ratio, asked.quality.ratio, asked.quality.estimate) == (0.3, None, None)
-    stricter = made.answer(QUESTIONS[0], quality=0.95).report
-    assert (stricter.method, stricter.blended) == ("blend", True)
+    config = made.config.replace("quality.min_agreement", 0.95)
+    stricter = Engine(config, made.model, made.store, made.index).answer(QUESTIONS[0]).report
+    assert (stricter.method, stricter.blended) == ("blend", True)  # one calibration serves every target
+    assert stricter.quality
     assert stricter.quality.target != report.quality.target
 
 
@@ -183,34 +191,36 @@ def test_answers_are_exact_while_the_store_of_calibrations_is_out_of_reach(
 
 def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, asked = engine(tmp_path), list[str]()
+    monkeypatch.setattr(QualityControl, "losses", lambda *_: (dict.fromkeys(RATIOS, GOOD), {"full": 1.0}))
 
-    def measured(_: Engine, question: str) -> Any:
+    def lay_out(question: str) -> Prompt:
         if len(asked) == 11:
             raise KeyboardInterrupt
         asked.append(question)
-        return dict.fromkeys(RATIOS, GOOD), {"full": 1.0}
+        return Prompt((), (), ())
 
-    monkeypatch.setattr("blendserve.engine.calibrate.losses", measured)
+    assert made.index
+    calibrate = partial(made.quality.calibrate, made.index, lay_out)
     questions = [f"Question {n}?" for n in range(16)]
     with pytest.raises(KeyboardInterrupt):
-        made.calibrate(16, questions)
+        calibrate(16, questions)
     done = list(asked)
     asked.clear()
-    assert made.calibrate(16, questions).prompts == 16
+    assert calibrate(16, questions).prompts == 16
     assert asked == questions[8:]  # every eighth prompt is a save
     assert done[:8] == questions[:8]
-    assert made.calibrate(16, questions).prompts == 16
+    assert calibrate(16, questions).prompts == 16
     assert asked == questions[8:]
-    assert made.calibrate(5, questions).prompts == 16  # nothing is lost
+    assert calibrate(5, questions).prompts == 16  # nothing is lost
     asked.clear()
     others = [*questions[:3], "Another question?"]
-    assert made.calibrate(4, others).prompts == 4  # losses of other questions are not mixed with these
+    assert calibrate(4, others).prompts == 4  # losses of other questions are not mixed with these
     assert asked == others
 
 
 def test_questions_are_made_of_titles_or_of_words_each_passage_once() -> None:
     passages = [*PASSAGES, Passage("one two three"), Passage(" ".join(map(str, range(40))))]
-    made = list(made_questions(passages))
+    made = list(make_questions(passages))
     assert len(set(made)) == len(passages)
     assert sum("Cats" in question for question in made) == 1
     assert any("one two three" in question for question in made)
@@ -222,8 +232,14 @@ def test_there_is_nothing_to_calibrate_without_an_index() -> None:
         toy_engine().calibrate()
 
 
-def served(made: Engine, observer: Any = None) -> BatchEngine:
-    return BatchEngine(made, observer or Mock(Observer), ServeConfig(slots=2))
+def served(made: Engine) -> BatchEngine:
+    return BatchEngine(made, Mock(Observer), ServeConfig(slots=2))
+
+
+def listener(made: Engine) -> Mock:
+    """What is told of checks."""
+    made.quality.on_check.append(told := Mock())
+    return told
 
 
 def ask(batch: BatchEngine, question: str, **decode: Any) -> Any:
@@ -247,23 +263,22 @@ def idle(batch: BatchEngine) -> int:
     return n
 
 
-def controller(made: Engine) -> Controller:
-    ((_, found),) = made.targets.all()
+def controller(made: Engine) -> RatioController:
+    ((_, found),) = made.quality.controllers()
     return found
 
 
 def test_a_served_answer_is_checked_while_nothing_else_runs(calibrated: Any) -> None:
     made = calibrated({r: GOOD if r >= 0.05 else BAD for r in RATIOS})
     made.precompute()
-    observer = Mock(Observer)
-    batch = served(made, observer)
+    told, batch = listener(made), served(made)
     answer = ask(batch, QUESTIONS[0])
     assert controller(made).checks == 0
     assert idle(batch) > 3 * made.model.decoder.n_layers  # passes at three ratios and full prefill, by layers
     assert controller(made).checks == 1
-    ((result, loss, seconds),) = [call.args for call in observer.checked.call_args_list]
+    ((result, loss, seconds),) = [call.args for call in told.call_args_list]
     assert (result, seconds > 0) == ("done", True)
-    expected, _ = losses(made, QUESTIONS[0])
+    expected, _ = made.quality.losses(made.prepare(Request(QUESTIONS[0])).prompt)
     assert loss.agreement == pytest.approx(expected[0.05].agreement)
     assert loss.kl == pytest.approx(expected[0.05].kl, abs=1e-3)
     assert answer.report.quality.ratio == 0.05
@@ -309,37 +324,37 @@ def test_losses_above_the_limit_raise_the_ratio_of_later_requests(
 def test_a_deleted_document_takes_the_checks_that_quote_it_along(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     made.precompute()
-    observer = Mock(Observer)
-    batch = served(made, observer)
+    told, batch = listener(made), served(made)
     answers = [ask(batch, question) for question in QUESTIONS]
     quoted = answers[0].passages[0]
     left = [a for a in answers if quoted.text not in {p.text for p in a.passages}]
     made.delete(quoted.doc_id)
     idle(batch)
     assert controller(made).checks == len(left) < len(answers)
-    assert {call.args[0] for call in observer.checked.call_args_list} <= {"done"}  # at once, not when it runs
+    assert {call.args[0] for call in told.call_args_list} <= {"done"}  # at once, not when it runs
 
 
 def test_a_chunk_that_was_evicted_makes_a_check_lost(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     made.precompute()
-    observer = Mock(Observer)
-    batch = served(made, observer)
+    told, batch = listener(made), served(made)
     ask(batch, QUESTIONS[0])
     made.store.delete(made.store.keys())
     made.fetcher.forget(made.store.keys())
     idle(batch)
-    assert [call.args[0] for call in observer.checked.call_args_list] == ["lost"]
+    assert [call.args[0] for call in told.call_args_list] == ["lost"]
     assert controller(made).checks == 0
 
 
 def reachable(*roots: Any) -> list[Any]:
-    """What these objects refer to, apart from the model and code."""
+    """What these objects refer to, apart from the model, the blender and code."""
     seen, frontier = dict[int, Any](), list(roots)
     while frontier:
         frontier = [x for x in gc.get_referents(*frontier) if id(x) not in seen]
         frontier = [
-            x for x in frontier if not isinstance(x, (type, ModuleType, FunctionType, LoadedModel, Mock))
+            x
+            for x in frontier
+            if not isinstance(x, (type, ModuleType, FunctionType, LoadedModel, Blender, Mock))
         ]
         seen |= {id(x): x for x in frontier}
     return [*seen.values()]
@@ -355,7 +370,7 @@ def test_no_token_of_a_checked_request_is_kept(calibrated: Any) -> None:
     def has_prompt() -> bool:
         return any(
             isinstance(x, tuple) and x[-len(suffix) :] == suffix
-            for x in reachable(controller(made), batch.checks)
+            for x in reachable(controller(made), made.quality)
         )
 
     assert has_prompt()
@@ -364,22 +379,45 @@ def test_no_token_of_a_checked_request_is_kept(calibrated: Any) -> None:
     assert not has_prompt()
 
 
+def checks(made: Engine, n: int, **blend: Any) -> int:
+    """Answer a question, and tell of the answer n times -> number of checks that are pending."""
+    request, answer = made.prepare(Request(QUESTIONS[0], blend=blend)), made.answer(QUESTIONS[0], **blend)
+    assert request.quality
+    about = request.quality, made.blender, request.prompt, request.decode, answer
+    return sum(made.quality.answered(*about) is not None for _ in range(n))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_a_share_of_requests_is_drawn_whatever_they_ask(calibrated: Any, share: float) -> None:
-    made = calibrated(dict.fromkeys(RATIOS, GOOD), check=share)
-    batch = served(made)
-    request = made.prepare(Request(QUESTIONS[0]))
-    drawn = sum(batch.checks.draws(request) for _ in range(2_000))
+def test_a_share_of_answers_is_checked(calibrated: Any, share: float) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD), quality={**TARGET, "check_rate": share})
+    told = listener(made)
+    drawn = checks(made, 2_000) + told.call_count
     assert drawn == pytest.approx(2_000 * share, abs=100 * (share > 0))
-    assert not batch.checks.draws(made.prepare(Request(QUESTIONS[0], blend={"ratio": 0.1})))
+    assert checks(made, 2_000, ratio=0.1) == 0  # no target
+    assert checks(made, 2_000, method="prefix") == 0  # exact
 
 
 def test_more_answers_than_may_wait_are_drawn_from(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
-    observer = Mock(Observer)
-    batch = served(made, observer)
-    answer = made.answer(QUESTIONS[0])
-    request = made.prepare(Request(QUESTIONS[0]))
-    pending = sum(batch.checks.offer(request, made.blender, answer) for _ in range(200))
-    assert pending == 64
-    assert [call.args[0] for call in observer.checked.call_args_list] == ["dropped"] * 136
+    told = listener(made)
+    assert checks(made, 200) == 64
+    assert [call.args[0] for call in told.call_args_list] == ["dropped"] * 136
+
+
+def test_passages_of_a_separator_have_no_promise(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD), prompt={"separator": " # # "})
+    made.precompute()
+    assert made.answer(QUESTIONS[0]).report.quality.ratio == 0.0
+    report = made.answer(f"{PASSAGES[0].text} # # {QUESTIONS[0]}").report
+    assert (report.method, report.quality.ratio) == ("prefix", None)
+
+
+@pytest.mark.parametrize("target", [{"min_agreement": 0.9}, {"max_kl": 0.1}])
+def test_a_model_whose_chunks_are_reused_whole_has_no_target(target: Any) -> None:
+    model = replace(toy_model(), decoder=tiny_decoder(HYBRIDS[0]))
+    config = CONFIG.with_values(quality=target)
+    with pytest.raises(ConfigError) as error:
+        Engine(config, model, MemoryStore(2**20))
+    assert error.value.setting == "quality.min_agreement"
+    with Engine(CONFIG, model, MemoryStore(2**20)) as other:
+        assert other.config.blend.ratio == 0.0

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.config import BlendConfig
+from blendserve.config import Config, QualityConfig
 from blendserve.errors import ConfigError
-from blendserve.quality.calibration import Calibration, CalibrationStore
-from blendserve.quality.controller import LEVELS, MIN_CHECKS, Controller
+from blendserve.quality.calibration import KIND, Calibration, owner_of
+from blendserve.quality.controller import LEVELS, MIN_CHECKS, RatioController
 from blendserve.quality.target import RATIOS, Loss, Target
 from blendserve.store import MemoryStore
 
-TARGET = Target(0.9, None, 0.1, 0.9)
+TARGET = Target(0.1, None)
 PROMPTS = 128
 
 
@@ -29,11 +30,11 @@ def calibration(*agreements: float) -> Calibration:
     return Calibration(losses(*agreements), 100, "made")
 
 
-def controller(*agreements: float) -> Controller:
-    return Controller(TARGET, calibration(*agreements))
+def controller(*agreements: float) -> RatioController:
+    return RatioController(TARGET, calibration(*agreements))
 
 
-def check(made: Controller, n: int, agreements: Mapping[float, float]) -> None:
+def check(made: RatioController, n: int, agreements: Mapping[float, float]) -> None:
     for _ in range(n):
         made.add(made.ratio, {r: Loss(agreements[r], 0.1) for r in made.checked_ratios})
 
@@ -56,14 +57,14 @@ def test_the_least_ratio_above_which_all_keep_the_target_is_chosen(
 
 
 def test_a_limit_of_kl_counts_answers_above_it() -> None:
-    target, of = Target(None, 0.1, 0.1, 0.9), [Loss(0.5, 0.05)] * 100
+    target, of = Target(0.1, 0.1), [Loss(0.5, 0.05)] * 100
     assert target.losses([Loss(1.0, 0.2), Loss(0.0, 0.1)]) == [1.0, 0.0]
     assert target.p_value(of) < 0.1
     assert target.p_value([*of, *[Loss(1.0, 0.2)] * 20]) < target.p_value([Loss(1.0, 0.2)] * 20 + of)
 
 
 def test_without_a_calibration_answers_are_exact_and_nothing_changes_that() -> None:
-    made = Controller(TARGET, None)
+    made = RatioController(TARGET, None)
     assert made.ratio is None
     assert made.checked_ratios == ()
     for _ in range(300):
@@ -116,18 +117,18 @@ def test_the_report_has_the_estimate_and_its_interval_in_terms_of_the_target() -
 
 def test_a_calibration_is_read_as_it_was_stored_and_replaces_the_one_before() -> None:
     store = MemoryStore(2**20)
-    where = CalibrationStore.of(store, "docs", "model", "query", 0.5)
-    assert where.load() is None
+    owner = owner_of("docs", "model", "query", 0.5)
+    assert Calibration.load(store, owner) is None
     for made in (calibration(*[0.5] * 5), calibration(*[0.75] * 5)):
-        where.save(made)
-        assert where.load() == made
+        made.save(store, owner)
+        assert Calibration.load(store, owner) == made
     assert len(store.blobs.list()) == 1
     for other in (
         ("books", "model", "query", 0.5),
         ("docs", "m2", "query", 0.5),
         ("docs", "model", "none", 0.5),
     ):
-        assert CalibrationStore.of(store, *other).load() is None
+        assert Calibration.load(store, owner_of(*other)) is None
 
 
 def test_a_prompt_is_added_at_every_ratio() -> None:
@@ -161,26 +162,37 @@ def test_a_damaged_record_is_no_calibration(data: st.DataObject) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  any reason will do
         Calibration.from_bytes(raw)
     store = MemoryStore(2**22)
-    where = CalibrationStore.of(store, "docs", "model")
-    store.blobs.put("quality", where.owner, raw)
-    assert where.load() is None
-    assert Controller(TARGET, where.load()).ratio is None
+    store.blobs.put(KIND, "owner", raw)
+    assert Calibration.load(store, "owner") is None
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "setting"),
     [
-        {"quality": 0.9, "max_kl": 0.1},
-        {"quality": 0.9, "ratio": 0.2},
-        {"max_kl": 0.1, "ratio": "auto"},
-        {"quality": 0.9, "method": "reuse"},
-        {"quality": 0.99},
-        {"max_kl": 0.001},
+        ({"quality": {"min_agreement": 0.9, "max_kl": 0.1}}, "quality"),
+        ({"quality": {"min_agreement": 0.9}, "blend": {"ratio": 0.2}}, "blend.ratio"),
+        ({"quality": {"max_kl": 0.1}, "blend": {"ratio": "auto"}}, "blend.ratio"),
+        ({"quality": {"min_agreement": 0.9}, "blend": {"method": "reuse"}}, "blend.method"),
+        ({"quality": {"min_agreement": 0.99}}, "quality.min_agreement"),
+        ({"quality": {"max_kl": 0.001}}, "quality.max_kl"),
     ],
 )
-def test_settings_that_leave_a_target_nothing_to_choose_are_refused(values: dict[str, float]) -> None:
+def test_settings_that_leave_a_target_nothing_to_choose_are_refused(
+    values: dict[str, Any], setting: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        BlendConfig(**values)
-    assert str(error.value.setting).startswith("blend")
-    assert Target.of(BlendConfig(quality=0.9).without_target(ratio=0.2)) is None
+        Config(**values)
+    assert error.value.setting == setting
     assert LEVELS[-1] is None
+
+
+def test_a_target_is_a_limit_of_one_of_two_losses() -> None:
+    assert Target.of(QualityConfig()) is None
+    agreement = Target.of(QualityConfig(min_agreement=0.75))
+    kl = Target.of(QualityConfig(max_kl=0.2, violation_rate=0.05))
+    assert agreement
+    assert kl
+    assert (agreement.limit, kl.limit) == (0.25, 0.05)
+    answers = [Loss(0.5, 0.3), Loss(1.0, 0.1)]
+    assert agreement.losses(answers) == [0.5, 0.0]
+    assert kl.losses(answers) == [1.0, 0.0]

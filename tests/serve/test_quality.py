@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from blendserve.quality.control import QualityControl
 from blendserve.quality.target import RATIOS, Loss
 from tests.support.engines import QUESTIONS
 from tests.support.http import OWN, Client, Server, serving
@@ -18,7 +19,7 @@ HEADER = "x-blendserve-quality"
 def calibrate(server: Server, monkeypatch: pytest.MonkeyPatch, agreement: float) -> None:
     """As if every prompt of collection a had lost that much at every ratio."""
     measured = dict.fromkeys(RATIOS, Loss(agreement, 0.01)), {"full": 1.0}
-    monkeypatch.setattr("blendserve.engine.calibrate.losses", lambda *_: measured)
+    monkeypatch.setattr(QualityControl, "losses", lambda *_: measured)
     server.engine.calibrate(100, [f"Question {n}?" for n in range(100)])
 
 
@@ -31,7 +32,7 @@ def asked(server: Client, **fields: Any) -> Any:
 
 
 def test_a_promise_is_reported_checked_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, engine={"blend": {"quality": 0.6, "check": 1.0}}) as server:
+    with serving(tmp_path, engine={"quality": {"min_agreement": 0.6, "check_rate": 1.0}}) as server:
         exact = asked(server)
         assert exact.json()["report"]["blended"] is False
         assert exact.json()["report"]["quality"]["ratio"] is None

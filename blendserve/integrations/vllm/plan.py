@@ -163,7 +163,7 @@ class JobPlanner:
         """None: nothing to do. Raises ConfigError, InputError."""
         blend, word = self._blend, params.get(NAME)
         if isinstance(word, Mapping):
-            blend = blend.without_target(**word)
+            blend = blend.with_values(**word)
         elif word == STORE:
             return self._plan_store(ids)
         elif word == FIT:
