@@ -20,14 +20,7 @@ from blendserve.blend.policies import defaults_for
 from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.config import Config
 from blendserve.core import Answer, Document, Passage, Prompt, TokenIds, run
-from blendserve.engine.arguments import (
-    check_count,
-    check_near,
-    check_shard,
-    check_text,
-    chunks_within,
-    own_passages,
-)
+from blendserve.engine import arguments
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents, token_counter
 from blendserve.engine.gate import GateReport, check_model
@@ -173,7 +166,7 @@ class Engine:
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there. Raises InputError."""
         for doc_id in doc_ids:
-            check_text(doc_id, "doc_ids")
+            arguments.check_text(doc_id, "doc_ids")
         return self._documents().delete(*doc_ids)[0]
 
     def precompute(
@@ -215,9 +208,9 @@ class Engine:
         questions: users' own; without any, some are made of the passages. `progress(prompts done, prompts in all)`; what
         was measured stays if it is stopped. Raises InputError, StoreError, ConfigError.
         """
-        check_count(prompts, "prompts")
+        arguments.check_count(prompts, "prompts")
         begin_computing()
-        asked = [passage.text for passage in own_passages(questions, "questions")]
+        asked = [passage.text for passage in arguments.own_passages(questions, "questions")]
         self.gate.require()
 
         def lay_out(question: str) -> Prompt:
@@ -254,9 +247,9 @@ class Engine:
         The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
         model that fails the gate is told to blend; method auto answers by the model's own forward.
         """
-        own = None if passages is None else own_passages(passages)
-        check_text(question, "question")
-        top_k = None if top_k is None else check_count(top_k, "top_k")
+        own = None if passages is None else arguments.own_passages(passages)
+        arguments.check_text(question, "question")
+        top_k = None if top_k is None else arguments.check_count(top_k, "top_k")
         blend, decode = split_options(options)
         return self.run(self.prepare(Request(question, own, top_k, blend=blend, decode=decode)))
 
@@ -279,7 +272,7 @@ class Engine:
         room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
         request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)
-        check_near(prepared.blend, self.store, self.config.store)
+        arguments.check_near(prepared.blend, self.store, self.config.store)
         own = [self.index] if self.index is not None else []
         searched = own if indexes is None else indexes
         is_retrieved = request.passages is None and not prepared.prompt.is_plain
@@ -337,7 +330,7 @@ class Engine:
         blend = self.config.blend
         if self.index is not None:
             self.warn_of_room(self.model.decoder.context_limit, [self.index])
-        check_near(blend, self.store, self.config.store)
+        arguments.check_near(blend, self.store, self.config.store)
         self.gate = check_model(self.model)
         try:
             self.blender.writer.codec = writing_codec(self.config, self.model, self.prompts, self.store)
@@ -401,7 +394,7 @@ class Engine:
     ) -> list[TokenIds]:
         """The chunks of one share of the index's passages, or of these."""
         begin_computing()
-        i, n = check_shard(shard)
-        given = self._index().passages if passages is None else own_passages(passages)
-        found = chunks_within(given, self.prompts, self.model.decoder.context_limit)
+        i, n = arguments.check_shard(shard)
+        given = self._index().passages if passages is None else arguments.own_passages(passages)
+        found = arguments.chunks_within(given, self.prompts, self.model.decoder.context_limit)
         return [ids for ids in found if share_of(ids, n) == i]
