@@ -60,7 +60,7 @@ class Prefilled:
 
     @classmethod
     def of(cls, plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> Prefilled:
-        """With its report. has_prior: whether the correction had a prior."""
+        """The result with its report. has_prior: whether the correction had a prior."""
         report = make_report(plan, result, has_prior)
         n_cached = report.tokens_exact + report.tokens_kept + report.tokens_reused
         n_blended = report.tokens_reused + report.tokens_lossy
@@ -235,7 +235,7 @@ class Blender:
     def _requests(
         self, prompt: Prompt, blend: BlendConfig, is_costed: bool = True
     ) -> dict[int, ChunkRequest]:
-        """By number, the chunks that the method can use; with their costs where a link may take longer than it saves."""
+        """The chunks that the method can use, by number; with costs where a link may take longer than it saves."""
         usable = usable_chunks(prompt, blend.method, self._first_is_exact(prompt))
         keys = {i: self.key(prompt.chunks[i].ids) for i in usable}
         if is_costed and self._weighs_costs(blend):

@@ -67,7 +67,7 @@ class ChunkKeys:
 
     @property
     def _beginning(self) -> bytes:
-        """Of the keys of this scope."""
+        """The first bytes of all keys of this scope."""
         return namespace_tag(self.namespace) + namespace_tag(f"{self.namespace}\0{self.scope}")[:SCOPE_BYTES]
 
     def learnt_by(self, scope: str) -> ChunkKeys:

@@ -70,13 +70,13 @@ class NoCorrection(Correction):
 
 @dataclass(eq=False)
 class FittedCorrection(Correction, ABC):
-    """From the recomputed tokens of each chunk to all of its tokens. Subclasses differ in constants alone."""
+    """Corrects all tokens of a chunk by what its recomputed ones show. Subclasses differ in constants alone."""
 
     _latest: tuple[Rows, RecomputedTokens] | None = field(default=None, init=False)  # of the last layer
 
     @abstractmethod
     def params(self, features: int, depth: float, has_prior: bool, share: float) -> CorrectionParams:
-        """Its constants.
+        """Constants of the fit.
 
         features: numbers of a token's key and value. depth: of the layer in the model, 0 to 1. share: recomputed share of
         the chunks' tokens.

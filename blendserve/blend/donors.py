@@ -89,7 +89,7 @@ class DonorIndex:
             self._next_refresh = time.monotonic() + RETRY_S
 
     def refresh_if_due(self) -> None:
-        """In the background; the first caller waits a moment for the index."""
+        """Refresh the index in the background; the first caller waits a moment for it."""
         now = time.monotonic()
         with self._lock:
             is_first, is_due = not self._next_refresh, now >= self._next_refresh

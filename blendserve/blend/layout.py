@@ -159,7 +159,7 @@ class Layout:
         return State.EXACT if is_exact else State.REUSED
 
     def with_seams(self, n: int) -> Layout:
-        """For a model with state maps: of a chunk, its first n tokens are fresh, or all of it if its end is not used."""
+        """The layout for a model with state maps: a chunk's first n tokens are fresh, or all if its end is not used."""
 
         def parts(segment: Segment) -> Iterator[Segment]:
             view, span, offset = segment.view, segment.span, segment.offset

@@ -91,7 +91,7 @@ def find_chunks(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey
 
 
 def _by_rank(hits: Sequence[Hit]) -> list[Hit]:
-    """Of each place its first hit, then of each its second one, and so on: boilerplate is last."""
+    """The first hit of each place, then the second one of each, and so on: boilerplate is last."""
     ranks, ranked = Counter[int](), list[tuple[int, Hit]]()
     for hit in hits:
         ranked.append((ranks[hit.place], hit))
@@ -139,7 +139,7 @@ def best_cover(runs: Iterable[Run], least: int = MIN_SPAN) -> tuple[Run, ...]:
 
 
 def donor_requests(prompt: Prompt, token_saves_s: float | None) -> list[ChunkRequest]:
-    """For the chunks that were found in a prompt. token_saves_s: seconds that a token of one saves; None: fetch all."""
+    """Requests for the chunks found in a prompt. token_saves_s: seconds that a token of one saves; None: fetch all."""
     n_tokens = {run.donor: run.n_donor for run in prompt.runs}
     return [ChunkRequest(key, n, token_saves_s and n * token_saves_s) for key, n in n_tokens.items()]
 

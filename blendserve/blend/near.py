@@ -104,7 +104,7 @@ def choose_runs(runs: Iterable[Run], lost: Collection[ChunkKey] = ()) -> tuple[R
 
 
 def _behind_margin(run: Run) -> Run:
-    """Without the tokens that may have attended to other text right before them."""
+    """The run without the tokens that may have attended to other text right before them."""
     n = min(CONTEXT_MARGIN, len(run.span)) if run.offset else 0
     return run._replace(span=Span(run.span.start + n, run.span.stop), offset=run.offset + n)
 

@@ -89,7 +89,7 @@ class Policy:
         return ()
 
     def score(self, fresh: LayerKV, stored: LayerKV) -> Tensor:
-        """At a check layer: a score for each row [S], from its computed and its stored KV at the same position."""
+        """A score for each row [S] at a check layer, from its computed and its stored KV at the same position."""
         raise NotImplementedError
 
     def kept(self, l: int, layout: Layout) -> Selection:

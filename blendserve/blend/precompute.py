@@ -221,11 +221,11 @@ class ChunkWriter:
         return self.missing(left)
 
     def expected_bytes(self, n_tokens: int) -> int:
-        """Of a chunk of that many tokens, as stored."""
+        """Bytes of a chunk of that many tokens, as stored."""
         return self.codec.expected_bytes(self.chunks.model.chunk_bytes(n_tokens))
 
     def stored_bytes(self) -> dict[ChunkKey, int]:
-        """Of each stored chunk of the namespace."""
+        """Bytes of each stored chunk of the namespace."""
         infos = self._store.describe(self._store.keys(self.key.namespace))
         return {key: info.n_bytes for key, info in infos.items()}
 

@@ -45,7 +45,7 @@ class PrefixKV:
         return self.kv.n_tokens - self.n_exact
 
     def beginning(self, n: int) -> PrefixKV:
-        """Its first n tokens, all of them reused."""
+        """The first n tokens of the prefix, all of them reused."""
         return PrefixKV(self.kv.tokens(0, n), n, min(n, self.n_exact))
 
 
@@ -117,7 +117,7 @@ class PrefixCache:
 
     @property
     def n_bytes(self) -> int:
-        """Of all prefixes but the engine's own."""
+        """Bytes of all prefixes but the engine's own."""
         return sum(prefix.kv.n_bytes for prefix in self._cached.values())
 
     def _add(self, owner: str, ids: TokenIds, prefix: PrefixKV) -> None:
@@ -141,7 +141,7 @@ class PrefixCache:
 
 
 def _namespace(key: Key) -> str:
-    """That of a prefix's owner, without the scope."""
+    """The namespace of a prefix's owner, without the scope."""
     return key[0].partition("\0")[0]
 
 

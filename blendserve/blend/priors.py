@@ -67,14 +67,14 @@ class Priors:
 
     @classmethod
     def _of(cls, parts: Mapping[str, Tensor], model: KVModel) -> Priors:
-        """Of the tensors that a blob has."""
+        """Priors made of the tensors that a blob has."""
         if model.has_equal_layers:
             return cls(parts["weights"], parts["constants"])
         layers = range(1, model.n_kv_layers)
         return cls(*(tuple(parts[f"{name}.{l}"] for l in layers) for name in ("weights", "constants")))
 
     def layer(self, l: int) -> Prior:
-        """Of layer l >= 1."""
+        """The prior of layer l >= 1."""
         return Prior(self.weights[l - 1], self.constants[l - 1])
 
     def to_bytes(self) -> bytes:
@@ -105,7 +105,7 @@ class Priors:
 
 
 def _shapes(model: KVModel) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a blob, by name: one of each kind for all layers, or one for each layer if these differ."""
+    """Shapes of the tensors in a blob, by name: one of a kind for all layers, or one for each layer if these differ."""
     lead: tuple[int, ...] = (model.n_kv_layers - 1,) if model.has_equal_layers else ()
     found = dict[str, tuple[int, ...]]()
     for l, (heads, *dims) in enumerate(model.kv_shapes[1:2] if lead else model.kv_shapes[1:], 1):
@@ -213,7 +213,7 @@ def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list
 
 
 def _layer_at(model: DecoderModel, cache: KVCache, ropes: Ropes, span: Span, l: int) -> Pair:
-    """Of a prefilled prompt, at these positions. ropes: at all of its positions."""
+    """Keys before RoPE and values of a prefilled prompt, at these positions. ropes: at all of its positions."""
     here = slice(span.start, span.stop)
     return model.rotate(cache.keys[l][:, here], ropes[l].at(here).inverse), cache.values[l][:, here]
 
@@ -251,7 +251,7 @@ class LeastSquares:
 
     @staticmethod
     def _solve(gram: Tensor, cross: Tensor, shape: KVShape) -> Tensor:
-        """Of one layer: [K, 2D + 1, 2D]."""
+        """Weights [K, 2D + 1, 2D] of one layer: the ridge solution."""
         n, dims = gram[:, -1:, -1], [shape.dim, shape.value_dim]
         mean = gram[:, :-1, -1] / n
         variance = (gram.diagonal(dim1=-2, dim2=-1)[:, :-1] / n - mean**2).clamp(min=1e-12)

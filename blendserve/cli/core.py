@@ -29,7 +29,7 @@ from blendserve.errors import InputError
 from blendserve.paths import check_output_folder, index_folder
 
 if TYPE_CHECKING:
-    from blendserve.blend.precompute import PrecomputeEstimate
+    from blendserve.blend.precompute import PrecomputeEstimate, PrecomputeReport
     from blendserve.core import TokenIds
     from blendserve.engine.engine import Engine
     from blendserve.retrieve import Skipped
@@ -202,32 +202,44 @@ def precompute(
     with Engine.open(index, settings) as engine:
         chunks = engine.chunks(shard=part)
         expected = _estimate(engine, chunks)
-        per_token = engine.model.decoder.kv_bytes_per_token
-        computing = console.progress("Precomputing", "tokens", per_token)
-        fitting = console.progress("Fitting the correction prior", "tokens")
         try:
-            with computing as computed, fitting as fitted:
-                if workers:
-                    from blendserve.ray.precompute import precompute_index
-
-                    report = precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
-                else:
-                    report = engine.precompute(None, part, computed, fitted)
-            if part == (0, 1) and settings.quality.has_target:
-                with console.progress("Calibrating", "prompts") as measured:
-                    engine.calibrate(progress=measured)
+            report = _precompute(engine, index, part, workers, ray)
         except KeyboardInterrupt:
             log.info("stopped: the computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
         if engine.blender.priors.current() is None:
             log.info(no_prior(engine.config, sum(map(len, {*chunks}))))
-        missing = engine.missing(shard=part)
+        return _precomputed(report, engine.missing(shard=part), expected.bytes)
+
+
+def _precompute(
+    engine: Engine, index: str, part: tuple[int, int], workers: int | None, ray: str | None
+) -> PrecomputeReport:
+    """Compute one share of an index's chunks, fit the prior and, with a target, calibrate."""
+    per_token = engine.model.decoder.kv_bytes_per_token
+    computing = console.progress("Precomputing", "tokens", per_token)
+    fitting = console.progress("Fitting the correction prior", "tokens")
+    with computing as computed, fitting as fitted:
+        if workers:
+            from blendserve.ray.precompute import precompute_index
+
+            report = precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
+        else:
+            report = engine.precompute(None, part, computed, fitted)
+    if part == (0, 1) and engine.config.quality.has_target:
+        with console.progress("Calibrating", "prompts") as measured:
+            engine.calibrate(progress=measured)
+    return report
+
+
+def _precomputed(report: PrecomputeReport, missing: int, expected_bytes: int) -> Output:
+    """What `precompute` prints. missing: chunks that are not stored at its end."""
     rate = report.tokens / report.seconds if report.seconds else 0.0
     text = (
         f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
         f"{report.bytes / 1e6:,.0f} MB decoded), {report.skipped} already stored, {missing} missing"
     )
-    values = {**asdict(report), "expected_bytes": expected.bytes}
+    values = {**asdict(report), "expected_bytes": expected_bytes}
     values |= {"tokens_per_second": round(rate, 1), "missing": missing}
     return Output(values, text, int(missing > 0))
 

@@ -227,9 +227,7 @@ class MessagesRequest(CountRequest):
         sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         return QueryRequest(
             question=chat.messages[-1]["content"],
-            blend={
-                name: getattr(options, name) for name in ("method", "policy", "ratio", "refine", "correction")
-            },
+            blend=options.blend,
             decode={
                 **sampling,
                 "max_new_tokens": self.max_tokens,

@@ -20,7 +20,7 @@ from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.responses import ContextDep, StreamEvent
-from blendserve.serve.schemas import RagRequest
+from blendserve.serve.schemas import BlendFields, RagRequest
 
 MAX_CHARACTER_TOKENS = 8  # tokens of one character; a longer incomplete sequence is shown as it is
 
@@ -59,7 +59,7 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
         "version": blendserve.__version__,
         "model": client.model_names[0],
         "defaults": {
-            **config.blend.model_dump(include={"method", "policy", "ratio", "refine", "correction"}),
+            **config.blend.model_dump(include=set(BlendFields.model_fields)),
             "top_k": config.retrieve.top_k,
             "max_tokens": config.decode.answer_tokens,
             "temperature": config.decode.temperature,

@@ -83,17 +83,26 @@ class PassageIn(Body):
 Passages = Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)]
 
 
-class BlendOptions(Body):
-    """Options that OpenAI's API does not have. None = the server's setting."""
+class BlendFields(Body):
+    """Fields of BlendConfig that a request may set. None = the server's setting."""
 
-    top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
-    collections: Names | None = None
-    passages: Passages | None = None
     method: Method | None = None
     policy: PolicyName | None = None
     ratio: Ratio | None = None
     refine: Ratio | None = None
     correction: CorrectionName | None = None
+
+    @property
+    def blend(self) -> dict[str, Any]:
+        return self.model_dump(include=set(BlendFields.model_fields))
+
+
+class BlendOptions(BlendFields):
+    """Options that OpenAI's API does not have. None = the server's setting."""
+
+    top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
+    collections: Names | None = None
+    passages: Passages | None = None
 
 
 class Question(Body):
@@ -125,9 +134,7 @@ class Question(Body):
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
-            blend={
-                name: getattr(options, name) for name in ("method", "policy", "ratio", "refine", "correction")
-            },
+            blend=options.blend,
             decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
         )
