@@ -242,10 +242,8 @@ class Engine:
         options: any field of BlendConfig (method, policy, ratio, correction, ...) or DecodeConfig (max_new_tokens,
         temperature, top_p, seed, stop), for this question only.
 
-        An answer ends where the context does.
-
-        The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
-        model that fails the gate is told to blend; method auto answers by the model's own forward.
+        An answer ends where the context does. The first token is ready when this returns. Raises InputError,
+        PromptTooLong, ConfigError; ModelUnsupported when a model that fails the gate is told to blend (auto does not).
         """
         own = None if passages is None else arguments.own_passages(passages)
         arguments.check_text(question, "question")
@@ -273,13 +271,15 @@ class Engine:
         request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)
         arguments.check_near(prepared.blend, self.store, self.config.store)
-        own = [self.index] if self.index is not None else []
-        searched = own if indexes is None else indexes
+        if self.quality.target is None:
+            return prepared
         is_retrieved = request.passages is None and not prepared.prompt.is_plain
+        own = () if self.index is None else (self.index,)
+        searched = own if indexes is None else indexes
         choice = self.quality.choose(
             prepared.blend, searched if is_retrieved else (), chooses_work(request.blend)
         )
-        return replace(prepared, blend=choice.blend, quality=choice) if choice else prepared
+        return replace(prepared, blend=choice.blend, quality=choice)
 
     def run(self, request: PreparedRequest) -> AnswerStream:
         """Prefill, and choose the first token: by the model's own forward, never blended, if it fails the gate.

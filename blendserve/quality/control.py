@@ -75,16 +75,13 @@ class QualityControl:
         self._rng = random.Random()
         blender.fetcher.on_delete.append(self._forget)
 
-    def choose(
-        self, blend: BlendConfig, indexes: Sequence[VectorIndex], is_explicit: bool = False
-    ) -> Choice | None:
-        """Choose what keeps the target in one request; None without a target.
+    def choose(self, blend: BlendConfig, indexes: Sequence[VectorIndex], is_explicit: bool = False) -> Choice:
+        """Choose what keeps the target in one request to an engine that has one.
 
         indexes: that the passages are from; none if they are the request's own. is_explicit: the request says itself what
         is recomputed.
         """
-        if self.target is None:
-            return None
+        assert self.target
         report = QualityReport(str(self.target), None, "", OFF)
         if is_explicit:
             return Choice(blend, report)

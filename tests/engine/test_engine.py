@@ -192,7 +192,7 @@ def test_an_index_that_is_built_anew_unpins_what_the_old_one_had_in_a_store_of_i
 STEPS = [
     "KVFetcher",
     "Blender",
-    "Targets",
+    "QualityControl",
     "check_model",
     "writing_codec",
     "warm_up",

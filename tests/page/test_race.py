@@ -51,7 +51,7 @@ def test_a_clicked_question_is_raced_in_two_lanes(page: Page, server: Server) ->
     """The blended answer is shown to its end while full prefill computes, whose lane fills by its layers."""
     visit(page, server)
     n_layers = toy_model().decoder.n_layers
-    with stepped("full") as steps:
+    with stepped(server, "full") as steps:
         question = choose(page)
         blended = server.ask(question, method="blend")
         assert any(document.title in question for document in DOCUMENTS)
@@ -118,7 +118,7 @@ def test_words_that_differ_are_found(page: Page, server: Server) -> None:
 @pytest.mark.parametrize("leave", ["stop", "close"])
 def test_a_client_that_leaves_in_the_race_frees_its_slot(page: Page, server: Server, leave: str) -> None:
     visit(page, server)
-    with stepped("full") as steps:
+    with stepped(server, "full") as steps:
         choose(page)
         expect(progress(page, "blend")).to_have_attribute("aria-valuenow", "100")
         assert not server.is_idle
@@ -164,7 +164,7 @@ def test_axe_finds_nothing_in_any_state(page: Page, server: Server, scheme: str)
     assert not faults(page)
     page.get_by_role("button", name="Options").click()
     assert not faults(page)
-    with stepped("full") as steps:
+    with stepped(server, "full") as steps:
         choose(page)
         expect(progress(page, "blend")).to_have_attribute("aria-valuenow", "100")
         steps.release()
@@ -189,7 +189,7 @@ def test_a_phone_shows_questions_race_and_answer_in_its_first_view(page: Page, s
     expect(page.locator("#ttft")).to_be_visible()
     assert bottom(page.locator("#answer")) < PHONE["height"]
     page.reload()
-    with stepped("full") as steps:
+    with stepped(server, "full") as steps:
         choose(page)
         expect(progress(page, "blend")).to_have_attribute("aria-valuenow", "100")
         steps.release()

@@ -15,6 +15,7 @@ from playwright.sync_api import Locator, Page, expect
 from blendserve.engine.generate import TokenSequence
 from tests.support.engines import QUESTIONS
 from tests.support.http import PATIENT_S, Server
+from tests.support.waiting import eventually
 
 VIEWS = ("ask", "store", "documents", "load")
 MANY = 10**6
@@ -70,8 +71,12 @@ def faults(page: Page, *rules: str) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def stepped(method: str) -> Iterator[Semaphore]:
-    """Prefills by this method run a layer for each `release`; the rest of them at the end of the block."""
+def stepped(server: Server, method: str) -> Iterator[Semaphore]:
+    """Prefills by this method run a layer for each `release`; the rest of them at the end of the block.
+
+    Prefills of pages that were left end before it.
+    """
+    eventually(lambda: server.is_idle)
     steps, advance = Semaphore(0), TokenSequence.advance
 
     def step(sequence: TokenSequence) -> None:
