@@ -41,9 +41,9 @@ class Registry:
             raise ValueError(f"there is no {self.kind} {name!r}: {nearest(name, list(self._entries))}")
         return name
 
-    def module(self, name: str) -> str:
-        """The module that the name's thing lives in."""
-        return self._entries[name].partition(":")[0]
+    def target(self, name: str) -> str:
+        """What is behind a name, "module:attribute"."""
+        return self._entries[name]
 
     def load(self, word: str) -> Any:
         """The class behind the name of a word. Raises ValueError for an unknown one."""
@@ -163,6 +163,82 @@ CORRECTIONS = Registry(
         "shift": "blendserve.blend.corrections:Shift",
         "none": "blendserve.blend.corrections:NoCorrection",
     },
+)
+
+_CODE = (
+    *(
+        "py",
+        "pyi",
+        "js",
+        "mjs",
+        "jsx",
+        "ts",
+        "tsx",
+        "java",
+        "kt",
+        "scala",
+        "go",
+        "rs",
+        "swift",
+        "dart",
+        "zig",
+    ),
+    *(
+        "c",
+        "h",
+        "cc",
+        "cpp",
+        "cxx",
+        "hpp",
+        "cu",
+        "cs",
+        "m",
+        "rb",
+        "php",
+        "pl",
+        "lua",
+        "r",
+        "jl",
+        "hs",
+        "ml",
+        "ex",
+    ),
+    *(
+        "sh",
+        "bash",
+        "ps1",
+        "sql",
+        "proto",
+        "css",
+        "scss",
+        "vue",
+        "svelte",
+        "yaml",
+        "yml",
+        "toml",
+        "ini",
+        "cfg",
+    ),
+)
+READERS = Registry(  # by suffix; blendserve/readers/base.py has what a reader returns
+    "file kind",
+    {
+        **dict.fromkeys(("txt", "text", "log", "rst", "adoc", "tex"), "blendserve.readers.text:read"),
+        **dict.fromkeys(("md", "markdown"), "blendserve.readers.text:read_markdown"),
+        **dict.fromkeys(("jsonl", "ndjson", "jsonl.gz", "json"), "blendserve.readers.records:read"),
+        **dict.fromkeys(("csv", "tsv"), "blendserve.readers.tables:read_csv"),
+        "pdf": "blendserve.readers.pdf:read",
+        **dict.fromkeys(("html", "htm", "xhtml"), "blendserve.readers.web:read_html"),
+        "epub": "blendserve.readers.web:read_epub",
+        "docx": "blendserve.readers.office:read_docx",
+        "pptx": "blendserve.readers.office:read_pptx",
+        "xlsx": "blendserve.readers.office:read_xlsx",
+        "eml": "blendserve.readers.mail:read",
+        **dict.fromkeys(_CODE, "blendserve.readers.text:read_code"),
+    },
+)
+READER_PLUGINS = (
+    "blendserve.readers"  # group of entry points that name further ones, SUFFIX = MODULE:FUNCTION
 )
 
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).

@@ -17,7 +17,7 @@ FILES = ("serve", "dev", "optional")
 ENTRY = re.compile(
     r"^(?P<pin>[^\s#].*?) \\\n(?P<hashes>(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE
 )
-EXTRAS = {"serve": [""], "dev": ["dev", "evaluate", "codecs", "valkey", "embedders"]}
+EXTRAS = {"serve": [""], "dev": ["dev", "documents", "evaluate", "codecs", "valkey", "embedders"]}
 EXTRAS["optional"] = ["integrations", "moq", "ray"]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SYSTEMS = (

@@ -16,7 +16,7 @@ BASE = "core errors kv extras config registry timing console paths provenance th
 LAYERS = [  # from the ground up; of one layer, packages do not import each other both ways
     *(
         BASE,
-        "kernels",
+        "kernels readers",
         "models",
         "retrieve store",
         "fetch",

@@ -32,16 +32,18 @@ if TYPE_CHECKING:
     from blendserve.blend.precompute import PrecomputeEstimate, PrecomputeReport
     from blendserve.core import TokenIds
     from blendserve.engine.engine import Engine
-    from blendserve.retrieve import Skipped
+    from blendserve.retrieve import ReadReport
 
 log = logging.getLogger(__name__)
 CorpusArg = Annotated[
     Path,
     typer.Argument(
-        help="Corpus: a JSONL file with `text` and optional `title` and `id` per line, a folder "
-        "of .txt and .md files, or one such file."
+        help="Corpus: a folder of files (text, Markdown, source code, CSV, JSON; with the extra `documents` PDF, "
+        "HTML, Word, PowerPoint, Excel, EPUB, e-mail), one such file, or a JSONL file with `text` and optional "
+        "`title` and `id` per line."
     ),
 ]
+StrictOpt = Annotated[bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")]
 index = make_app("Build and update indexes of documents.")
 
 
@@ -77,42 +79,41 @@ def demo(
 
 @index.command()
 @with_settings("model.name", "retrieve.chunk_tokens", "retrieve.embedder", "retrieve.index")
-def build(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
+def build(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False) -> Output:
     """Build an index of a corpus.
 
-    An existing index of the same name is replaced. If text files of a folder are not UTF-8, they are skipped and named,
-    and the exit code is 1.
+    An existing index of the same name is replaced. The command lists the files that it did not read, and why.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
-    from blendserve.retrieve import Skipped, read_documents
+    from blendserve.retrieve import ReadReport, read_documents
 
     check_output_folder(index_folder(index))
-    skipped = Skipped()
-    documents = list(read_documents(corpus, skipped))
+    report = ReadReport()
+    documents = list(read_documents(corpus, report, strict))
     with console.progress("Embedding", "windows") as update:
         engine = Engine.build(index, documents, settings, update)
     with engine:
-        return _facts(engine, int(bool(skipped.unreadable)), skipped)
+        return _facts(engine, report=report)
 
 
 @index.command()
 @with_settings("model.name")
-def add(corpus: CorpusArg, index: IndexArg, settings: Config) -> Output:
+def add(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False) -> Output:
     """Add the new documents of a corpus to an index.
 
-    A document with a known id and new text replaces the old one. Unchanged documents are skipped. If text files of a
-    folder are not UTF-8, they are skipped and named, and the exit code is 1.
+    A document with a known id and new text replaces the old one. Unchanged documents are skipped. The command lists the
+    files that it did not read, and why.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
-    from blendserve.retrieve import Skipped, read_documents
+    from blendserve.retrieve import ReadReport, read_documents
 
     check_output_folder(index_folder(index))
-    skipped = Skipped()
-    documents = list(read_documents(corpus, skipped))
+    report = ReadReport()
+    documents = list(read_documents(corpus, report, strict))
     with Engine.open(index, settings) as engine:
         with console.progress("Embedding", "windows") as update:
             added = engine.add(documents, update)
-        return _facts(engine, int(bool(skipped.unreadable)), skipped, added=added)
+        return _facts(engine, report=report, added=added)
 
 
 @index.command()
@@ -134,19 +135,20 @@ def delete(
         return _facts(engine, int(not deleted), deleted=deleted)
 
 
-def _facts(engine: Engine, exit_code: int = 0, skipped: Skipped | None = None, **changes: int) -> Output:
-    """An index after a command. skipped: of the corpus. changes: numbers of documents."""
+def _facts(engine: Engine, exit_code: int = 0, report: ReadReport | None = None, **changes: int) -> Output:
+    """An index after a command. report: of the corpus. changes: numbers of documents."""
     assert engine.index is not None
     path = engine.index.path
     facts: dict[str, Any] = {"index": str(path), **asdict(engine.index.manifest), **changes}
-    if skipped:
-        facts["skipped"] = asdict(skipped)
+    if report:
+        facts |= asdict(report)
     change = "".join(f" ({count} {what})" for what, count in changes.items())
     text = (
         f"{path}: {facts['documents']} documents{change}, {facts['passages']} passages, "
         f"{facts['vectors']} vectors; next: blendserve precompute {path}"
     )
-    return Output(facts, text, exit_code)
+    lines = report.lines() if report else []
+    return Output(facts, "\n".join([*lines, text]), exit_code)
 
 
 @single_command

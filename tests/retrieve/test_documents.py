@@ -1,13 +1,8 @@
-"""Corpora are read whole or refused by place; their passages fit, are well filled and lose nothing."""
+"""Objects become documents or are refused by place; their passages fit, are well filled and lose nothing."""
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,129 +12,9 @@ from hypothesis import strategies as st
 
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError, CorpusError
-from blendserve.retrieve import Embedder, Skipped, as_documents, document_id, read_documents, split
+from blendserve.retrieve import Embedder, as_documents, document_id, split
 from blendserve.retrieve.demo_corpus import DEMO_CHARACTERS, language_reference
 from tests.retrieve.conftest import words
-
-
-def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"text": "one", "title": " T ", "id": "a", "year": 3}\r\n\n'
-        b'{"text": "two", "id": 7, "title": null}\n' + '{"text":"3\u2028\x85 漢"}'.encode()
-    )
-    third = Document("3\u2028\x85 漢")
-    assert list(read_documents(path)) == [Document("one", "T", "a"), Document("two", "", "7"), third]
-
-
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        (b"{text: 1}", None),
-        (b"[" * 100_000, None),
-        (b'["text"]', None),
-        (b'{"text": "caf\xe9"}', None),
-        (b'{"title": "x"}', "text"),
-        (b'{"text": null}', "text"),
-        (b'{"text": 5}', "text"),
-        (b'{"text": " \\n"}', "text"),
-        (b'{"text": "\\ud83d"}', "text"),
-        (b'{"text": "t\\u0000e\\u0000"}', "text"),
-        (b'{"text": "a\0"}', None),
-        (b'{"text": "a", "title": []}', "title"),
-        (b'{"text": "a", "id": true}', "id"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, field: str | None) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(CorpusError) as error:
-        list(read_documents(path))
-    assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
-
-
-def test_a_folder_is_read_in_order_with_headings_as_titles(tmp_path: Path) -> None:
-    for name, text in {
-        "b.txt": "bee\r\nline",
-        "a/z.md": "```\n# code\n```\n## The *Zed* ##\ntext",
-        "a/plain.md": "no heading",
-        "a.TXT": "\ufeffbom",
-        "blank.txt": " \n",
-        "picture.png": "not read",
-        ".hidden/x.txt": "hidden",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(text.encode())
-    found = list(read_documents(tmp_path))
-    assert [(d.id, d.title) for d in found] == [
-        *(("a/plain.md", "a/plain"), ("a/z.md", "The *Zed*"), ("a.TXT", "a"), ("b.txt", "b"))
-    ]
-    assert [d.text for d in found if d.id in ("a.TXT", "b.txt")] == ["bom", "bee\nline"]
-    assert list(read_documents(tmp_path / "b.txt")) == [Document("bee\nline", "b", "b.txt")]
-
-
-FILES = {  # name -> content; where `Skipped` counts it
-    b"read.txt": (b"text", "read"),
-    b"bad\xff\xfename.md": (b"text", "read"),
-    b"sub/\xc3\x9cber.txt": (b"\xef\xbb\xbftext", "read"),
-    b"latin1.txt": (b"caf\xe9", "unreadable"),
-    b"utf16.txt": ("text".encode("utf-16"), "unreadable"),
-    b"utf16-without-mark.md": ("text".encode("utf-16-le"), "unreadable"),
-    b"cut.txt": ("漢".encode()[:2], "unreadable"),
-    b"blank.txt": (b" \n", "blank"),
-    b"a.pdf": (b"%PDF-1.7", "other_kinds"),
-    b"b.PDF": (b"%PDF-1.7", "other_kinds"),
-    b"page.html": (b"<p>", "other_kinds"),
-    b"LICENSE": (b"text", "other_kinds"),
-    b"odd.\xff": (b"text", "other_kinds"),
-    b".git/x.txt": (b"text", "hidden"),
-    b".env": (b"text", "hidden"),
-}
-LINKS = {b"linked": b"sub", b"loop": b".", b"broken.txt": b"nowhere.txt"}
-
-
-@given(st.sets(st.sampled_from(sorted(FILES))), st.sets(st.sampled_from(sorted(LINKS))))
-def test_every_file_of_a_folder_is_read_or_counted(names: set[bytes], links: set[bytes]) -> None:
-    with TemporaryDirectory() as made:
-        folder, skipped = os.fsencode(made), Skipped()
-        for name in names:
-            path = os.path.join(folder, name)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            Path(os.fsdecode(path)).write_bytes(FILES[name][0])
-        for name in links:
-            os.symlink(LINKS[name], os.path.join(folder, name))
-        found = list[Document]()
-        with suppress(CorpusError):  # nothing was read
-            found = list(read_documents(made, skipped))
-        wanted = Counter(FILES[name][1] for name in names)
-        assert len(found) == len({d.id for d in found}) == skipped.read == wanted["read"]
-        assert (skipped.hidden, skipped.blank) == (wanted["hidden"], wanted["blank"])
-        assert sum(skipped.other_kinds.values()) == wanted["other_kinds"]
-        assert skipped.links == sorted(link.decode() for link in links)
-        assert sorted(skipped.unreadable) == sorted(n.decode() for n in names if FILES[n][1] == "unreadable")
-        assert all(name in why for name, why in skipped.unreadable.items())
-        for text in (str(skipped), *(d.id + d.title for d in found)):
-            text.encode()  # as UTF-8, whatever the file's name is
-
-
-@pytest.mark.parametrize("name", [name for name, (_, where) in FILES.items() if where == "unreadable"])
-def test_a_file_that_is_no_utf8_text_is_refused_by_name(name: bytes, tmp_path: Path) -> None:
-    path = tmp_path / name.decode()
-    path.write_bytes(FILES[name][0])
-    with pytest.raises(CorpusError) as error:
-        list(read_documents(path))
-    assert (error.value.path, error.value.line) == (str(path), 1)
-
-
-def test_missing_empty_and_unknown_corpora_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "book.pdf").write_text("x")
-    (tmp_path / "folder").mkdir()
-    for name in ("nowhere.jsonl", "empty.jsonl", "empty.txt", "book.pdf", "folder"):
-        with pytest.raises(CorpusError) as error:
-            list(read_documents(tmp_path / name))
-        assert error.value.path == str(tmp_path / name)
 
 
 def test_python_objects_become_documents() -> None:

@@ -1,0 +1,98 @@
+"""Documents as JSON: an object a line, also compressed, or an array."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, cast
+
+from blendserve.readers.base import MAX_TEXT, NUL, Content, Unreadable, check_size, lines
+
+FORM = 'write one JSON object per line: {"text": "...", "title": "...", "id": "..."}, title and id optional'
+ARRAY = "write an array of such objects, or one per line"
+TEXT_FIELDS = ("text", "page_content")  # the second is LangChain's
+
+
+def read(path: Path) -> Iterator[Content]:
+    """The documents of a file, one at a time if each has a line. Raises Unreadable, OSError."""
+    with ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(path.open("rb"))
+        if path.suffix.lower() == ".gz":
+            file = cast("IO[bytes]", stack.enter_context(gzip.GzipFile(fileobj=file)))
+        try:
+            is_whole = path.suffix.lower() == ".json" and _is_whole(file)
+            yield from _of_array(path) if is_whole else _of_lines(file)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise Unreadable(f"is no whole gzip file ({error}): compress it again") from None
+
+
+def record(value: object, n: int) -> Content:
+    """The document of a JSON object. n: its number, from 1. Raises Unreadable."""
+    if not isinstance(value, Mapping):
+        raise Unreadable(f"{_start(repr(value))} is not an object: {FORM}", line=n)
+    more = value.get("metadata")
+    title = (
+        more.get("title") if value.get("title") is None and isinstance(more, Mapping) else value.get("title")
+    )
+    text = next((value[name] for name in TEXT_FIELDS if value.get(name) is not None), None)
+    if text is None:
+        raise Unreadable(f"has no `text`: {FORM}", line=n, setting="text")
+    number = value.get("id")
+    fields = {"text": text, "title": title, "id": str(number) if type(number) is int else number}  # not bool
+    for name, field in fields.items():
+        if field is not None and not isinstance(field, str):
+            raise Unreadable(
+                f"its `{name}` must be a string, not {_start(repr(field))}", line=n, setting=name
+            )
+        if field and any("\ud800" <= char <= "\udfff" for char in field):
+            raise Unreadable(f"its `{name}` has a lone surrogate: write it as UTF-8", line=n, setting=name)
+        if field and "\0" in field:
+            raise Unreadable(f"its `{name}` {NUL}", line=n, setting=name)
+    if not text.strip():
+        raise Unreadable("its `text` is blank: give it text or remove it", line=n, setting="text")
+    return Content(text, (title or "").strip(), fields["id"] or "")
+
+
+def _is_whole(file: IO[bytes]) -> bool:
+    """Whether a file is one JSON value, an array or an object over several lines."""
+    start = file.readline(MAX_TEXT)
+    while start and not start.strip():
+        start = file.readline(MAX_TEXT)
+    file.seek(0)
+    if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return True
+    try:
+        json.loads(start)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _of_array(path: Path) -> Iterator[Content]:
+    check_size(path, MAX_TEXT, ARRAY)
+    try:
+        value: Any = json.loads(path.read_text("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}): save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"is not JSON ({_start(str(error))}): {ARRAY}") from None
+    for n, item in enumerate(value if isinstance(value, list) else [value], 1):
+        yield record(item, n)
+
+
+def _of_lines(file: IO[bytes]) -> Iterator[Content]:
+    for n, line in lines(file):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                raise Unreadable(f"not JSON ({_start(line)}): {FORM}", line=n) from None
+            yield record(value, n)
+
+
+def _start(text: str, n: int = 40) -> str:
+    return text if len(text) <= n else text[: n - 1] + "…"

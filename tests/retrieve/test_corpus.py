@@ -1,0 +1,279 @@
+"""Files are read whole or named with the reason, whatever they are; a foreign file's time and memory are bounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from contextlib import closing, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blendserve.core import Document
+from blendserve.errors import CorpusError
+from blendserve.readers.base import MAX_TEXT, Unreadable, decode
+from blendserve.readers.child import Child
+from blendserve.retrieve import ReadReport, read_documents
+from tests.support.corpus_files import CHINESE, FRENCH, GERMAN, make
+
+
+def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one", "title": " T ", "id": "a", "year": 3}\r\n\n'
+        b'{"text": "two", "id": 7, "title": null}\n' + '{"text":"3\u2028\x85 漢"}'.encode()
+    )
+    third = Document("3\u2028\x85 漢")
+    assert list(read_documents(path)) == [Document("one", "T", "a"), Document("two", "", "7"), third]
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        (b"{text: 1}", None),
+        (b"[" * 100_000, None),
+        (b'["text"]', None),
+        (b'{"text": "caf\xe9"}', None),
+        (b'{"title": "x"}', "text"),
+        (b'{"page_content": 5}', "text"),
+        (b'{"text": null}', "text"),
+        (b'{"text": 5}', "text"),
+        (b'{"text": " \\n"}', "text"),
+        (b'{"text": "\\ud83d"}', "text"),
+        (b'{"text": "t\\u0000e\\u0000"}', "text"),
+        (b'{"text": "a\0"}', None),
+        (b'{"text": "a", "title": []}', "title"),
+        (b'{"text": "a", "id": true}', "id"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, field: str | None) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(CorpusError) as error:
+        list(read_documents(path))
+    assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
+
+
+def test_a_folder_is_read_in_order_with_headings_as_titles(tmp_path: Path) -> None:
+    for name, text in {
+        "b.txt": "bee\r\nline",
+        "a/z.md": "```\n# code\n```\n## The *Zed* ##\ntext",
+        "a/plain.md": "no heading",
+        "a.TXT": "\ufeffbom",
+        "blank.txt": " \n",
+        "picture.png": "not read",
+        ".hidden/x.txt": "hidden",
+        "lines.jsonl": '{"text": "of a line", "id": "own"}',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    found = list(read_documents(tmp_path))
+    assert [(d.id, d.title) for d in found] == [
+        *(("a/plain.md", "a/plain"), ("a/z.md", "The *Zed*"), ("a.TXT", "a"), ("b.txt", "b"), ("own", ""))
+    ]
+    assert [d.text for d in found if d.id in ("a.TXT", "b.txt")] == ["bom", "bee\nline"]
+    assert list(read_documents(tmp_path / "b.txt")) == [Document("bee\nline", "b", "b.txt")]
+
+
+def test_json_is_read_in_its_other_forms(tmp_path: Path) -> None:
+    pages = [{"page_content": "one", "metadata": {"title": "T"}}, {"text": "two", "id": 2}]
+    wanted = [Document("one", "T"), Document("two", "", "2")]
+    lines = "\n".join(map(json.dumps, pages)).encode()
+    for name, content in {
+        "lines.json": lines,
+        "array.json": json.dumps(pages).encode(),
+        "indented.json": b"\xef\xbb\xbf\n" + json.dumps(pages, indent=2).encode(),
+        "lines.jsonl.gz": gzip.compress(lines),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert list(read_documents(tmp_path / name)) == wanted, name
+    (tmp_path / "one.json").write_text(json.dumps(pages[1], indent=2))
+    assert list(read_documents(tmp_path / "one.json")) == wanted[1:]
+
+
+def test_a_csv_file_is_a_table_whatever_its_delimiter(tmp_path: Path) -> None:
+    table = "| a b | c\\|d |\n| --- | --- |\n| 1, 2 | x y |"
+    for name, content in {
+        "comma.csv": 'a b,c|d\n\n"1, 2","x\ny"\n',
+        "semicolon.csv": 'a b;c|d\n1, 2;"x\ny"\n',
+        "tab.tsv": "a b\tc|d\r\n1, 2\tx y\r\n",
+    }.items():
+        (tmp_path / name).write_bytes(content.encode())
+        assert [d.text for d in read_documents(tmp_path / name)] == [table], name
+
+
+FILES = {  # name -> content; the state that it is read with
+    b"read.txt": (b"text", "read"),
+    b"bad\xff\xfename.md": (b"text", "read"),
+    b"sub/\xc3\x9cber.txt": (b"\xef\xbb\xbftext", "read"),
+    b"latin1.txt": (b"caf\xe9", "read"),
+    b"utf16.txt": ("text".encode("utf-16"), "read"),
+    b"utf16-without-mark.md": ("text".encode("utf-16-le"), "failed"),
+    b"cut.txt": ("漢".encode()[:2], "failed"),
+    b"blank.txt": (b" \n", "empty"),
+    b"a.doc": (b"%PDF-1.7", "skipped"),
+    b"LICENSE": (b"text", "skipped"),
+    b"odd.\xff": (b"text", "skipped"),
+    b".env": (b"text", "skipped"),
+    b".git/x.txt": (b"text", ""),  # its folder has the entry
+}
+LINKS = {b"linked": b"sub", b"loop": b".", b"broken.txt": b"nowhere.txt"}
+
+
+@given(st.sets(st.sampled_from(sorted(FILES))), st.sets(st.sampled_from(sorted(LINKS))))
+def test_every_file_of_a_folder_is_read_or_named(names: set[bytes], links: set[bytes]) -> None:
+    with TemporaryDirectory() as made:
+        folder, report = os.fsencode(made), ReadReport()
+        for name in names:
+            path = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            Path(os.fsdecode(path)).write_bytes(FILES[name][0])
+        for name in links:
+            os.symlink(LINKS[name], os.path.join(folder, name))
+        found = list[Document]()
+        with suppress(CorpusError):  # nothing was read
+            found = list(read_documents(made, report))
+        wanted = {n.decode("utf-8", "backslashreplace"): FILES[n][1] for n in names if FILES[n][1]}
+        wanted |= {name.decode(): "skipped" for name in links}
+        wanted |= {".git": "skipped"} if b".git/x.txt" in names else {}
+        assert {file.name: file.state for file in report.files} == wanted
+        assert len(report.files) == len(wanted)
+        assert {d.id for d in found} == {name for name, state in wanted.items() if state == "read"}
+        assert {f.name for f in report.files if f.state != "read"} <= {f.name for f in report.notes}
+        for text in (*report.lines(), *(d.id + d.title for d in found)):
+            text.encode()  # as UTF-8, whatever the file's name is
+        with suppress(CorpusError):
+            assert len(list(read_documents(made, strict=True))) == len(found)
+            assert all(state == "read" or name in (".env", ".git") for name, state in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("utf16-without-mark.md", 1), ("cut.txt", 1), ("blank.txt", None), ("a.doc", None)]
+)
+def test_a_file_that_is_not_read_is_refused_by_name(name: str, line: int | None, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(FILES[name.encode()][0])
+    with pytest.raises(CorpusError) as error:
+        list(read_documents(path))
+    assert (error.value.path, error.value.line) == (str(path), line)
+
+
+def test_missing_empty_and_unknown_corpora_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "book.doc").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for name in ("nowhere.jsonl", "empty.jsonl", "empty.txt", "book.doc", "folder"):
+        with pytest.raises(CorpusError) as error:
+            list(read_documents(tmp_path / name))
+        assert error.value.path == str(tmp_path / name)
+
+
+RUSSIAN, GREEK = (
+    "Насос перекачивает воду из колодца в бак каждый день.",
+    "Η αντλία μεταφέρει νερό από το πηγάδι.",
+)
+JAPANESE, KOREAN = "ポンプは水をくみ上げます。毎月油をさす。", "펌프는 우물에서 물을 끌어올립니다."
+ENCODED = [
+    *(
+        (FRENCH, "latin-1"),
+        (GERMAN, "cp1252"),
+        (CHINESE, "gb18030"),
+        (CHINESE, "utf-16"),
+        (CHINESE, "utf-32"),
+    ),
+    *((RUSSIAN, "koi8-r"), (RUSSIAN, "cp1251"), (GREEK, "cp1253"), (JAPANESE * 3, "cp932")),
+    ("café", "latin-1"),
+]
+
+
+@pytest.mark.parametrize(("text", "encoding"), ENCODED)
+def test_text_in_other_encodings_is_read_and_its_encoding_is_named(text: str, encoding: str) -> None:
+    for times in (1, 20):
+        found, named = decode((text * times).encode(encoding))
+        assert found == text * times
+        assert named
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), st.data())
+def test_utf8_text_is_never_taken_for_another_encoding(text: str, data: st.DataObject) -> None:
+    """Also where it was cut, or a byte is wrong: then it is refused."""
+    assert decode(b"\xef\xbb\xbf" + text.encode())[0] == text
+    letters = CHINESE.encode() + text.encode()
+    at = data.draw(st.integers(7, len(letters)))  # after two whole characters
+    for damaged in (letters[:at], letters[:at] + b"\xff" + letters[at:]):
+        try:
+            found = decode(damaged)
+        except Unreadable:
+            continue
+        assert found == (damaged.decode(), "")
+
+
+def test_a_folder_of_all_kinds_is_read_as_it_should_be(tmp_path: Path) -> None:
+    for package in ("docx", "pptx", "openpyxl", "pypdfium2", "trafilatura"):
+        pytest.importorskip(package)
+    wanted, report = make(tmp_path), ReadReport()
+    found = {d.id: d for d in read_documents(tmp_path, report)}
+    assert {file.name: file.state for file in report.files} == wanted
+    assert len(wanted) >= 60
+    said = "\n".join(report.lines())
+    assert all(file.name in said and file.note for file in report.files if file.state != "read")
+    for name in (
+        "office/pumps.docx",
+        "office/pumps.pptx",
+        "web/pumps.html",
+        "books/pumps.epub",
+    ):
+        assert "pump" in f"{found[name].title} {found[name].text}".lower()
+    assert "| seal | 3 |" in found["office/pumps.docx"].text
+    assert found["office/parts.xlsx"].text.endswith("| seal | 3 |\n| wrench | 12.5 |")
+    assert "Home" not in found["web/pumps.html"].text
+    assert found["notes/gb18030.txt"].text == CHINESE * 3
+    assert found["pdf/300-pages.pdf"].text.count(found["pdf/three-pages.pdf"].text) == 100
+    assert found["mail/pumps.eml"].title == "Pumps"
+
+
+@pytest.mark.parametrize("reader", ["forever", "memory", "much", "abort"])
+def test_a_file_that_takes_all_ends_neither_this_process_nor_the_next_file(
+    reader: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("one\ntwo")
+    with closing(Child(timeout_s=5.0)) as child:
+        for _ in range(2):
+            with pytest.raises(Unreadable):
+                child.read(f"tests.support.foreign_readers:{reader}", file)
+            found = child.read("tests.support.foreign_readers:lines", file)
+            assert [content.text for content in found] == ["one", "two"]
+
+
+def test_other_packages_bring_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site" / "more_readers-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Name: more-readers\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(
+        "[blendserve.readers]\nlst = tests.support.foreign_readers:lines\n"
+    )
+    (tmp_path / "a.lst").write_text("one\ntwo")
+    with pytest.raises(CorpusError):
+        list(read_documents(tmp_path / "a.lst"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = list(read_documents(tmp_path / "a.lst"))
+    assert [(d.text, d.id) for d in found] == [("one", "a.lst"), ("two", "a.lst#2")]
+
+
+def test_a_large_file_is_refused_by_its_size_before_it_is_read(tmp_path: Path) -> None:
+    for name in ("large.log", "large.csv", "large.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.write(b"[1,\n")
+            file.truncate(MAX_TEXT + 1)
+    with gzip.open(tmp_path / "large.jsonl.gz", "wb") as packed:
+        packed.write(b" " * (MAX_TEXT + 9))
+    (tmp_path / "small.txt").write_text("small")
+    report = ReadReport()
+    assert [d.id for d in read_documents(tmp_path, report)] == ["small.txt"]
+    assert [file.state for file in report.files if "large" in file.name] == ["failed"] * 4
