@@ -166,59 +166,8 @@ CORRECTIONS = Registry(
 )
 
 _CODE = (
-    *(
-        "py",
-        "pyi",
-        "js",
-        "mjs",
-        "jsx",
-        "ts",
-        "tsx",
-        "java",
-        "kt",
-        "scala",
-        "go",
-        "rs",
-        "swift",
-        "dart",
-        "zig",
-    ),
-    *(
-        "c",
-        "h",
-        "cc",
-        "cpp",
-        "cxx",
-        "hpp",
-        "cu",
-        "cs",
-        "m",
-        "rb",
-        "php",
-        "pl",
-        "lua",
-        "r",
-        "jl",
-        "hs",
-        "ml",
-        "ex",
-    ),
-    *(
-        "sh",
-        "bash",
-        "ps1",
-        "sql",
-        "proto",
-        "css",
-        "scss",
-        "vue",
-        "svelte",
-        "yaml",
-        "yml",
-        "toml",
-        "ini",
-        "cfg",
-    ),
+    "py pyi js mjs jsx ts tsx java kt scala go rs swift dart zig c h cc cpp cxx hpp cu cs m rb php pl lua r jl hs ml ex sh "
+    "bash ps1 sql proto css scss vue svelte yaml yml toml ini cfg"
 )
 READERS = Registry(  # by suffix; blendserve/readers/base.py has what a reader returns
     "file kind",
@@ -234,12 +183,11 @@ READERS = Registry(  # by suffix; blendserve/readers/base.py has what a reader r
         "pptx": "blendserve.readers.office:read_pptx",
         "xlsx": "blendserve.readers.office:read_xlsx",
         "eml": "blendserve.readers.mail:read",
-        **dict.fromkeys(_CODE, "blendserve.readers.text:read_code"),
+        **dict.fromkeys(_CODE.split(), "blendserve.readers.text:read_code"),
     },
 )
-READER_PLUGINS = (
-    "blendserve.readers"  # group of entry points that name further ones, SUFFIX = MODULE:FUNCTION
-)
+# group of entry points that name further ones, SUFFIX = MODULE:FUNCTION
+READER_PLUGINS = "blendserve.readers"
 
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
 FULL_REUSE: dict[str, Any] = {"policy": "none", "correction": "none", "refine": 0.0}

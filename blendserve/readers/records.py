@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, cast
 
-from blendserve.readers.base import MAX_TEXT, NUL, Content, Unreadable, check_size, lines
+from blendserve.readers.base import MAX_TEXT, Content, Unreadable, check_size
+from blendserve.readers.encodings import NUL, not_utf8
 
 FORM = 'write one JSON object per line: {"text": "...", "title": "...", "id": "..."}, title and id optional'
 ARRAY = "write an array of such objects, or one per line"
@@ -77,7 +78,7 @@ def _of_array(path: Path) -> Iterator[Content]:
     try:
         value: Any = json.loads(path.read_text("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise Unreadable(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}): save it as UTF-8") from None
+        raise not_utf8(error) from None
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"is not JSON ({_start(str(error))}): {ARRAY}") from None
     for n, item in enumerate(value if isinstance(value, list) else [value], 1):
@@ -85,13 +86,28 @@ def _of_array(path: Path) -> Iterator[Content]:
 
 
 def _of_lines(file: IO[bytes]) -> Iterator[Content]:
-    for n, line in lines(file):
+    for n, line in _lines(file):
         if line.strip():
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
                 raise Unreadable(f"not JSON ({_start(line)}): {FORM}", line=n) from None
             yield record(value, n)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """Lines of UTF-8 without their newline, counted from 1. Raises Unreadable, OSError."""
+    n = 0
+    while line := file.readline(MAX_TEXT + 1):
+        n += 1
+        if len(line) > MAX_TEXT:
+            raise Unreadable(f"has a line of more than {MAX_TEXT / 1e6:,.0f} MB: split it", line=n)
+        if b"\0" in line:
+            raise Unreadable(NUL, line=n)
+        try:
+            yield n, line.removesuffix(b"\n").decode("utf-8-sig" if n == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise not_utf8(error, n) from None
 
 
 def _start(text: str, n: int = 40) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from blendserve.readers.base import MAX_TEXT, Content, Unreadable, join, read_text
+from blendserve.readers.base import MAX_TEXT, Content, Unreadable, join
+from blendserve.readers.encodings import read_text
 
 SAMPLE = 8192  # characters by which a CSV file's delimiter is found
 DELIMITERS = ",;\t|"

@@ -10,7 +10,8 @@ from pathlib import Path
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from blendserve.readers.base import MAX_TEXT, Content, Unreadable, check_archive, check_size, decode, join
+from blendserve.readers.base import MAX_TEXT, Content, Unreadable, check_archive, check_size, join
+from blendserve.readers.encodings import decode
 
 _CHARSET = re.compile(rb"<meta[^>]+charset=[\"']?([\w-]+)", re.IGNORECASE)
 _CONTAINER = "META-INF/container.xml"

@@ -90,6 +90,33 @@ def test_index_and_store_commands_add_up(index: Path, tmp_path: Path) -> None:
     assert cli("index", "delete", index, "doc-4").code == 1
 
 
+def test_files_that_were_not_read_are_listed_and_strict_stops_at_the_first(tmp_path: Path) -> None:
+    folder, index = tmp_path / "corpus", tmp_path / "index"
+    states = {
+        "read.txt": "read",
+        "latin1.md": "read",
+        "cut.txt": "failed",
+        "blank.txt": "empty",
+        "a.exe": "skipped",
+    }
+    folder.mkdir()
+    (folder / "read.txt").write_text("A bee was seen.")
+    (folder / "latin1.md").write_bytes("Die Bienen fliegen täglich.".encode("latin-1"))
+    (folder / "cut.txt").write_bytes("漢".encode()[:2])
+    (folder / "blank.txt").write_text(" ")
+    (folder / "a.exe").write_bytes(b"MZ")
+    done = cli("index", "build", folder, index)
+    assert (done.code, "Traceback" in done.err) == (0, False)
+    for name in states:
+        assert sum(name in line for line in done.out.splitlines()) == (name != "read.txt"), name
+    facts = cli("index", "build", folder, index, "--json").json()
+    assert {file["name"]: file["state"] for file in facts["files"]} == states
+    (folder / "more.txt").write_text("Another bee came.")
+    assert cli("index", "add", folder, index, "--json").json()["added"] == 1
+    for command in ("build", "add"):
+        assert cli("index", command, folder, index, "--strict").code == 2
+
+
 def test_precompute_says_what_it_needs_before_it_starts(tmp_path: Path) -> None:
     index = tmp_path / "index"
     assert cli("index", "build", write_corpus(tmp_path / "corpus.jsonl", 3), index).code == 0

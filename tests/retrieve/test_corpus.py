@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from blendserve.core import Document
 from blendserve.errors import CorpusError
-from blendserve.readers.base import MAX_TEXT, Unreadable, decode
+from blendserve.readers.base import MAX_TEXT, Unreadable
 from blendserve.readers.child import Child
 from blendserve.retrieve import ReadReport, read_documents
-from tests.support.corpus_files import CHINESE, FRENCH, GERMAN, make
+from tests.support.corpus_files import CHINESE, make
 
 
 def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:
@@ -171,46 +171,6 @@ def test_missing_empty_and_unknown_corpora_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CorpusError) as error:
             list(read_documents(tmp_path / name))
         assert error.value.path == str(tmp_path / name)
-
-
-RUSSIAN, GREEK = (
-    "Насос перекачивает воду из колодца в бак каждый день.",
-    "Η αντλία μεταφέρει νερό από το πηγάδι.",
-)
-JAPANESE, KOREAN = "ポンプは水をくみ上げます。毎月油をさす。", "펌프는 우물에서 물을 끌어올립니다."
-ENCODED = [
-    *(
-        (FRENCH, "latin-1"),
-        (GERMAN, "cp1252"),
-        (CHINESE, "gb18030"),
-        (CHINESE, "utf-16"),
-        (CHINESE, "utf-32"),
-    ),
-    *((RUSSIAN, "koi8-r"), (RUSSIAN, "cp1251"), (GREEK, "cp1253"), (JAPANESE * 3, "cp932")),
-    ("café", "latin-1"),
-]
-
-
-@pytest.mark.parametrize(("text", "encoding"), ENCODED)
-def test_text_in_other_encodings_is_read_and_its_encoding_is_named(text: str, encoding: str) -> None:
-    for times in (1, 20):
-        found, named = decode((text * times).encode(encoding))
-        assert found == text * times
-        assert named
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), st.data())
-def test_utf8_text_is_never_taken_for_another_encoding(text: str, data: st.DataObject) -> None:
-    """Also where it was cut, or a byte is wrong: then it is refused."""
-    assert decode(b"\xef\xbb\xbf" + text.encode())[0] == text
-    letters = CHINESE.encode() + text.encode()
-    at = data.draw(st.integers(7, len(letters)))  # after two whole characters
-    for damaged in (letters[:at], letters[:at] + b"\xff" + letters[at:]):
-        try:
-            found = decode(damaged)
-        except Unreadable:
-            continue
-        assert found == (damaged.decode(), "")
 
 
 def test_a_folder_of_all_kinds_is_read_as_it_should_be(tmp_path: Path) -> None:

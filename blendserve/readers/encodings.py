@@ -1,0 +1,217 @@
+"""Text of bytes in any encoding. What its letters do not tell is refused, as wrong letters would go unseen.
+
+Text that is not UTF-8 is read in an encoding if its letters beyond ASCII are then those of one language. Alike texts of
+two encodings are refused. A library's guess is no help: charset-normalizer 3.5 read six of the 23 paragraphs of
+tests/readers/test_encodings.py with wrong letters, such as Hebrew as Russian.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from blendserve.readers.base import MAX_TEXT, Unreadable, check_size
+
+NUL = "has NUL characters, as UTF-16 without a mark and binary files have: save it as UTF-8 text"
+BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # begins as UTF-16's does
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+ESCAPES = (b"\x1b$B", b"\x1b$@")  # by which ISO-2022-JP begins Japanese letters
+SAMPLE = 100_000  # bytes by which an encoding is detected
+
+# Encodings of two bytes a letter, in the order in which they are tried, with the first bytes of the frequent letters of
+# their standard, which is the second name. Japanese stands first, as its kana are letters of Big5; then Korean, whose
+# syllables are letters of GB 2312.
+TWO_BYTES = {
+    "euc_jp": ("euc_jp", 0xB0, 0xCF),
+    "cp932": ("euc_jp", 0xB0, 0xCF),
+    "cp949": ("euc_kr", 0xB0, 0xC8),
+    "gb18030": ("gb2312", 0xB0, 0xD7),
+    "big5": ("big5", 0xA4, 0xC6),
+}
+FREQUENT = 0.95  # share of letters that must be frequent ones
+ENOUGH = 16  # letters: fewer may be frequent ones of another language by chance
+KANA, LEAST_KANA = re.compile("[\u3041-\u30ff]"), 0.2  # share of kana in Japanese; other languages have none
+WIDE = re.compile(
+    "[\u1100-\u1fff\u2e80-\u2fff\u3040-\ufeff\uff61-\U0010ffff]"
+)  # letters: no signs, no forms of ASCII
+
+# Letters beyond ASCII of the languages that are written in an encoding of one byte a letter. Where the language does not
+# have those of ASCII, the frequent ones stand first.
+CENTRAL = "ąćęłńóśźż áčďéěíňóřšťúůýž áäčďéíĺľňóôŕšťúýž áéíóöőúüű ăâîşţ čćđšž"
+CYRILLIC = (
+    "оеаинтсрвлбгджзйкмпуфхцчшщъыьэюяё оаинівертсбгджзйклмпуфхцчшщьюяєїґ аоиенрстјубвгдђжзклљмњпћфхцчџш"
+)
+GREEK = "αοιετνσςηυβγδζθκλμξπρφχψωάέήίόύώϊϋΐΰ"
+HEBREW = "יוהלארתשבמגדזחטךכםןנסעףפץצק"
+ARABIC = "اليمنوتربه" + "".join(map(chr, range(0x621, 0x653))) + "پچژگ\u200c\u200d"
+LATIN = {
+    "cp1252": "äöüßé àâæçèéêëîïôœùûüÿ áéíñóúü áâãàçéêíóôõúü àèéìíîòóùú åäöæøé áéèëïíóöüú àçéèíïòóúü",
+    "cp1250": CENTRAL,
+    "iso8859_2": CENTRAL,
+    "cp1254": "çğıöşüâîû",
+}
+OTHERS = {
+    **dict.fromkeys(("cp1251", "koi8_r", "koi8_u", "cp866"), CYRILLIC),
+    **dict.fromkeys(("cp1253", "iso8859_7"), GREEK),
+    **dict.fromkeys(("cp1255", "iso8859_8"), HEBREW),
+    **dict.fromkeys(("cp1256", "iso8859_6"), ARABIC),
+}
+N_FREQUENT, LEAST_FREQUENT = (
+    10,
+    0.5,
+)  # letters, and their share of a text; by a wrong encoding it is about a third
+FOREIGN = 0.05  # share of letters and signs that may be of other languages
+SIGNS = "–—‘’‚“”„‹›«»…•·†°§©®™€£¢¥±×÷µ²³¹ªº¼½¾¡¿№،؛؟\xa0\xad"
+ASCII = re.compile("[a-zA-Z]")
+WORD = re.compile(r"[^\W\d_²³¹ªº¼½¾µ]+")
+SIGN = re.compile(r"[^\w\x00-\x7f]|[²³¹ªº¼½¾µ]")
+INNER_SIGN = re.compile(r"(?<=[^\W\d_])(?:(?:[^\w\x00-\x7f’‘·–—\xa0\xad]|[²³¹ªº¼½¾µ])(?=[^\W\d_])|[‚„])")
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """The text of a file with "\\n" as the end of lines, and its encoding if that was detected. Raises Unreadable."""
+    check_size(path, MAX_TEXT, "split it")
+    text, encoding = decode(path.read_bytes())
+    return text.replace("\r\n", "\n"), encoding
+
+
+def decode(data: bytes, declared: str = "") -> tuple[str, str]:
+    """Text, and its encoding if it is not UTF-8. declared: the encoding that the text itself names.
+
+    Raises Unreadable if the encoding is not clear, or for UTF-8 with wrong bytes.
+    """
+    for mark, encoding in BOMS:
+        if data.startswith(mark):
+            return _strictly(data, encoding), encoding.replace("utf-8-sig", "")
+    if b"\0" in data:
+        raise Unreadable(NUL, line=data[: data.index(b"\0")].count(b"\n") + 1)
+    if any(escape in data for escape in ESCAPES):
+        return _strictly(data, "iso2022_jp"), "iso2022_jp"
+    try:
+        return data.decode(), ""
+    except UnicodeDecodeError as error:
+        if _is_utf8(data, error):
+            raise not_utf8(error) from None
+    encoding = _known(declared) or _detect(data)
+    return _strictly(data, encoding), encoding
+
+
+def not_utf8(error: UnicodeDecodeError, line: int = 0) -> Unreadable:
+    """line: of the file; 0 if the text is all of it."""
+    found = line or error.object[: error.start].count(b"\n") + 1
+    return Unreadable(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}): save it as UTF-8", line=found)
+
+
+def _strictly(data: bytes, encoding: str) -> str:
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise Unreadable(f"is not {encoding} (byte 0x{bad:02x}): save it as UTF-8") from None
+
+
+def _is_utf8(data: bytes, error: UnicodeDecodeError) -> bool:
+    """Whether text is UTF-8 but for a few bytes: read in another encoding, all its letters would be wrong."""
+    if error.reason == "unexpected end of data" and error.end - error.start > 1:
+        return True  # cut within a character
+    text = data.decode("utf-8", "replace")
+    n_wrong = text.count("\ufffd")
+    return sum(char > "\x7f" for char in text) - n_wrong > n_wrong
+
+
+def _known(encoding: str) -> str:
+    """The name of an encoding, "" for one that Python does not know or that is no encoding of text."""
+    try:
+        codec = codecs.lookup(encoding)
+    except (LookupError, ValueError):
+        return ""
+    is_text: bool = getattr(codec, "_is_text_encoding", True)
+    return codec.name if is_text else ""
+
+
+def _detect(data: bytes) -> str:
+    """The encoding of text that is not UTF-8. Raises Unreadable if the letters do not tell it."""
+    sample = b"\n".join(line for line in data.split(b"\n") if not line.isascii())[:SAMPLE]
+    alike = list[str]()
+    for encoding in TWO_BYTES:
+        n = _wide_letters(sample, encoding)
+        if n >= ENOUGH:
+            return encoding
+        if n:
+            alike.append(encoding)
+    is_short = bool(alike)
+    alike += _single_byte(sample)
+    if len(alike) == 1 and not is_short:
+        return alike[0]
+    names = f"may be {' or '.join(alike[:4])}" if alike else "is none that is known"
+    raise Unreadable(f"is not UTF-8, and its encoding {names}: save it as UTF-8")
+
+
+def _wide_letters(sample: bytes, encoding: str) -> int:
+    """The number of letters in an encoding of two bytes; 0 if they make no text of its language."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(sample)  # the sample may end within a letter
+    except UnicodeDecodeError:
+        return 0
+    counts = Counter(WIDE.findall(text))
+    n, n_kana = sum(counts.values()), sum(counts[char] for char in counts if KANA.match(char))
+    if TWO_BYTES[encoding][0] == "euc_jp" and n_kana < LEAST_KANA * n:
+        return 0
+    n_frequent = n_kana + sum(counts[char] for char in counts if char in _frequent(encoding))
+    return n if n_frequent >= FREQUENT * n else 0
+
+
+@cache
+def _frequent(encoding: str) -> frozenset[str]:
+    standard, first, last = TWO_BYTES[encoding]
+    pairs = (bytes([lead, trail]) for lead in range(first, last + 1) for trail in range(0x40, 0xFF))
+    return frozenset(char for pair in pairs if len(char := pair.decode(standard, "ignore")) == 1)
+
+
+def _single_byte(sample: bytes) -> list[str]:
+    """The encodings of one byte a letter that make text of a language, and different texts."""
+    found = dict[str, str]()
+    for encoding, alphabets in {**LATIN, **OTHERS}.items():
+        text = sample.decode(encoding, "replace")
+        is_text = _is_latin if encoding in LATIN else _is_other
+        if any(is_text(text, alphabet) for alphabet in alphabets.split()):
+            found.setdefault(text, encoding)
+    return list(found.values())
+
+
+def _is_latin(text: str, alphabet: str) -> bool:
+    """Whether a text's letters beyond ASCII are those of the alphabet, within words of ASCII's."""
+    words = [word for word in WORD.findall(text) if not word.isascii()]
+    n = sum(char > "\x7f" for word in words for char in word)
+    n_alone = sum(len(word) for word in words if len(word) > 1 and all(char > "\x7f" for char in word))
+    return ASCII.search(text) is not None and n_alone + _n_wrong(text, words, alphabet) <= FOREIGN * n
+
+
+def _is_other(text: str, alphabet: str) -> bool:
+    """Whether a text's words beyond ASCII are of the alphabet alone, and have its frequent letters."""
+    words = [word for word in WORD.findall(text) if not word.isascii()]
+    letters = "".join(words)
+    n_upper = sum(char.isupper() for char in letters)
+    n_frequent = sum(char.lower() in alphabet[:N_FREQUENT] for char in letters)
+    is_likely = n_frequent >= LEAST_FREQUENT * len(letters) and n_upper <= len(letters) / 2
+    n_most_wrong = FOREIGN / 2 * len(letters)
+    return len(letters) >= ENOUGH and is_likely and _n_wrong(text, words, alphabet) <= n_most_wrong
+
+
+def _n_wrong(text: str, words: Sequence[str], alphabet: str) -> int:
+    """The number of letters and signs that text of a language does not have, or not there."""
+    letters = sum(char > "\x7f" and char.lower() not in alphabet for word in words for char in word)
+    capitals = sum(not word.isupper() and word[1:] != word[1:].lower() for word in words)
+    signs = sum(sign not in SIGNS and sign not in alphabet for sign in SIGN.findall(text))
+    signs += sum(sign not in alphabet for sign in INNER_SIGN.findall(text))
+    unclosed = sum(map(text.count, "‚„")) - sum(map(text.count, "‘’“”"))  # letters of DOS's encodings
+    return letters + capitals + signs + max(0, unclosed)
