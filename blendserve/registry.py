@@ -166,8 +166,8 @@ CORRECTIONS = Registry(
 )
 
 _CODE = (
-    "py pyi js mjs jsx ts tsx java kt scala go rs swift dart zig c h cc cpp cxx hpp cu cs m rb php pl lua r jl hs ml ex sh "
-    "bash ps1 sql proto css scss vue svelte yaml yml toml ini cfg"
+    "py pyi js mjs jsx ts tsx java kt scala go rs swift dart zig c h cc cpp cxx hpp cu cs m rb php pl lua r jl hs ml ex "
+    "sh bash ps1 sql proto css scss vue svelte yaml yml toml ini cfg"
 )
 READERS = Registry(  # by suffix; blendserve/readers/base.py has what a reader returns
     "file kind",
