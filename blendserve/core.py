@@ -344,6 +344,14 @@ class Timings:
         return asdict(self)
 
 
+class TokenLogprob(NamedTuple):
+    """The natural logarithm of a token's probability, before penalties, grammar and temperature."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens in its place, the likeliest first
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a question gets. Filled by engine/generate.py."""
@@ -355,6 +363,7 @@ class Answer:
     token_ids: TokenIds = field(default=())
     finish_reason: str = "stop"  # stop (end of turn or stop string) | length
     stop_sequence: str | None = None  # the stop string that ended the text
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if they were asked for
 
     @property
     def explanation(self) -> dict[str, Any]:

@@ -83,9 +83,17 @@ class BatchEngine:
         return self._blenders[namespace]
 
     def sequence(
-        self, request: PreparedRequest, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
+        self,
+        request: PreparedRequest,
+        emit: Callable[[Event], None],
+        tenant: str = "",
+        namespace: str = "",
+        leader: TokenSequence | None = None,
     ) -> TokenSequence:
-        """A prepared request, ready for `scheduler.submit`. Its plain prompt is matched with stored chunks."""
+        """A prepared request, ready for `scheduler.submit`. Its plain prompt is matched with stored chunks.
+
+        leader: another answer to the same prompt, submitted before, whose prefill is copied while it runs.
+        """
         scope = self._scope(namespace, request.scope) if request.prompt.is_plain else None
         blender = scope.blender if scope else self.blender(namespace)
         if scope:
@@ -96,7 +104,7 @@ class BatchEngine:
         return TokenSequence(
             request,
             self.engine.model,
-            lambda sequence: self._prefill(sequence, blender, scope if learns else None),
+            lambda sequence: self._prefill(sequence, blender, scope if learns else None, leader),
             tenant=tenant,
             cost=self._cost(request, blender),
             emit=emit,
@@ -125,8 +133,17 @@ class BatchEngine:
             oldest = next(key for key in self._scopes if key[0] == largest)
             tokens[largest] -= SCOPE_TOKENS + self._scopes.pop(oldest).learner.n_tokens
 
-    def _prefill(self, sequence: TokenSequence, blender: Blender, scope: Scope | None) -> Steps[Prefilled]:
+    def _prefill(
+        self,
+        sequence: TokenSequence,
+        blender: Blender,
+        scope: Scope | None,
+        leader: TokenSequence | None,
+    ) -> Steps[Prefilled]:
         """scope: to learn from the prompt."""
+        if leader and (copied := sequence.copied(leader)):
+            yield from ()
+            return copied
         prefilled = yield from prefill(sequence, blender)
         if self.engine.config.store.write_back != "none":
             self.write_back(blender.writer, prefilled.missing, sequence.tenant)
@@ -152,7 +169,7 @@ class BatchEngine:
         answer, cache, request = sequence.answer, sequence.cache, sequence.request
         assert answer
         assert cache
-        if choice := request.quality:
+        if (choice := request.quality) and request.is_checkable:
             check = self.engine.quality.answered(choice, blender, request.prompt, request.decode, answer)
             if check:
                 self.scheduler.submit_idle(check)

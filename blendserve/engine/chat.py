@@ -7,11 +7,13 @@ have it. One difference: control tokens inside a text are read as text, so no me
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blendserve.core import Span, TokenIds
@@ -19,6 +21,10 @@ from blendserve.errors import InputError
 from blendserve.models.chat_templates import choose
 
 MIN_TEXT = 64  # characters of a text that is looked for; a shorter one may be a word of the template
+
+CALL_A_TOOL = """\
+You can call these tools. To call one, answer with one line of JSON alone: {"name": its name, "arguments": an object}. \
+If no tool helps, answer in words."""
 
 Tokenized = tuple[TokenIds, list[tuple[int, int]]]
 """Ids, and where each starts and stops in the text; no places if the tokenizer does not know them."""
@@ -34,11 +40,22 @@ class Chat:
         Mapping[str, Any], ...
     ]  # role, content and, for tools, tool_calls or tool_call_id and name
     tools: tuple[Mapping[str, Any], ...] = ()  # as in OpenAI's API
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
 
     @property
     def texts(self) -> list[str]:
         """Texts that every template repeats; some leave out parts of what the assistant said."""
         return [m["content"] for m in self.messages if m["role"] != "assistant"]
+
+    def with_tools_as_text(self) -> Chat:
+        """The chat for a template without a place for tools: they are described in the system message, calls are JSON,
+        and their results are what the user says.
+        """
+        messages = [_without_calls(message) for message in self.messages]
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        said = [messages.pop(0)["content"]] if has_system else []
+        system = {"role": "system", "content": "\n\n".join((*said, tools_text(self.tools)))}
+        return Chat((system, *messages), variables=self.variables)
 
     def without_lines(self, beginnings: Sequence[str]) -> tuple[Chat, list[str]]:
         """The chat without the lines at the start of its system message that begin so -> it, and these lines."""
@@ -54,15 +71,26 @@ class Chat:
         return replace(self, messages=(*first, *others)), [line.rstrip("\n") for line in lines[:n]]
 
 
+def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Describe tools to a model, and how to call one. tools: as in OpenAI's API."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return f"{CALL_A_TOOL}\n{listed}"
+
+
+def _without_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same message in words: calls as JSON, a tool's result as what the user says."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    role = "user" if message["role"] == "tool" else message["role"]
+    return {"role": role, "content": "\n".join(filter(None, (message["content"], *calls)))}
+
+
 def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, tuple[Span, ...]]:
     """The whole prompt, and where in it the texts of all but the assistant are, if the tokenizer tells.
 
-    Raises InputError for what the template refuses, and for tools that it has no place for.
+    Tools that the template has no place for are described in words. Raises InputError for what the template refuses.
     """
     if chat.tools and "tools" not in (choose(tokenizer.chat_template, True) or ""):
-        raise InputError(
-            "the model's chat template has no place for tools: leave `tools` out, or send tool_choice 'none'"
-        )
+        chat = chat.with_tools_as_text()
     controls, marks = control_tokens(tokenizer), dict[str, str]()
     nonce = secrets.token_hex(8)
 
@@ -70,8 +98,9 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
         marks[f"<{nonce}-{len(marks)}>"] = found[0]
         return next(reversed(marks))
 
-    messages, tools = _map_texts((chat.messages, chat.tools), lambda text: controls.sub(mark, text))
-    rendered = _render(tokenizer, messages, tools)
+    given = chat.messages, chat.tools, chat.variables
+    messages, tools, variables = _map_texts(given, lambda text: controls.sub(mark, text))
+    rendered = _render(tokenizer, messages, tools, variables)
     ids, starts, stops, at = list[int](), list[int](), list[int](), 0
     for part in filter(None, re.split(f"(<{nonce}-[0-9]+>)", rendered)):
         is_control = part in marks
@@ -104,12 +133,21 @@ def control_tokens(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+def _render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
     """Render messages by the model's own template, or as lines `Role: text` where it has none."""
     if not tokenizer.chat_template:
         lines = "".join(f"{m['role'].title()}: {m['content']}\n" for m in messages)
         return f"{tokenizer.bos_token or ''}{lines}Assistant:"
     from jinja2 import TemplateError  # not at the top: only chat templates need it
+
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() & variables.keys()
+    if refused := taken - {"add_generation_prompt"}:  # such as another template
+        raise InputError(f"chat_template_kwargs: {sorted(refused)[0]!r} is no variable of a template")
 
     try:
         return str(
@@ -117,7 +155,7 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequen
                 [dict(m) for m in messages],
                 tools=[dict(t) for t in tools] or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                **{"add_generation_prompt": True, **variables},
             )
         )
     except (TemplateError, TypeError, ValueError) as error:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blendserve.blend.blender import Blender, Prefilled
@@ -19,9 +18,12 @@ from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, Steps, Timings, run
+from blendserve.core import Answer, Steps, Timings, TokenLogprob, run
 from blendserve.engine.drafts import Drafter
-from blendserve.engine.request import Event, PrefillProgress, PreparedRequest
+from blendserve.engine.grammar import Guide
+from blendserve.engine.request import Event, PrefillProgress, PreparedRequest, TextDelta
+from blendserve.engine.sampler import Sampler, logprob_of
+from blendserve.errors import InputError
 from blendserve.fetch.fetcher import Hold
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
@@ -29,7 +31,6 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import DecodeRunner
 
-N_RANKED = 256, 4096  # tokens, in which most nuclei end
 STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
 
 # position of the first token, tokens -> logits [n, V] after each
@@ -70,17 +71,23 @@ class TokenSequence:
         self.gap_s = 0.0  # mean time of each of them
         self._prefetch, self._on_answer = prefetch, on_answer
         self._hold: Hold | None = None
-        self._sampler = Sampler(request.decode)
+        rules = request.rules
+        if max(rules.bias, default=0) >= model.decoder.vocab_size:
+            raise InputError(f"logit_bias: the model has no token {max(rules.bias)}", setting="logit_bias")
+        guide = None if rules.grammar is None else Guide(rules.grammar, model)
+        self._sampler = Sampler(request.decode, request.prompt, guide, rules.bias)
+        self._end = frozenset[int]() if rules.ignores_end else model.end_tokens
         self._detokenizer = Detokenizer(model.tokenizer, request.decode.stop)
         self._text = ""
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._token_at = 0.0  # of the last one, in seconds since the request came
         self._drafter: Drafter | None = None
         self._draft: list[int] = []  # of the step that runs
         self._n_passes = self._n_sampled = 0  # of the model; tokens, with an end token
 
-    def start(self, prefilled: Prefilled) -> list[str]:
-        """The prefill is done: choose the first token -> the pieces of text that it completes."""
+    def start(self, prefilled: Prefilled) -> list[TextDelta]:
+        """The prefill is done: choose the first token -> what it adds to the answer."""
         self.prefilled = prefilled
         return self.append(prefilled.result.logits)
 
@@ -90,6 +97,14 @@ class TokenSequence:
         self.layer += 1
         if self.shows_progress and self.prefilled is None:
             self.emit(PrefillProgress(self.layer, self.model.decoder.n_layers))
+
+    def copied(self, leader: TokenSequence) -> Prefilled | None:
+        """The prefill of a running answer to the same prompt, in `cache`; None if that one cannot be copied now."""
+        done = leader.prefilled
+        if done is None or leader.cache is None or leader.answer or leader.must_refine or self.cache is None:
+            return None
+        self.cache.copy(leader.cache, len(self.request.prompt))
+        return replace(done, result=replace(done.result, cache=self.cache), missing=())
 
     @property
     def must_refine(self) -> bool:
@@ -126,30 +141,38 @@ class TokenSequence:
             self._draft = self._drafter.draft(room)
         return len(self.request.prompt) + len(self._tokens) - 1, [self._tokens[-1], *self._draft]
 
-    def append(self, logits: Tensor) -> list[str]:
-        """Choose the next tokens from logits [n, V] or [V], the last step's -> the pieces of text that they complete.
+    def append(self, logits: Tensor) -> list[TextDelta]:
+        """Choose the next tokens from logits [n, V] or [V], the last step's -> what they add to the answer.
 
         One more than were drafted right, or fewer if the answer ends before.
         """
         draft, self._draft = self._draft, []
-        pieces, self.n_new, self._n_passes = list[str](), 0, self._n_passes + 1
+        deltas, self.n_new, self._n_passes = list[TextDelta](), 0, self._n_passes + 1
         for row, drafted in zip(logits.view(-1, logits.shape[-1]), [*draft, None], strict=True):
             token = self._sampler(row)
             self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
             if self._n_sampled == 1:  # before the answer can end
                 self.ttft = self._token_at = self.request.clock.elapsed()
-            pieces.append(self._add(token))
+            deltas.append(self._add(token, row))
             if self.answer or token != drafted:
                 break
         if self._drafter:
             self._drafter.judge(len(draft), self.n_new - 1)
         now = self.request.clock.elapsed()
         self.gap_s, self._token_at = (now - self._token_at) / self.n_new, now
-        return [piece for piece in pieces if piece]
+        return [delta for delta in deltas if delta.text or delta.logprobs]
 
-    def _add(self, token: int) -> str:
-        if token in self.model.end_tokens:
-            return self._close("", "stop")
+    def _add(self, token: int, logits: Tensor) -> TextDelta:
+        """logits [V]: that the token was chosen from."""
+        if token in self._end:
+            return TextDelta(self._close("", "stop"))
+        n_top = self.request.rules.logprobs
+        found = () if n_top is None else (logprob_of(logits, token, n_top),)
+        self._logprobs += found
+        return TextDelta(self._text_of(token), found)
+
+    def _text_of(self, token: int) -> str:
+        """The text that a token of the answer completes, perhaps ""."""
         self._tokens.append(token)
         if self._drafter:
             self._drafter.push(token)
@@ -167,7 +190,8 @@ class TokenSequence:
         self._text += piece
         report, tokens, passages = self.prefilled.report, tuple(self._tokens), self.request.passages
         ended = reason, self._detokenizer.stop_sequence
-        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended)
+        logprobs = tuple(self._logprobs)
+        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended, logprobs)
         self._on_answer(self)
         return piece
 
@@ -239,16 +263,20 @@ class AnswerStream:
         assert self._sequence.answer is not None
         return self._sequence.answer
 
-    def _run(self, pieces: list[str], decode: Decode) -> Iterator[str]:
-        yield from pieces
+    def _run(self, first: list[TextDelta], decode: Decode) -> Iterator[str]:
+        yield from _texts(first)
         if self._sequence.must_refine:
             run(self._sequence.refine())
         while not self._sequence.answer:
-            yield from self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
+            yield from _texts(self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room))))
         del decode
         self._sequence.prefilled = None  # its memory serves the next request
         if self._on_end:
             self._on_end()
+
+
+def _texts(deltas: Iterable[TextDelta]) -> Iterator[str]:
+    return (delta.text for delta in deltas if delta.text)
 
 
 def generate(
@@ -266,47 +294,6 @@ def generate(
         yield token
         if at + 1 < length + config.answer_tokens:
             logits = runner.step(at, [token])[0]
-
-
-class Sampler:
-    """Logits [V] -> a token id: greedy at temperature 0, else nucleus sampling (arXiv 1904.09751) from a seed."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        self._config = config
-        self._generator = torch.Generator().manual_seed(config.seed)
-
-    def __call__(self, logits: Tensor) -> int:
-        if self._config.is_greedy:
-            return int(logits.argmax())
-        probabilities = torch.softmax(logits.float().cpu() / self._config.temperature, dim=-1)
-        if self._config.top_p >= 1:
-            return draw(probabilities, self._generator)
-        ranked, order = nucleus_of(probabilities, self._config.top_p)
-        return int(order[draw(ranked, self._generator)])
-
-
-def draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """A token by its probability [V]: the first whose cumulative sum is above one random number."""
-    sums = probabilities.cumsum(0, dtype=torch.float64)
-    if not bool(sums[-1] > 0):
-        raise RuntimeError("the logits are not numbers")
-    at = sums[-1] * torch.rand(1, dtype=torch.float64, generator=generator)
-    return min(int(torch.searchsorted(sums, at, right=True)), len(probabilities) - 1)
-
-
-def nucleus_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest tokens whose probabilities [V] sum to `top_p`: theirs, the largest first, and their ids.
-
-    All of them are sorted only where the N_RANKED largest do not sum to it.
-    """
-    for k in (*(n for n in N_RANKED if n < len(probabilities)), len(probabilities)):
-        is_all = k == len(probabilities)
-        ranked, order = probabilities.sort(descending=True) if is_all else probabilities.topk(k)
-        before = ranked.cumsum(0) - ranked
-        if float(before[-1]) >= top_p:
-            break
-    n = max(1, int((before < top_p).sum()))  # one, even by a top_p that float32 has no number for
-    return ranked[:n], order[:n]
 
 
 class Detokenizer:

@@ -114,17 +114,22 @@ class PromptBuilder:
         prefix = self._ids(head, said) if history else self.prefix
         return PromptFrame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
 
-    def plain(self, text: Chat | str, room: int | None = None, reserved: int = 0) -> Prompt:
-        """A client's own prompt: a chat by the model's template, or a text as it is, control tokens included.
+    def plain(self, text: Chat | str | TokenIds, room: int | None = None, reserved: int = 0) -> Prompt:
+        """A client's own prompt: a chat by the model's template, or a text or tokens as they are.
 
         A chat is tokenised only as far as it fits `room` with `reserved` tokens for the answer.
-        Raises PromptTooLong; InputError for a chat that the template refuses, and for a text without tokens.
+        Raises PromptTooLong; InputError for a chat that the template refuses, for a text without tokens, and for tokens
+        that the tokenizer does not have.
         """
         if isinstance(text, str):
-            ids = tuple(
+            text = tuple(
                 self._tokenizer(text, add_special_tokens=True, split_special_tokens=False)["input_ids"]
             )
-            texts: tuple[Span, ...] = (Span(0, len(ids)),)
+        if isinstance(text, tuple):
+            if text and max(text) >= len(self._tokenizer):
+                raise InputError(f"the tokenizer has no token {max(text)}", setting="prompt")
+            ids = text
+            texts: tuple[Span, ...] = (Span(0, len(text)),)
         else:
             ids, texts = chat_ids(self._tokenizer, text, partial(self._places_within, room, reserved))
         if not ids:

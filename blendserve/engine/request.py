@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import validate_blend
 from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig
-from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt
+from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, TokenIds, TokenLogprob
 from blendserve.engine.chat import Chat
+from blendserve.engine.grammar import Grammar
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.models.kv_model import ModelLayers
@@ -31,6 +32,19 @@ MAX_PARTS = 1000  # chunks that a separator may cut one question into
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """What one request asks of its answer beyond the settings (DecodeConfig).
+
+    logprobs: how many likeliest tokens get log probabilities beside each chosen one; None: no token does.
+    """
+
+    grammar: Grammar | None = None  # that it follows
+    bias: Mapping[int, float] = field(default_factory=dict)  # token -> what is added to its logit
+    ignores_end: bool = False  # whether it goes on behind an end token, up to its maximum length
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A question and its options. None = the engine's setting."""
 
@@ -40,9 +54,10 @@ class Request:
     history: tuple[ChatMessage, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
-    plain: Chat | str | None = None  # the whole prompt, in place of question, passages and history
+    plain: Chat | str | TokenIds | None = None  # the whole prompt, in place of question, passages and history
     scope: str = ""  # of a plain prompt: whose it is; scopes share no prefixes and nothing that was learnt
     learns: bool = True  # whether chunks may be learnt from a plain prompt
+    rules: AnswerRules = field(default_factory=AnswerRules)
     may_fill: bool = False  # whether the answer may fill the context; `decode.max_new_tokens` is a cap then
 
     def split(self: AnyRequest, separator: str) -> AnyRequest:
@@ -78,12 +93,19 @@ class PreparedRequest:
     clock: Clock  # since the request came
     scope: str = ""  # of a plain prompt, as is `learns`
     learns: bool = False
+    rules: AnswerRules = field(default_factory=AnswerRules)
     quality: Choice | None = None  # None: no target is set
 
     @property
     def tokens(self) -> int:
         """The most tokens that prompt and answer can have."""
         return len(self.prompt) + self.decode.answer_tokens
+
+    @property
+    def is_checkable(self) -> bool:
+        """Whether its answer can be compared with full prefill's: by the model's own probabilities alone."""
+        rules = self.rules
+        return not (rules.grammar or rules.bias or rules.ignores_end or self.decode.has_penalties)
 
 
 def prepare_request(
@@ -106,7 +128,8 @@ def prepare_request(
     if request.plain is not None:
         prompt = _plain_prompt(request.plain, room, prompts)
         decode = _within(decode, limit, room - len(prompt))
-        return PreparedRequest(prompt, (), blend, decode, clock, request.scope, request.learns)
+        scope = request.scope, request.learns, request.rules
+        return PreparedRequest(prompt, (), blend, decode, clock, *scope)
     request = request.split(config.prompt.separator)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
@@ -132,7 +155,8 @@ def prepare_request(
         require_room(n_tokens, room, at_least=len(chunks) < len(passages))
     passages = passages[: len(chunks)]
     prompt = frame.with_chunks(chunks)
-    return PreparedRequest(prompt, passages, blend, _within(decode, limit, room - len(prompt)), clock)
+    decode = _within(decode, limit, room - len(prompt))
+    return PreparedRequest(prompt, passages, blend, decode, clock, rules=request.rules)
 
 
 def _answer_limit(request: Request, decode: DecodeConfig, cap: int | None) -> int | None:
@@ -147,8 +171,11 @@ def _within(decode: DecodeConfig, limit: int | None, left: int) -> DecodeConfig:
     return decode.with_values(max_new_tokens=left if limit is None else min(limit, left))
 
 
-def _plain_prompt(plain: Chat | str, room: int, prompts: PromptBuilder) -> Prompt:
+def _plain_prompt(plain: Chat | str | TokenIds, room: int, prompts: PromptBuilder) -> Prompt:
     """Raises InputError, PromptTooLong."""
+    if isinstance(plain, tuple):
+        require_room(len(plain), room)
+        return prompts.plain(plain)
     texts = [plain] if isinstance(plain, str) else plain.texts
     if least := prompts.at_least(texts, max(0, room - 1)):
         require_room(least, room, at_least=True)
@@ -199,9 +226,10 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Some more of the text."""
+    """Some more of the text, and the tokens whose log probabilities were asked for; either may be empty."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

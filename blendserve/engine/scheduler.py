@@ -31,7 +31,7 @@ from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue, RecentTenants
 from blendserve.engine.generate import TokenSequence
-from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, TextDelta, require_room
+from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, require_room
 from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
@@ -356,8 +356,8 @@ class Scheduler:
             if isinstance(done, Prefilled):
                 self._observer.prefilled(done.report, sequence.request.clock.seconds)
                 sequence.emit(PrefillDone(done.n_cached, done.n_blended, done.report))
-            for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
-                sequence.emit(TextDelta(piece))
+            for delta in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
+                sequence.emit(delta)
             if sequence.answer:
                 sequence.emit(Completed(sequence.answer))
         except Exception as error:  # of this request alone

@@ -81,6 +81,14 @@ class KVCache:
         kept = slice(model.n_kv_layers)
         return ChunkKV(self.keys[kept], self.values[kept]).tokens(0, n)
 
+    def copy(self, other: KVCache, n: int) -> None:
+        """Take over the first n tokens of another cache, and the states behind its prompt."""
+        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for mine, its in zip(ours, theirs, strict=True):
+                mine[:, :n] = its[:, :n]
+        first = {l: next(iter(states.items())) for l, states in other._states.items()}
+        self._states = {l: {at: state} for l, (at, state) in first.items()}
+
     @property
     def n_bytes(self) -> int:
         """The bytes of the layers that keep KV."""

@@ -78,13 +78,17 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
+        chat_template: None = None,
+        **variables: Any,
     ) -> str:
-        """The chat as text. Raises jinja2.TemplateError where the template refuses it."""
+        """The chat as text. Raises jinja2.TemplateError where the template refuses it.
+
+        chat_template: none but the tokenizer's own. variables: further ones of the template.
+        """
         assert not tokenize, "text and control tokens are tokenised apart"
         template = choose(self.chat_template, bool(tools))
-        return _rendered(
-            template, self.special_tokens, messages, tools=tools, add_generation_prompt=add_generation_prompt
-        )
+        variables |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        return _rendered(template, self.special_tokens, messages, **variables)
 
 
 def prompt_at(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime) -> str:

@@ -27,7 +27,13 @@ from blendserve.ray.replica import RoutedRequest
 from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.serve.app import create_engine_app
-from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle, TenantCollections
+from blendserve.serve.engine_client import (
+    EngineClient,
+    QueryRequest,
+    RequestHandle,
+    TenantCollections,
+    each_answer,
+)
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import listen, local_indexes
@@ -60,7 +66,7 @@ class RayEngineClient(EngineClient):
         retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
         self.collections = TenantCollections(library, retrieval)
 
-    async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
+    async def submit(self, query: QueryRequest, tenant: Tenant) -> list[RequestHandle]:
         """See EngineClient."""
         if not self.is_alive:
             raise ShuttingDown("the server is shutting down: ask again in a moment")
@@ -73,9 +79,12 @@ class RayEngineClient(EngineClient):
         of_model = self._facts.fingerprint, self._facts.dtype, self.prompts.kv_context
         key = ChunkKeys(*of_model, tenant.namespace)
         keys = frozenset(key(chunk.ids) for chunk in prepared.prompt.chunks if len(chunk))
-        request = RoutedRequest(prepared, keys, tenant.name, tenant.namespace)
+        routed = [
+            RoutedRequest(each, keys, tenant.name, tenant.namespace)
+            for each in each_answer(prepared, query.n)
+        ]
         # The task that awaits the events cancels the request.
-        return RequestHandle(prepared, self._replicas.answer(request), lambda: None)
+        return [RequestHandle(each.prepared, self._replicas.answer(each), lambda: None) for each in routed]
 
 
 def serve_cluster(

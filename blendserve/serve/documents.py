@@ -19,8 +19,9 @@ from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.tables import EmbeddedDocument
 from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient
+from blendserve.serve.fields import Body, Name
 from blendserve.serve.jobs import Job, uncancelled
-from blendserve.serve.schemas import Body, CacheRequest, DocumentsRequest, Name
+from blendserve.serve.schemas import CacheRequest, DocumentsRequest
 from blendserve.store import ChunkKey
 from blendserve.store.valkey import ValkeyStore
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +44,18 @@ class QueryRequest(Request):
     collections: tuple[str, ...] | None = None
     check: bool = False  # whether its answer is compared with full prefill's at once
     progress: bool = False  # whether each layer of its prefill is an event
+    n: int = 1  # answers to it, each with a seed of its own
 
     def seeded(self) -> QueryRequest:
         """The request with a random seed unless it has one, so that repeated sampling differs."""
         given = {k: v for k, v in self.decode.items() if v is not None}
         return replace(self, decode={"seed": secrets.randbits(31)} | given)
+
+
+def each_answer(request: PreparedRequest, n: int) -> list[PreparedRequest]:
+    """The request with the seeds of n answers, as in vLLM: each one more than the one before."""
+    others = (request.decode.with_values(seed=(request.decode.seed + i) % 2**63) for i in range(1, n))
+    return [request, *(replace(request, decode=decode, clock=copy(request.clock)) for decode in others)]
 
 
 class RequestHandle:
@@ -103,6 +111,23 @@ class RequestHandle:
         if self._verify is None:
             return None
         return await asyncio.wrap_future(self._verify(answer))
+
+
+async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Event]]:
+    """The events of all answers as they come, each with the number of its answer. Raises the first error of any."""
+    streams = [aiter(handle.events()) for handle in handles]
+    upcoming = {asyncio.ensure_future(anext(each, None)): i for i, each in enumerate(streams)}
+    try:
+        while upcoming:
+            done, _ = await asyncio.wait(upcoming, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=upcoming.__getitem__):
+                i = upcoming.pop(task)
+                if (event := task.result()) is not None:
+                    upcoming[asyncio.ensure_future(anext(streams[i], None))] = i
+                    yield i, event
+    finally:
+        for task in upcoming:
+            task.cancel()
 
 
 def served_names(model: str, served: str | None) -> tuple[str, ...]:
@@ -173,8 +198,11 @@ class EngineClient(ServiceBackend):
         """End the retrieval thread."""
         self.collections.executor.stop()
 
-    async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
-        """Retrieve, build the prompt and queue. Raises RateLimited, NotFound and other BlendserveErrors."""
+    async def submit(self, query: QueryRequest, tenant: Tenant) -> list[RequestHandle]:
+        """Retrieve, build the prompt and queue -> an answer each of `query.n`.
+
+        Raises RateLimited, NotFound and other BlendserveErrors.
+        """
         raise NotImplementedError
 
 
@@ -242,26 +270,38 @@ class LocalEngineClient(EngineClient):
         super().close()
         self.storage.stop()
 
-    async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
+    async def submit(self, query: QueryRequest, tenant: Tenant) -> list[RequestHandle]:
         """See EngineClient."""
         self.scheduler.refuse_if_full(tenant.name, self._preparing[tenant.name])
-        emit, events = event_queue()
+        queues = [event_queue() for _ in range(query.n)]
         clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
 
-        def prepare() -> TokenSequence:
+        def prepare() -> list[TokenSequence]:
             """Check, search and tokenise, on the retrieval thread."""
             names = self.collections.names(tenant) if query.collections is None else query.collections
             indexes = [self.collections.find(tenant, name)[1] for name in names]
             request = self.engine.prepare(query.seeded(), search, clock, self.max_tokens, indexes)
-            sequence = self.batch.sequence(request, emit, tenant.name, tenant.namespace)
-            sequence.shows_progress = query.progress
-            return sequence
+            made = list[TokenSequence]()
+            for each, (emit, _) in zip(each_answer(request, query.n), queues, strict=True):
+                leader = made[0] if made else None
+                made.append(self.batch.sequence(each, emit, tenant.name, tenant.namespace, leader))
+            made[0].shows_progress = query.progress
+            return made
 
         with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
-            sequence = await self.collections.executor.run(tenant.name, prepare)
-            self.scheduler.submit(sequence)
-        verify = partial(self._verify, sequence.request, tenant) if query.check else None
-        return RequestHandle(sequence.request, events, partial(self.scheduler.cancel, sequence), verify)
+            sequences = await self.collections.executor.run(tenant.name, prepare)
+            handles = list[RequestHandle]()
+            try:
+                for sequence, (_, events) in zip(sequences, queues, strict=True):
+                    self.scheduler.submit(sequence)
+                    cancel = partial(self.scheduler.cancel, sequence)
+                    verify = partial(self._verify, sequence.request, tenant) if query.check else None
+                    handles.append(RequestHandle(sequence.request, events, cancel, verify))
+            except BaseException:
+                for handle in handles:
+                    handle.cancel()
+                raise
+        return handles
 
     def _verify(self, request: PreparedRequest, tenant: Tenant, answer: Answer) -> Future[Verified]:
         """Compare a served answer with full prefill's, as a background task."""

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from blendserve.engine.chat import Chat
+from blendserve.engine.grammar import Grammar
+from blendserve.engine.request import AnswerRules
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
-from blendserve.serve.schemas import (
+from blendserve.serve.fields import (
     MAX_ITEMS,
     MAX_TOOLS,
-    BlendOptions,
     Body,
     JsonObject,
     Label,
@@ -28,6 +29,8 @@ from blendserve.serve.schemas import (
     Tokens,
     ToolName,
 )
+from blendserve.serve.schemas import BlendOptions
+from blendserve.serve.structured import compiled, forced_call
 
 DROPPED = {"thinking", "redacted_thinking"}
 SUPPORTED = {"text", "search_result", "document", "tool_use", "tool_result"}
@@ -166,7 +169,11 @@ class ToolIn(Body):
 
 
 class ToolChoice(Body):
-    type: Literal["auto", "none"]
+    """any: some tool must be called. tool: the named one must be."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class CountRequest(Body):
@@ -200,6 +207,15 @@ class CountRequest(Body):
         return Chat(tuple(messages), tuple(tool.for_template() for tool in self.offered_tools))
 
 
+class JsonFormat(Body):
+    type: Literal["json_schema"]
+    of_answer: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: JsonFormat | None = None
+
+
 class Metadata(Body):
     user_id: Text | None = None
 
@@ -211,9 +227,26 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] = Field(default_factory=list)
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = False
     metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None  # its name in the beta
     x_blendserve: BlendOptions | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like. Raises InputError for what cannot be compiled."""
+        choice, form = (
+            self.tool_choice,
+            (self.output_config and self.output_config.format) or self.output_format,
+        )
+        if choice and choice.type in ("any", "tool"):
+            tools = [tool for tool in self.tools or () if choice.name in (None, tool.name)]
+            if not tools:
+                raise InputError("tool_choice: `tools` has no such tool", setting="tool_choice")
+            return forced_call(tool.for_template()["function"] for tool in tools)
+        return None if form is None else compiled("output_config.format", Grammar.of_json, form.of_answer)
 
     def query(self, chat: Chat) -> QueryRequest:
         """The request to the engine. Raises InputError for passages and collections."""
@@ -224,7 +257,7 @@ class MessagesRequest(CountRequest):
                     f"x_blendserve.{name}: this route retrieves nothing: send search_result or document blocks",
                     setting=f"x_blendserve.{name}",
                 )
-        sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return QueryRequest(
             question=chat.messages[-1]["content"],
             blend=options.blend,
@@ -234,6 +267,7 @@ class MessagesRequest(CountRequest):
                 "stop": tuple(self.stop_sequences) or None,
             },
             plain=chat,
+            rules=AnswerRules(self.grammar),
             may_fill=True,
         )
 

@@ -21,7 +21,7 @@ from blendserve.serve.keys import Tenant
 from blendserve.serve.message_schemas import CountRequest, MessagesRequest
 from blendserve.serve.openai import ServedModel
 from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details, figures
-from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
+from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser, split_calls
 
 COUNTED = 4  # contexts; clients count prompts that do not fit, to shorten them
 
@@ -39,8 +39,8 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
     served = ServedModel.of(client, body.model)
     chat, removed = body.chat().without_lines(client.http.volatile_lines)
     notices = client.notices.ignored(body) | ({"removed": removed} if removed else {})
-    form = MessagesFormat(served.name, [tool.name for tool in body.offered_tools], notices)
-    return await context.respond(served.constrain(body.query(chat)), form, body.stream)
+    form = MessagesFormat(served.name, {tool.name: tool.input_schema for tool in body.offered_tools}, notices)
+    return await context.respond(form, body.stream, served.constrain(body.query(chat)))
 
 
 @router.post("/count_tokens")
@@ -59,23 +59,24 @@ async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat, room: int) -
 class MessagesFormat:
     """A response in Anthropic's format, whose `x_blendserve` has the report, timings and notices."""
 
-    def __init__(self, model: str, tools: Sequence[str], notices: dict[str, Any]) -> None:
-        """model: its name in the response. tools: names of the tools that it may call."""
+    def __init__(self, model: str, tools: Schemas, notices: dict[str, Any]) -> None:
+        """model: its name in the response. tools: that it may call."""
         self.model, self._tools, self._notices = model, tools, notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
-    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
+        (handle,), (answer,) = handles, answers
         text, calls = split_calls(answer.text, self._tools)
         content = [{"type": "text", "text": text}] if text else []
         usage = {**_input_usage(handle), "output_tokens": len(answer.token_ids)}
         return {
-            **self._message([*content, *map(_tool_use, calls)], usage, _stop(answer, calls)),
+            **self._message([*content, *map(_tool_use, calls)], usage, _stop(answer, len(calls))),
             "x_blendserve": {**self._notices, **figures(answer)},
         }
 
-    async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+    async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
-        parser, blocks = ToolCallParser(self._tools), Blocks()
+        (handle,), parser, blocks = handles, ToolCallParser(self._tools), Blocks()
         try:
             async for event in handle.events():
                 if isinstance(event, PrefillDone):
@@ -83,13 +84,12 @@ class MessagesFormat:
                     message = {**self._message([], usage), "x_blendserve": self._notices}
                     yield {"type": "message_start", "message": message}
                 elif isinstance(event, TextDelta):
-                    for each in blocks.text(parser.push(event.text)):
+                    for each in blocks.push(*parser.push(event.text)):
                         yield each
                 elif isinstance(event, Completed):
-                    rest, calls = parser.finish()
-                    for each in (*blocks.text(rest), *blocks.end(calls)):
+                    for each in (*blocks.push(*parser.finish()), *blocks.end()):
                         yield each
-                    yield self._message_delta(handle, event.answer, calls)
+                    yield self._message_delta(handle, event.answer, blocks.n_calls)
                     yield {"type": "message_stop"}
         except Exception as error:
             yield anthropic_error(error_details(error)[1])
@@ -101,35 +101,39 @@ class MessagesFormat:
         stop = stop or {"stop_reason": None, "stop_sequence": None}
         return {**names, "content": content, **stop, "usage": usage}
 
-    def _message_delta(self, handle: RequestHandle, answer: Answer, calls: Sequence[Call]) -> dict[str, Any]:
+    def _message_delta(self, handle: RequestHandle, answer: Answer, n_calls: int) -> dict[str, Any]:
         return {
             "type": "message_delta",
-            "delta": _stop(answer, calls),
+            "delta": _stop(answer, n_calls),
             "usage": {**_input_usage(handle), "output_tokens": len(answer.token_ids)},
             "x_blendserve": figures(answer),
         }
 
 
 class Blocks:
-    """The content blocks of a streamed message: at most one text, then the calls."""
+    """The content blocks of a streamed message: texts and calls, as they come."""
 
     def __init__(self) -> None:
         self._n, self._is_open = 0, False
+        self.n_calls = 0
 
-    def text(self, text: str) -> Iterator[dict[str, Any]]:
-        """The events of some more text."""
+    def push(self, text: str, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """The events of some more text, and of calls behind it."""
         if text and not self._is_open:
             yield self._start({"type": "text", "text": ""})
         if text:
             yield self._delta({"type": "text_delta", "text": text})
 
-    def end(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
-        """The end of the text, and the events of the calls."""
-        if self._is_open:
-            yield self._stop()
+        self.n_calls += len(calls)
         for call in calls:
+            yield from self.end()
             yield self._start({**_tool_use(call), "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield self._stop()
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """The end of a text, if one is open."""
+        if self._is_open:
             yield self._stop()
 
     def _start(self, block: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +157,11 @@ def _tool_use(call: Call) -> dict[str, Any]:
     }
 
 
-def _stop(answer: Answer, calls: Sequence[Call]) -> dict[str, str | None]:
+def _stop(answer: Answer, n_calls: int) -> dict[str, str | None]:
     """Why the answer ended, and the stop sequence, if that ended it."""
     if answer.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if calls:
+    if n_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     reason = "end_turn" if answer.stop_sequence is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": answer.stop_sequence}

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import datetime, timezone
@@ -26,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from blendserve.config import LOOPBACK
 from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError, PermissionDenied
 from blendserve.serve.auth import ServiceBackend, authenticate
+from blendserve.serve.engine_client import RequestHandle
 from blendserve.serve.keys import Tenant
 from blendserve.serve.responses import ClientDisconnected, error_response
 from blendserve.timing import Clock
@@ -219,8 +221,13 @@ def _line(scope: Scope, status: int, elapsed_s: float) -> dict[str, Any]:
     line = {"method": scope["method"], "path": path, "status": status}
     line |= {"ms": round(elapsed_s * 1e3, 1), "tenant": state.get("tenant", "")}
     if "answered" in state:
-        line |= {"model": state["model"], **state["answered"].usage}
+        line |= {"model": state["model"], **usage(state["answered"])}
     return {**line, "text": state["text"]} if "text" in state else line
+
+
+def usage(handles: Sequence[RequestHandle]) -> dict[str, int]:
+    """Tokens of prompts and answers, of all answers to a request."""
+    return dict(sum((Counter(handle.usage) for handle in handles), Counter()))
 
 
 class PrefixMiddleware:

@@ -1,8 +1,7 @@
 """Notices about a request: fields that the server ignored, and a question that looks like pasted passages.
 
 A response carries them in `x_blendserve`; the log has each once per server process. Ignored fields include the
-sampling parameters of other servers (top_k, min_p, repetition_penalty, guided_json, chat_template_kwargs), because
-their clients send them to every server, and `tools`, which a model may always leave unused.
+parameters of other servers, because their clients send them to every server.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ class Notices:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def ignored(self, body: BaseModel, *unused: str) -> dict[str, Any]:
-        """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES.
-
-        unused: known fields that this request has no use for; named if they are set.
-        """
-        names = [*(name for name in unused if getattr(body, name, None)), *unknown_fields(body)]
+    def ignored(self, body: BaseModel) -> dict[str, Any]:
+        """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES."""
+        names = [*unknown_fields(body)]
         for name in names[:MAX_NAMES]:
             pattern = re.sub(r"\.\d+\.", ".*.", name)
             self._warn(pattern, f"request field {pattern!r} is not supported and was ignored")

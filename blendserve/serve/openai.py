@@ -5,22 +5,25 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from blendserve.core import Answer
+from blendserve.core import Answer, TokenLogprob
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.auth import TenantDep
-from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle
+from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle, merged
 from blendserve.serve.responses import Context, ContextDep, StreamEvent, figures
 from blendserve.serve.schemas import ChatRequest, CompletionRequest, OpenAIRequest
 from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
 
+MAX_ANSWERS = 64  # to one request: choices of each prompt
 VARIANTS = (":chat", ":exact")  # of the model's names: plain prompts; those, and no approximate reuse
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -41,20 +44,28 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
     served, query = ServedModel.of(context.client, body.model), body.query(last.content_text, body.options)
     if served.is_plain and not _has_passages(context, query):
         plain, removed = body.chat().without_lines(context.client.http.volatile_lines)
-        return await _respond(context, body, served, replace(query, plain=plain), removed)
+        return await _respond(context, body, served, [replace(query, plain=plain)], removed)
     if last.role != "user":
         raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
-    return await _respond(context, body, served, replace(query, history=body.history()))
+    plain_only: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
+    plain_only |= {} if body.is_forced else {"tools": body.offered_tools}
+    for name in (name for name, value in plain_only.items() if value):
+        advice = f"use the model '{context.client.model_names[0]}:chat'"
+        raise InputError(f"{name}: a question about passages has no place for them: {advice}", setting=name)
+    return await _respond(context, body, served, [replace(query, history=body.history())])
 
 
 @router.post("/completions")
 async def complete(body: CompletionRequest, context: ContextDep) -> Response:
     """Answer the prompt from passages, as the last message of a chat; where chats are plain, continue it as it is."""
-    prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
-    served, query = ServedModel.of(context.client, body.model), body.query(prompt, body.options)
-    if served.is_plain and not _has_passages(context, query):
-        query = replace(query, plain=prompt)
-    return await _respond(context, body, served, query)
+    served, queries = ServedModel.of(context.client, body.model), list[QueryRequest]()
+    for prompt in body.prompts:
+        text = prompt if isinstance(prompt, str) else context.client.tokenizer.decode(prompt)
+        query = body.query(text, body.options)
+        if served.is_plain and not _has_passages(context, query):
+            query = replace(query, plain=prompt if isinstance(prompt, str) else tuple(prompt))
+        queries.append(query)
+    return await _respond(context, body, served, queries)
 
 
 @router.get("/models")
@@ -110,15 +121,19 @@ async def _respond(
     context: Context,
     body: OpenAIRequest,
     served: ServedModel,
-    query: QueryRequest,
+    queries: Sequence[QueryRequest],
     removed: Sequence[str] = (),
 ) -> Response:
-    """removed: lines of the prompt that are left out."""
-    client, query = context.client, served.constrain(replace(query, scope=body.scope, may_fill=True))
-    if query.plain is None:
-        query = query.split(client.config.prompt.separator)
-    form = OpenAIFormat(client, body, served.name, query, removed)
-    return await context.respond(query, form, body.stream)
+    """removed: lines of the prompt that are left out. Raises InputError for too many answers at once."""
+    client, n = context.client, body.n or 1
+    if len(queries) * n > MAX_ANSWERS:
+        raise InputError(f"the request asks for more than {MAX_ANSWERS} answers", setting="n")
+    own = [replace(query, scope=body.scope, may_fill=True, n=n) for query in queries]
+    constrained = map(served.constrain, own)
+    separator = client.config.prompt.separator
+    asked = [query.split(separator) if query.plain is None else query for query in constrained]
+    form = OpenAIFormat(client, body, served.name, asked[0], removed)
+    return await context.respond(form, body.stream, *asked)
 
 
 class OpenAIFormat:
@@ -135,42 +150,58 @@ class OpenAIFormat:
         """model: its name in the response."""
         self._client, self.model = client, model
         self._retrieves = query.passages is None and query.plain is None
-        self._is_chat = isinstance(body, ChatRequest)
-        tools = body.offered_tools if isinstance(body, ChatRequest) and query.plain is not None else []
-        self._tools = [tool.function.name for tool in tools]
-        self._notices = client.notices.ignored(body, *(() if query.plain else ("tools",)))
+        self._is_chat, self._n = isinstance(body, ChatRequest), query.n
+        tools = body.offered_tools if isinstance(body, ChatRequest) else []
+        self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._notices = client.notices.ignored(body)
         self._notices |= {"removed": list(removed)} if removed else {}
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
-    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        extras = {**self._context(handles[0]), **figures(answers[0])}
+        whole = self._object("chat.completion", choices)
+        return {**whole, "usage": _usage(handles, answers, self._n), "x_blendserve": extras}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         text, calls = split_calls(answer.text, self._tools)
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= _called(calls)
         choice = {"message": message} if self._is_chat else {"text": text}
-        extras = {**self._context(handle), **figures(answer)}
-        whole = self._object("chat.completion", choice, _finish_reason(answer, calls))
-        return {**whole, "usage": _usage(handle, answer), "x_blendserve": extras}
+        ended = {
+            "finish_reason": _finish_reason(answer, len(calls)),
+            "logprobs": self._logprobs(answer.logprobs),
+        }
+        return {"index": index, **choice, **ended}
 
-    async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
-        first = self._chunk({"role": "assistant", "content": ""})
-        yield {**first, "x_blendserve": self._context(handle)}
-        parser = ToolCallParser(self._tools)
-        async for event in handle.events():
+    async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
+        for i in range(len(handles)):
+            first = self._chunk(i, {"role": "assistant", "content": ""})
+            yield {**first, "x_blendserve": self._context(handles[0])} if i == 0 else first
+        parsers, answers = [ToolCallParser(self._tools) for _ in handles], dict[int, Answer]()
+        n_calls = Counter[int]()
+        async for i, event in merged(handles):
             if isinstance(event, TextDelta):
-                if text := parser.push(event.text):
-                    yield self._chunk({"content": text})
+                text, calls = parsers[i].push(event.text)
+                if text or event.logprobs:
+                    yield self._chunk(i, {"content": text}, logprobs=event.logprobs)
             elif isinstance(event, Completed):
-                answer, (rest, calls) = event.answer, parser.finish()
-                if rest:
-                    yield self._chunk({"content": rest})
-                if calls:
-                    yield self._chunk(_called(calls, numbered=True))
-                last = self._chunk({}, _finish_reason(answer, calls))
-                yield {**last, "x_blendserve": figures(answer)}
-                if self._include_usage:
-                    yield {**last, "choices": [], "usage": _usage(handle, answer)}
+                answers[i], (text, calls) = event.answer, parsers[i].finish()
+                if text:
+                    yield self._chunk(i, {"content": text})
+            else:
+                continue
+            if calls:
+                yield self._chunk(i, _called(calls, n_calls[i]))
+                n_calls[i] += len(calls)
+            if isinstance(event, Completed):
+                last = self._chunk(i, {}, _finish_reason(event.answer, n_calls[i]))
+                yield {**last, "x_blendserve": figures(event.answer)}
+        if self._include_usage:
+            usage = _usage(handles, [answers[i] for i in range(len(handles))], self._n)
+            yield {**self._object("chat.completion.chunk", []), "usage": usage}
         yield "[DONE]"
 
     def _context(self, handle: RequestHandle) -> dict[str, Any]:
@@ -181,22 +212,35 @@ class OpenAIFormat:
             context |= self._client.notices.long_question(handle.question_tokens, chunk_tokens)
         return context
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> dict[str, Any]:
         choice = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        return self._object("chat.completion.chunk", choice, finish_reason)
+        ended = {"finish_reason": finish_reason, "logprobs": self._logprobs(logprobs)}
+        return self._object("chat.completion.chunk", [{"index": index, **choice, **ended}])
 
-    def _object(self, kind: str, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        form = chat_logprobs if self._is_chat else completion_logprobs
+        return form(self._client.tokenizer, found) if found else None
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = kind if self._is_chat else "text_completion"
-        choices = [{"index": 0, **choice, "finish_reason": finish_reason, "logprobs": None}]
         names = {"id": self._id, "object": kind, "created": self._created}
         return {**names, "model": self.model, "choices": choices}
 
 
-def _called(calls: Sequence[Call], numbered: bool = False) -> dict[str, Any]:
-    """The field of a message, or of a stream's delta, for the tools that the model called; {} for none."""
+def _called(calls: Sequence[Call], start: int | None = None) -> dict[str, Any]:
+    """The field of a message for the tools that the model called; {} for none.
+
+    start: of a stream's delta: number of the first call.
+    """
     entries = [
         {
-            **({"index": i} if numbered else {}),
+            **({} if start is None else {"index": start + i}),
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
@@ -206,14 +250,42 @@ def _called(calls: Sequence[Call], numbered: bool = False) -> dict[str, Any]:
     return {"tool_calls": entries} if entries else {}
 
 
-def _finish_reason(answer: Answer, calls: Sequence[Call]) -> str:
+def _finish_reason(answer: Answer, n_calls: int) -> str:
     """`length` also for an answer that was cut behind a call."""
-    return "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+    return "tool_calls" if n_calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
-def _usage(handle: RequestHandle, answer: Answer) -> dict[str, Any]:
-    """Cached: tokens of the prompt whose KV was not computed for this request; blended: the approximate ones of them."""
-    n_prompt, n_new = len(handle.prompt_ids), len(answer.token_ids)
+def chat_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log probabilities in the form of OpenAI's chats."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        {**entry(each.token, each.logprob), "top_logprobs": [entry(*other) for other in each.top]}
+        for each in found
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The same in the form of OpenAI's completions. Where two tokens have one text, the likelier is kept."""
+    texts = [tokenizer.decode([each.token]) for each in found]
+    tops = [{tokenizer.decode([i]): value for i, value in reversed(each.top)} for each in found]
+    starts = [0, *accumulate(map(len, texts))][: len(texts)]
+    values = [each.logprob for each in found]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
+
+
+def _usage(handles: Sequence[RequestHandle], answers: Sequence[Answer], n: int) -> dict[str, Any]:
+    """Cached: tokens of prompts whose KV was not computed for this request; blended: the approximate ones of them.
+
+    n: answers to each prompt, which counts once.
+    """
+    prompts = handles[::n]
+    n_prompt = sum(len(handle.prompt_ids) for handle in prompts)
+    n_new = sum(len(answer.token_ids) for answer in answers)
     counts = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-    details = {"cached_tokens": handle.cached_tokens, "blended_tokens": handle.blended_tokens}
+    details = {name: sum(getattr(h, name) for h in prompts) for name in ("cached_tokens", "blended_tokens")}
     return {**counts, "prompt_tokens_details": details}

@@ -48,7 +48,7 @@ async def query(body: RagRequest, context: ContextDep) -> Response:
         history = tuple(ChatMessage(role, text) for role, text in earlier)
         asked = replace(asked, history=history).split(client.config.prompt.separator)
     form = RagFormat(client, body.explain, client.notices.as_extras(body))
-    return await context.respond(asked, form, body.stream)
+    return await context.respond(form, body.stream, asked)
 
 
 @router.get("/settings")
@@ -84,13 +84,15 @@ class RagFormat:
         self.model, self._tokenizer = client.model_names[0], client.tokenizer
         self._explain, self._notices = explain, notices
 
-    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
+        (handle,), (answer,) = handles, answers
         body = {**answer.to_dict(), "cached_tokens": handle.cached_tokens, **self._notices}
         if self._explain:
             body["explanation"] = explanation_json(self._tokenizer, handle.prompt_ids, answer.report)
         return {**body, **await self._check(handle, answer)}
 
-    async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+    async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
+        (handle,) = handles
         n_tokens, passages = len(handle.prompt_ids), [asdict(passage) for passage in handle.passages]
         yield {"event": "passages", "passages": passages, "tokens": n_tokens, **self._notices}
         async for event in handle.events():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, TypeVar, get_args
@@ -62,10 +62,10 @@ class ResponseFormat(Protocol):
 
     model: str  # name of the model that answers, for the log
 
-    async def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a complete response."""
 
-    def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+    def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         """The events of a streamed response."""
 
 
@@ -77,32 +77,35 @@ class Context:
     client: ClientDep
     tenant: TenantDep
 
-    async def respond(self, query: QueryRequest, form: ResponseFormat, stream: bool | None) -> Response:
-        """Run a query and respond, completely or in events. Raises BlendserveErrors and ClientDisconnected.
+    async def respond(self, form: ResponseFormat, stream: bool | None, *queries: QueryRequest) -> Response:
+        """Run queries and respond, completely or in events. Raises BlendserveErrors and ClientDisconnected.
 
-        Events begin as soon as the query is queued: its passages are sent before its prefill ends.
+        Events begin as soon as the queries are queued: passages are sent before the prefill ends.
         """
-        request, client, query = self.request, self.client, self._by_headers(query)
+        request, client = self.request, self.client
         with ExitStack() as stack:
             stack.enter_context(client.limits.concurrency_slot(self.tenant))
             if client.http.log_text:
-                request.state.text = query.question
+                request.state.text = queries[0].question
 
-            async def submit() -> RequestHandle:
-                """Whoever cancels the outer task, a submitted request is cancelled with it."""
-                submitted = await client.submit(query, self.tenant)
-                stack.callback(submitted.cancel)
+            async def submit() -> list[RequestHandle]:
+                """Whoever cancels the outer task, submitted requests are cancelled with it."""
+                submitted = list[RequestHandle]()
+                for query in map(self._by_headers, queries):
+                    for handle in await client.submit(query, self.tenant):
+                        stack.callback(handle.cancel)
+                        submitted.append(handle)
                 return submitted
 
-            handle = await until_disconnect(request, submit())
-            request.state.model, request.state.answered = form.model, handle
-            found = _found(handle)
+            handles = await until_disconnect(request, submit())
+            request.state.model, request.state.answered = form.model, handles
+            found = _found(handles[0])
             if stream:
-                response = EventStream(form.events(handle), client.http.ping_s, found)
+                response = EventStream(form.events(handles), client.http.ping_s, found)
                 response.on_close = stack.pop_all().close  # after all that may raise
                 return response
-            answer = await until_disconnect(request, handle.answer())
-            body = await until_disconnect(request, form.complete(handle, answer))
+            answers = await until_disconnect(request, _gathered(handles))
+            body = await until_disconnect(request, form.complete(handles, answers))
             return JSONResponse(body, headers=found)
 
     def _by_headers(self, query: QueryRequest) -> QueryRequest:
@@ -121,6 +124,10 @@ class Context:
         if method not in (methods := get_args(Method)):
             raise InputError(f"header X-Blendserve-Method: {method!r} is none of {', '.join(methods)}")
         return replace(query, blend={**query.blend, "method": method})
+
+
+async def _gathered(handles: Sequence[RequestHandle]) -> list[Answer]:
+    return list(await asyncio.gather(*(handle.answer() for handle in handles)))
 
 
 ContextDep = Annotated[Context, Depends()]

@@ -1,8 +1,8 @@
 """The bodies of requests: OpenAI's fields where OpenAI has them.
 
-A field of OpenAI's that changes the answer or its form (n > 1, logprobs, JSON formats, forced tools, penalties) is
-declared with its neutral values only. Any other value is an error that names the field. Unknown fields are ignored,
-and the response names them (notices.py).
+A field of OpenAI's that changes the answer or its form and is not supported (n > 1, logprobs) is declared with its
+neutral values only. Any other value is an error that names the field. Unknown fields are ignored, and the response names
+them (notices.py).
 """
 
 from __future__ import annotations
@@ -10,63 +10,38 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from blendserve.config import CorrectionName, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
 from blendserve.engine.chat import Chat
+from blendserve.engine.grammar import Grammar
 from blendserve.engine.prompt import ChatMessage
+from blendserve.engine.request import AnswerRules
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
+from blendserve.serve.fields import (
+    MAX_ITEMS,
+    MAX_LOGPROBS,
+    MAX_TOOLS,
+    Bias,
+    Body,
+    Ids,
+    JsonObject,
+    Label,
+    Name,
+    Names,
+    Penalty,
+    Stop,
+    Stops,
+    Text,
+    TokenId,
+    TokenLimit,
+    ToolName,
+    json_text,
+)
 from blendserve.serve.middleware import check_json_complexity
-
-MAX_ITEMS = 1000
-MAX_TOOLS = 128  # as OpenAI's API has it
-MAX_TOOL_NAME = 64  # characters; the same
-
-
-def _reject_lone_surrogates(text: str) -> str:
-    """JSON can write lone surrogates and UTF-8 cannot. Raises ValueError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half a character (a lone surrogate)") from None
-    return text
-
-
-def _json_text(value: Any) -> Any:
-    """The same for all texts of a JSON value. Raises ValueError."""
-    _reject_lone_surrogates(json.dumps(value, ensure_ascii=False))
-    return value
-
-
-def _no_limit(value: Any) -> Any:
-    """-1 means no limit, as in llama.cpp and LM Studio."""
-    return None if value == -1 else value
-
-
-Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_json_text)]
-Name = Annotated[Text, Field(min_length=1, max_length=512)]
-Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
-ToolName = Annotated[Text, Field(min_length=1, max_length=MAX_TOOL_NAME)]
-Label = Annotated[Text, Field(max_length=512)]
-Tokens = Annotated[int, Field(ge=1)]
-TokenLimit = Annotated[Tokens | None, BeforeValidator(_no_limit)]
-Stop = Annotated[Text, Field(min_length=1, max_length=200)]
-Zero = Literal[0, 0.0]  # type: ignore[valid-type]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+from blendserve.serve.structured import Structured, forced_call
 
 
 class PassageIn(Body):
@@ -115,7 +90,7 @@ class Question(Body):
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     max_tokens: TokenLimit = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Stops | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = False
 
@@ -123,20 +98,30 @@ class Question(Body):
     def token_limit(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def rules(self) -> AnswerRules:
+        """What is asked of the answer beyond the settings."""
+        return AnswerRules()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of DecodeConfig; None = the server's setting."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+
     def query(self, question: str, options: BlendOptions) -> QueryRequest:
         """The request to the engine. Raises InputError if `documents` and `passages` are both given."""
         if self.documents is not None and options.passages is not None:
             raise InputError("documents and passages mean the same: send one of these fields")
         passages = options.passages if self.documents is None else self.documents
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        sampling = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return QueryRequest(
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
             blend=options.blend,
-            decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
+            decode={**self.sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
+            rules=self.rules,
         )
 
 
@@ -144,19 +129,40 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class OpenAIRequest(Question):
+class OpenAIRequest(Structured, Question):
     """Fields that chat and plain completions share."""
 
     model: Name
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Ratio | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_ITEMS)] | None = None
+    ignore_eos: bool | None = None
     cache_salt: Label | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     x_blendserve: BlendOptions | None = None
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many likeliest tokens get log probabilities beside each chosen one; None: no token."""
+        return None
+
+    @property
+    def rules(self) -> AnswerRules:
+        """Raises InputError, as `grammar`."""
+        return AnswerRules(self.grammar, self.logit_bias or {}, bool(self.ignore_eos), self.n_logprobs)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The same with fields of OpenAI's, and of vLLM's, whose top_k of -1 means all."""
+        names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p")
+        top_k = None if self.top_k is None else max(0, self.top_k)
+        return {**super().sampling, **{name: getattr(self, name) for name in names}, "top_k": top_k}
 
     @property
     def scope(self) -> str:
@@ -204,7 +210,7 @@ class FunctionCall(Body):
         """The arguments as templates take them: an object; what is no JSON, or too deep to be walked, stays a text."""
         try:
             check_json_complexity(self.arguments.encode())
-            return _json_text(json.loads(self.arguments or "{}"))
+            return json_text(json.loads(self.arguments or "{}"))
         except (ValueError, InputError):
             return self.arguments
 
@@ -266,8 +272,15 @@ class Message(Body):
         return message | {field: value for field, value in names.items() if value}
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class FunctionName(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    """A `tool_choice` that forces one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(OpenAIRequest):
@@ -276,10 +289,10 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     max_completion_tokens: TokenLimit = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    response_format: TextFormat | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
@@ -293,13 +306,43 @@ class ChatRequest(OpenAIRequest):
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def n_logprobs(self) -> int | None:
+        """See OpenAIRequest."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Raises InputError, as Structured, and for a forced tool that is not offered."""
+        found = super().grammar
+        if not self.is_forced:
+            return found
+        if found:
+            raise InputError("tool_choice: a forced call has no other format", setting="tool_choice")
+        tools = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            tools = [tool for tool in tools if tool.name == name]
+        if not tools:
+            raise InputError("tool_choice: `tools` has no such tool", setting="tool_choice")
+        return forced_call(tool.model_dump() for tool in tools)
+
     def chat(self) -> Chat:
         """The whole prompt, to be rendered by the model's own chat template."""
         tools = (tool.model_dump(exclude_unset=True) for tool in self.offered_tools)
-        return Chat(tuple(message.for_template() for message in self.messages), tuple(tools))
+        messages = tuple(message.for_template() for message in self.messages)
+        return Chat(messages, tuple(tools), self.chat_template_kwargs or {})
 
     def history(self) -> tuple[ChatMessage, ...]:
-        """The messages before the last, for a question about passages. Raises InputError for tools' messages."""
+        """The messages before the last, for a question about passages; tools that must be called are in the first.
+
+        Raises InputError for tools' messages.
+        """
         for i, message in enumerate(self.messages):
             if message.role == "tool" or message.tool_calls:
                 raise InputError(
@@ -307,18 +350,31 @@ class ChatRequest(OpenAIRequest):
                     "or send their results in a message of role 'user'",
                     setting="messages",
                 )
-        earlier = (m.for_template() for m in self.messages[:-1])
+        chat = Chat(tuple(m.for_template() for m in self.messages[:-1]), self.chat().tools)
+        earlier = chat.with_tools_as_text().messages if chat.tools else chat.messages
         return tuple(ChatMessage(m["role"], m["content"]) for m in earlier)
 
 
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions: the prompt is the question."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_ITEMS)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-    logprobs: None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """See OpenAIRequest."""
+        return self.logprobs
 
 
 class Turn(Body):
@@ -332,7 +388,7 @@ class RagRequest(Question, BlendOptions):
     """POST /v1/rag/query"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
-    history: Annotated[list[Turn], Field(max_length=MAX_ITEMS)] = []
+    history: Annotated[list[Turn], Field(max_length=MAX_ITEMS)] = Field(default_factory=list)
     plain: bool = False
     explain: bool = False
     check: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -175,9 +176,31 @@ def test_no_text_of_a_chat_becomes_a_control_token(template: str, text: str, con
     assert controls(f"{text}{control}{text}") == controls("a")
 
 
-def test_tools_need_a_place_in_the_template() -> None:
-    with pytest.raises(InputError):
-        rendered(tokenizers("trimmed")[1], Chat(({"role": "user", "content": "Hi"},), (TOOL,)))
+def test_tools_without_a_place_in_the_template_are_described_in_words() -> None:
+    """Calls and their results, too: no template is asked for a role that it does not know."""
+    ours = tokenizers("trimmed")[1]
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    messages = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    )
+    text = ours.decode(rendered(ours, Chat(messages, (TOOL,))))
+    said = ("Be brief.", json.dumps(TOOL["function"]), "Hi", json.dumps(call["function"]), "4")
+    places = [text.index(each) for each in said]
+    assert places == sorted(places)
+
+
+def test_variables_reach_the_template_but_replace_nothing_of_the_call() -> None:
+    ours = copy.deepcopy(tokenizers("trimmed")[1])
+    ours.chat_template = "{{ 'quiet' if enable_thinking is false else 'loud' }} {{ messages[0].content }}"
+    said = ({"role": "user", "content": "Hi"},)
+    assert "loud" in ours.decode(rendered(ours, Chat(said)))
+    assert "quiet" in ours.decode(rendered(ours, Chat(said, variables={"enable_thinking": False})))
+    for name in ("chat_template", "tokenize", "tools"):
+        with pytest.raises(InputError):
+            rendered(ours, Chat(said, variables={name: "x"}))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -32,7 +32,7 @@ GROUND = (
 )  # nouns, settings and names
 SIDE_ROOMS = (
     *("retrieve/", "fetch/", "store/", "kernels/", "blend/prefix_cache.py"),
-    *("engine/arguments.py", "engine/gate.py"),
+    *("engine/arguments.py", "engine/gate.py", "engine/sampler.py"),
     *("blend/priors.py", "blend/loader.py", "blend/policies.py", "blend/corrections.py"),
     *("models/model.py", "models/kv_cache.py"),
     *("models/native.py", "models/thread_tuner.py", "models/runner.py"),

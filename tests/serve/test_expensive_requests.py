@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import regex
 
-from blendserve.serve.schemas import MAX_TOOL_NAME, MAX_TOOLS
+from blendserve.serve.fields import MAX_TOOL_NAME, MAX_TOOLS
 from blendserve.serve.tool_calls import ToolCallParser
 from tests.support.http import MODEL, Server, asked, serving
 from tests.support.scripted import scripted_model
@@ -109,7 +109,9 @@ def test_tools_are_limited_in_number_and_name(server: Server, path: str, made: A
 
 def test_names_of_tools_are_no_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern of them would be compiled for each request, by the event loop."""
-    monkeypatch.setattr(re, "compile", Mock(side_effect=AssertionError))
-    parser = ToolCallParser([f"tool{n}" for n in range(MAX_TOOLS)])
-    assert parser.push("Say tool7{}") == "Say"
-    assert [call.name for call in parser.finish()[1]] == ["tool7"]
+    tools: dict[str, dict[str, Any]] = {f"tool{n:03}": {} for n in range(MAX_TOOLS)}
+    ToolCallParser(tools)
+    monkeypatch.setattr(regex, "compile", Mock(side_effect=AssertionError))
+    parser = ToolCallParser({name.replace("tool", "call"): {} for name in tools})
+    assert parser.push("Say call007{}") == ("Say", [])
+    assert [call.name for call in parser.finish()[1]] == ["call007"]

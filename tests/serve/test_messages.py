@@ -136,7 +136,6 @@ def test_an_answer_is_the_one_to_openais_chat(server: Server, client: Client) ->
         usage["input_tokens"] + usage["cache_read_input_tokens"] == n_prompt == done["usage"]["prompt_tokens"]
     )
     assert usage["output_tokens"] == 8
-    assert told["x_blendserve"]["ignored"] == ["top_k"]
     assert told["x_blendserve"]["report"]["tokens_prompt"] == n_prompt
     header = "x-anthropic-billing-header: cc_version=2; cch=fa690;"
     blocks = [{"type": "text", "text": text} for text in (header, "Be brief.")]
@@ -224,7 +223,7 @@ def test_a_stream_is_the_same_message(client: Client, content: Any) -> None:
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tools": [{"name": "f"}]},
         {"tools": [{"name": "f", "input_schema": {"description": "\ud800"}}]},
-        {"tools": [TOOL], "tool_choice": {"type": "any"}},
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
         {"stop_sequences": [""]},
         {"temperature": -1},
         {"x_blendserve": {"passages": OWN}},
@@ -249,10 +248,16 @@ def test_unsupported_content_is_named(scripted: Server) -> None:
             assert part in scripted.post(URL, body(content)).json()["error"]["message"]
 
 
-def test_tools_need_a_template_with_a_place_for_them(client: Client) -> None:
+def test_tools_without_a_place_in_the_template_are_in_the_system_message(client: Client) -> None:
     assert "tools" not in toy_model().tokenizer.chat_template
-    assert client.post(URL, body(tools=[TOOL])).status_code == 400
-    assert client.post(URL, body(tools=[TOOL], tool_choice={"type": "none"})).status_code == 200
+    counts = [
+        client.post(COUNT, {k: v for k, v in body(**fields).items() if k != "max_tokens"}).json()[
+            "input_tokens"
+        ]
+        for fields in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": {"type": "none"}})
+    ]
+    assert counts[0] == counts[2] < counts[1]
+    assert client.post(URL, body(tools=[TOOL])).status_code == 200
 
 
 def test_an_answers_beginning_is_refused() -> None:

@@ -87,7 +87,7 @@ def test_a_bug_is_one_500_with_the_id_of_its_traceback(
 def ignored(notices: Notices, **fields: Any) -> Any:
     """Fields of a chat request that are ignored."""
     body = {"model": MODEL, "messages": asked(), "documents": OWN[:1], **fields}
-    return notices.ignored(ChatRequest.model_validate(body), "tools")  # as for a question about passages
+    return notices.ignored(ChatRequest.model_validate(body))
 
 
 def test_unknown_fields_are_named_by_path_but_labels_and_neutral_values_are_not() -> None:
@@ -95,13 +95,12 @@ def test_unknown_fields_are_named_by_path_but_labels_and_neutral_values_are_not(
         Notices(),
         messages=asked(foo=1),
         documents=[{"text": "Some."}, {"text": "More.", "score": 0.5}],
-        **{"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
         **{"x_blendserve": {"bar": 1, "method": "full"}, "stream_options": {"x": True}, "temprature": 2.0},
-        **{"chat_template_kwargs": {"thinking": False}, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.2},
+        chat_template_kwargs={"thinking": False},
     )
     assert set(found["ignored"]) == {
-        *("messages.0.foo", "x_blendserve.bar", "stream_options.x", "documents.1.score", "tools"),
-        *("chat_template_kwargs", "top_k", "min_p", "repetition_penalty", "temprature"),
+        *("messages.0.foo", "x_blendserve.bar", "stream_options.x", "documents.1.score"),
+        "temprature",
     }
     nothing: dict[str, Any] = {"refusal": None, "annotations": [], "tool_calls": None}
     neutral = ignored(

@@ -1,0 +1,125 @@
+"""Grammars that an answer follows: a JSON schema, a regular expression, some choices, or Lark rules.
+
+llguidance compiles a grammar and says before each token which tokens may come next. They are all tokens whose bytes the
+grammar allows, so a model may split a word as it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from blendserve.errors import InputError
+from blendserve.models.loader import LoadedModel
+
+# between JSON tokens: a small model may write spaces without end
+NO_SPACE: Any = {"whitespace_flexible": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer may look like, in llguidance's form.
+
+    The constructors raise InputError for what llguidance cannot compile; the message names it.
+    """
+
+    rules: str
+
+    def __post_init__(self) -> None:
+        from llguidance import LLMatcher  # not at the top: only constrained answers need it
+
+        if message := LLMatcher.validate_grammar(self.rules):
+            raise InputError(f"the grammar cannot be compiled: {' '.join(message.split())[:500]}")
+
+    @classmethod
+    def of_json(cls, schema: Mapping[str, Any]) -> Grammar:
+        """JSON without line breaks that is valid by a JSON schema."""
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=NO_SPACE))
+
+    @classmethod
+    def of_regex(cls, pattern: str) -> Grammar:
+        """A text that matches a regular expression (the syntax of Rust's crate regex) as a whole."""
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_regex(pattern))
+
+    @classmethod
+    def of_choices(cls, texts: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        return cls.of_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+    @classmethod
+    def of_lark(cls, rules: str) -> Grammar:
+        """A text by rules in Lark's syntax, as llguidance reads it."""
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_lark(rules))
+
+
+class Guide:
+    """Which tokens may come next in one answer."""
+
+    def __init__(self, grammar: Grammar, model: LoadedModel) -> None:
+        """Raises InputError for a model whose tokenizer llguidance cannot read."""
+        from llguidance import LLMatcher
+
+        self._matcher = LLMatcher(_vocabulary(model), grammar.rules)
+        self._end = min(model.end_tokens)
+        self._raise_error()
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """Logits [V] with -inf for all tokens that may not come next; an end token may where the grammar lets it end."""
+        allowed = torch.zeros(len(logits), dtype=torch.bool)
+        if self._matcher.is_stopped():
+            self._raise_error()
+            allowed[self._end] = True
+        else:
+            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            self._raise_error()
+            shifts = torch.arange(8, dtype=torch.uint8)
+            known = (bits[:, None] >> shifts & 1).view(-1)[: len(logits)].bool()
+            allowed[: len(known)] = known
+        return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+    def allows(self, token: int) -> bool:
+        """Whether this token may come next."""
+        return not self._matcher.is_stopped() and self._matcher.validate_tokens([token]) == 1
+
+    def push(self, token: int) -> None:
+        """The token that came next."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raises InputError for a grammar that has become too large to follow."""
+        if self._matcher.is_error():
+            raise InputError(f"the answer cannot follow the grammar: {self._matcher.get_error()[:500]}")
+
+
+_vocabularies = WeakKeyDictionary[Any, Any]()  # of tokenizers
+_lock = threading.Lock()
+
+
+def _vocabulary(model: LoadedModel) -> Any:
+    """llguidance's view of a model's tokenizer; made once, in about a second. Raises InputError."""
+    from llguidance.hf import from_tokenizer
+
+    with _lock:
+        if model.tokenizer not in _vocabularies:
+            n_tokens = max(len(model.tokenizer), model.decoder.vocab_size)
+            try:
+                made = from_tokenizer(model.tokenizer, n_tokens, sorted(model.end_tokens))
+            except (ValueError, AttributeError, TypeError) as error:
+                raise InputError(f"this model's tokenizer cannot follow a grammar: {error}") from None
+            _vocabularies[model.tokenizer] = made
+        return _vocabularies[model.tokenizer]

@@ -1,0 +1,120 @@
+"""Logits -> the next token: penalties, then greedy at temperature 0, else sampling from the likeliest tokens by a seed.
+
+The order of rules is vLLM's: bias, repetition penalty (arXiv 1909.05858), frequency and presence penalties, the grammar,
+temperature, min_p, top_k, top_p. No rule sorts the whole vocabulary unless a nucleus has nearly all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blendserve.config import DecodeConfig
+from blendserve.core import Prompt, TokenLogprob
+from blendserve.engine.grammar import Guide
+
+N_RANKED = 256, 4096  # tokens, in which most nuclei end
+
+
+class Sampler:
+    """Chooses the tokens of one answer, one after another, from logits [V]."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        prompt: Prompt | None = None,
+        guide: Guide | None = None,
+        bias: Mapping[int, float] | None = None,
+    ) -> None:
+        """prompt: whose tokens the repetition penalty counts, too. guide: of the grammar that the answer follows.
+
+        bias: what is added to the logits of these tokens.
+        """
+        self._config, self._guide, self._bias = config, guide, bias or {}
+        self._generator = torch.Generator().manual_seed(config.seed)
+        self._counts = Counter[int]()  # of the answer's tokens, if they are penalised
+        self._seen = set(prompt.ids) if prompt and config.repetition_penalty != 1 else set[int]()
+
+    def __call__(self, logits: Tensor) -> int:
+        if self._config.has_penalties or self._bias:
+            logits = self._penalised(logits.float().cpu().clone())
+        token = self._choose(logits) if self._guide is None else self._guided(logits, self._guide)
+        if self._config.has_penalties:
+            self._counts[token] += 1
+        return token
+
+    def _guided(self, logits: Tensor, guide: Guide) -> int:
+        token = int(logits.argmax()) if self._config.is_greedy else -1
+        if token < 0 or not guide.allows(token):  # mostly the likeliest one is allowed, and no mask is needed
+            token = self._choose(guide.restrict(logits))
+        guide.push(token)
+        return token
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        config = self._config
+        for token, amount in self._bias.items():
+            logits[token] += amount
+        if config.repetition_penalty != 1 and (repeated := self._seen | self._counts.keys()):
+            ids = torch.tensor(sorted(repeated))
+            found, factor = logits[ids], config.repetition_penalty
+            logits[ids] = torch.where(found > 0, found / factor, found * factor)
+        if self._counts:
+            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
+            penalties = config.frequency_penalty * counts + config.presence_penalty
+            logits[torch.tensor(list(self._counts))] -= penalties
+        return logits
+
+    def _choose(self, logits: Tensor) -> int:
+        config = self._config
+        if config.is_greedy:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits.float().cpu() / config.temperature, dim=-1)
+        ids: Tensor | None = None
+        if 0 < config.top_k < len(probabilities):
+            probabilities, ids = probabilities.topk(config.top_k)
+        if config.min_p > 0:
+            is_likely = probabilities >= config.min_p * probabilities.max()
+            probabilities = torch.where(is_likely, probabilities, 0.0)
+        if config.top_p < 1:
+            if config.top_k or config.min_p:
+                probabilities = probabilities / probabilities.sum()
+            probabilities, order = nucleus_of(probabilities, config.top_p)
+            ids = order if ids is None else ids[order]
+        chosen = draw(probabilities, self._generator)
+        return chosen if ids is None else int(ids[chosen])
+
+
+def logprob_of(logits: Tensor, token: int, n_top: int) -> TokenLogprob:
+    """A token's log probability by logits [V], and those of the `n_top` likeliest ones."""
+    logits = logits.float().cpu()
+    scale = float(logits.logsumexp(0))
+    values, ids = logits.topk(min(n_top, len(logits)))
+    top = zip(ids.tolist(), (values - scale).tolist(), strict=True)
+    return TokenLogprob(token, float(logits[token]) - scale, tuple(top))
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> int:
+    """A token by its probability [V]: the first whose cumulative sum is above one random number."""
+    sums = probabilities.cumsum(0, dtype=torch.float64)
+    if not bool(sums[-1] > 0):
+        raise RuntimeError("the logits are not numbers")
+    at = sums[-1] * torch.rand(1, dtype=torch.float64, generator=generator)
+    return min(int(torch.searchsorted(sums, at, right=True)), len(probabilities) - 1)
+
+
+def nucleus_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest tokens whose probabilities [V] sum to `top_p`: theirs, the largest first, and their ids.
+
+    All of them are sorted only where the N_RANKED largest do not sum to it.
+    """
+    for k in (*(n for n in N_RANKED if n < len(probabilities)), len(probabilities)):
+        is_all = k == len(probabilities)
+        ranked, order = probabilities.sort(descending=True) if is_all else probabilities.topk(k)
+        before = ranked.cumsum(0) - ranked
+        if float(before[-1]) >= top_p:
+            break
+    n = max(1, int((before < top_p).sum()))  # one, even by a top_p that float32 has no number for
+    return ranked[:n], order[:n]

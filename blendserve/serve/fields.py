@@ -1,0 +1,53 @@
+"""Types of the fields of requests, with their limits."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_ITEMS = 1000
+MAX_LOGPROBS = 20  # likeliest tokens; as OpenAI's API has it
+MAX_TOOLS = 128  # as OpenAI's API has it
+MAX_TOOL_NAME = 64  # characters; the same
+
+
+def _reject_lone_surrogates(text: str) -> str:
+    """JSON can write lone surrogates and UTF-8 cannot. Raises ValueError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a character (a lone surrogate)") from None
+    return text
+
+
+def json_text(value: Any) -> Any:
+    """A JSON value without lone surrogates in its texts. Raises ValueError."""
+    _reject_lone_surrogates(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def _no_limit(value: Any) -> Any:
+    """-1 means no limit, as in llama.cpp and LM Studio."""
+    return None if value == -1 else value
+
+
+Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(json_text)]
+Name = Annotated[Text, Field(min_length=1, max_length=512)]
+Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
+ToolName = Annotated[Text, Field(min_length=1, max_length=MAX_TOOL_NAME)]
+Label = Annotated[Text, Field(max_length=512)]
+Tokens = Annotated[int, Field(ge=1)]
+TokenLimit = Annotated[Tokens | None, BeforeValidator(_no_limit)]
+TokenId = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]  # as in OpenAI's API
+Stop = Annotated[Text, Field(min_length=1, max_length=200)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_ITEMS)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)

@@ -1,0 +1,138 @@
+"""What an answer must look like: OpenAI's `response_format`, vLLM's `structured_outputs`, tools that must be called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from blendserve.engine.grammar import Grammar
+from blendserve.errors import InputError
+from blendserve.serve.fields import MAX_ITEMS, Body, JsonObject, Label, Text
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+    schema_of_answer: ClassVar[Mapping[str, Any] | None] = None
+
+
+class ObjectFormat(Body):
+    type: Literal["json_object"]
+    schema_of_answer: ClassVar[Mapping[str, Any]] = ANY_OBJECT
+
+
+class NamedSchema(Body):
+    name: Label = ""
+    description: Text | None = None
+    of_answer: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    @property
+    def schema_of_answer(self) -> Mapping[str, Any]:
+        return ANY_OBJECT if self.json_schema.of_answer is None else self.json_schema.of_answer
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+Schema = JsonObject | Text  # an object, or its JSON
+Choices = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
+class StructuredOutputs(Body):
+    """The field of vLLM: one of these."""
+
+    of_json: Schema | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class Structured(Body):
+    """Fields of every request of OpenAI's API that say what the answer must look like; at most one may be set.
+
+    guided_*: the names that vLLM's `structured_outputs` replaced.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Raises InputError for two of the fields, and for what cannot be compiled."""
+        asked = self.structured_outputs or StructuredOutputs()
+        fields: tuple[tuple[str, Callable[[Any], Grammar], Any], ...] = (
+            (
+                "response_format",
+                Grammar.of_json,
+                self.response_format and self.response_format.schema_of_answer,
+            ),
+            ("structured_outputs.json", _of_schema, asked.of_json),
+            ("structured_outputs.regex", Grammar.of_regex, asked.regex),
+            ("structured_outputs.choice", Grammar.of_choices, asked.choice),
+            ("structured_outputs.grammar", Grammar.of_lark, asked.grammar),
+            ("structured_outputs.json_object", Grammar.of_json, ANY_OBJECT if asked.json_object else None),
+            ("guided_json", _of_schema, self.guided_json),
+            ("guided_regex", Grammar.of_regex, self.guided_regex),
+            ("guided_choice", Grammar.of_choices, self.guided_choice),
+            ("guided_grammar", Grammar.of_lark, self.guided_grammar),
+        )
+        given = [field for field in fields if field[2] is not None]
+        if len(given) > 1:
+            names = " and ".join(name for name, *_ in given)
+            raise InputError(f"{names} exclude each other: send one of them", setting=given[1][0])
+        for name, make, value in given:
+            return compiled(name, make, value)
+        return None
+
+
+def compiled(name: str, make: Callable[[Any], Grammar], value: Any) -> Grammar:
+    """Make the grammar of a field. Raises InputError with its name."""
+    try:
+        return make(value)
+    except InputError as error:
+        raise InputError(f"{name}: {error}", setting=name) from None
+
+
+def forced_call(tools: Iterable[Mapping[str, Any]]) -> Grammar:
+    """A JSON object that calls one of these tools (a `function` of OpenAI's API: name, parameters).
+
+    Raises InputError, with a tool's name, for parameters that cannot be compiled.
+    """
+    calls: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["name"]},
+                "arguments": tool.get("parameters") or ANY_OBJECT,
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    for call in calls:
+        compiled(f"tools.{call['properties']['name']['const']}", Grammar.of_json, call)
+    return Grammar.of_json(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+
+def _of_schema(schema: dict[str, Any] | str) -> Grammar:
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise InputError(f"the schema is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError("the schema is not a JSON object")
+    return Grammar.of_json(found)
