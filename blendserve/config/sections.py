@@ -274,9 +274,9 @@ class HttpConfig(Settings):
 class ServeConfig(HttpConfig):
     """The server."""
 
-    served_model_name: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """Model name in /v1/models and in responses; requests may use it. By default the name given as `--model`, of a
-    folder its last part."""
+    served_model_name: tuple[Annotated[str, Field(min_length=1, max_length=512)], ...] = ()
+    """Model names in /v1/models, which requests may use; the first is in responses. By default the name given as
+    `--model`, of a folder its last part."""
     cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
     """Web origins whose pages may call the API from a browser, such as http://localhost:3000; * allows all. By default
     browsers block such calls."""

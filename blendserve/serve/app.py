@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 import blendserve
 from blendserve.errors import BlendserveError, NotFound, PermissionDenied
-from blendserve.serve import documents, embeddings, messages, openai, rag
+from blendserve.serve import documents, embeddings, messages, openai, openai_responses, rag
 from blendserve.serve.auth import BackendDep, ServiceBackend, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import (
@@ -106,7 +106,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
-    routers = (openai.router, messages.router, rag.router, embeddings.router, *local)
+    routers = (openai.router, openai_responses.router, messages.router, rag.router, embeddings.router, *local)
     app = create_app(client, routers, client.http.cors_origins)
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
@@ -162,8 +162,9 @@ def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for schema in app.openapi_schema["components"]["schemas"].values():
-            if schema.get("properties", {}).keys() & {"messages", "prompt"}:
-                schema["properties"]["model"]["enum"] = list(models)
+            if schema.get("properties", {}).keys() & {"messages", "prompt", "input"}:
+                is_optional = "model" not in schema["required"]
+                schema["properties"]["model"]["enum"] = [*models, *([None] if is_optional else [])]
     return app.openapi_schema
 
 

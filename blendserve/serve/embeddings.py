@@ -35,7 +35,7 @@ async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTena
 async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """The unit vectors of texts, by the embedder of the index. A text longer than its context has its windows' mean."""
     embedder = _embedder(client)
-    names = served_names(embedder.name, None)
+    names = served_names(embedder.name, ())
     if body.model not in (None, *names, *client.model_names):
         raise NotFound(f"there is no embedder {body.model!r} here: this server has {names[0]!r}")
     if body.dimensions not in (None, embedder.dimension):

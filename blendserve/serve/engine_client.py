@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -130,11 +131,11 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, E
             task.cancel()
 
 
-def served_names(model: str, served: str | None) -> tuple[str, ...]:
-    """The names that requests may use, the public one first: `served`, or else a folder's last part."""
+def served_names(model: str, served: Sequence[str]) -> tuple[str, ...]:
+    """The names that requests may use, the public ones first: `served`, or else a folder's last part."""
     folder = Path(model)
-    public = served or (folder.resolve().name if folder.is_dir() else model)
-    return tuple(dict.fromkeys((public, model)))
+    public = served or (folder.resolve().name if folder.is_dir() else model,)
+    return tuple(dict.fromkeys((*public, model)))
 
 
 class TenantCollections:
@@ -193,6 +194,8 @@ class EngineClient(ServiceBackend):
         super().__init__(http, metrics, config.store.namespace)
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
+        self.public_names = http.served_model_name or self.model_names[:1]  # of /v1/models
+        self.started = int(time.time())
 
     def close(self) -> None:
         """End the retrieval thread."""

@@ -40,11 +40,16 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
     A server without collections, and the models `<name>:chat` and `<name>:exact`, read messages and tools by the model's
     own chat template, with nothing added. `:exact` reuses no KV but that of a prompt's exact beginning.
     """
+    return await _respond(context, body, asked_by_chat(context, body))
+
+
+def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
+    """What a chat asks. Raises InputError, NotFound."""
     last = body.messages[-1]
     served, query = ServedModel.of(context.client, body.model), body.query(last.content_text, body.options)
     if served.is_plain and not _has_passages(context, query):
         plain, removed = body.chat().without_lines(context.client.http.volatile_lines)
-        return await _respond(context, body, served, [replace(query, plain=plain)], removed)
+        return Asked.of(context, body, served, [replace(query, plain=plain)], removed)
     if last.role != "user":
         raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
     plain_only: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
@@ -52,7 +57,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
     for name in (name for name, value in plain_only.items() if value):
         advice = f"use the model '{context.client.model_names[0]}:chat'"
         raise InputError(f"{name}: a question about passages has no place for them: {advice}", setting=name)
-    return await _respond(context, body, served, [replace(query, history=body.history())])
+    return Asked.of(context, body, served, [replace(query, history=body.history())])
 
 
 @router.post("/completions")
@@ -65,7 +70,7 @@ async def complete(body: CompletionRequest, context: ContextDep) -> Response:
         if served.is_plain and not _has_passages(context, query):
             query = replace(query, plain=prompt if isinstance(prompt, str) else tuple(prompt))
         queries.append(query)
-    return await _respond(context, body, served, queries)
+    return await _respond(context, body, Asked.of(context, body, served, queries))
 
 
 @router.get("/models")
@@ -73,9 +78,11 @@ async def models(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """The served model by each of its public names, and the collections that this key may use."""
     collections = client.collections.names(tenant)
     extras = {"collections": collections, "slot_tokens": client.max_tokens}
+    limits = {"max_model_len": client.max_tokens}  # vLLM's name
     variants = ("", *VARIANTS) if client.collections.indexes else ("", ":exact")
-    facts = {"object": "model", "created": 0, "owned_by": "blendserve", "x_blendserve": extras}
-    return {"object": "list", "data": [{"id": client.model_names[0] + each, **facts} for each in variants]}
+    names = [name + each for name in client.public_names for each in variants]
+    facts = {"object": "model", "created": client.started, "owned_by": "blendserve", **limits}
+    return {"object": "list", "data": [{"id": name, **facts, "x_blendserve": extras} for name in names]}
 
 
 @router.get("/models/{model:path}")
@@ -94,8 +101,9 @@ class ServedModel:
     is_exact: bool
 
     @classmethod
-    def of(cls, client: EngineClient, name: str) -> ServedModel:
-        """Raises NotFound for a name that the model does not have."""
+    def of(cls, client: EngineClient, name: str | None) -> ServedModel:
+        """name: by default the public one. Raises NotFound for a name that the model does not have."""
+        name = client.model_names[0] if name is None else name
         base, variant = name, ""
         if name not in client.model_names:
             variant = next((each for each in VARIANTS if name.endswith(each)), "")
@@ -117,44 +125,50 @@ def _has_passages(context: Context, query: QueryRequest) -> bool:
     return is_cut or query.passages is not None or query.collections is not None
 
 
-async def _respond(
-    context: Context,
-    body: OpenAIRequest,
-    served: ServedModel,
-    queries: Sequence[QueryRequest],
-    removed: Sequence[str] = (),
-) -> Response:
-    """removed: lines of the prompt that are left out. Raises InputError for too many answers at once."""
-    client, n = context.client, body.n or 1
-    if len(queries) * n > MAX_ANSWERS:
-        raise InputError(f"the request asks for more than {MAX_ANSWERS} answers", setting="n")
-    own = [replace(query, scope=body.scope, may_fill=True, n=n) for query in queries]
-    constrained = map(served.constrain, own)
-    separator = client.config.prompt.separator
-    asked = [query.split(separator) if query.plain is None else query for query in constrained]
-    form = OpenAIFormat(client, body, served.name, asked[0], removed)
-    return await context.respond(form, body.stream, *asked)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request of OpenAI's API asks of the engine."""
+
+    model: str  # its name in the response
+    queries: Sequence[QueryRequest]
+    notices: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        body: OpenAIRequest,
+        served: ServedModel,
+        queries: Sequence[QueryRequest],
+        removed: Sequence[str] = (),
+    ) -> Asked:
+        """removed: lines of the prompt that are left out. Raises InputError for too many answers at once."""
+        client, n = context.client, body.n or 1
+        if len(queries) * n > MAX_ANSWERS:
+            raise InputError(f"the request asks for more than {MAX_ANSWERS} answers", setting="n")
+        own = [replace(query, scope=body.scope, may_fill=True, n=n) for query in queries]
+        separator = client.config.prompt.separator
+        constrained = [
+            query.split(separator) if query.plain is None else query for query in map(served.constrain, own)
+        ]
+        notices = client.notices.ignored(body) | ({"removed": list(removed)} if removed else {})
+        return cls(served.name, constrained, notices)
+
+
+async def _respond(context: Context, body: OpenAIRequest, asked: Asked) -> Response:
+    form = OpenAIFormat(context.client, body, asked)
+    return await context.respond(form, body.stream, *asked.queries)
 
 
 class OpenAIFormat:
     """A response in OpenAI's format, whose `x_blendserve` has the passages, report, timings and notices."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        body: OpenAIRequest,
-        model: str,
-        query: QueryRequest,
-        removed: Sequence[str] = (),
-    ) -> None:
-        """model: its name in the response."""
-        self._client, self.model = client, model
+    def __init__(self, client: EngineClient, body: OpenAIRequest, asked: Asked) -> None:
+        query = asked.queries[0]
+        self._client, self.model, self._notices = client, asked.model, asked.notices
         self._retrieves = query.passages is None and query.plain is None
         self._is_chat, self._n = isinstance(body, ChatRequest), query.n
-        tools = body.offered_tools if isinstance(body, ChatRequest) else []
-        self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        self._notices = client.notices.ignored(body)
-        self._notices |= {"removed": list(removed)} if removed else {}
+        self._tools = body.schemas if isinstance(body, ChatRequest) else {}
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -163,7 +177,7 @@ class OpenAIFormat:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         extras = {**self._context(handles[0]), **figures(answers[0])}
         whole = self._object("chat.completion", choices)
-        return {**whole, "usage": _usage(handles, answers, self._n), "x_blendserve": extras}
+        return {**whole, "usage": usage_of(handles, answers, self._n), "x_blendserve": extras}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         text, calls = split_calls(answer.text, self._tools)
@@ -200,7 +214,7 @@ class OpenAIFormat:
                 last = self._chunk(i, {}, _finish_reason(event.answer, n_calls[i]))
                 yield {**last, "x_blendserve": figures(event.answer)}
         if self._include_usage:
-            usage = _usage(handles, [answers[i] for i in range(len(handles))], self._n)
+            usage = usage_of(handles, [answers[i] for i in range(len(handles))], self._n)
             yield {**self._object("chat.completion.chunk", []), "usage": usage}
         yield "[DONE]"
 
@@ -278,7 +292,7 @@ def completion_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[s
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
 
 
-def _usage(handles: Sequence[RequestHandle], answers: Sequence[Answer], n: int) -> dict[str, Any]:
+def usage_of(handles: Sequence[RequestHandle], answers: Sequence[Answer], n: int) -> dict[str, Any]:
     """Cached: tokens of prompts whose KV was not computed for this request; blended: the approximate ones of them.
 
     n: answers to each prompt, which counts once.

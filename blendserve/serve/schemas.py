@@ -132,7 +132,7 @@ class StreamOptions(Body):
 class OpenAIRequest(Structured, Question):
     """Fields that chat and plain completions share."""
 
-    model: Name
+    model: Name | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     frequency_penalty: Penalty | None = None
@@ -331,6 +331,11 @@ class ChatRequest(OpenAIRequest):
         if not tools:
             raise InputError("tool_choice: `tools` has no such tool", setting="tool_choice")
         return forced_call(tool.model_dump() for tool in tools)
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The JSON schemas of the arguments of the tools that the model may call, by name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.offered_tools}
 
     def chat(self) -> Chat:
         """The whole prompt, to be rendered by the model's own chat template."""

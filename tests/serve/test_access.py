@@ -232,11 +232,11 @@ def test_names_of_the_model(client: Client, tmp_path: Path, monkeypatch: pytest.
     assert client.chat(documents=OWN, max_tokens=2).model == "public"
     folder = tmp_path / "models" / "llama-1b"
     folder.mkdir(parents=True)
-    assert served_names(f"{folder}/", None) == ("llama-1b", f"{folder}/")
-    assert served_names(str(folder), "mine") == ("mine", str(folder))
-    assert served_names("Qwen/Qwen2.5-0.5B-Instruct", None) == ("Qwen/Qwen2.5-0.5B-Instruct",)
+    assert served_names(f"{folder}/", ()) == ("llama-1b", f"{folder}/")
+    assert served_names(str(folder), ("mine", "my")) == ("mine", "my", str(folder))
+    assert served_names("Qwen/Qwen2.5-0.5B-Instruct", ()) == ("Qwen/Qwen2.5-0.5B-Instruct",)
     monkeypatch.chdir(folder)
-    assert served_names(".", None) == ("llama-1b", ".")
+    assert served_names(".", ()) == ("llama-1b", ".")
 
 
 def test_the_files_of_the_page_and_no_others_are_sent_without_a_key(server: Server) -> None:

@@ -1,0 +1,354 @@
+"""POST /v1/responses: OpenAI's Responses API without a memory. A request is read as a chat of openai.py.
+
+Items become messages: texts, calls of functions and their outputs. What would need stored responses is refused by name.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BeforeValidator, Field
+from starlette.responses import Response
+
+from blendserve.core import Answer
+from blendserve.engine.request import Completed, TextDelta
+from blendserve.errors import InputError
+from blendserve.serve.engine_client import RequestHandle
+from blendserve.serve.fields import (
+    MAX_ITEMS,
+    MAX_LOGPROBS,
+    MAX_TOOLS,
+    Body,
+    JsonObject,
+    Label,
+    Name,
+    Text,
+    TokenLimit,
+    ToolName,
+)
+from blendserve.serve.openai import Asked, asked_by_chat, usage_of
+from blendserve.serve.responses import ContextDep, StreamEvent, error_details, figures
+from blendserve.serve.schemas import BlendOptions, ChatRequest, Passages
+from blendserve.serve.structured import ObjectFormat, TextFormat
+from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+def _message_of(item: Any) -> Any:
+    """An item without a type is a message."""
+    return {"type": "message", **item} if isinstance(item, dict) else item
+
+
+class ContentPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class MessageItem(Body):
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_ITEMS)]
+
+    def message(self) -> dict[str, Any]:
+        """The message of a chat."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    call_id: Label
+    name: Name
+    arguments: Text = ""
+
+    def message(self) -> dict[str, Any]:
+        """The message of a chat."""
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+class OutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Label
+    output: Text | Annotated[list[ContentPart], Field(max_length=MAX_ITEMS)]
+
+    def message(self) -> dict[str, Any]:
+        """The message of a chat."""
+        parts = self.output
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
+
+
+class ReasoningItem(Body):
+    """What a model thought in an earlier turn: no prompt repeats it."""
+
+    type: Literal["reasoning"]
+
+    def message(self) -> None:
+        """No message."""
+
+
+Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")]
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def tool(self) -> dict[str, Any]:
+        """The tool of a chat."""
+        given = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+        return {"type": "function", "function": given}
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: ToolName
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    name: Label = ""
+    of_answer: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Label | None = None
+
+
+class ResponsesRequest(Body):
+    """POST /v1/responses"""
+
+    model: Name | None = None
+    input: (
+        Text
+        | Annotated[
+            list[Annotated[Item, BeforeValidator(_message_of)]], Field(min_length=1, max_length=MAX_ITEMS)
+        ]
+    )
+    instructions: Text | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    text: TextConfig | None = None
+    max_output_tokens: TokenLimit = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = False
+    store: bool | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: JsonObject | None = None
+    include: list[Label] | None = None
+    metadata: JsonObject | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    documents: Passages | None = None
+    x_blendserve: BlendOptions | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same request as a chat. Raises InputError for an input without a message."""
+        said: list[dict[str, Any]] = []
+        if self.instructions:
+            said.append({"role": "system", "content": self.instructions})
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else []
+        items += [message for item in self.input if not isinstance(item, str) and (message := item.message())]
+        for message in items:
+            if "tool_calls" in message and said and "tool_calls" in said[-1]:
+                said[-1]["tool_calls"] += message["tool_calls"]  # calls of one turn
+            else:
+                said.append(message)
+        if not items:
+            raise InputError(
+                "input: there is no message: send a text, or an item with a role", setting="input"
+            )
+        same = self.model_dump(
+            include={"model", "temperature", "top_p", "stream", "user", "safety_identifier"},
+            exclude_none=True,
+        )
+        choice: Any = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return ChatRequest.model_validate(
+            {
+                **same,
+                **{"messages": said, "tools": [tool.tool() for tool in self.tools or ()] or None},
+                **{"tool_choice": choice, "response_format": self._format()},
+                **{"max_completion_tokens": self.max_output_tokens},
+                **{"documents": self.documents and [each.model_dump() for each in self.documents]},
+                "x_blendserve": self.x_blendserve and self.x_blendserve.model_dump(exclude_none=True),
+            }
+        )
+
+    def _format(self) -> dict[str, Any] | None:
+        """The `response_format` of a chat."""
+        form = self.text and self.text.format
+        if isinstance(form, SchemaFormat):
+            return {"type": form.type, "json_schema": {"name": form.name, "schema": form.of_answer}}
+        return {"type": form.type} if form else None
+
+
+@router.post("/responses")
+async def respond(body: ResponsesRequest, context: ContextDep) -> Response:
+    """Answer one turn, as a chat with the same messages and tools. Nothing is stored: send the whole conversation."""
+    chat = body.chat()
+    asked = asked_by_chat(context, chat)
+    notices = {**asked.notices, **context.client.notices.ignored(body)}
+    form = ResponsesFormat(body, chat, Asked(asked.model, asked.queries, notices))
+    return await context.respond(form, body.stream, *asked.queries)
+
+
+class ResponsesFormat:
+    """A response in the form of OpenAI's Responses API."""
+
+    def __init__(self, body: ResponsesRequest, chat: ChatRequest, asked: Asked) -> None:
+        self.model, self._notices, self._tools = asked.model, asked.notices, chat.schemas
+        echoed = {"instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user"}
+        self._facts = {
+            **{"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())},
+            **{"model": self.model, "error": None, "incomplete_details": None, "store": False},
+            **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}},
+            **{"parallel_tool_calls": body.parallel_tool_calls is not False, "truncation": "disabled"},
+            "text": {"format": body.model_dump(by_alias=True)["text"]["format"] or {"type": "text"}}
+            if body.text
+            else {"format": {"type": "text"}},
+            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            **body.model_dump(include=echoed),
+        }
+
+    async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
+        text, calls = split_calls(answers[0].text, self._tools)
+        output = [*([_message(text)] if text or not calls else []), *map(_call, calls)]
+        return self._ended(handles, answers[0], output)
+
+    def _ended(
+        self, handles: Sequence[RequestHandle], answer: Answer, output: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        is_cut = answer.finish_reason == "length"
+        counts = usage_of(handles, [answer], 1)
+        usage = {
+            **{"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]},
+            **{"total_tokens": counts["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0}},
+            "input_tokens_details": counts["prompt_tokens_details"],
+        }
+        return {
+            **self._facts,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            **{"output": output, "usage": usage},
+            "x_blendserve": {**self._notices, **figures(answer)},
+        }
+
+    async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
+        """An error is the last event."""
+        stream = Stream()
+        started = {**self._facts, "status": "in_progress", "output": [], "usage": None}
+        for kind in ("created", "in_progress"):
+            yield stream.event(kind, response=started)
+        parser = ToolCallParser(self._tools)
+        try:
+            async for event in handles[0].events():
+                if isinstance(event, TextDelta):
+                    for each in stream.push(*parser.push(event.text)):
+                        yield each
+                elif isinstance(event, Completed):
+                    for each in (*stream.push(*parser.finish()), *stream.end()):
+                        yield each
+                    ended = self._ended(handles, event.answer, stream.output)
+                    yield stream.event(ended["status"], response=ended)
+        except Exception as error:
+            found = error_details(error)[1]["error"]
+            told = {"code": found["code"] or found["type"], "message": found["message"], "param": None}
+            yield {"type": "error", "sequence_number": stream.n, **told}
+
+
+class Stream:
+    """The events of one response, numbered, and the items that they make."""
+
+    def __init__(self) -> None:
+        self.n, self.output = 0, list[dict[str, Any]]()
+        self._open: dict[str, Any] | None = None  # the message whose text comes
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """The next event."""
+        self.n += 1
+        return {"type": f"response.{kind}", "sequence_number": self.n - 1, **fields}
+
+    def push(self, text: str, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """Some more text, and calls behind it."""
+        if text:
+            yield from self._start_text()
+            assert self._open
+            self._open["content"][0]["text"] += text
+            yield self.event("output_text.delta", **self._place(), delta=text, logprobs=[])
+        for call in calls:
+            yield from self._end_text()
+            item = _call(call)
+            self.output.append(item)
+            at = {"output_index": len(self.output) - 1}
+            yield self.event(
+                "output_item.added", **at, item={**item, "arguments": "", "status": "in_progress"}
+            )
+            place = {**at, "item_id": item["id"]}
+            yield self.event("function_call_arguments.delta", **place, delta=call.arguments)
+            arguments = {"name": call.name, "arguments": call.arguments}
+            yield self.event("function_call_arguments.done", **place, **arguments)
+            yield self.event("output_item.done", **at, item=item)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """The end of the answer; it has a message unless it has calls."""
+        if not self.output:
+            yield from self._start_text()
+        yield from self._end_text()
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open
+        return {"item_id": self._open["id"], "output_index": len(self.output) - 1, "content_index": 0}
+
+    def _start_text(self) -> Iterator[dict[str, Any]]:
+        if self._open is None:
+            self._open = _message("")
+            self.output.append(self._open)
+            item = {**self._open, "content": [], "status": "in_progress"}
+            yield self.event("output_item.added", output_index=len(self.output) - 1, item=item)
+            yield self.event("content_part.added", **self._place(), part={**_part("")})
+
+    def _end_text(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            (part,) = self._open["content"]
+            yield self.event("output_text.done", **self._place(), text=part["text"], logprobs=[])
+            yield self.event("content_part.done", **self._place(), part=part)
+            yield self.event("output_item.done", output_index=len(self.output) - 1, item=self._open)
+            self._open = None
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(text: str) -> dict[str, Any]:
+    names = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+    return {**names, "status": "completed", "content": [_part(text)]}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex[:24]}"}
+    said = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function_call", **ids, **said, "status": "completed"}
