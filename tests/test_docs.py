@@ -98,6 +98,7 @@ CURL_OPTIONS.add_argument("url")
 CURL_OPTIONS.add_argument("-X", "--request")
 CURL_OPTIONS.add_argument("-d", "--data")
 CURL_OPTIONS.add_argument("-H", "--header", action="append", default=[])
+CURL_OPTIONS.add_argument("-F", "--form", action="append", default=[])
 CURL, COMMANDS = ([(p, w) for p, w in WORDS if w[0] == program] for program in ("curl", "blendserve"))
 
 
@@ -219,9 +220,15 @@ def test_curl(server: Server, page: str, words: list[str]) -> None:
     asked, _ = CURL_OPTIONS.parse_known_args([for_toy(word, server) for word in words[1:]])
     if not asked.url.startswith(server.url):
         pytest.skip(f"{asked.url} is another service")
-    method = asked.request or ("POST" if asked.data else "GET")
+    method = asked.request or ("POST" if asked.data or asked.form else "GET")
     headers = dict(header.split(": ", 1) for header in asked.header)
-    answer = server.http.request(method, asked.url, headers=headers, content=asked.data)
+    body: dict[str, Any] = {"content": asked.data}
+    if asked.form:
+        pytest.importorskip("python_multipart")
+        fields = [field.split("=", 1) for field in asked.form]
+        files = [(name, (value[1:], b"text")) for name, value in fields if value.startswith("@")]
+        body = {"files": files, "data": dict(field for field in fields if not field[1].startswith("@"))}
+    answer = server.http.request(method, asked.url, headers=headers, **body)
     assert answer.status_code < 300, answer.text
 
 

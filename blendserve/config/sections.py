@@ -274,6 +274,9 @@ class HttpConfig(Settings):
 class ServeConfig(HttpConfig):
     """The server."""
 
+    max_upload_mb: Positive = 64
+    """Largest form of files for POST /v1/documents, in MB."""
+    upload_s: ClassVar[float] = 600.0  # for such a form
     served_model_name: tuple[Annotated[str, Field(min_length=1, max_length=512)], ...] = ()
     """Model names in /v1/models, which requests may use; the first is in responses. By default the name given as
     `--model`, of a folder its last part."""

@@ -56,8 +56,13 @@ class Child:
             raise Unreadable(found["problem"], line=found["line"])
         return [Content(*content) for content in found["contents"]]
 
+    def kill(self) -> None:
+        """End the process; from any thread. The file that it reads is not read."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
-        """End the process."""
+        """End the process, and forget it."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from itertools import chain
@@ -105,14 +105,19 @@ def read_documents(
     return chain([first], documents)
 
 
-def read_files(files: Files, report: ReadReport, strict: bool = False) -> Iterator[Document]:
-    """The documents of these files. strict: raises CorpusError for the first that is not read."""
+def read_files(
+    files: Files, report: ReadReport, strict: bool = False, child: Child | None = None
+) -> Iterator[Document]:
+    """The documents of these files. strict: raises CorpusError for the first that is not read.
+
+    child: a process that reads all of them, as it is right for a server; by default, only those that need a library.
+    """
     add_plugins()
-    with closing(Child()) as child:
+    with closing(Child()) if child is None else nullcontext(child) as process:
         for name, path in files:
             n, size, note, line, field = 0, 0, "", None, None
             try:
-                contents = _contents(name, path, child)
+                contents = _contents(name, path, process, in_process=child is None)
                 for content in contents if strict else list(contents):
                     note = content.note or note
                     if content.text.strip():
@@ -153,18 +158,18 @@ def _files(folder: Path, report: ReadReport) -> list[tuple[str, Path]]:
     return [(printable(path.relative_to(folder).as_posix()), path) for path in found]
 
 
-def _contents(name: str, path: Path, child: Child) -> Iterator[Content]:
-    """The documents of a file. Raises Unreadable."""
+def _contents(name: str, path: Path, child: Child, in_process: bool) -> Iterator[Content]:
+    """The documents of a file. in_process: text is not read in the child. Raises Unreadable."""
     if not path.is_file():
         what = "a folder that cannot be opened" if path.is_dir() else "no regular file"
         what = "a link to a folder or to nothing" if path.is_symlink() else what
         raise Unreadable(what, is_known=path.is_dir() and not path.is_symlink())
     target = READERS.target(_kind(name))
     try:
-        if target.partition(":")[0] not in IN_PROCESS:
-            yield from child.read(target, path)
-        else:
+        if in_process and target.partition(":")[0] in IN_PROCESS:
             yield from READERS.load(_kind(name))(path)
+        else:
+            yield from child.read(target, path)
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror}): check its permissions") from None
     except ModuleNotFoundError as error:

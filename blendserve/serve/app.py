@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 import blendserve
 from blendserve.errors import BlendserveError, NotFound, PermissionDenied
-from blendserve.serve import documents, embeddings, messages, openai, openai_responses, rag
+from blendserve.serve import cache, documents, embeddings, messages, openai, openai_responses, rag
 from blendserve.serve.auth import BackendDep, ServiceBackend, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import (
@@ -105,9 +105,10 @@ def create_engine_app(client: EngineClient) -> FastAPI:
 
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
-    local = (documents.router, page) if isinstance(client, LocalEngineClient) else ()
+    local = (documents.router, cache.router, page) if isinstance(client, LocalEngineClient) else ()
     routers = (openai.router, openai_responses.router, messages.router, rag.router, embeddings.router, *local)
-    app = create_app(client, routers, client.http.cors_origins)
+    max_upload = client.http.max_upload_mb * 1_000_000 if local else 0
+    app = create_app(client, routers, client.http.cors_origins, max_upload)
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
         app.add_middleware(
             CORSMiddleware,
@@ -120,10 +121,12 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     return app
 
 
-def create_app(backend: ServiceBackend, routers: Sequence[APIRouter], origins: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    backend: ServiceBackend, routers: Sequence[APIRouter], origins: Sequence[str] = (), max_upload: int = 0
+) -> FastAPI:
     """The application of a server: routes, body limits, error responses and the request log.
 
-    origins: whose pages may send requests to a server without API keys.
+    origins: whose pages may send requests to a server without API keys. max_upload: bytes of a form of files.
     """
 
     @asynccontextmanager
@@ -148,7 +151,7 @@ def create_app(backend: ServiceBackend, routers: Sequence[APIRouter], origins: S
     app.add_exception_handler(ClientDisconnected, _error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(RequestBodyMiddleware, backend=backend)
+    app.add_middleware(RequestBodyMiddleware, backend=backend, max_upload=max_upload)
     if not backend.keys.are_needed:
         app.add_middleware(SameSiteMiddleware, hosts=backend.http.hosts, origins=origins)
     app.add_middleware(AccessLogMiddleware, backend=backend)

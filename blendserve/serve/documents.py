@@ -1,4 +1,4 @@
-"""Documents and their KV: /v1/documents, /v1/jobs, /v1/cache."""
+"""Documents and the jobs that add them: /v1/documents, /v1/jobs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 
 from blendserve.config import StoreConfig
-from blendserve.core import Passage, Steps, TokenIds
+from blendserve.core import Document, Passage, Steps, TokenIds
 from blendserve.engine.documents import Documents
 from blendserve.errors import InputError, NotFound, PermissionDenied
 from blendserve.retrieve import VectorIndex
@@ -21,14 +21,13 @@ from blendserve.serve.auth import LimitedTenantDep, TenantDep, backend_of
 from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.fields import Body, Name
 from blendserve.serve.jobs import Job, uncancelled
-from blendserve.serve.schemas import CacheRequest, DocumentsRequest
+from blendserve.serve.schemas import DocumentsRequest
+from blendserve.serve.uploads import FORM, SCHEMA, Upload, UploadRoute
 from blendserve.store import ChunkKey
 from blendserve.store.valkey import ValkeyStore
 
 BATCH = 64  # passages whose tokens a job holds, and chunks that it fetches in one call
-KEYS_PER_CALL = 1000  # between two calls, other tenants have their turn
 PASSAGES_PER_STEP = 500  # searched before questions may run
-EXCERPT = 240  # characters of a passage in a list
 MAX_PAGE = 200  # entries
 
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
@@ -93,7 +92,7 @@ class Caller:
             job.computed += not is_left
             return is_left
 
-        for some in _batches(distinct, BATCH):
+        for some in in_batches(distinct, BATCH):
             chunks = await self.on_index(self.chunk_ids, some)
             expected = {writer.key(ids): writer.expected_bytes(len(ids)) for ids in chunks if ids}
             await self.on_store(self.check_quota, expected)
@@ -171,81 +170,79 @@ class ListQuery(Caller):
         return found
 
 
-@dataclass(frozen=True)
-class CacheSelection(Caller):
-    """The chunks that a cache request selects, in the namespace of its key."""
+class Adding:
+    """Documents that a job adds to a collection, one at a time; questions run between the parts of each."""
 
-    body: CacheRequest
+    def __init__(self, caller: Caller, collection: str | None) -> None:
+        """Raises InputError, NotFound."""
+        self._caller = caller
+        self._name, self._index = caller.find(collection)
+        self._documents, self._passages = caller.documents(self._index), list[Passage]()
 
-    def passages(self) -> list[Passage]:
-        """Return the chosen passages; call it on the thread of the indexes. Raises InputError, NotFound."""
-        body = self.body
-        if body.passages is not None:
-            if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
-                raise InputError("send either passages, or a collection with documents or ids")
-            return [passage.passage() for passage in body.passages]
-        index = self.find(body.collection)[1]
-        chosen = index.passages if body.documents is None else index.passages_of(set(body.documents))
-        ids = None if body.ids is None else set(body.ids)
-        return [p for p in chosen if ids is None or p.id in ids]
+    def start(self, add_all: Callable[[Job], Awaitable[None]], total_documents: int) -> Job:
+        """Start a job that adds all documents, then computes their KV. Raises RateLimited."""
 
-    @property
-    def index(self) -> VectorIndex | None:
-        """The collection that the chunks are of; None for passages of the request's own."""
-        return None if self.body.passages is not None else self.find(self.body.collection)[1]
+        async def work(job: Job) -> None:
+            await add_all(job)
+            await self._caller.precompute(self._passages, job)
 
-    async def keys(self) -> list[ChunkKey]:
-        """The keys of the chunks, without empty passages."""
-        blender, prompts = self.client.batch.blender(self.tenant.namespace), self.client.engine.prompts
+        jobs, namespace = self._caller.client.jobs, self._caller.tenant.namespace
+        return jobs.start(namespace, f"documents into {self._name}", work, total_documents, self._index)
 
-        def find() -> Steps[list[ChunkKey]]:
-            keys = list[ChunkKey]()
-            for passage in self.passages():
-                yield
-                if ids := prompts.chunk(passage).ids:
-                    keys.append(blender.key(ids))
-            return keys
+    async def add(self, document: Document, job: Job) -> None:
+        """Embed a document; save it and that the job has done so in one transaction."""
+        embedded = await self._caller.on_index(self._index.embed_steps, [document])
+        self._passages += await uncancelled(asyncio.to_thread(self._save, embedded, job))
 
-        return await self.on_index(find)
-
-    async def call(self, name: str, call: Callable[[Sequence[ChunkKey]], int]) -> dict[str, Any]:
-        """Call the store for the chunks -> their number and, as `name`, the sum of the calls."""
-        keys = await self.keys()
-        n = sum([await self.on_store(call, some) for some in _batches(keys, KEYS_PER_CALL)])
-        return {"chunks": len(keys), name: n, **self.client.notices.as_extras(self.body)}
+    def _save(self, embedded: Sequence[EmbeddedDocument], job: Job) -> list[Passage]:
+        """Return the passages that the index did not have."""
+        added = self._documents.commit(embedded, asdict(replace(job, documents=job.documents + 1)))
+        job.documents += 1
+        return added.passages
 
 
 CallerDep = Annotated[Caller, Depends()]
 ListDep = Annotated[ListQuery, Depends()]
-SelectionDep = Annotated[CacheSelection, Depends()]
 
 
-# Documents and jobs
+async def add_files(request: Request, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
+    """Add the documents of files. A job reads them, and goes on as `add_documents`."""
+    tenant.require_write_access()
+    upload = await Upload.receive(request)
+    try:
+        adding = Adding(Caller(client, tenant), upload.collection)
+        return adding.start(
+            partial(upload.read, turn=client.jobs.reading, add=adding.add), len(upload.files)
+        ).to_dict()
+    except BaseException:
+        upload.close()
+        raise
 
 
-@router.post("/documents", status_code=202)
+router.add_api_route(
+    "/documents",
+    add_files,
+    methods=["POST"],
+    status_code=202,
+    include_in_schema=False,
+    route_class_override=UploadRoute,
+)
+
+
+@router.post(
+    "/documents", status_code=202, openapi_extra={"requestBody": {"content": {FORM: {"schema": SCHEMA}}}}
+)
 async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
     """Add documents to a collection, or replace the ones with the same id. A job chunks, embeds and precomputes them."""
     tenant.require_write_access()
-    caller = Caller(client, tenant)
-    name, index = caller.find(body.collection)
-    documents = caller.documents(index)
+    adding = Adding(Caller(client, tenant), body.collection)
 
-    def save(embedded: Sequence[EmbeddedDocument], job: Job) -> list[Passage]:
-        """Save a document, and that the job has done so, in one transaction -> passages that the index did not have."""
-        added = documents.commit(embedded, asdict(replace(job, documents=job.documents + 1)))
-        job.documents += 1
-        return added.passages
-
-    async def work(job: Job) -> None:
-        """Embed and save one document at a time; questions run between its parts."""
-        passages = list[Passage]()
+    async def add_all(job: Job) -> None:
         for document in body.documents:
-            embedded = await caller.on_index(index.embed_steps, [document.document()])
-            passages += await uncancelled(asyncio.to_thread(save, embedded, job))
-        await caller.precompute(passages, job)
+            await adding.add(document.document(), job)
 
-    return caller.start_job(body, f"documents into {name}", work, len(body.documents), index)
+    job = adding.start(add_all, len(body.documents))
+    return {**job.to_dict(), **client.notices.as_extras(body)}
 
 
 @router.get("/jobs")
@@ -286,116 +283,6 @@ async def delete_document(
     return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
 
 
-# KV of chunks
-
-
-@router.post("/cache/warm", status_code=202)
-async def warm(chosen: SelectionDep) -> dict[str, Any]:
-    """Start a job that computes and pins the KV of chunks in this key's namespace."""
-    chosen.tenant.require_write_access()
-    passages = await chosen.client.collections.executor.run(chosen.tenant.name, chosen.passages)
-    return chosen.start_job(chosen.body, "warm", partial(chosen.precompute, passages), index=chosen.index)
-
-
-@router.post("/cache/fetch", status_code=202)
-async def fetch(chosen: SelectionDep) -> dict[str, Any]:
-    """Start a job that copies the KV of chunks from the remote store into the local one."""
-    chosen.tenant.require_write_access()
-    keys = await chosen.keys()
-
-    async def work(job: Job) -> None:
-        job.chunks = len(keys)
-        for some in _batches(keys, BATCH):
-            job.computed += await chosen.on_store(chosen.client.engine.fetcher.copy_here, some)
-
-    return chosen.start_job(chosen.body, "fetch", work, index=chosen.index)
-
-
-@router.post("/cache/pin")
-async def pin(chosen: SelectionDep) -> dict[str, Any]:
-    """Pin chunks: they are not evicted."""
-    chosen.tenant.require_write_access()
-
-    def pin_some(keys: Sequence[ChunkKey]) -> int:
-        return chosen.client.engine.store.pin(chosen.check_quota(dict.fromkeys(keys, 0)))
-
-    return await chosen.call("pinned", pin_some)
-
-
-@router.post("/cache/unpin")
-async def unpin(chosen: SelectionDep) -> dict[str, Any]:
-    """Unpin chunks."""
-    chosen.tenant.require_write_access()
-    return await chosen.call("unpinned", partial(chosen.client.engine.store.pin, pinned=False))
-
-
-@router.post("/cache/lookup")
-async def lookup(chosen: SelectionDep) -> dict[str, Any]:
-    """Whether chunks are in the store, in this key's namespace. Does not count as a use of them."""
-    is_cached = list[bool]()
-
-    def look_up(keys: Sequence[ChunkKey]) -> int:
-        cached = chosen.client.engine.fetcher.locate(keys, remote=True)
-        is_cached.extend(key in cached for key in keys)
-        return sum(key in cached for key in keys)
-
-    found = await chosen.call("found", look_up)
-    return {**found, "cached": is_cached}
-
-
-@router.post("/cache/delete")
-async def delete_kv(chosen: SelectionDep) -> dict[str, Any]:
-    """Delete the KV of chunks from this key's namespace, pinned or not. Documents stay; KV is computed on demand."""
-    chosen.tenant.require_write_access()
-    engine = chosen.client.engine
-
-    def delete(keys: Sequence[ChunkKey]) -> int:
-        engine.fetcher.forget(keys)
-        deleted = engine.store.delete(keys)
-        engine.fetcher.forget(keys)  # also copies that a request made in the meantime
-        return deleted
-
-    return await chosen.call("deleted", delete)
-
-
-@router.get("/cache/chunks")
-async def list_chunks(query: ListDep) -> dict[str, Any]:
-    """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
-    name, index = query.find(query.collection)
-    engine, blender = query.client.engine, query.client.batch.blender(query.tenant.namespace)
-
-    def look_up() -> Steps[tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]]:
-        found = yield from query.matching(index, lambda p: (p.id, p.chunk_text))
-        page = [(passage, engine.prompts.chunk(passage).ids) for passage in query.page(found)]
-        return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
-
-    total, page = await query.on_index(look_up)
-    keys = [key for *_, key in page]
-    infos = await query.on_store(engine.store.describe, keys)
-    tiers = await query.on_store(partial(engine.fetcher.locate, remote=True), keys)
-    data = []
-    for passage, ids, key in page:
-        info = infos.get(key)
-        names = {"id": passage.id, "doc_id": passage.doc_id, "title": passage.title}
-        text = {"text": passage.text[:EXCERPT], "tokens": len(ids)}
-        state = {"stored": key in tiers, "tier": tiers.get(key), "pinned": info is not None and info.pinned}
-        sizes = {"bytes": info.n_bytes if info else 0, "raw_bytes": info.raw_bytes if info else 0}
-        data.append({**names, **text, **state, **sizes})
-    return query.answer(name, total, data)
-
-
-@router.get("/cache/stats")
-async def stats(caller: CallerDep) -> dict[str, Any]:
-    """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
-    read = caller.client.engine.fetcher.stats
-    own: dict[str, Any] = (await caller.on_store(read, caller.tenant.namespace)).to_dict()
-    for of_all_tenants in ("path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"):
-        own.pop(of_all_tenants, None)
-    if caller.tenant.admin:
-        own["store"] = (await caller.on_store(read)).to_dict()
-        own["store"].pop("path", None)
-    return own
-
-
-def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def in_batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Parts of at most `size` items."""
     return (items[at : at + size] for at in range(0, len(items), size))

@@ -21,6 +21,7 @@ from blendserve.retrieve import VectorIndex
 MAX_JOBS = 1000  # remembered; above it, the namespace with most ended jobs loses its oldest one
 MAX_RUNNING = 100
 MAX_RUNNING_PER_NAMESPACE = 8  # each job holds the body of its request
+MAX_READING = 2  # files of all jobs, each in a process of its own
 
 STOPPED = "the server has shut down"
 
@@ -42,6 +43,7 @@ class Job:
     chunks: int = 0  # to compute or fetch
     computed: int = 0  # chunks that are in the store
     error: str = ""
+    files: list[dict[str, Any]] = field(default_factory=list)  # of an upload: what was read of each
     created: float = field(default_factory=time.time)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,6 +78,7 @@ class Jobs:
                 job.state, job.error = "failed", STOPPED
         self._jobs = {job.id: job for job in found}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.reading = asyncio.Semaphore(MAX_READING)
 
     def start(
         self,

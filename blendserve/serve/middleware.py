@@ -1,9 +1,9 @@
 """Middleware of every server: request bodies within limits, no requests of foreign web sites, a log line for each, and
 the path prefix of a proxy.
 
-Bodies are read completely before a route runs. The API key is checked first: a request above its tenant's rate or
-concurrency is refused before its body is read. While its body arrives, a request occupies its connection and its bytes,
-nothing else.
+Bodies are read completely before a route runs, but for forms of files (uploads.py). The API key is checked first: a
+request above its tenant's rate or concurrency is refused before its body is read. While its body arrives, a request
+occupies its connection and its bytes, nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import re
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any
@@ -24,12 +24,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blendserve.config import LOOPBACK
+from blendserve.config import LOOPBACK, ServeConfig
 from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError, PermissionDenied
 from blendserve.serve.auth import ServiceBackend, authenticate
 from blendserve.serve.engine_client import RequestHandle
 from blendserve.serve.keys import Tenant
 from blendserve.serve.responses import ClientDisconnected, error_response
+from blendserve.serve.uploads import is_upload_of_files
 from blendserve.timing import Clock
 
 MAX_JSON_DEPTH = 32  # the API's own bodies need six levels
@@ -51,60 +52,85 @@ access_log = logging.getLogger("blendserve.access")
 
 
 class RequestBodyMiddleware:
-    """Reads bodies; the inner application receives each as one message."""
+    """Reads bodies; the inner application receives each as one message. Forms of files it passes on as they arrive."""
 
-    def __init__(self, app: ASGIApp, backend: ServiceBackend) -> None:
-        self._app, self._limits = app, backend.limits
+    def __init__(self, app: ASGIApp, backend: ServiceBackend, max_upload: int = 0) -> None:
+        """max_upload: bytes of a form; 0 for a service that takes none."""
+        self._app, self._limits, self._max_upload = app, backend.limits, max_upload
         self._max_bytes, self._timeout_s = backend.http.max_body_kb * 1024, backend.http.body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        length = headers.get("content-length", "0")
+        if length == "0" and "transfer-encoding" not in headers:
             return await self._app(scope, receive, send)
+        is_upload = self._max_upload > 0 and is_upload_of_files(scope)
+        most, timeout_s = (
+            (self._max_upload, ServeConfig.upload_s) if is_upload else (self._max_bytes, self._timeout_s)
+        )
         try:
-            body = await self._body(scope, receive, headers.get("content-length", "0"))
+            if not (length.isascii() and length.isdigit()) or len(length) > 15 or int(length) > most:
+                raise _too_large(most)
+            tenant = await authenticate(HTTPConnection(scope))
+            with self._limits.concurrency_slot(tenant, upload=True):
+                parts = self._parts(tenant, receive, most, timeout_s)
+                if is_upload:
+                    return await self._app(scope, _replay(parts, receive), send)
+                body = b"".join([part async for part in parts])
+            check_json_complexity(body)
         except (BlendserveError, ClientDisconnected) as error:
             return await error_response(error, scope)(scope, receive, send)
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        return await self._app(scope, _replay(_once(body), receive), send)
 
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        return await self._app(scope, replay, send)
-
-    async def _body(self, scope: Scope, receive: Receive, length: str) -> bytes:
-        """The whole body. Raises InputError, ServeError, ClientDisconnected."""
-        if not (length.isascii() and length.isdigit()) or len(length) > 15 or int(length) > self._max_bytes:
-            raise self._too_large()
-        tenant = await authenticate(HTTPConnection(scope))
-        with self._limits.concurrency_slot(tenant, upload=True):
-            try:
-                body = await asyncio.wait_for(self._read(tenant, receive), self._timeout_s)
-            except asyncio.TimeoutError:
-                message = f"the body did not arrive within {self._timeout_s:g} s: send it faster"
-                raise BodyTooSlow(message) from None
-        check_json_complexity(body)
-        return body
-
-    async def _read(self, tenant: Tenant, receive: Receive) -> bytes:
-        body, has_more = bytearray(), True
+    async def _parts(
+        self, tenant: Tenant, receive: Receive, most: int, timeout_s: float
+    ) -> AsyncIterator[bytes]:
+        """The parts of a body. Raises BodyTooLarge, BodyTooSlow, ClientDisconnected."""
+        clock, n, has_more = Clock(), 0, True
         while has_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            part = message.get("body", b"")
-            if len(body) + len(part) > self._max_bytes:
-                raise self._too_large()
-            body.extend(part)
-            if wait_s := self._limits.throttle(tenant, len(part)):
-                await asyncio.sleep(wait_s)
-            has_more = message.get("more_body", False)
-        return bytes(body)
+            try:
+                part, has_more = await asyncio.wait_for(
+                    self._part(tenant, receive), timeout_s - clock.elapsed()
+                )
+            except asyncio.TimeoutError:
+                raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from None
+            n += len(part)
+            if n > most:
+                raise _too_large(most)
+            yield part
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"the body is larger than {self._max_bytes} bytes: send fewer or shorter passages"
-        )
+    async def _part(self, tenant: Tenant, receive: Receive) -> tuple[bytes, bool]:
+        """Return the next part, and whether more follow. Raises ClientDisconnected."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        part: bytes = message.get("body", b"")
+        if wait_s := self._limits.throttle(tenant, len(part)):
+            await asyncio.sleep(wait_s)
+        return part, message.get("more_body", False)
+
+
+def _replay(parts: AsyncIterator[bytes], receive: Receive) -> Receive:
+    """Return the messages of a body, then those that follow it."""
+    has_more = True
+
+    async def replay() -> Message:
+        nonlocal has_more
+        if not has_more:
+            return await receive()
+        part = await anext(parts, None)
+        has_more = part is not None
+        return {"type": "http.request", "body": part or b"", "more_body": has_more}
+
+    return replay
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {most} bytes: send fewer or shorter passages, or files")
 
 
 def check_json_complexity(body: bytes) -> None:

@@ -73,6 +73,7 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
         ],
         "slot_tokens": client.max_tokens,
         "max_body_bytes": client.http.max_body_kb * 1024,
+        "max_upload_bytes": client.http.max_upload_mb * 1_000_000,
         "key": {"needed": client.keys.are_needed, "admin": tenant.admin, "read_only": tenant.read_only},
     }
 

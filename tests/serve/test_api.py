@@ -133,4 +133,4 @@ def test_answers_have_the_fields_that_clients_read(client: Client) -> None:
     assert client.post("/v1/cache/pin", TWO).json() == {"chunks": 2, "pinned": 2}
     (job,) = client.get("/v1/jobs").json()["data"]
     counts = {"total_documents", "documents", "chunks", "computed"}
-    assert job.keys() == counts | {"id", "kind", "state", "error"}
+    assert job.keys() == counts | {"id", "kind", "state", "error", "files"}

@@ -24,7 +24,7 @@ from blendserve.errors import (
     VectorIndexError,
 )
 from blendserve.fetch.tiered import TieredStore
-from blendserve.serve.documents import router
+from blendserve.serve import cache, documents
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
@@ -47,13 +47,18 @@ def text(n: int) -> dict[str, str]:
 
 def test_a_read_only_key_changes_nothing(server: Server) -> None:
     reader = server.tenant(read_only=True)
-    routes = [(r.methods or set(), r.path) for r in router.routes if isinstance(r, APIRoute)]
+    routes = [
+        (r.methods or set(), r.path)
+        for router in (cache.router, documents.router)
+        for r in router.routes
+        if isinstance(r, APIRoute)
+    ]
     changing = [
         (methods, path.replace("{doc_id:path}", "owl"))
         for methods, path in routes
         if methods & {"POST", "DELETE"} and path not in READING
     ]
-    assert len(changing) == 7
+    assert len(changing) == 8
     for methods, path in changing:
         verb = "DELETE" if "DELETE" in methods else "POST"
         body = BODY if path == "/v1/documents" else {"passages": OWN}

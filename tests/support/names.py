@@ -28,7 +28,7 @@ from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.methods import parse_methods
 from blendserve.registry import parse_codec
 from blendserve.serve import app as routes
-from blendserve.serve import delivery, documents, embeddings, messages, openai, rag
+from blendserve.serve import cache, delivery, documents, embeddings, messages, openai, rag
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.schemas import BlendOptions
 from blendserve.simulate.config import SimulateConfig
@@ -140,7 +140,7 @@ def metrics() -> frozenset[str]:
 @functools.cache
 def paths() -> frozenset[str]:
     """Paths of all routes of both services, with {} in the place of parameters."""
-    modules = delivery, documents, embeddings, messages, openai, rag
+    modules = cache, delivery, documents, embeddings, messages, openai, rag
     routers = [*(module.router for module in modules), routes.operations, routes.page]
     found = [getattr(route, "path", "") for router in routers for route in router.routes]
     return frozenset(PLACEHOLDER.sub("{}", path) for path in [*found, "/openapi.json"])

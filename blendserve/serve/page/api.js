@@ -34,6 +34,11 @@ export async function post(path, body, signal) {
   return (await send(path, postOptions(body, signal))).json();
 }
 
+/** Send a form of files. */
+export async function upload(path, form) {
+  return (await send(path, { method: "POST", body: form })).json();
+}
+
 export async function remove(path) {
   return (await send(path, { method: "DELETE" })).json();
 }

@@ -1,20 +1,20 @@
 // The Documents view: add files, follow their jobs, list and delete documents.
 
-import { get, post, remove } from "./api.js";
+import { get, remove, upload } from "./api.js";
 import { el, debounced } from "./dom.js";
 import { count } from "./format.js";
 import { followJob, followRunning } from "./jobs.js";
 import { collectionField, pager } from "./parts.js";
-import { readFiles } from "./files.js";
+import { formsOf } from "./files.js";
 
 const PAGE = 25;
 
 export function makeDocuments(root) {
-  const input = el("input", { id: "files", type: "file", multiple: true, accept: ".txt,.md,.markdown,.jsonl,.ndjson,.json" });
+  const input = el("input", { id: "files", type: "file", multiple: true });
   const zone = el(
     "div",
     { class: "drop" },
-    el("label", { for: "files" }, "Drop .txt, .md or .jsonl files anywhere on this page, or choose files"),
+    el("label", { for: "files" }, "Drop files anywhere on this page, or choose files: text, Markdown, PDF, HTML, Office, CSV, JSON, code"),
     input,
   );
   const collection = collectionField("documents-collection", () => fill(0));
@@ -60,8 +60,8 @@ export function makeDocuments(root) {
   async function add(files) {
     status.textContent = "";
     try {
-      for (const documents of await readFiles(files, maxBytes)) {
-        const job = await post("v1/documents", { documents, collection: collection.value || null });
+      for (const form of formsOf(files, collection.value, maxBytes)) {
+        const job = await upload("v1/documents", form);
         await followJob(jobs, job, () => fill(0));
       }
     } catch (error) {
@@ -128,7 +128,7 @@ export function makeDocuments(root) {
   }
 
   return {
-    settings({ collections, key, max_body_bytes: bytes }) {
+    settings({ collections, key, max_upload_bytes: bytes }) {
       collection.fill(collections);
       maxBytes = bytes;
       mayWrite = !key.read_only;

@@ -29,6 +29,8 @@ export async function followJob(root, job, done) {
     job = await get(`v1/jobs/${job.id}`);
   }
   line.classList.add(job.state);
+  const unread = job.files.filter((file) => file.state !== "read");
+  if (unread.length) line.append(el("ul", {}, ...unread.map((file) => el("li", {}, `${file.name}: ${file.note}`))));
   await done(job);
 }
 
