@@ -72,7 +72,7 @@ class Guide:
         """Raises InputError for a model whose tokenizer llguidance cannot read."""
         from llguidance import LLMatcher
 
-        self._matcher = LLMatcher(_vocabulary(model), grammar.rules)
+        self._matcher = LLMatcher(_vocabulary(model), grammar.rules, log_level=0)
         self._end = min(model.end_tokens)
         self._raise_error()
 
@@ -101,9 +101,10 @@ class Guide:
             self._raise_error()
 
     def _raise_error(self) -> None:
-        """Raises InputError for a grammar that has become too large to follow."""
+        """Raises InputError for a grammar that is too large to follow, or wants bytes that no token has."""
         if self._matcher.is_error():
-            raise InputError(f"the answer cannot follow the grammar: {self._matcher.get_error()[:500]}")
+            reason = self._matcher.get_error().splitlines()[0]
+            raise InputError(f"the answer cannot follow the grammar: {reason}")
 
 
 _vocabularies = WeakKeyDictionary[Any, Any]()  # of tokenizers
