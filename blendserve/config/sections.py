@@ -47,7 +47,6 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 AutoRatio = Annotated[str, AfterValidator(_auto_ratio)]
 Positive = Annotated[int, Field(gt=0)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]  # as in OpenAI's API
 NotNegative = Annotated[float, Field(ge=0.0)]
 
 
@@ -159,16 +158,6 @@ class DecodeConfig(Settings):
     """Sampling temperature; 0 is greedy decoding."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling: total probability of the likeliest tokens to sample from."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of the likeliest tokens to sample from; 0 is all."""
-    min_p: Ratio = 0.0
-    """Least probability of a token to sample, as a fraction of the likeliest one's."""
-    presence_penalty: Penalty = 0.0
-    """Amount that is subtracted from the logits of tokens that the answer has already."""
-    frequency_penalty: Penalty = 0.0
-    """The same, for each time that the answer has them."""
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    """Factor by which tokens of the prompt and the answer become less likely; 1 changes nothing."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Random seed of sampling."""
     stop: tuple[str, ...] = ()
@@ -181,11 +170,6 @@ class DecodeConfig(Settings):
     def answer_tokens(self) -> int:
         """Most tokens of an answer."""
         return self.max_new_tokens or ANSWER_TOKENS
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether tokens that came before are less likely."""
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def is_greedy(self) -> bool:

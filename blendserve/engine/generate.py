@@ -75,7 +75,7 @@ class TokenSequence:
         if max(rules.bias, default=0) >= model.decoder.vocab_size:
             raise InputError(f"logit_bias: the model has no token {max(rules.bias)}", setting="logit_bias")
         guide = None if rules.grammar is None else Guide(rules.grammar, model)
-        self._sampler = Sampler(request.decode, request.prompt, guide, rules.bias)
+        self._sampler = Sampler(request.decode, rules, request.prompt, guide)
         self._end = frozenset[int]() if rules.ignores_end else model.end_tokens
         self._detokenizer = Detokenizer(model.tokenizer, request.decode.stop)
         self._text = ""

@@ -39,9 +39,20 @@ class AnswerRules:
     """
 
     grammar: Grammar | None = None  # that it follows
+    top_k: int = 0  # likeliest tokens to sample from; 0 is all
+    min_p: float = 0.0  # least probability of a token to sample, as a fraction of the likeliest one's
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
+    frequency_penalty: float = 0.0  # the same, for each time that it has them
+    repetition_penalty: float = 1.0  # factor by which tokens of prompt and answer become less likely
     bias: Mapping[int, float] = field(default_factory=dict)  # token -> what is added to its logit
     ignores_end: bool = False  # whether it goes on behind an end token, up to its maximum length
     logprobs: int | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token's logit depends on the answer so far, or has a bias."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +116,7 @@ class PreparedRequest:
     def is_checkable(self) -> bool:
         """Whether its answer can be compared with full prefill's: by the model's own probabilities alone."""
         rules = self.rules
-        return not (rules.grammar or rules.bias or rules.ignores_end or self.decode.has_penalties)
+        return not (rules.grammar or rules.ignores_end or rules.changes_logits)
 
 
 def prepare_request(

@@ -7,7 +7,6 @@ temperature, min_p, top_k, top_p. No rule sorts the whole vocabulary unless a nu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from torch import Tensor
 from blendserve.config import DecodeConfig
 from blendserve.core import Prompt, TokenLogprob
 from blendserve.engine.grammar import Guide
+from blendserve.engine.request import AnswerRules
 
+NO_RULES = AnswerRules()
 N_RANKED = 256, 4096  # tokens, in which most nuclei end
 
 
@@ -25,24 +26,21 @@ class Sampler:
     def __init__(
         self,
         config: DecodeConfig,
+        rules: AnswerRules = NO_RULES,
         prompt: Prompt | None = None,
         guide: Guide | None = None,
-        bias: Mapping[int, float] | None = None,
     ) -> None:
-        """prompt: whose tokens the repetition penalty counts, too. guide: of the grammar that the answer follows.
-
-        bias: what is added to the logits of these tokens.
-        """
-        self._config, self._guide, self._bias = config, guide, bias or {}
+        """prompt: whose tokens the repetition penalty counts, too. guide: of the grammar of the rules."""
+        self._config, self._rules, self._guide = config, rules, guide
         self._generator = torch.Generator().manual_seed(config.seed)
         self._counts = Counter[int]()  # of the answer's tokens, if they are penalised
-        self._seen = set(prompt.ids) if prompt and config.repetition_penalty != 1 else set[int]()
+        self._seen = set(prompt.ids) if prompt and rules.repetition_penalty != 1 else set[int]()
 
     def __call__(self, logits: Tensor) -> int:
-        if self._config.has_penalties or self._bias:
+        if self._rules.changes_logits:
             logits = self._penalised(logits.float().cpu().clone())
         token = self._choose(logits) if self._guide is None else self._guided(logits, self._guide)
-        if self._config.has_penalties:
+        if self._rules.changes_logits:
             self._counts[token] += 1
         return token
 
@@ -54,32 +52,32 @@ class Sampler:
         return token
 
     def _penalised(self, logits: Tensor) -> Tensor:
-        config = self._config
-        for token, amount in self._bias.items():
+        rules = self._rules
+        for token, amount in rules.bias.items():
             logits[token] += amount
-        if config.repetition_penalty != 1 and (repeated := self._seen | self._counts.keys()):
+        if rules.repetition_penalty != 1 and (repeated := self._seen | self._counts.keys()):
             ids = torch.tensor(sorted(repeated))
-            found, factor = logits[ids], config.repetition_penalty
+            found, factor = logits[ids], rules.repetition_penalty
             logits[ids] = torch.where(found > 0, found / factor, found * factor)
         if self._counts:
             counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
-            penalties = config.frequency_penalty * counts + config.presence_penalty
+            penalties = rules.frequency_penalty * counts + rules.presence_penalty
             logits[torch.tensor(list(self._counts))] -= penalties
         return logits
 
     def _choose(self, logits: Tensor) -> int:
-        config = self._config
+        config, rules = self._config, self._rules
         if config.is_greedy:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.float().cpu() / config.temperature, dim=-1)
         ids: Tensor | None = None
-        if 0 < config.top_k < len(probabilities):
-            probabilities, ids = probabilities.topk(config.top_k)
-        if config.min_p > 0:
-            is_likely = probabilities >= config.min_p * probabilities.max()
+        if 0 < rules.top_k < len(probabilities):
+            probabilities, ids = probabilities.topk(rules.top_k)
+        if rules.min_p > 0:
+            is_likely = probabilities >= rules.min_p * probabilities.max()
             probabilities = torch.where(is_likely, probabilities, 0.0)
         if config.top_p < 1:
-            if config.top_k or config.min_p:
+            if rules.top_k or rules.min_p:
                 probabilities = probabilities / probabilities.sum()
             probabilities, order = nucleus_of(probabilities, config.top_p)
             ids = order if ids is None else ids[order]

@@ -165,7 +165,8 @@ def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for schema in app.openapi_schema["components"]["schemas"].values():
-            if schema.get("properties", {}).keys() & {"messages", "prompt", "input"}:
+            names = schema.get("properties", {}).keys()
+            if "model" in names and names & {"messages", "prompt", "input"}:
                 is_optional = "model" not in schema["required"]
                 schema["properties"]["model"]["enum"] = [*models, *([None] if is_optional else [])]
     return app.openapi_schema

@@ -257,7 +257,7 @@ class MessagesRequest(CountRequest):
                     f"x_blendserve.{name}: this route retrieves nothing: send search_result or document blocks",
                     setting=f"x_blendserve.{name}",
                 )
-        sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         return QueryRequest(
             question=chat.messages[-1]["content"],
             blend=options.blend,
@@ -267,7 +267,7 @@ class MessagesRequest(CountRequest):
                 "stop": tuple(self.stop_sequences) or None,
             },
             plain=chat,
-            rules=AnswerRules(self.grammar),
+            rules=AnswerRules(self.grammar, top_k=self.top_k or 0),
             may_fill=True,
         )
 

@@ -103,23 +103,19 @@ class Question(Body):
         """What is asked of the answer beyond the settings."""
         return AnswerRules()
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Fields of DecodeConfig; None = the server's setting."""
-        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
-
     def query(self, question: str, options: BlendOptions) -> QueryRequest:
         """The request to the engine. Raises InputError if `documents` and `passages` are both given."""
         if self.documents is not None and options.passages is not None:
             raise InputError("documents and passages mean the same: send one of these fields")
         passages = options.passages if self.documents is None else self.documents
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return QueryRequest(
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
             blend=options.blend,
-            decode={**self.sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
+            decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
             rules=self.rules,
         )
@@ -155,14 +151,12 @@ class OpenAIRequest(Structured, Question):
     @property
     def rules(self) -> AnswerRules:
         """Raises InputError, as `grammar`."""
-        return AnswerRules(self.grammar, self.logit_bias or {}, bool(self.ignore_eos), self.n_logprobs)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The same with fields of OpenAI's, and of vLLM's, whose top_k of -1 means all."""
         names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p")
-        top_k = None if self.top_k is None else max(0, self.top_k)
-        return {**super().sampling, **{name: getattr(self, name) for name in names}, "top_k": top_k}
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given |= {"top_k": None if self.top_k is None else max(0, self.top_k)}  # in vLLM's API, -1 means all
+        given |= {"grammar": self.grammar, "bias": self.logit_bias, "ignores_end": self.ignore_eos}
+        given |= {"logprobs": self.n_logprobs}
+        return AnswerRules(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def scope(self) -> str:

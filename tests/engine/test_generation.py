@@ -14,6 +14,7 @@ from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, run
 from blendserve.engine.generate import Detokenizer, generate
+from blendserve.engine.request import AnswerRules
 from blendserve.engine.sampler import Sampler, nucleus_of
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import DecodeRunner
@@ -129,50 +130,50 @@ def test_settings_that_no_float_can_hold_are_greedy(temperature: float, top_p: f
 
 
 def plain_rules(
-    logits: torch.Tensor, config: DecodeConfig, prompt: list[int], answer: list[int]
+    logits: torch.Tensor, config: DecodeConfig, rules: AnswerRules, prompt: list[int], answer: list[int]
 ) -> torch.Tensor:
     """The distribution of the next token [V], by masks over the sorted vocabulary."""
     x = logits.double().clone()
     for token in {*prompt, *answer}:
         x[token] = (
-            x[token] / config.repetition_penalty if x[token] > 0 else x[token] * config.repetition_penalty
+            x[token] / rules.repetition_penalty if x[token] > 0 else x[token] * rules.repetition_penalty
         )
     for token in set(answer):
-        x[token] -= config.frequency_penalty * answer.count(token) + config.presence_penalty
+        x[token] -= rules.frequency_penalty * answer.count(token) + rules.presence_penalty
     p = torch.softmax(x / config.temperature, 0)
-    p[p < config.min_p * p.max()] = 0
-    if config.top_k:
-        p[p < p.sort(descending=True).values[min(config.top_k, len(p)) - 1]] = 0
+    p[p < rules.min_p * p.max()] = 0
+    if rules.top_k:
+        p[p < p.sort(descending=True).values[min(rules.top_k, len(p)) - 1]] = 0
     ranked, order = (p / p.sum()).sort(descending=True)
     p[order[ranked.cumsum(0) - ranked >= config.top_p]] = 0
     return p / p.sum()
 
 
-RULES: list[dict[str, Any]] = [
-    {"top_k": 3},
-    {"top_k": 100},
-    {"min_p": 0.3},
-    {"top_k": 4, "top_p": 0.7, "min_p": 0.05},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-    {"repetition_penalty": 2.0, "top_k": 5},
-    {"frequency_penalty": -1.0, "min_p": 0.1, "top_p": 0.8},
+RULES = [
+    (AnswerRules(top_k=3), 1.0),
+    (AnswerRules(top_k=100), 1.0),
+    (AnswerRules(min_p=0.3), 1.0),
+    (AnswerRules(top_k=4, min_p=0.05), 0.7),
+    (AnswerRules(presence_penalty=1.5, frequency_penalty=0.5), 1.0),
+    (AnswerRules(repetition_penalty=2.0, top_k=5), 1.0),
+    (AnswerRules(frequency_penalty=-1.0, min_p=0.1), 0.8),
 ]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_sampling_rules_are_those_of_masks_over_a_sorted_vocabulary(rules: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("rules", "top_p"), RULES, ids=str)
+def test_sampling_rules_are_those_of_masks_over_a_sorted_vocabulary(rules: AnswerRules, top_p: float) -> None:
     """A vocabulary of seven tokens; the third token of an answer, whose first two are given."""
     logits = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0, 1.4, -3.0])
     prompt, n, drawn = [3, 6], 1500, Counter[int]()
-    configs = [DecodeConfig(temperature=0.9, seed=seed, **rules) for seed in range(n)]
+    configs = [DecodeConfig(temperature=0.9, seed=seed, top_p=top_p) for seed in range(n)]
     for config in configs:
-        sampler = Sampler(config, Prompt((), (), tuple(prompt)))
+        sampler = Sampler(config, rules, Prompt((), (), tuple(prompt)))
         for said in (5, 5):
             forced = torch.full((7,), -1e4)
             forced[said] = 1e4
             assert sampler(forced) == said
         drawn[sampler(logits)] += 1
-    expected = plain_rules(logits, configs[0], prompt, [5, 5])
+    expected = plain_rules(logits, configs[0], rules, prompt, [5, 5])
     assert set(drawn) <= set(expected.nonzero()[:, 0].tolist())
     for token, share in enumerate(expected.tolist()):
         assert abs(drawn[token] - n * share) <= 4.5 * (n * share * (1 - share)) ** 0.5 + 1e-6

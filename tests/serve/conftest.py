@@ -19,7 +19,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     engine = {"prompt": {"separator": SEPARATOR}, "retrieve": {"chunk_tokens": CHUNK_TOKENS}}
     access: dict[str, Any] = {"keys": folder / "keys.json", "api_key": KEY, "cors_origins": (ORIGIN,)}
     limits = {"max_body_kb": 64, "slots": 2, "queue": 12}
-    with serving(folder, served_model_name=("public", "alias"), engine=engine, **access, **limits) as made:
+    with serving(folder, served_model_name=("public",), engine=engine, **access, **limits) as made:
         yield made
         root = made.with_key(KEY)
         store = root.get("/v1/cache/stats").json()["store"]

@@ -28,7 +28,8 @@ from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.methods import parse_methods
 from blendserve.registry import parse_codec
 from blendserve.serve import app as routes
-from blendserve.serve import cache, delivery, documents, embeddings, messages, openai, rag
+from blendserve.serve import cache, delivery, documents, embeddings, messages, openai, openai_responses, rag
+from blendserve.serve.message_schemas import OutputConfig
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.schemas import BlendOptions
 from blendserve.simulate.config import SimulateConfig
@@ -75,6 +76,8 @@ OBJECTS: dict[str, type[Any]] = {
     "answer": Answer,
 }
 JSON_FIELDS = {  # fields that responses add
+    "text": {*openai_responses.TextConfig.model_fields},
+    "output_config": {*OutputConfig.model_fields},
     "x_blendserve": {*BlendOptions.model_fields, "report", "ignored", "removed", "timings", "hint"},
     "usage": {"prompt_tokens_details", "cache_read_input_tokens", "input_tokens"},
 }
@@ -140,7 +143,7 @@ def metrics() -> frozenset[str]:
 @functools.cache
 def paths() -> frozenset[str]:
     """Paths of all routes of both services, with {} in the place of parameters."""
-    modules = cache, delivery, documents, embeddings, messages, openai, rag
+    modules = cache, delivery, documents, embeddings, messages, openai, openai_responses, rag
     routers = [*(module.router for module in modules), routes.operations, routes.page]
     found = [getattr(route, "path", "") for router in routers for route in router.routes]
     return frozenset(PLACEHOLDER.sub("{}", path) for path in [*found, "/openapi.json"])
