@@ -169,6 +169,7 @@ _CODE = (
     "py pyi js mjs jsx ts tsx java kt scala go rs swift dart zig c h cc cpp cxx hpp cu cs m rb php pl lua r jl hs ml ex "
     "sh bash ps1 sql proto css scss vue svelte yaml yml toml ini cfg"
 )
+CODE_SUFFIXES = tuple(_CODE.split())
 READERS = Registry(  # by suffix; blendserve/readers/base.py has what a reader returns
     "file kind",
     {
@@ -183,7 +184,7 @@ READERS = Registry(  # by suffix; blendserve/readers/base.py has what a reader r
         "pptx": "blendserve.readers.office:read_pptx",
         "xlsx": "blendserve.readers.office:read_xlsx",
         "eml": "blendserve.readers.mail:read",
-        **dict.fromkeys(_CODE.split(), "blendserve.readers.text:read_code"),
+        **dict.fromkeys(CODE_SUFFIXES, "blendserve.readers.text:read_code"),
     },
 )
 # group of entry points that name further ones, SUFFIX = MODULE:FUNCTION

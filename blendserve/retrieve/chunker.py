@@ -1,7 +1,9 @@
 """Splits documents into passages of at most N tokens of the language model; each becomes one chunk.
 
-A passage ends at the coarsest boundary that leaves it well filled: of a paragraph, else of a sentence, a line, a word,
-else between two characters. Only white space at the cuts is dropped.
+A passage ends at the coarsest boundary that leaves it well filled: of a section, else of a paragraph, a sentence, a
+line, a word, else between two characters (structure.py). It never ends with a heading. Its title is the document's and
+the path of its section, and among the rows of a table it begins with the table's header. Only white space at the cuts
+is dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError
 from blendserve.retrieve.documents import document_id
+from blendserve.retrieve.structure import parse
 
 # Tokens of a passage in the prompt, title line and separators included.
 Count = Callable[[Passage], int]
@@ -28,19 +31,18 @@ class TokenCounter:
     count: Count
 
 
-# Boundaries, from the coarsest kind, each with the share of the room that a passage ending there must fill. A boundary
-# lies before the white space, so that a code block's indentation stays with the code.
-_ENDS: tuple[tuple[str, float], ...] = (
-    (r"(?=\n[^\S\n]*\n)", 0.8),  # paragraphs
-    (
-        r"(?<=[.!?…])(?=\s+[^a-z\s])|(?<=[.!?…][\"')\]”’»])(?=\s+[^a-z\s])|(?<=[。！？])(?![。！？」』”’])",
-        0.6,
-    ),
-    (r"(?=\n)", 0.5),  # lines
-    (r"(?<=\S)(?=\s)", 0.2),  # words
-)
 _SPACE = re.compile(r"\s*\n|\s+")
 _CHARACTERS_PER_TOKEN = 4.0  # a first guess, corrected by every passage
+_MAX_CONTEXT = 1 / 3  # of a passage's tokens, for the path of its section and a table's header
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What a passage has besides its own text, by where it begins."""
+
+    title: str
+    head: str
+    overhead: int  # tokens
 
 
 def split(document: Document, max_tokens: int, count: Count) -> Iterator[Passage]:
@@ -60,43 +62,62 @@ class _Splitter:
         self.document, self.max_tokens, self.count = document, max_tokens, count
         self.text, self.doc_id = document.text.rstrip(), document_id(document)
         self.density = _CHARACTERS_PER_TOKEN
-        self.overhead = count(self._passage("", 0))
-        self.room = max_tokens - self.overhead
-        if self.room <= 0:
-            raise self._no_room()
-        self.ends: list[tuple[Sequence[int], float]] = [
-            ([match.start() for match in re.finditer(pattern, self.text)], fill) for pattern, fill in _ENDS
-        ]
-        self.ends.append((range(len(self.text)), 0.0))  # between two characters
+        self.structure = parse(document, self.text)
+        between_characters: tuple[Sequence[int], float] = (range(len(self.text)), 0.0)
+        self.ends = [*self.structure.ends, between_characters]
+        self.overheads = dict[tuple[str, str], int]()
+        self.context = self._context(0)
 
     def run(self) -> Iterator[Passage]:
         end = n = 0
         while (start := self._skip_space(end)) < len(self.text):
+            self.context = self._context(start)
             end = self._end(start)
-            if text := self.text[start:end].rstrip():
-                yield self._passage(text, n)
+            if self.text[start:end].strip():
+                yield self._passage(start, end, n)
                 n += 1
+
+    def _context(self, start: int) -> _Context:
+        """The title and the header that a passage has which begins at `start`: as much of both as leaves room."""
+        names = (self.document.title, *self.structure.path(start))
+        path = " > ".join(name for name in dict.fromkeys(names) if name)
+        for title, head in ((path, self.structure.head(start)), (path, "")):
+            context = self._measured(title, head)
+            if context.overhead <= _MAX_CONTEXT * self.max_tokens:
+                return context
+        context = self._measured(self.document.title, "")
+        if context.overhead >= self.max_tokens:
+            raise self._no_room(context)
+        return context
+
+    def _measured(self, title: str, head: str) -> _Context:
+        if (title, head) not in self.overheads:
+            self.overheads[title, head] = self.count(Passage(head, title, f"{self.doc_id}:0", self.doc_id))
+        return _Context(title, head, self.overheads[title, head])
 
     def _end(self, start: int) -> int:
         """The end of the passage that begins at `start`."""
 
         def tokens(end: int) -> int:
-            return self.count(self._passage(self.text[start:end].rstrip(), 0))
+            return self.count(self._passage(start, end, 0))
 
         horizon = self._horizon(start, tokens)
         if horizon > len(self.text):
             return len(self.text)
+        room = self.max_tokens - self.context.overhead
         for ends, fill in self.ends:
             end = self._furthest(ends, start, horizon, tokens)
-            filled = tokens(end) - self.overhead
-            if end > start and filled >= fill * self.room:
+            if self.structure.start_of_whole(end) > start:  # unless what must not be cut is too long
+                end = self.structure.start_of_whole(end)
+            filled = tokens(end) - self.context.overhead
+            if end > start and filled >= fill * room:
                 self.density = (end - start) / max(1, filled)
                 return end
-        raise self._no_room()
+        raise self._no_room(self.context)
 
     def _horizon(self, start: int, tokens: Callable[[int], int]) -> int:
         """An end up to which the text does not fit, not much too far; beyond the text if all of it fits."""
-        reach = 2 + int(1.1 * self.density * self.room)
+        reach = 2 + int(1.1 * self.density * (self.max_tokens - self.context.overhead))
         while tokens(start + reach) <= self.max_tokens:
             if start + reach >= len(self.text):
                 return len(self.text) + 1
@@ -118,12 +139,13 @@ class _Splitter:
         space = _SPACE.match(self.text, start)
         return space.end() if space else start
 
-    def _passage(self, text: str, n: int) -> Passage:
-        return Passage(text=text, title=self.document.title, id=f"{self.doc_id}:{n}", doc_id=self.doc_id)
+    def _passage(self, start: int, end: int, n: int) -> Passage:
+        text = self.context.head + self.text[start:end].rstrip()
+        return Passage(text, self.context.title, f"{self.doc_id}:{n}", self.doc_id)
 
-    def _no_room(self) -> ConfigError:
+    def _no_room(self, context: _Context) -> ConfigError:
         return ConfigError(
             f"chunk_tokens={self.max_tokens} leaves no room for text: the title and separators of document "
-            f"{self.doc_id!r} take {self.overhead} tokens: raise chunk_tokens or shorten the title",
+            f"{self.doc_id!r} take {context.overhead} tokens: raise chunk_tokens or shorten the title",
             setting="retrieve.chunk_tokens",
         )

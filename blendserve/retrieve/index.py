@@ -133,6 +133,11 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.select_passages(rows, "p.hash = ?", tables.text_hash(passage))
 
+    def documents(self) -> list[tuple[str, str, int]]:
+        """Id, title and number of passages of each document, in the order they were added."""
+        with self.database.read() as rows:
+            return tables.list_documents(rows)
+
     def __len__(self) -> int:
         with self._reading() as (_, vectors):
             return len(vectors.numbers)
@@ -285,10 +290,10 @@ class VectorIndex:
             chunk_tokens = self.database.manifest(rows).chunk_tokens
             new = _new(rows, given)
         for doc_id, document in new.items():
-            texts = list[str]()
+            texts = list[tuple[str, str]]()
             for passage in split(document, chunk_tokens, self.tokens.count):
                 passages.append(passage)
-                texts.append(passage.text)
+                texts.append((passage.title, passage.text))
                 yield
             cut.append(EmbeddedDocument(doc_id, document.title, content_digest(document), texts, ()))
         windows = iter((yield from self.embedder.cut(passages)))

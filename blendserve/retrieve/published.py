@@ -29,7 +29,7 @@ class Line:
     id: str
     title: str
     digest: str
-    texts: list[str]  # of its passages
+    texts: list[tuple[str, str]]  # title and text of its passages
     windows: list[Annotated[int, Field(ge=1)]]  # number of vectors of each passage
 
 
@@ -38,10 +38,10 @@ def to_files(index: VectorIndex) -> dict[str, bytes]:
     manifest, lines, vectors = index.manifest, list[str](), list[bytes]()
     with index.database.read() as rows:
         for document, passages in tables.documents_with_vectors(rows):
-            windows = [len(content) // (4 * manifest.dimension) for _, content in passages]
-            line = Line(*document, [text for text, _ in passages], windows)
+            windows = [len(content) // (4 * manifest.dimension) for *_, content in passages]
+            line = Line(*document, [(title, text) for title, text, _ in passages], windows)
             lines.append(json.dumps(asdict(line), ensure_ascii=False) + "\n")
-            vectors += [content for _, content in passages]
+            vectors += [content for *_, content in passages]
     return {
         MANIFEST: manifest_file(manifest),
         DOCUMENTS: "".join(lines).encode(),

@@ -17,7 +17,7 @@ import xxhash
 from blendserve.core import Passage
 from blendserve.errors import IndexMismatch
 
-FORMAT = 3
+FORMAT = 4
 KEPT_JOBS = 100  # of each namespace
 REBUILD = "build it again with `blendserve index build`"
 CONTENTS = ("vectors", "passages", "documents", "manifest")  # tables; those that refer to others first
@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS documents (
 );
 CREATE TABLE IF NOT EXISTS passages (
     number INTEGER PRIMARY KEY AUTOINCREMENT, document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
-    place INTEGER NOT NULL, text TEXT NOT NULL, hash INTEGER NOT NULL, windows INTEGER NOT NULL
+    place INTEGER NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL, hash INTEGER NOT NULL, windows INTEGER NOT NULL
 );
 CREATE INDEX IF NOT EXISTS passages_of_document ON passages (document);
 CREATE INDEX IF NOT EXISTS passages_of_text ON passages (hash);
@@ -82,13 +82,13 @@ class EmbeddedDocument(NamedTuple):
     id: str
     title: str
     digest: str  # of title and text
-    texts: Sequence[str]  # of its passages
+    texts: Sequence[tuple[str, str]]  # title and text of its passages
     vectors: Sequence[np.ndarray]  # of each passage: [windows, dimension] float32
 
     @property
     def passages(self) -> list[Passage]:
         """The passages in order."""
-        return [_passage(self.id, self.title, n, text) for n, text in enumerate(self.texts)]
+        return [_passage(self.id, n, title, text) for n, (title, text) in enumerate(self.texts)]
 
 
 def begin(rows: Rows, manifest: Manifest) -> None:
@@ -132,9 +132,10 @@ def insert(rows: Rows, document: EmbeddedDocument) -> None:
     values = document.id, document.title, document.digest
     number = rows.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", values).lastrowid
     for n, (passage, vectors) in enumerate(zip(document.passages, document.vectors, strict=True)):
-        row = number, n, passage.text, text_hash(passage), len(vectors)
+        row = number, n, passage.title, passage.text, text_hash(passage), len(vectors)
         added = rows.execute(
-            "INSERT INTO passages (document, place, text, hash, windows) VALUES (?, ?, ?, ?, ?)", row
+            "INSERT INTO passages (document, place, title, text, hash, windows) VALUES (?, ?, ?, ?, ?, ?)",
+            row,
         ).lastrowid
         content = np.ascontiguousarray(vectors, "<f4").tobytes()
         rows.execute("INSERT INTO vectors VALUES (?, ?, ?)", (added, content, _hash(content)))
@@ -151,12 +152,12 @@ def remove(rows: Rows, doc_id: str) -> list[Passage]:
 def select_passages(rows: Rows, condition: str = "1", *values: Any) -> list[Passage]:
     """The passages p of documents d that fulfil the condition, in the order they were added."""
     query = (
-        "SELECT d.id, d.title, p.place, p.text, p.hash FROM passages p JOIN documents d ON d.number = p.document "
+        "SELECT d.id, p.place, p.title, p.text, p.hash FROM passages p JOIN documents d ON d.number = p.document "
         f"WHERE {condition} ORDER BY p.number"
     )
     found = list[Passage]()
-    for doc_id, title, place, text, hash in rows.execute(query, values):
-        passage = _passage(doc_id, title, place, text)
+    for doc_id, place, title, text, hash in rows.execute(query, values):
+        passage = _passage(doc_id, place, title, text)
         if text_hash(passage) != hash:
             raise sqlite3.DatabaseError(f"passage {passage.id!r} does not match its hash")
         found.append(passage)
@@ -180,14 +181,23 @@ def read_vectors(rows: Rows, after: int, dimension: int) -> tuple[np.ndarray, np
     return owner, vectors
 
 
-def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], list[tuple[str, bytes]]]]:
-    """Id, title and digest of each document in the order they were added; texts and vectors of its passages."""
+def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], list[tuple[str, str, bytes]]]]:
+    """Id, title and digest of each document in the order they were added; title, text and vectors of its passages."""
     query = (
-        "SELECT d.id, d.title, d.digest, p.text, v.content FROM documents d JOIN passages p ON p.document = d.number "
-        "JOIN vectors v ON v.passage = p.number ORDER BY p.number"
+        "SELECT d.id, d.title, d.digest, p.title, p.text, v.content FROM documents d "
+        "JOIN passages p ON p.document = d.number JOIN vectors v ON v.passage = p.number ORDER BY p.number"
     )
     for document, passages in groupby(rows.execute(query), lambda row: row[:3]):
         yield document, [row[3:] for row in passages]
+
+
+def list_documents(rows: Rows) -> list[tuple[str, str, int]]:
+    """Id, title and number of passages of each document, in the order they were added."""
+    query = (
+        "SELECT d.id, d.title, count(p.number) FROM documents d LEFT JOIN passages p ON p.document = d.number "
+        "GROUP BY d.number ORDER BY d.number"
+    )
+    return list(rows.execute(query))
 
 
 def save_job(rows: Rows, job: Mapping[str, Any]) -> None:
@@ -213,7 +223,7 @@ def text_hash(passage: Passage) -> int:
     return _hash(passage.chunk_text.encode())
 
 
-def _passage(doc_id: str, title: str, place: int, text: str) -> Passage:
+def _passage(doc_id: str, place: int, title: str, text: str) -> Passage:
     """The passage at a place of its document, as chunker.py makes it."""
     return Passage(text=text, title=title, id=f"{doc_id}:{place}", doc_id=doc_id)
 

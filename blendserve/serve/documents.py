@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -261,11 +260,16 @@ async def get_job(job_id: str, client: ClientDep, tenant: TenantDep) -> dict[str
 async def list_documents(query: ListDep) -> dict[str, Any]:
     """The documents of a collection whose id or title contains the text, with their numbers of passages."""
     name, index = query.find(query.collection)
+    text = query.search.strip().casefold()
 
-    passages = await query.on_index(query.matching, index, lambda p: (p.doc_id, p.title))
-    found = Counter((passage.doc_id, passage.title) for passage in passages)
-    page = query.page(list(found.items()))
-    data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
+    def find() -> Steps[list[tuple[str, str, int]]]:
+        yield
+        return [
+            row for row in index.documents() if not text or any(text in part.casefold() for part in row[:2])
+        ]
+
+    found = await query.on_index(find)
+    data = [{"id": id, "title": title, "passages": n} for id, title, n in query.page(found)]
     return query.answer(name, len(found), data)
 
 
