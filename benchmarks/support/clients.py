@@ -19,8 +19,8 @@ import httpx
 from blendserve.config import ServeConfig
 from blendserve.engine.chat import Chat
 from blendserve.serve.message_schemas import MessagesRequest
+from blendserve.serve.openai_schemas import ChatRequest
 from blendserve.serve.responses import MATCHED
-from blendserve.serve.schemas import ChatRequest
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 QUESTION = "What is said about this, and where?"

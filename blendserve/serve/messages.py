@@ -15,13 +15,14 @@ from starlette.responses import Response
 from blendserve.core import Answer, Prompt
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Completed, PrefillDone, TextDelta
+from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
 from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.keys import Tenant
 from blendserve.serve.message_schemas import CountRequest, MessagesRequest
 from blendserve.serve.openai import ServedModel
 from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details, figures
-from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser, split_calls
+from blendserve.serve.tool_calls import Call, Schemas
 
 COUNTED = 4  # contexts; clients count prompts that do not fit, to shorten them
 
@@ -39,7 +40,9 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
     served = ServedModel.of(client, body.model)
     chat, removed = body.chat().without_lines(client.http.volatile_lines)
     notices = client.notices.ignored(body) | ({"removed": removed} if removed else {})
-    form = MessagesFormat(served.name, {tool.name: tool.input_schema for tool in body.offered_tools}, notices)
+    form = MessagesFormat(
+        client, served.name, {tool.name: tool.input_schema for tool in body.offered_tools}, notices
+    )
     return await context.respond(form, body.stream, served.constrain(body.query(chat)))
 
 
@@ -59,15 +62,18 @@ async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat, room: int) -
 class MessagesFormat:
     """A response in Anthropic's format, whose `x_blendserve` has the report, timings and notices."""
 
-    def __init__(self, model: str, tools: Schemas, notices: dict[str, Any]) -> None:
+    def __init__(self, client: EngineClient, model: str, tools: Schemas, notices: dict[str, Any]) -> None:
         """model: its name in the response. tools: that it may call."""
+        self._tokenizer = client.tokenizer
         self.model, self._tools, self._notices = model, tools, notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
         (handle,), (answer,) = handles, answers
-        text, calls = split_calls(answer.text, self._tools)
-        content = [{"type": "text", "text": text}] if text else []
+        is_thinking = begins_thought(self._tokenizer, handle.prompt_ids)
+        thought, text, calls = parse_answer(answer.text, self._tools, is_thinking)
+        content = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+        content += [{"type": "text", "text": text}] if text else []
         usage = {**_input_usage(handle), "output_tokens": len(answer.token_ids)}
         return {
             **self._message([*content, *map(_tool_use, calls)], usage, _stop(answer, len(calls))),
@@ -76,7 +82,8 @@ class MessagesFormat:
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
-        (handle,), parser, blocks = handles, ToolCallParser(self._tools), Blocks()
+        (handle,), blocks = handles, Blocks()
+        parser = AnswerParser(self._tools, begins_thought(self._tokenizer, handle.prompt_ids))
         try:
             async for event in handle.events():
                 if isinstance(event, PrefillDone):
@@ -84,10 +91,10 @@ class MessagesFormat:
                     message = {**self._message([], usage), "x_blendserve": self._notices}
                     yield {"type": "message_start", "message": message}
                 elif isinstance(event, TextDelta):
-                    for each in blocks.push(*parser.push(event.text)):
+                    for each in blocks.push(parser.push(event.text)):
                         yield each
                 elif isinstance(event, Completed):
-                    for each in (*blocks.push(*parser.finish()), *blocks.end()):
+                    for each in (*blocks.push(parser.finish()), *blocks.end()):
                         yield each
                     yield self._message_delta(handle, event.answer, blocks.n_calls)
                     yield {"type": "message_stop"}
@@ -111,40 +118,42 @@ class MessagesFormat:
 
 
 class Blocks:
-    """The content blocks of a streamed message: texts and calls, as they come."""
+    """The content blocks of a streamed message: thoughts, texts and calls, as they come."""
 
     def __init__(self) -> None:
-        self._n, self._is_open = 0, False
+        self._n, self._open = 0, ""  # the kind of the block that goes on
         self.n_calls = 0
 
-    def push(self, text: str, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
-        """The events of some more text, and of calls behind it."""
-        if text and not self._is_open:
-            yield self._start({"type": "text", "text": ""})
-        if text:
-            yield self._delta({"type": "text_delta", "text": text})
-
-        self.n_calls += len(calls)
-        for call in calls:
+    def push(self, parts: Parts) -> Iterator[dict[str, Any]]:
+        """The events of some more of the answer."""
+        for kind, text in (("thinking", parts.thought), ("text", parts.text)):
+            if text and self._open != kind:
+                yield from self.end()
+                extras = {"signature": ""} if kind == "thinking" else {}
+                yield self._start({"type": kind, kind: "", **extras})
+            if text:
+                yield self._delta({"type": f"{kind}_delta", kind: text})
+        self.n_calls += len(parts.calls)
+        for call in parts.calls:
             yield from self.end()
             yield self._start({**_tool_use(call), "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             yield self._stop()
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """The end of a text, if one is open."""
-        if self._is_open:
+        """The end of the block that goes on, if one does."""
+        if self._open:
             yield self._stop()
 
     def _start(self, block: dict[str, Any]) -> dict[str, Any]:
-        self._is_open = True
+        self._open = block["type"]
         return {"type": "content_block_start", "index": self._n, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._n, "delta": delta}
 
     def _stop(self) -> dict[str, Any]:
-        self._is_open, self._n = False, self._n + 1
+        self._open, self._n = "", self._n + 1
         return {"type": "content_block_stop", "index": self._n - 1}
 
 

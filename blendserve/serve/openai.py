@@ -17,11 +17,12 @@ from starlette.responses import Response
 from blendserve.core import Answer, TokenLogprob
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError, NotFound
+from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle, merged
+from blendserve.serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIRequest
 from blendserve.serve.responses import Context, ContextDep, StreamEvent, figures
-from blendserve.serve.schemas import ChatRequest, CompletionRequest, OpenAIRequest
-from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
+from blendserve.serve.tool_calls import Call
 
 MAX_ANSWERS = 64  # to one request: choices of each prompt
 VARIANTS = (":chat", ":exact")  # of the model's names: plain prompts; those, and no approximate reuse
@@ -174,42 +175,54 @@ class OpenAIFormat:
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        choices = [
+            self._choice(i, answer, handle)
+            for i, (answer, handle) in enumerate(zip(answers, handles, strict=True))
+        ]
         extras = {**self._context(handles[0]), **figures(answers[0])}
         whole = self._object("chat.completion", choices)
         return {**whole, "usage": usage_of(handles, answers, self._n), "x_blendserve": extras}
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        text, calls = split_calls(answer.text, self._tools)
-        message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        message |= _called(calls)
-        choice = {"message": message} if self._is_chat else {"text": text}
-        ended = {
-            "finish_reason": _finish_reason(answer, len(calls)),
-            "logprobs": self._logprobs(answer.logprobs),
+    def _choice(self, index: int, answer: Answer, handle: RequestHandle) -> dict[str, Any]:
+        parts = Parts(text=answer.text)
+        if self._is_chat:
+            parts = parse_answer(answer.text, self._tools, self._is_thinking(handle))
+        message = {
+            "role": "assistant",
+            "content": parts.text or (None if parts.calls else ""),
+            "refusal": None,
         }
+        thoughts = {"reasoning_content": parts.thought} if parts.thought else {}
+        whole = {"message": {**message, **thoughts, **_called(parts.calls)}}
+        choice = whole if self._is_chat else {"text": parts.text}
+        reason = _finish_reason(answer, len(parts.calls))
+        ended = {"finish_reason": reason, "logprobs": self._logprobs(answer.logprobs)}
         return {"index": index, **choice, **ended}
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         for i in range(len(handles)):
             first = self._chunk(i, {"role": "assistant", "content": ""})
             yield {**first, "x_blendserve": self._context(handles[0])} if i == 0 else first
-        parsers, answers = [ToolCallParser(self._tools) for _ in handles], dict[int, Answer]()
+        parsers = [AnswerParser(self._tools, self._is_thinking(handle)) for handle in handles]
+        answers = dict[int, Answer]()
         n_calls = Counter[int]()
         async for i, event in merged(handles):
             if isinstance(event, TextDelta):
-                text, calls = parsers[i].push(event.text)
-                if text or event.logprobs:
-                    yield self._chunk(i, {"content": text}, logprobs=event.logprobs)
+                parts = parsers[i].push(event.text) if self._is_chat else Parts("", event.text)
+                if parts.thought:
+                    yield self._chunk(i, {"reasoning_content": parts.thought})
+                if parts.text or event.logprobs:
+                    yield self._chunk(i, {"content": parts.text}, logprobs=event.logprobs)
             elif isinstance(event, Completed):
-                answers[i], (text, calls) = event.answer, parsers[i].finish()
-                if text:
-                    yield self._chunk(i, {"content": text})
+                answers[i], parts = event.answer, parsers[i].finish()
+                for name, text in (("reasoning_content", parts.thought), ("content", parts.text)):
+                    if text:
+                        yield self._chunk(i, {name: text})
             else:
                 continue
-            if calls:
-                yield self._chunk(i, _called(calls, n_calls[i]))
-                n_calls[i] += len(calls)
+            if parts.calls:
+                yield self._chunk(i, _called(parts.calls, n_calls[i]))
+                n_calls[i] += len(parts.calls)
             if isinstance(event, Completed):
                 last = self._chunk(i, {}, _finish_reason(event.answer, n_calls[i]))
                 yield {**last, "x_blendserve": figures(event.answer)}
@@ -217,6 +230,9 @@ class OpenAIFormat:
             usage = usage_of(handles, [answers[i] for i in range(len(handles))], self._n)
             yield {**self._object("chat.completion.chunk", []), "usage": usage}
         yield "[DONE]"
+
+    def _is_thinking(self, handle: RequestHandle) -> bool:
+        return begins_thought(self._client.tokenizer, handle.prompt_ids)
 
     def _context(self, handle: RequestHandle) -> dict[str, Any]:
         """The passages of the prompt, and notices about the request."""

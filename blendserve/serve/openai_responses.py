@@ -17,7 +17,8 @@ from starlette.responses import Response
 from blendserve.core import Answer
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError
-from blendserve.serve.engine_client import RequestHandle
+from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
+from blendserve.serve.engine_client import EngineClient, RequestHandle
 from blendserve.serve.fields import (
     MAX_ITEMS,
     MAX_LOGPROBS,
@@ -31,10 +32,11 @@ from blendserve.serve.fields import (
     ToolName,
 )
 from blendserve.serve.openai import Asked, asked_by_chat, usage_of
+from blendserve.serve.openai_schemas import ChatRequest
 from blendserve.serve.responses import ContextDep, StreamEvent, error_details, figures
-from blendserve.serve.schemas import BlendOptions, ChatRequest, Passages
+from blendserve.serve.schemas import BlendOptions, Passages
 from blendserve.serve.structured import ObjectFormat, TextFormat
-from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
+from blendserve.serve.tool_calls import Call
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -116,7 +118,7 @@ class FunctionChoice(Body):
     name: ToolName
 
 
-class SchemaFormat(Body):
+class TextSchema(Body):
     type: Literal["json_schema"]
     name: Label = ""
     of_answer: JsonObject = Field(alias="schema")
@@ -124,7 +126,7 @@ class SchemaFormat(Body):
 
 
 class TextConfig(Body):
-    format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | ObjectFormat | TextSchema, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 
@@ -199,7 +201,7 @@ class ResponsesRequest(Body):
     def _format(self) -> dict[str, Any] | None:
         """The `response_format` of a chat."""
         form = self.text and self.text.format
-        if isinstance(form, SchemaFormat):
+        if isinstance(form, TextSchema):
             return {"type": form.type, "json_schema": {"name": form.name, "schema": form.of_answer}}
         return {"type": form.type} if form else None
 
@@ -210,14 +212,15 @@ async def respond(body: ResponsesRequest, context: ContextDep) -> Response:
     chat = body.chat()
     asked = asked_by_chat(context, chat)
     notices = {**asked.notices, **context.client.notices.ignored(body)}
-    form = ResponsesFormat(body, chat, Asked(asked.model, asked.queries, notices))
+    form = ResponsesFormat(context.client, body, chat, Asked(asked.model, asked.queries, notices))
     return await context.respond(form, body.stream, *asked.queries)
 
 
 class ResponsesFormat:
     """A response in the form of OpenAI's Responses API."""
 
-    def __init__(self, body: ResponsesRequest, chat: ChatRequest, asked: Asked) -> None:
+    def __init__(self, client: EngineClient, body: ResponsesRequest, chat: ChatRequest, asked: Asked) -> None:
+        self._tokenizer = client.tokenizer
         self.model, self._notices, self._tools = asked.model, asked.notices, chat.schemas
         echoed = {"instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user"}
         self._facts = {
@@ -234,8 +237,10 @@ class ResponsesFormat:
         }
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
-        text, calls = split_calls(answers[0].text, self._tools)
-        output = [*([_message(text)] if text or not calls else []), *map(_call, calls)]
+        is_thinking = begins_thought(self._tokenizer, handles[0].prompt_ids)
+        thought, text, calls = parse_answer(answers[0].text, self._tools, is_thinking)
+        output = [*([_reasoning(thought)] if thought else [])]
+        output += [*([_message(text)] if text or not calls else []), *map(_call, calls)]
         return self._ended(handles, answers[0], output)
 
     def _ended(
@@ -262,14 +267,14 @@ class ResponsesFormat:
         started = {**self._facts, "status": "in_progress", "output": [], "usage": None}
         for kind in ("created", "in_progress"):
             yield stream.event(kind, response=started)
-        parser = ToolCallParser(self._tools)
+        parser = AnswerParser(self._tools, begins_thought(self._tokenizer, handles[0].prompt_ids))
         try:
             async for event in handles[0].events():
                 if isinstance(event, TextDelta):
-                    for each in stream.push(*parser.push(event.text)):
+                    for each in stream.push(parser.push(event.text)):
                         yield each
                 elif isinstance(event, Completed):
-                    for each in (*stream.push(*parser.finish()), *stream.end()):
+                    for each in (*stream.push(parser.finish()), *stream.end()):
                         yield each
                     ended = self._ended(handles, event.answer, stream.output)
                     yield stream.event(ended["status"], response=ended)
@@ -284,21 +289,22 @@ class Stream:
 
     def __init__(self) -> None:
         self.n, self.output = 0, list[dict[str, Any]]()
-        self._open: dict[str, Any] | None = None  # the message whose text comes
+        self._open: dict[str, Any] | None = None  # the message or thought whose text comes
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event."""
         self.n += 1
         return {"type": f"response.{kind}", "sequence_number": self.n - 1, **fields}
 
-    def push(self, text: str, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
-        """Some more text, and calls behind it."""
-        if text:
-            yield from self._start_text()
-            assert self._open
-            self._open["content"][0]["text"] += text
-            yield self.event("output_text.delta", **self._place(), delta=text, logprobs=[])
-        for call in calls:
+    def push(self, parts: Parts) -> Iterator[dict[str, Any]]:
+        """Some more of the answer."""
+        for made, text in ((_reasoning(""), parts.thought), (_message(""), parts.text)):
+            if text:
+                yield from self._start_text(made)
+                assert self._open
+                self._open["content"][0]["text"] += text
+                yield self._text_event("delta", delta=text)
+        for call in parts.calls:
             yield from self._end_text()
             item = _call(call)
             self.output.append(item)
@@ -314,29 +320,45 @@ class Stream:
 
     def end(self) -> Iterator[dict[str, Any]]:
         """The end of the answer; it has a message unless it has calls."""
-        if not self.output:
-            yield from self._start_text()
+        if not self.output or self.output[-1]["type"] == "reasoning":
+            yield from self._start_text(_message(""))
         yield from self._end_text()
 
     def _place(self) -> dict[str, Any]:
         assert self._open
         return {"item_id": self._open["id"], "output_index": len(self.output) - 1, "content_index": 0}
 
-    def _start_text(self) -> Iterator[dict[str, Any]]:
-        if self._open is None:
-            self._open = _message("")
-            self.output.append(self._open)
-            item = {**self._open, "content": [], "status": "in_progress"}
-            yield self.event("output_item.added", output_index=len(self.output) - 1, item=item)
-            yield self.event("content_part.added", **self._place(), part={**_part("")})
+    def _text_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the text that comes."""
+        assert self._open
+        name = self._open["content"][0]["type"]
+        logprobs: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+        return self.event(f"{name}.{kind}", **self._place(), **fields, **logprobs)
+
+    def _start_text(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Begin an item, unless one of its type goes on."""
+        if self._open is not None and self._open["type"] == item["type"]:
+            return
+        yield from self._end_text()
+        self._open = item
+        self.output.append(item)
+        started = {**item, "content": [], "status": "in_progress"}
+        yield self.event("output_item.added", output_index=len(self.output) - 1, item=started)
+        yield self.event("content_part.added", **self._place(), part={**item["content"][0]})
 
     def _end_text(self) -> Iterator[dict[str, Any]]:
         if self._open is not None:
             (part,) = self._open["content"]
-            yield self.event("output_text.done", **self._place(), text=part["text"], logprobs=[])
+            yield self._text_event("done", text=part["text"])
             yield self.event("content_part.done", **self._place(), part=part)
             yield self.event("output_item.done", output_index=len(self.output) - 1, item=self._open)
             self._open = None
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    names = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
+    return {**names, "content": content, "status": "completed"}
 
 
 def _part(text: str) -> dict[str, Any]:

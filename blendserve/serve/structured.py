@@ -41,7 +41,7 @@ class SchemaFormat(Body):
         return ANY_OBJECT if self.json_schema.of_answer is None else self.json_schema.of_answer
 
 
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+AnyFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 Schema = JsonObject | Text  # an object, or its JSON
 Choices = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ITEMS)]
 
@@ -62,7 +62,7 @@ class Structured(Body):
     guided_*: the names that vLLM's `structured_outputs` replaced.
     """
 
-    response_format: ResponseFormat | None = None
+    response_format: AnyFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: Text | None = None

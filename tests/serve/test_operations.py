@@ -19,7 +19,7 @@ from blendserve.core import PromptSpan
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.middleware import JsonFormatter
 from blendserve.serve.notices import MAX_CHARS, MAX_LOGGED, MAX_NAMES, Notices
-from blendserve.serve.schemas import ChatRequest
+from blendserve.serve.openai_schemas import ChatRequest
 from blendserve.store import LMDBStore, MemoryStore
 from tests.support.commands import cli
 from tests.support.engines import PASSAGES, QUESTIONS

@@ -55,9 +55,9 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
         elif event["type"] == "content_block_delta":
             assert (event["index"], is_open) == (len(message["content"]) - 1, True)
             delta, block = event["delta"], message["content"][-1]
-            if delta["type"] == "text_delta":
-                assert delta["text"]
-                block["text"] += delta["text"]
+            if (kind := delta["type"].removesuffix("_delta")) in ("text", "thinking"):
+                assert delta[kind]
+                block[kind] += delta[kind]
             else:
                 written += delta["partial_json"]
                 block["input"] = json.loads(written)

@@ -1,0 +1,83 @@
+"""An answer in parts: what the model thinks, what it says, and the tools that it calls.
+
+A thought stands between <think> and </think> at the beginning of an answer, as Qwen, DeepSeek and GLM write it. The
+prompt may have opened it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser
+
+OPEN, CLOSE = "<think>", "</think>"
+N_LAST = 8  # tokens of a prompt, among which the beginning of a thought is
+
+
+class Parts(NamedTuple):
+    """Some more of an answer, in this order."""
+
+    thought: str = ""
+    text: str = ""
+    calls: Sequence[Call] = ()
+
+
+class AnswerParser:
+    """Separates the pieces of one answer into parts."""
+
+    def __init__(self, tools: Schemas, is_thinking: bool) -> None:
+        """is_thinking: whether the prompt has begun a thought."""
+        self._calls = ToolCallParser(tools)
+        self._is_thinking, self._is_first = is_thinking, not is_thinking
+        self._is_blank = False  # whether a thought has ended, and nothing was said since
+        self._held = ""  # may begin OPEN or CLOSE
+
+    def push(self, piece: str) -> Parts:
+        """The parts that are sure."""
+        self._held += piece
+        if self._is_first:
+            start = self._held.lstrip()
+            if OPEN.startswith(start):
+                return Parts()
+            self._is_first, self._is_thinking = False, start.startswith(OPEN)
+            self._held = start.removeprefix(OPEN) if self._is_thinking else self._held
+        if not self._is_thinking:
+            text, self._held = self._held, ""
+            return Parts("", *self._say(text))
+        thought, close, text = self._held.partition(CLOSE)
+        if close:
+            self._is_thinking, self._is_blank, self._held = False, True, ""
+            return Parts(thought, *self._say(text))
+        n_held = next(n for n in range(len(CLOSE) - 1, -1, -1) if thought.endswith(CLOSE[:n]))
+        end = len(thought) - n_held
+        self._held = thought[end:]
+        return Parts(thought[:end])
+
+    def finish(self) -> Parts:
+        """The rest."""
+        held, self._held = self._held, ""
+        if self._is_thinking:
+            return Parts(held)
+        shown, first = self._say(held)
+        rest, last = self._calls.finish()
+        return Parts("", shown + rest, [*first, *last])
+
+    def _say(self, text: str) -> tuple[str, list[Call]]:
+        """Some more text behind the thought, without white space between them."""
+        if self._is_blank:
+            text = text.lstrip()
+            self._is_blank = not text
+        return self._calls.push(text)
+
+
+def parse_answer(text: str, tools: Schemas, is_thinking: bool) -> Parts:
+    """The parts of a whole answer."""
+    parser = AnswerParser(tools, is_thinking)
+    first, last = parser.push(text), parser.finish()
+    return Parts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
+
+
+def begins_thought(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
+    """Whether a prompt ends with the beginning of a thought."""
+    return str(tokenizer.decode(prompt_ids[-N_LAST:])).rstrip().endswith(OPEN)
