@@ -17,7 +17,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import TokenCounter, VectorIndex
-from blendserve.retrieve.index import Added, nearest_distinct
+from blendserve.retrieve.index import Added, fuse
 from blendserve.retrieve.tables import EmbeddedDocument
 
 
@@ -84,8 +84,7 @@ class Collections:
     def search(self, names: Iterable[str], question: str, top_k: int) -> list[Passage]:
         """The passages nearest to the question over several collections, best first."""
         filled = [self.collections[name] for name in names if len(self.collections[name])]
-        found = [p for index in filled for p in index.search(question, top_k)]
-        return nearest_distinct(found, top_k)
+        return fuse([index.candidates(question, top_k) for index in filled], top_k)
 
 
 def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -25,8 +26,11 @@ from blendserve.retrieve.embedder import Embedder, Progress
 from blendserve.retrieve.encoder import Window
 from blendserve.retrieve.tables import FORMAT, EmbeddedDocument, Manifest, Rows
 from blendserve.retrieve.vectors import Vectors
+from blendserve.retrieve.words import Words
 
 BUILDING = "building"  # folder inside an index: what a long build has saved
+DEPTH = 50  # passages of each ranking that are fused
+RANK_OFFSET = 5  # the larger, the less the first ranks count; chosen on halves of five sets of questions
 BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
 
 
@@ -36,6 +40,13 @@ class Added(NamedTuple):
     documents: int  # new ones
     passages: list[Passage]  # that were not in the index
     replaced: list[Passage]  # that are not in it any more
+
+
+class Candidates(NamedTuple):
+    """What an index has found for a question."""
+
+    near: list[Passage]  # by vectors
+    by_words: list[tuple[float, Passage]]  # with the score by words
 
 
 Cut = tuple[EmbeddedDocument, list[list[Window]]]
@@ -51,7 +62,7 @@ class VectorIndex:
     def __init__(self, path: Path, embedder: Embedder, tokens: TokenCounter) -> None:
         self.path, self.embedder, self.tokens = path, embedder, tokens
         self.database = Database(path)
-        self._vectors: Vectors | None = None
+        self._loaded: tuple[Vectors, Words] | None = None
         self._loading = threading.Lock()
 
     @classmethod
@@ -115,7 +126,7 @@ class VectorIndex:
 
     def scan(self, n: int) -> Iterator[list[Passage]]:
         """All passages, at most n at a time; those that are deleted meanwhile may be left out."""
-        with self._reading() as (_, vectors):
+        with self._reading() as (_, vectors, _):
             numbers = vectors.numbers.tolist()
         for at in range(0, len(numbers), n):
             some = numbers[at : at + n]
@@ -139,7 +150,7 @@ class VectorIndex:
             return tables.list_documents(rows)
 
     def __len__(self) -> int:
-        with self._reading() as (_, vectors):
+        with self._reading() as (_, vectors, _):
             return len(vectors.numbers)
 
     def __contains__(self, doc_id: str) -> bool:
@@ -153,26 +164,33 @@ class VectorIndex:
             return tables.with_counts(rows, self.database.manifest(rows))
 
     def search(self, question: str, top_k: int) -> list[Passage]:
-        """The `top_k` passages nearest to the question (all, if fewer), best first, with `score` set.
+        """The `top_k` passages that fit the question best (all, if fewer), best first, with `score` set.
 
-        Of passages with the same title and text, one is found. Equal scores are put in order of passage id. Raises
+        Ranks by vectors and by words are fused (`fuse`). Of passages with the same title and text, one is found. Raises
         InputError for a blank question or top_k < 1, IndexMissing when nothing has been added yet.
         """
+        return fuse([self.candidates(question, top_k)], top_k)
+
+    def candidates(self, question: str, top_k: int) -> Candidates:
+        """The passages that `search` ranks. Raises as `search`."""
         if not question.strip():
             raise InputError("the question is empty: ask something", setting="question")
         if top_k < 1:
             raise InputError(f"top_k={top_k} asks for no passage: give 1 or more", setting="top_k")
         query = self.embedder.embed_question(question)
-        with self._reading() as (rows, vectors):
+        with self._reading() as (rows, vectors, words):
             if not len(vectors.numbers):
                 raise IndexMissing(
                     f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
                 )
-            best = vectors.best(query, min(top_k, len(vectors.numbers)))
-            numbers = sorted(best)
+            depth = max(DEPTH, top_k)
+            near = vectors.best(query, min(depth, len(vectors.numbers)))
+            by_words = words.best(question, depth, vectors.texts)
+            scores = near | vectors.scores(query, [n for n in by_words if n not in near])
+            numbers = sorted(scores)
             passages = tables.select_passages(rows, f"p.number IN ({', '.join(map(str, numbers))})")
-        found = [replace(p, score=best[n]) for n, p in zip(numbers, passages, strict=True)]
-        return nearest_distinct(found, top_k)
+        found = {n: replace(p, score=scores[n]) for n, p in zip(numbers, passages, strict=True)}
+        return Candidates([found[n] for n in near], [(score, found[n]) for n, score in by_words.items()])
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -263,25 +281,29 @@ class VectorIndex:
                 tables.begin(rows, manifest)
 
     @contextmanager
-    def _reading(self) -> Iterator[tuple[Rows, Vectors]]:
-        """One state of the index: its rows, and its vectors, which are loaded if they have changed."""
+    def _reading(self) -> Iterator[tuple[Rows, Vectors, Words]]:
+        """One state of the index: its rows, and its vectors and words, which are loaded if they have changed."""
         with self.database.read() as rows:
             with self._loading:  # the state is read within: no thread has a later one
-                vectors = self._load(rows)
-            yield rows, vectors
+                vectors, words = self._load(rows)
+            yield rows, vectors, words
 
-    def _load(self, rows: Rows) -> Vectors:
-        """The vectors in the state of this transaction. Raises IndexMissing, IndexMismatch, IndexDamaged."""
-        if self._vectors is not None and self._vectors.state == tables.state(rows):
-            return self._vectors
+    def _load(self, rows: Rows) -> tuple[Vectors, Words]:
+        """Vectors and words in the state of this transaction. Raises IndexMissing, IndexMismatch, IndexDamaged."""
+        if self._loaded is not None and self._loaded[0].state == tables.state(rows):
+            return self._loaded
         manifest = self.database.manifest(rows)
         manifest.check(
             self.path,
             (self.embedder.name, self.embedder.fingerprint),
             (self.tokens.model, self.tokens.fingerprint),
         )
-        self._vectors = Vectors.load(rows, manifest, self._vectors, self.path)
-        return self._vectors
+        vectors, words = self._loaded or (None, None)
+        if vectors is not None and vectors.state[0] != tables.state(rows)[0]:
+            vectors = words = None
+        vectors = Vectors.load(rows, manifest, vectors, self.path)
+        self._loaded = vectors, Words.load(rows, vectors.numbers, words)
+        return self._loaded
 
     def _cut(self, documents: Iterable[Document]) -> Steps[list[Cut]]:
         """The documents with new content, cut. Raises CorpusError, ConfigError."""
@@ -344,9 +366,24 @@ def _n_windows(cuts: Iterable[Cut]) -> int:
     return sum(len(of_passage) for _, of_document in cuts for of_passage in of_document)
 
 
-def nearest_distinct(passages: Iterable[Passage], top_k: int) -> list[Passage]:
-    """The `top_k` passages with the highest scores, then the least ids; of those with the same title and text, one."""
-    found: dict[tuple[str, str], Passage] = {}
-    for passage in sorted(passages, key=lambda p: (-(p.score or 0.0), p.id)):
-        found.setdefault((passage.title, passage.text), passage)
-    return list(found.values())[:top_k]
+def fuse(candidates: Sequence[Candidates], top_k: int) -> list[Passage]:
+    """The `top_k` best passages of one or several indexes, by reciprocal rank fusion (Cormack et al., SIGIR 2009).
+
+    A passage's rank by vectors and that by words count alike. Equal ones are put in order of passage id; of those with
+    the same title and text, the first is found.
+    """
+    depth = max(DEPTH, top_k)
+    near = [(passage.score or 0.0, passage) for found in candidates for passage in found.near]
+    by_words = [each for found in candidates for each in found.by_words]
+    passages, values = dict[tuple[str, str], Passage](), defaultdict[tuple[str, str], float](float)
+    for ranking in (near, by_words):
+        ranked = dict.fromkeys(
+            (passage.title, passage.text)
+            for _, passage in sorted(ranking, key=lambda each: (-each[0], each[1].id))
+        )
+        for rank, key in enumerate(list(ranked)[:depth], 1):
+            values[key] += 1 / (RANK_OFFSET + rank)
+    for _, passage in sorted((*near, *by_words), key=lambda each: each[1].id):
+        passages.setdefault((passage.title, passage.text), passage)
+    best = sorted(values, key=lambda key: (-round(values[key], 9), passages[key].id))
+    return [passages[key] for key in best[:top_k]]

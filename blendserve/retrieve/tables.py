@@ -16,8 +16,9 @@ import xxhash
 
 from blendserve.core import Passage
 from blendserve.errors import IndexMismatch
+from blendserve.retrieve.terms import pack
 
-FORMAT = 4
+FORMAT = 5
 KEPT_JOBS = 100  # of each namespace
 REBUILD = "build it again with `blendserve index build`"
 CONTENTS = ("vectors", "passages", "documents", "manifest")  # tables; those that refer to others first
@@ -29,7 +30,8 @@ CREATE TABLE IF NOT EXISTS documents (
 );
 CREATE TABLE IF NOT EXISTS passages (
     number INTEGER PRIMARY KEY AUTOINCREMENT, document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
-    place INTEGER NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL, hash INTEGER NOT NULL, windows INTEGER NOT NULL
+    place INTEGER NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL, hash INTEGER NOT NULL, windows INTEGER NOT NULL,
+    words BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS passages_of_document ON passages (document);
 CREATE INDEX IF NOT EXISTS passages_of_text ON passages (hash);
@@ -132,9 +134,17 @@ def insert(rows: Rows, document: EmbeddedDocument) -> None:
     values = document.id, document.title, document.digest
     number = rows.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", values).lastrowid
     for n, (passage, vectors) in enumerate(zip(document.passages, document.vectors, strict=True)):
-        row = number, n, passage.title, passage.text, text_hash(passage), len(vectors)
+        row = (
+            number,
+            n,
+            passage.title,
+            passage.text,
+            text_hash(passage),
+            len(vectors),
+            pack(passage.chunk_text),
+        )
         added = rows.execute(
-            "INSERT INTO passages (document, place, title, text, hash, windows) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO passages (document, place, title, text, hash, windows, words) VALUES (?, ?, ?, ?, ?, ?, ?)",
             row,
         ).lastrowid
         content = np.ascontiguousarray(vectors, "<f4").tobytes()
@@ -179,6 +189,11 @@ def read_vectors(rows: Rows, after: int, dimension: int) -> tuple[np.ndarray, np
         vectors[at : at + len(some)] = some
         at += len(some)
     return owner, vectors
+
+
+def read_words(rows: Rows, after: int) -> Iterator[tuple[int, bytes]]:
+    """Number and packed words of each passage with a larger number, in order."""
+    return rows.execute("SELECT number, words FROM passages WHERE number > ? ORDER BY number", (after,))
 
 
 def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], list[tuple[str, str, bytes]]]]:

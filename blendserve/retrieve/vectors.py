@@ -6,7 +6,7 @@ changed in place: threads may search the old ones meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,6 +116,17 @@ class Vectors:
             if fetch >= len(self.owner) or (len(texts) > k and least > last):
                 return {number: score for number, score in best.items() if score >= least}
             fetch *= 4
+
+    def scores(self, query: np.ndarray, numbers: Sequence[int]) -> dict[int, float]:
+        """The scores of these passages."""
+        found = dict[int, float]()
+        for number in numbers:
+            start = int(np.searchsorted(self.owner, number, "left"))
+            end = int(np.searchsorted(self.owner, number, "right"))
+            found[number] = round(
+                float((self.found.reconstruct_n(start, end - start) @ query).max()), SCORE_DIGITS
+            )
+        return found
 
     def _nearest(self, query: np.ndarray, fetch: int) -> Iterator[tuple[float, int, int]]:
         """Score, passage number and text hash of about the `fetch` nearest vectors; of all, compared exactly."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -95,17 +97,43 @@ def fails_at(step: int, error: BaseException, path: Path, copy: Path | None = No
         yield
 
 
+def by_vectors(index: VectorIndex, question: str) -> list[float]:
+    """By the definition: the best window of every passage."""
+    query = embed(index.embedder, [question])[0]
+    windows = [windows_of(index.embedder, p.text, p.title) for p in index.passages]
+    return [round(float((embed(index.embedder, w) @ query).max()), 6) for w in windows]
+
+
+def by_words(passages: Sequence[Passage], question: str) -> list[float]:
+    """BM25 by the definition."""
+    bags = [re.findall(r"\w+", passage.chunk_text.lower()) for passage in passages]
+    mean, scores = sum(map(len, bags)) / len(bags), [0.0] * len(bags)
+    for word in sorted(set(question.split())):
+        df = sum(word in bag for bag in bags)
+        idf = math.log(1 + (len(bags) - df + 0.5) / (df + 0.5))
+        for n, bag in enumerate(bags):
+            tf = bag.count(word)
+            scores[n] += idf * tf * 2.2 / (tf + 1.2 * (0.25 + 0.75 * len(bag) / mean))
+    return [round(score, 6) for score in scores]
+
+
 def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
-    """By the definition: the best window of every passage, sorted; of equal passages the first."""
-    passages, embedder = index.passages, index.embedder
-    query, windows = embed(embedder, [question])[0], [windows_of(embedder, p.text, p.title) for p in passages]
-    best = [round(float((embed(embedder, w) @ query).max()), 6) for w in windows]
-    ranked = sorted((-score, p.id, p.title, p.text) for score, p in zip(best, passages, strict=True))
-    wanted = [each[:2] for n, each in enumerate(ranked) if each[2:] not in [e[2:] for e in ranked[:n]]]
+    """Passages by both ranks, of equal ones the first; there are fewer than are ranked."""
+    passages, cosines = index.passages, by_vectors(index, question)
+    texts = {p.id: (p.title, p.text) for p in passages}
+    fused = dict.fromkeys(sorted(texts, key=lambda id: (id, texts[id])), 0.0)
+    for scores in (cosines, [score or None for score in by_words(passages, question)]):
+        pairs = [(-score, p.id) for score, p in zip(scores, passages, strict=True) if score is not None]
+        ranked = list(dict.fromkeys(texts[id] for _, id in sorted(pairs)))
+        for id in fused:
+            fused[id] += 1 / (6 + ranked.index(texts[id])) if texts[id] in ranked else 0
+    order = sorted(fused, key=lambda id: (-round(fused[id], 9), id))
+    wanted = [id for n, id in enumerate(order) if texts[id] not in [texts[other] for other in order[:n]]]
+    score_of = dict(zip((p.id for p in passages), cosines, strict=True))
     for k in counts:
         found = index.search(question, k)
-        assert [p.id for p in found] == [name for _, name in wanted[:k]]
-        assert [-(p.score or 0) for p in found] == pytest.approx([s for s, _ in wanted[:k]], abs=3e-6)
+        assert [p.id for p in found] == wanted[:k]
+        assert [p.score for p in found] == pytest.approx([score_of[id] for id in wanted[:k]], abs=3e-6)
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -1,0 +1,126 @@
+"""The words of an index's passages in memory, and the search by them: names, numbers and code that vectors blur.
+
+BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009), with the constants that are usual.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blendserve.retrieve.tables import Rows, read_words
+from blendserve.retrieve.terms import hash_of, unpack, words_of
+
+K1, B = 1.2, 0.75
+# Words of questions, which are rare in texts and would count much.
+_ASKING = (
+    "what which who whom whose where when why how do does did is are was were can could should would "
+    "a an the of in on to for and or from with by at as it that this there has have had"
+)
+ASKING = frozenset(_ASKING.split())
+MANY = 1000  # passages: in as many, words that most of them have cost time and tell little
+DIGITS = 6  # of a score; the rest depends on the order of sums
+MERGED = 2  # segments are merged until each has this many times the words of the next
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The words of some passages, sorted by their hashes."""
+
+    hashes: np.ndarray  # [words] uint32, ascending
+    numbers: np.ndarray  # [words] uint32: of the passages
+    counts: np.ndarray  # [words] uint8
+
+    def merge(self, other: Segment) -> Segment:
+        """Both together."""
+        pairs = zip(
+            (self.hashes, self.numbers, self.counts), (other.hashes, other.numbers, other.counts), strict=True
+        )
+        hashes, numbers, counts = (np.concatenate(pair) for pair in pairs)
+        order = np.argsort(hashes, kind="stable")
+        return Segment(hashes[order], numbers[order], counts[order])
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of all passages in one state of an index. Those of passages that are gone stay, and are skipped."""
+
+    numbers: np.ndarray  # [passages] int64, ascending
+    lengths: np.ndarray  # [passages] words
+    segments: Sequence[Segment]
+
+    @classmethod
+    def load(cls, rows: Rows, numbers: np.ndarray, before: Words | None) -> Words:
+        """Of these passages. before: those of an earlier state of the same index."""
+        known = before or cls(np.zeros(0, np.int64), np.zeros(0, np.int64), ())
+        last = int(known.numbers[-1]) if len(known.numbers) else 0
+        segment, new, lengths = _read(rows, last)
+        segments = [*known.segments, *([segment] if len(new) else [])]
+        while len(segments) > 1 and len(segments[-2].hashes) < MERGED * len(segments[-1].hashes):
+            segments[-2:] = [segments[-2].merge(segments[-1])]
+        is_left = np.isin(known.numbers, numbers)
+        return cls(
+            np.concatenate([known.numbers[is_left], new]),
+            np.concatenate([known.lengths[is_left], lengths]),
+            segments,
+        )
+
+    def best(self, question: str, k: int, texts: np.ndarray) -> dict[int, float]:
+        """Passage number -> score: the k best passages of different texts that have a word of the question.
+
+        Also their equals in score. texts: a hash of each passage's text.
+        """
+        n, scores = len(self.numbers), np.zeros(len(self.numbers))
+        mean = max(1.0, float(self.lengths.mean())) if n else 1.0
+        norm = K1 * (1 - B + B * self.lengths / mean)
+        words = dict.fromkeys(words_of(question))
+        for word in [word for word in words if word not in ASKING] or words:
+            places, counts = self._passages(hash_of(word))
+            idf = np.log1p((n - len(places) + 0.5) / (len(places) + 0.5))
+            scores[places] += idf * counts * (K1 + 1) / (counts + norm[places])
+        scores = scores.round(DIGITS)
+        found = np.flatnonzero(scores > 0)
+        n_copies = 1  # at most, of the best ones
+        while len(found) > k * n_copies:
+            least = np.partition(scores[found], -k * n_copies)[-k * n_copies]
+            best = found[scores[found] >= least]
+            if len(np.unique(texts[best])) >= k:
+                found = best
+                break
+            n_copies *= 4
+        return dict(zip(self.numbers[found].tolist(), scores[found].tolist(), strict=True))
+
+    def _passages(self, hash: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places of the passages with a word, and how often each has it; of many passages, not of most of them."""
+        numbers, counts = [np.zeros(0, np.int64)], [np.zeros(0)]
+        for segment in self.segments:
+            start = np.searchsorted(segment.hashes, np.uint32(hash), "left")
+            end = np.searchsorted(segment.hashes, np.uint32(hash), "right")
+            numbers.append(segment.numbers[start:end].astype(np.int64))
+            counts.append(segment.counts[start:end].astype(np.float64))
+        all_numbers = np.concatenate(numbers)
+        if MANY <= len(self.numbers) < 2 * len(all_numbers):
+            return np.zeros(0, np.int64), np.zeros(0)
+        places = np.minimum(np.searchsorted(self.numbers, all_numbers), max(0, len(self.numbers) - 1))
+        is_left = self.numbers[places] == all_numbers if len(self.numbers) else np.zeros(0, bool)
+        return places[is_left], np.concatenate(counts)[is_left]
+
+
+def _read(rows: Rows, after: int) -> tuple[Segment, np.ndarray, np.ndarray]:
+    """The words of passages with larger numbers, those numbers, and their lengths in words. Raises DatabaseError."""
+    try:
+        found = [(number, *unpack(content)) for number, content in read_words(rows, after)]
+    except ValueError as error:
+        raise sqlite3.DatabaseError(str(error)) from None
+    sizes = np.array([len(counts) for *_, counts in found], np.int64)
+    hashes = np.frombuffer(b"".join(hashes for _, hashes, _ in found), "<u4")
+    counts = np.frombuffer(b"".join(counts for *_, counts in found), np.uint8)
+    numbers = np.array([number for number, *_ in found], np.int64)
+    owner = np.repeat(np.arange(len(found)), sizes)
+    lengths = np.bincount(owner, counts, len(found)).astype(np.int64)
+    order = np.argsort(hashes, kind="stable")
+    segment = Segment(hashes[order], numbers[owner][order].astype(np.uint32), counts[order])
+    return segment, numbers, lengths
