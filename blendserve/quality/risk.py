@@ -40,7 +40,7 @@ def capital(losses: ArrayLike, limits: ArrayLike) -> Floats:
 
 def p_value(losses: ArrayLike, limit: float) -> float:
     """How surprising these losses would be if their mean were `limit` or more; 1 for none."""
-    most: float = capital(losses, limit).max() if np.size(losses) else 1.0
+    most = float(capital(losses, limit).max()) if np.size(losses) else 1.0
     return 1.0 / max(1.0, most)
 
 

@@ -14,6 +14,7 @@ from blendserve.core import Document
 from blendserve.errors import IndexDamaged
 from blendserve.retrieve import TokenCounter, VectorIndex, words
 from blendserve.retrieve.database import FILE
+from blendserve.retrieve.index import fuse
 from blendserve.retrieve.terms import pack, unpack, words_of
 from tests.retrieve.conftest import toy_embedder
 from tests.retrieve.conftest import words as count
@@ -79,3 +80,18 @@ def test_words_of_most_passages_count_only_in_small_indexes(
     monkeypatch.setattr(words, "MANY", 9)
     assert [p.doc_id for _, p in index.candidates("pump oil", 6).by_words] == ["d3"]
     assert index.candidates("What is the pump?", 6).by_words == []
+
+
+def test_several_indexes_are_ranked_together(tmp_path: Path) -> None:
+    texts = [f"Part SKU-{n} costs {n % 7} dollars." for n in range(4000, 4040)]
+    indexes = [create(tmp_path / name) for name in "ab"]
+    for n, index in enumerate(indexes):
+        index.add(
+            [Document(text, id=f"{n}-{at}") for at, text in enumerate(texts[n::2])]
+            + [Document("Twin.", id="t")]
+        )
+    for number in (4010, 4031):
+        found = fuse([index.candidates(f"How much is SKU-{number}?", 6) for index in indexes], 6)
+        assert f"SKU-{number}" in found[0].text + found[1].text
+    everything = fuse([index.candidates("Twin", 99) for index in indexes], 99)
+    assert sorted(passage.text for passage in everything) == sorted([*texts, "Twin."])
