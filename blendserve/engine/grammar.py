@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -21,6 +22,26 @@ from blendserve.models.loader import LoadedModel
 
 # between JSON tokens: a small model may write spaces without end
 NO_SPACE: Any = {"whitespace_flexible": False}
+
+
+LITERAL = {
+    "enum",
+    "const",
+    "default",
+    "examples",
+    "allOf",
+    "if",
+    "then",
+    "else",
+}  # fields that _closed leaves alone
+OPEN = {
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+}
+OPEN |= {"allOf", "anyOf", "oneOf", "$ref", "if", "not"}  # of an object that may have further properties
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +61,10 @@ class Grammar:
 
     @classmethod
     def of_json(cls, schema: Mapping[str, Any]) -> Grammar:
-        """JSON without line breaks that is valid by a JSON schema."""
+        """JSON without line breaks that is valid by a JSON schema. Objects have no properties that it does not name."""
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=NO_SPACE))
+        return cls(LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=NO_SPACE))
 
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
@@ -63,6 +84,20 @@ class Grammar:
         from llguidance import LLMatcher
 
         return cls(LLMatcher.grammar_from_lark(rules))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without further properties where it lists some and says nothing of others, as in xgrammar's strict mode.
+
+    A small model would write properties without end. Schemas that are combined with others stay as they are.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {name: each if name in LITERAL else _closed(each) for name, each in schema.items()}
+    is_listed = isinstance(schema.get("properties"), Mapping) and schema.get("type") == "object"
+    return inner | ({"additionalProperties": False} if is_listed and not schema.keys() & OPEN else {})
 
 
 class Guide:
@@ -113,14 +148,17 @@ _lock = threading.Lock()
 
 def _vocabulary(model: LoadedModel) -> Any:
     """llguidance's view of a model's tokenizer; made once, in about a second. Raises InputError."""
-    from llguidance.hf import from_tokenizer
+    from llguidance import LLTokenizer
 
+    tokenizer = model.tokenizer
     with _lock:
-        if model.tokenizer not in _vocabularies:
-            n_tokens = max(len(model.tokenizer), model.decoder.vocab_size)
-            try:
-                made = from_tokenizer(model.tokenizer, n_tokens, sorted(model.end_tokens))
-            except (ValueError, AttributeError, TypeError) as error:
-                raise InputError(f"this model's tokenizer cannot follow a grammar: {error}") from None
-            _vocabularies[model.tokenizer] = made
-        return _vocabularies[model.tokenizer]
+        if tokenizer not in _vocabularies:
+            if not hasattr(tokenizer, "backend_tokenizer"):
+                raise InputError("this model's tokenizer cannot follow a grammar: it has no tokenizer.json")
+            backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            backend.no_padding()
+            backend.no_truncation()
+            n_tokens = max(len(tokenizer), model.decoder.vocab_size)
+            made = LLTokenizer(backend.to_str(), n_vocab=n_tokens, eos_token=sorted(model.end_tokens))
+            _vocabularies[tokenizer] = made
+        return _vocabularies[tokenizer]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and /v1/rag/retrieve: the index's embedder, and a search without an answer."""
+"""POST /v1/embeddings and /v1/rag/retrieve: the embedder, and a search without an answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTena
 @router.post("/embeddings", tags=["OpenAI"])
 async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """The unit vectors of texts, by the embedder of the index. A text longer than its context has its windows' mean."""
-    embedder = _embedder(client)
+    embedder = await client.collections.executor.run(tenant.name, _embedder, client)
     names = served_names(embedder.name, ())
     if body.model not in (None, *names, *client.model_names):
         raise NotFound(f"there is no embedder {body.model!r} here: this server has {names[0]!r}")
@@ -76,10 +76,10 @@ def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[
 
 
 def _embedder(client: EngineClient) -> Embedder:
-    """Raises InputError on a server without collections."""
+    """That of the collections, or of the settings where there are none."""
     for index in client.collections.indexes.values():
         return index.embedder
-    raise InputError("this server has no index, so no embedder: start it with `--index`")
+    return client.embedder
 
 
 def _encoded(vector: np.ndarray, encoding: str | None) -> list[float] | str:

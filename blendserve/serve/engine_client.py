@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Completed, Event, Failed, PrefillDone, PreparedRequest, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.quality.fidelity import Verified, Verifier, with_end
-from blendserve.retrieve import VectorIndex
+from blendserve.retrieve import Embedder, VectorIndex
 from blendserve.serve.auth import ServiceBackend, backend_of
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import Tenant, counted
@@ -196,6 +196,11 @@ class EngineClient(ServiceBackend):
         self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
         self.public_names = http.served_model_name or self.model_names[:1]  # of /v1/models
         self.started = int(time.time())
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """The embedder of the settings, loaded on first use: a server without collections has no other."""
+        return Embedder.load(self.config.retrieve.embedder)
 
     def close(self) -> None:
         """End the retrieval thread."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,11 +109,14 @@ def test_log_probabilities_are_those_of_the_models_own_logits(server: Server, pa
     else:
         values, tops = logprobs["token_logprobs"], [list(top.values()) for top in logprobs["top_logprobs"]]
         ids = tokenizer("Once upon")["input_ids"]
-        text_of = {tokenizer.decode([i]): i for i in reversed(range(len(tokenizer)))}
         for text, value in zip(logprobs["tokens"], values, strict=True):
-            logits = engine.model.decoder.reference(torch.tensor([ids])).logits[0, -1].float()
-            assert math.isclose(float(logits.log_softmax(0)[text_of[text]]), value, abs_tol=2e-2)
-            ids.append(text_of[text])
+            with torch.no_grad():
+                logits = engine.model.decoder.reference(torch.tensor([ids])).logits[0, -1].float()
+            same = [i for i in range(len(tokenizer)) if tokenizer.decode([i]) == text]
+            assert any(abs(float(logits.log_softmax(0)[i]) - value) < 2e-2 for i in same)
+            if len(same) > 1:
+                break  # which of them it was is not told
+            ids += same
     assert len(values) == len(tops) == 4
     assert all(value <= max(top) + 1e-6 for value, top in zip(values, tops, strict=True))
     assert all(value <= 0 for value in values)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blendserve.models.loader import LoadedModel, end_tokens, fingerprint
 from blendserve.models.model import DecoderModel
+from blendserve.models.tokenizer import Tokenizer
 from tests.support.tokenizers import bundled_tokenizer
 
 
@@ -30,8 +31,8 @@ def toy_llama(vocab_size: int, context: int, layers: int = 4, heads: int = 4, kv
 
 
 def toy_model(context: int = 2048) -> LoadedModel:
-    """The same behind the bundled model's tokenizer. Raises ModelError where that is not installed."""
-    tokenizer = bundled_tokenizer()
+    """The same behind the bundled model's tokenizer, as the loader makes it. Raises ModelError where it is missing."""
+    tokenizer = Tokenizer.of(bundled_tokenizer())
     return loaded(toy_llama(len(tokenizer), context), tokenizer)
 
 
