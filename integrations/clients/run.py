@@ -24,6 +24,7 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 BUILD = ROOT / "build" / "clients"
 MODEL = "smollm2-135m"
 INSTALL_S, RUN_S = 900, 240  # limits
+CAP = 300  # tokens of an answer: the bundled model rarely ends by itself
 
 
 def main() -> int:
@@ -37,7 +38,9 @@ def main() -> int:
         parser.error(f"no such client: {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
     results: dict[str, dict[str, str]] = {}
     BUILD.mkdir(parents=True, exist_ok=True)
-    with ServerProcess(serve_command("--no-index"), BUILD / "server.log") as server:
+    with ServerProcess(
+        serve_command("--no-index", "--set", f"decode.max_new_tokens={CAP}"), BUILD / "server.log"
+    ) as server:
         for name in options.clients or scripts:
             results[name] = run(scripts[name], server.url)
             for feature, outcome in results[name].items():

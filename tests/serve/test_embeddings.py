@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 
 from blendserve.retrieve import Embedder
@@ -78,8 +77,9 @@ def client_titles(found: dict[str, Any]) -> list[str]:
     return [passage["title"] for passage in found["passages"]]
 
 
-def test_a_server_without_an_index_says_what_it_needs(tmp_path: Path) -> None:
+def test_a_server_without_an_index_has_the_embedder_of_its_settings(tmp_path: Path) -> None:
     with serving(tmp_path, has_index=False) as server:
-        with pytest.raises(openai.BadRequestError):
-            server.openai.embeddings.create(model="tiny", input="Text.")
+        found = server.openai.embeddings.create(model="tiny", input=["A cat.", "A kitten.", "Tax law."])
+        cat, kitten, law = (np.array(each.embedding) for each in found.data)
+        assert cat @ kitten > cat @ law
         assert server.post("/v1/rag/retrieve", {"question": "Who?"}).status_code == 400
