@@ -98,9 +98,9 @@ def test_a_location_names_its_kind_of_store(location: str, kind: str, folder: Pa
 
 
 def test_settings_are_few() -> None:
-    """75 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
+    """70 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
     assert len(BASIC) <= 15
-    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 75
+    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 70
 
 
 def test_words_and_variables_are_written_as_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
