@@ -59,7 +59,7 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """A table with its header row and the rule below it."""
 
     start: int
@@ -73,7 +73,7 @@ class Structure:
     """The parts of a text, in order."""
 
     headings: list[Heading] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[TextTable] = field(default_factory=list)
     ends: list[tuple[Sequence[int], float]] = field(default_factory=list)  # where to cut, the coarsest first
     whole: list[tuple[int, int]] = field(
         default_factory=list
@@ -107,7 +107,7 @@ def parse(document: Document, text: str) -> Structure:
     found, fenced = Structure(), list[tuple[int, int]]()
     for block in _BLOCK.finditer(text):
         if block["head"]:
-            found.tables.append(Table(block.start(), block.end("head"), block.end(), block["head"]))
+            found.tables.append(TextTable(block.start(), block.end("head"), block.end(), block["head"]))
         elif heading := _heading(block):
             found.headings.append(heading)
         elif block["fence"] or block["front"]:
@@ -139,7 +139,7 @@ def _heading(block: re.Match[str]) -> Heading | None:
 
 
 def _paths(headings: Iterable[Heading]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """From which position on a passage begins in which sections."""
+    """Positions, and the sections that passages from there on begin in."""
     above = list[Heading]()
     for heading in headings:
         above = [other for other in above if other.level < heading.level]

@@ -27,21 +27,21 @@ MERGED = 2  # segments are merged until each has this many times the words of th
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class WordSegment:
     """The words of some passages, sorted by their hashes."""
 
     hashes: np.ndarray  # [words] uint32, ascending
     numbers: np.ndarray  # [words] uint32: of the passages
     counts: np.ndarray  # [words] uint8
 
-    def merge(self, other: Segment) -> Segment:
+    def merge(self, other: WordSegment) -> WordSegment:
         """Both together."""
         pairs = zip(
             (self.hashes, self.numbers, self.counts), (other.hashes, other.numbers, other.counts), strict=True
         )
         hashes, numbers, counts = (np.concatenate(pair) for pair in pairs)
         order = np.argsort(hashes, kind="stable")
-        return Segment(hashes[order], numbers[order], counts[order])
+        return WordSegment(hashes[order], numbers[order], counts[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Words:
 
     numbers: np.ndarray  # [passages] int64, ascending
     lengths: np.ndarray  # [passages] words
-    segments: Sequence[Segment]
+    segments: Sequence[WordSegment]
 
     @classmethod
     def load(cls, rows: Rows, numbers: np.ndarray, before: Words | None) -> Words:
-        """Of these passages. before: those of an earlier state of the same index."""
+        """Count the words of passages. before: those of an earlier state of the same index."""
         known = before or cls(np.zeros(0, np.int64), np.zeros(0, np.int64), ())
         last = int(known.numbers[-1]) if len(known.numbers) else 0
         segment, new, lengths = _read(rows, last)
@@ -109,7 +109,7 @@ class Words:
         return places[is_left], np.concatenate(counts)[is_left]
 
 
-def _read(rows: Rows, after: int) -> tuple[Segment, np.ndarray, np.ndarray]:
+def _read(rows: Rows, after: int) -> tuple[WordSegment, np.ndarray, np.ndarray]:
     """The words of passages with larger numbers, those numbers, and their lengths in words. Raises DatabaseError."""
     try:
         found = [(number, *unpack(content)) for number, content in read_words(rows, after)]
@@ -122,5 +122,5 @@ def _read(rows: Rows, after: int) -> tuple[Segment, np.ndarray, np.ndarray]:
     owner = np.repeat(np.arange(len(found)), sizes)
     lengths = np.bincount(owner, counts, len(found)).astype(np.int64)
     order = np.argsort(hashes, kind="stable")
-    segment = Segment(hashes[order], numbers[owner][order].astype(np.uint32), counts[order])
+    segment = WordSegment(hashes[order], numbers[owner][order].astype(np.uint32), counts[order])
     return segment, numbers, lengths

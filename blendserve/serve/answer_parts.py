@@ -15,7 +15,7 @@ OPEN, CLOSE = "<think>", "</think>"
 N_LAST = 8  # tokens of a prompt, among which the beginning of a thought is
 
 
-class Parts(NamedTuple):
+class AnswerParts(NamedTuple):
     """Some more of an answer, in this order."""
 
     thought: str = ""
@@ -33,35 +33,35 @@ class AnswerParser:
         self._is_blank = False  # whether a thought has ended, and nothing was said since
         self._held = ""  # may begin OPEN or CLOSE
 
-    def push(self, piece: str) -> Parts:
+    def push(self, piece: str) -> AnswerParts:
         """The parts that are sure."""
         self._held += piece
         if self._is_first:
             start = self._held.lstrip()
             if OPEN.startswith(start):
-                return Parts()
+                return AnswerParts()
             self._is_first, self._is_thinking = False, start.startswith(OPEN)
             self._held = start.removeprefix(OPEN) if self._is_thinking else self._held
         if not self._is_thinking:
             text, self._held = self._held, ""
-            return Parts("", *self._say(text))
+            return AnswerParts("", *self._say(text))
         thought, close, text = self._held.partition(CLOSE)
         if close:
             self._is_thinking, self._is_blank, self._held = False, True, ""
-            return Parts(thought, *self._say(text))
+            return AnswerParts(thought, *self._say(text))
         n_held = next(n for n in range(len(CLOSE) - 1, -1, -1) if thought.endswith(CLOSE[:n]))
         end = len(thought) - n_held
         self._held = thought[end:]
-        return Parts(thought[:end])
+        return AnswerParts(thought[:end])
 
-    def finish(self) -> Parts:
+    def finish(self) -> AnswerParts:
         """The rest."""
         held, self._held = self._held, ""
         if self._is_thinking:
-            return Parts(held)
+            return AnswerParts(held)
         shown, first = self._say(held)
         rest, last = self._calls.finish()
-        return Parts("", shown + rest, [*first, *last])
+        return AnswerParts("", shown + rest, [*first, *last])
 
     def _say(self, text: str) -> tuple[str, list[Call]]:
         """Some more text behind the thought, without white space between them."""
@@ -71,11 +71,11 @@ class AnswerParser:
         return self._calls.push(text)
 
 
-def parse_answer(text: str, tools: Schemas, is_thinking: bool) -> Parts:
+def parse_answer(text: str, tools: Schemas, is_thinking: bool) -> AnswerParts:
     """The parts of a whole answer."""
     parser = AnswerParser(tools, is_thinking)
     first, last = parser.push(text), parser.finish()
-    return Parts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
+    return AnswerParts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
 
 
 def begins_thought(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:

@@ -76,7 +76,7 @@ def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[
 
 
 def _embedder(client: EngineClient) -> Embedder:
-    """That of the collections, or of the settings where there are none."""
+    """The embedder of the collections, or of the settings where there are none."""
     for index in client.collections.indexes.values():
         return index.embedder
     return client.embedder

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from blendserve.core import Answer, Prompt
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Completed, PrefillDone, TextDelta
-from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.keys import Tenant
@@ -124,7 +124,7 @@ class Blocks:
         self._n, self._open = 0, ""  # the kind of the block that goes on
         self.n_calls = 0
 
-    def push(self, parts: Parts) -> Iterator[dict[str, Any]]:
+    def push(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
         """The events of some more of the answer."""
         for kind, text in (("thinking", parts.thought), ("text", parts.text)):
             if text and self._open != kind:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from blendserve.core import Answer, TokenLogprob
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError, NotFound
-from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle, merged
 from blendserve.serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIRequest
@@ -184,7 +184,7 @@ class OpenAIFormat:
         return {**whole, "usage": usage_of(handles, answers, self._n), "x_blendserve": extras}
 
     def _choice(self, index: int, answer: Answer, handle: RequestHandle) -> dict[str, Any]:
-        parts = Parts(text=answer.text)
+        parts = AnswerParts(text=answer.text)
         if self._is_chat:
             parts = parse_answer(answer.text, self._tools, self._is_thinking(handle))
         message = {
@@ -208,7 +208,7 @@ class OpenAIFormat:
         n_calls = Counter[int]()
         async for i, event in merged(handles):
             if isinstance(event, TextDelta):
-                parts = parsers[i].push(event.text) if self._is_chat else Parts("", event.text)
+                parts = parsers[i].push(event.text) if self._is_chat else AnswerParts("", event.text)
                 if parts.thought:
                     yield self._chunk(i, {"reasoning_content": parts.thought})
                 if parts.text or event.logprobs:

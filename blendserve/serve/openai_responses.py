@@ -17,7 +17,7 @@ from starlette.responses import Response
 from blendserve.core import Answer
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError
-from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from blendserve.serve.engine_client import EngineClient, RequestHandle
 from blendserve.serve.fields import (
     MAX_ITEMS,
@@ -296,7 +296,7 @@ class Stream:
         self.n += 1
         return {"type": f"response.{kind}", "sequence_number": self.n - 1, **fields}
 
-    def push(self, parts: Parts) -> Iterator[dict[str, Any]]:
+    def push(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
         """Some more of the answer."""
         for made, text in ((_reasoning(""), parts.thought), (_message(""), parts.text)):
             if text:

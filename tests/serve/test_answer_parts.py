@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.serve.answer_parts import AnswerParser, Parts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from tests.support.http import MODEL, Server, asked, serving
 from tests.support.messages import URL as MESSAGES
 from tests.support.messages import assembled, body, stream
@@ -22,14 +22,14 @@ CUTS = st.lists(st.integers(1, 9), max_size=40)
 WRITTEN = st.text(st.sampled_from("ab<>/ \nthink"), max_size=20)
 
 
-def parsed(text: str, cuts: Sequence[int], is_thinking: bool = False) -> Parts:
+def parsed(text: str, cuts: Sequence[int], is_thinking: bool = False) -> AnswerParts:
     """The parts of a text that comes in pieces of these lengths."""
-    parser, found = AnswerParser({}, is_thinking), list[Parts]()
+    parser, found = AnswerParser({}, is_thinking), list[AnswerParts]()
     for length in (*cuts, len(text)):
         found.append(parser.push(text[:length]))
         text = text[length:]
     found.append(parser.finish())
-    return Parts("".join(each.thought for each in found), "".join(each.text for each in found))
+    return AnswerParts("".join(each.thought for each in found), "".join(each.text for each in found))
 
 
 @given(WRITTEN, WRITTEN, CUTS, st.booleans())
