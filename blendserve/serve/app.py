@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 import blendserve
 from blendserve.errors import BlendserveError, NotFound, PermissionDenied
-from blendserve.serve import cache, documents, embeddings, messages, openai, openai_responses, rag
+from blendserve.serve import cache, documents, embeddings, messages, openai, openai_responses, rag, tokens
 from blendserve.serve.auth import BackendDep, ServiceBackend, TenantDep
 from blendserve.serve.engine_client import EngineClient, LocalEngineClient
 from blendserve.serve.middleware import (
@@ -106,7 +106,15 @@ def create_engine_app(client: EngineClient) -> FastAPI:
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
     local = (documents.router, cache.router, page) if isinstance(client, LocalEngineClient) else ()
-    routers = (openai.router, openai_responses.router, messages.router, rag.router, embeddings.router, *local)
+    routers = (
+        openai.router,
+        openai_responses.router,
+        messages.router,
+        rag.router,
+        embeddings.router,
+        tokens.router,
+        *local,
+    )
     max_upload = client.http.max_upload_mb * 1_000_000 if local else 0
     app = create_app(client, routers, client.http.cors_origins, max_upload)
     if client.http.cors_origins:  # the outermost middleware, so that errors have its headers, too
@@ -167,7 +175,7 @@ def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
         for schema in app.openapi_schema["components"]["schemas"].values():
             names = schema.get("properties", {}).keys()
             if "model" in names and names & {"messages", "prompt", "input"}:
-                is_optional = "model" not in schema["required"]
+                is_optional = "model" not in schema.get("required", ())
                 schema["properties"]["model"]["enum"] = [*models, *([None] if is_optional else [])]
     return app.openapi_schema
 

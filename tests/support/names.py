@@ -28,7 +28,17 @@ from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.methods import parse_methods
 from blendserve.registry import parse_codec
 from blendserve.serve import app as routes
-from blendserve.serve import cache, delivery, documents, embeddings, messages, openai, openai_responses, rag
+from blendserve.serve import (
+    cache,
+    delivery,
+    documents,
+    embeddings,
+    messages,
+    openai,
+    openai_responses,
+    rag,
+    tokens,
+)
 from blendserve.serve.message_schemas import OutputConfig
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.schemas import BlendOptions
@@ -143,7 +153,7 @@ def metrics() -> frozenset[str]:
 @functools.cache
 def paths() -> frozenset[str]:
     """Paths of all routes of both services, with {} in the place of parameters."""
-    modules = cache, delivery, documents, embeddings, messages, openai, openai_responses, rag
+    modules = cache, delivery, documents, embeddings, messages, openai, openai_responses, rag, tokens
     routers = [*(module.router for module in modules), routes.operations, routes.page]
     found = [getattr(route, "path", "") for router in routers for route in router.routes]
     return frozenset(PLACEHOLDER.sub("{}", path) for path in [*found, "/openapi.json"])
