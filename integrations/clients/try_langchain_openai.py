@@ -30,4 +30,3 @@ check(
     "embeddings",
     lambda: OpenAIEmbeddings(model=MODEL, check_embedding_ctx_length=False).embed_documents(["a", "b"]),
 )
-check("embeddings, default", lambda: OpenAIEmbeddings(model=MODEL).embed_query("a"))
