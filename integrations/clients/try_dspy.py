@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["dspy"]
+# dependencies = ["dspy", "numpy"]
 # ///
 import dspy
 from checks import ASKED, MODEL, OPENAI, check
