@@ -64,7 +64,11 @@ class Grammar:
         """JSON without line breaks that is valid by a JSON schema. Objects have no properties that it does not name."""
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=NO_SPACE))
+        try:
+            rules = LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=NO_SPACE)
+        except (ValueError, RecursionError) as error:  # nested too deeply
+            raise InputError(f"the schema cannot be read: {error}") from None
+        return cls(rules)
 
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
@@ -104,11 +108,12 @@ class Guide:
     """Which tokens may come next in one answer."""
 
     def __init__(self, grammar: Grammar, model: LoadedModel) -> None:
-        """Raises InputError for a model whose tokenizer llguidance cannot read."""
+        """Raises InputError for a grammar that is too large to follow, and a tokenizer that llguidance cannot read."""
         from llguidance import LLMatcher
 
         self._matcher = LLMatcher(_vocabulary(model), grammar.rules, log_level=0)
         self._end = min(model.end_tokens)
+        self._matcher.compute_bitmask()  # where the first takes a second, no other request should wait for it
         self._raise_error()
 
     def restrict(self, logits: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thou
 from blendserve.serve.engine_client import EngineClient, RequestHandle
 from blendserve.serve.fields import (
     MAX_ITEMS,
-    MAX_LOGPROBS,
     MAX_TOOLS,
     Body,
     JsonObject,
@@ -147,7 +146,7 @@ class ResponsesRequest(Body):
     max_output_tokens: TokenLimit = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Literal[0] | None = None
     stream: bool | None = False
     store: bool | None = None
     background: Literal[False] | None = None

@@ -11,6 +11,7 @@ from pydantic import Field
 from blendserve.engine.grammar import Grammar
 from blendserve.errors import InputError
 from blendserve.serve.fields import MAX_ITEMS, Body, JsonObject, Label, Text
+from blendserve.serve.middleware import check_json_complexity
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -90,6 +91,9 @@ class Structured(Body):
             ("guided_grammar", Grammar.of_lark, self.guided_grammar),
         )
         given = [field for field in fields if field[2] is not None]
+        if self.structured_outputs and not any(name.startswith("structured_outputs") for name, *_ in given):
+            names = ", ".join(name.removeprefix("structured_outputs.") for name, *_ in fields[1:6])
+            raise InputError(f"structured_outputs: send one of {names}", setting="structured_outputs")
         if len(given) > 1:
             names = " and ".join(name for name, *_ in given)
             raise InputError(f"{names} exclude each other: send one of them", setting=given[1][0])
@@ -129,6 +133,8 @@ def forced_call(tools: Iterable[Mapping[str, Any]]) -> Grammar:
 
 
 def _of_schema(schema: dict[str, Any] | str) -> Grammar:
+    if isinstance(schema, str):
+        check_json_complexity(schema.encode())  # the body's check does not read texts
     try:
         found = json.loads(schema) if isinstance(schema, str) else schema
     except ValueError as error:

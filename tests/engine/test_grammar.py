@@ -148,6 +148,15 @@ def test_one_of_the_choices_is_written(choices: list[str], seed: int) -> None:
     assert written(grammar, seed, 1.0) in choices
 
 
+@pytest.mark.parametrize("depth", [200, 5000])
+def test_a_schema_that_is_nested_too_deeply_is_an_error(depth: int) -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InputError):
+        Grammar.of_json(schema)
+
+
 def test_what_no_token_can_spell_is_an_error() -> None:
     """The vocabulary has no token for the first byte of this character."""
     with pytest.raises(InputError):

@@ -120,6 +120,7 @@ def test_an_agent_calls_a_function_and_sends_its_result(scripted: Server) -> Non
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": "Hi.", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "Hi.", "background": True}, "background"),
+        ({"input": "Hi.", "top_logprobs": 3}, "top_logprobs"),
         ({"input": "Hi.", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "Hi.", "tool_choice": "required"}, "tool_choice"),
         ({"input": "Hi.", "model": "other"}, "other"),

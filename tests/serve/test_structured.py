@@ -29,6 +29,9 @@ FUNCTIONS = [
     {"type": "function", "function": {"name": name, "parameters": CITY}} for name in ("weather", "hotels")
 ]
 NAMED = {"type": "function", "function": {"name": "hotels"}}
+DEEP: dict[str, Any] = {"type": "integer"}  # deeper than llguidance reads
+for _ in range(64):
+    DEEP = {"type": "array", "items": {"type": "array", "items": DEEP}}
 FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "person", "schema": PERSON, "strict": True},
@@ -144,6 +147,13 @@ def test_anthropics_clients_force_tools_and_formats(server: Server, choice: Any)
         ({"guided_grammar": "start: nothing"}, "nothing"),
         ({"guided_regex": "a", "response_format": FORMAT}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": "[" * 5000}, "guided_json"),
+        ({"guided_json": '{"a": ' * 5000 + "1" + "}" * 5000}, "guided_json"),
+        ({"guided_json": DEEP}, "levels deep"),
+        ({"guided_json": json.dumps(DEEP)}, "guided_json"),
+        ({"guided_regex": "(a{1000}){1000}"}, "grammar"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": FUNCTIONS}, "tool_choice"),
         ({"tool_choice": "required", "tools": FUNCTIONS, "response_format": FORMAT}, "tool_choice"),
