@@ -57,7 +57,7 @@ def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
     plain_only |= {} if body.is_forced else {"tools": body.offered_tools}
     for name in (name for name, value in plain_only.items() if value):
         advice = f"use the model '{context.client.model_names[0]}:chat'"
-        raise InputError(f"{name}: a question about passages has no place for them: {advice}", setting=name)
+        raise InputError(f"{name}: a question about passages has no place for this: {advice}", setting=name)
     return Asked.of(context, body, served, [replace(query, history=body.history())])
 
 

@@ -127,9 +127,12 @@ def forced_call(tools: Iterable[Mapping[str, Any]]) -> Grammar:
         }
         for tool in tools
     ]
-    for call in calls:
-        compiled(f"tools.{call['properties']['name']['const']}", Grammar.of_json, call)
-    return Grammar.of_json(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    try:
+        return Grammar.of_json({"anyOf": calls})
+    except InputError:
+        for call in calls:  # which one it was
+            compiled(f"tools.{call['properties']['name']['const']}", Grammar.of_json, call)
+        raise
 
 
 def _of_schema(schema: dict[str, Any] | str) -> Grammar:

@@ -28,6 +28,7 @@ CITY = {
 FUNCTIONS = [
     {"type": "function", "function": {"name": name, "parameters": CITY}} for name in ("weather", "hotels")
 ]
+UNKNOWN = {"type": "function", "function": {"name": "odd", "parameters": {"not": {}}}}
 NAMED = {"type": "function", "function": {"name": "hotels"}}
 DEEP: dict[str, Any] = {"type": "integer"}  # deeper than llguidance reads
 for _ in range(64):
@@ -155,6 +156,7 @@ def test_anthropics_clients_force_tools_and_formats(server: Server, choice: Any)
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [*FUNCTIONS, UNKNOWN]}, "tools.odd"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": FUNCTIONS}, "tool_choice"),
         ({"tool_choice": "required", "tools": FUNCTIONS, "response_format": FORMAT}, "tool_choice"),
     ],
