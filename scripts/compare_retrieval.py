@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blendserve.core import Document, Passage
+from blendserve.errors import BlendserveError, CorpusError
 from blendserve.evaluate import stats
 from blendserve.evaluate.datasets import load
 from blendserve.retrieve import Embedder, TokenCounter, VectorIndex, read_documents
@@ -125,7 +126,9 @@ def measured(index: VectorIndex, questions: Sequence[Question]) -> Iterator[dict
 
 
 def show(name: str, index: VectorIndex, questions: Sequence[Question], as_json: bool) -> None:
-    """Print the results of a set."""
+    """Print the results of a set. Raises CorpusError for one without a passage that is known to be needed."""
+    if not questions:
+        raise CorpusError(f"{name} names no passages that its answers need: give another data set", path=name)
     rows = [*measured(index, questions)]
     sizes = {"set": name, "passages": len(index), "questions": len(questions)}
     if as_json:
@@ -139,4 +142,7 @@ def show(name: str, index: VectorIndex, questions: Sequence[Question], as_json: 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BlendserveError as error:
+        sys.exit(f"error: {error}")
