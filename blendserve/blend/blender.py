@@ -25,7 +25,7 @@ from blendserve.blend.priors import PriorStore
 from blendserve.blend.refine import refine, rows_to_refine
 from blendserve.blend.report import make_report
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Prompt, Steps, TokenIds, run
+from blendserve.core import BlendReport, Prompt, Steps, TokenIds, TokenLogprob, run
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
@@ -57,6 +57,7 @@ class Prefilled:
     n_known: int = 0  # tokens at its beginning that the prefix cache had
     missing: tuple[MissingChunk, ...] = ()  # for `ChunkWriter.write_back`
     to_refine: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))  # positions
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first, if they were asked for
 
     @classmethod
     def of(cls, plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> Prefilled:

@@ -25,6 +25,7 @@ from blendserve.engine.request import Event, PrefillProgress, PreparedRequest, T
 from blendserve.engine.sampler import Sampler, logprob_of
 from blendserve.errors import InputError
 from blendserve.fetch.fetcher import Hold
+from blendserve.models.forward import read
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
@@ -32,6 +33,8 @@ from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import DecodeRunner
 
 STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
+
+SCORED_ROWS = 64  # of a prompt, whose logits are computed in one step
 
 # position of the first token, tokens -> logits [n, V] after each
 Decode = Callable[[int, list[int]], Tensor]
@@ -163,12 +166,16 @@ class TokenSequence:
         return [delta for delta in deltas if delta.text or delta.logprobs]
 
     def _add(self, token: int, logits: Tensor) -> TextDelta:
-        """logits [V]: that the token was chosen from."""
-        if token in self._end:
-            return TextDelta(self._close("", "stop"))
-        n_top = self.request.rules.logprobs
-        found = () if n_top is None else (logprob_of(logits, token, n_top),)
+        """logits [V]: that the token was chosen from. An end token's is told only behind those of a prompt."""
+        rules = self.request.rules
+        if rules.reads_only:
+            return TextDelta(self._close("", "length"))
+        has_ended = token in self._end
+        is_told = rules.logprobs is not None and (rules.scores_prompt or not has_ended)
+        found = (logprob_of(logits, token, rules.logprobs or 0),) if is_told else ()
         self._logprobs += found
+        if has_ended:
+            return TextDelta(self._close("", "stop"), found)
         return TextDelta(self._text_of(token), found)
 
     def _text_of(self, token: int) -> str:
@@ -211,10 +218,29 @@ def prefill(sequence: TokenSequence, blender: Blender) -> Steps[Prefilled]:
     """Prefill the sequence's cache as `request.blend` says."""
     request = sequence.request
     cache = sequence.cache or KVCache(blender.model, request.tokens)
+    if request.rules.scores_prompt:
+        return (yield from _scored_prefill(request, blender.model, cache))
     with request.clock.stage("prefill"):
         done = yield from blender.prefill(request.prompt, request.blend, cache, request.clock)
         quality = request.quality.report if request.quality else None
         return replace(done, report=replace(done.report, quality=quality))
+
+
+def _scored_prefill(request: PreparedRequest, model: DecoderModel, cache: KVCache) -> Steps[Prefilled]:
+    """Full prefill that finds the log probabilities of the prompt's tokens."""
+    ids, n_top, found = request.prompt.ids, request.rules.logprobs or 0, list[TokenLogprob]()
+    with request.clock.stage("prefill"):
+        hidden = yield from read(model, cache, ids)
+        for start in range(0, len(ids), SCORED_ROWS):
+            stop = start + SCORED_ROWS
+            logits = model.logits(hidden[start:stop])
+            pairs = zip(
+                logits, ids[start + 1 : stop + 1], strict=False
+            )  # the last one's next token is the answer's
+            found += [logprob_of(row, token, n_top) for row, token in pairs]
+            yield
+    plan = plan_full_prefill(request.prompt, request.blend, "log probabilities of the prompt were asked for")
+    return replace(Prefilled.of(plan, PassResult(cache, logits[-1])), logprobs=tuple(found))
 
 
 def reference_prefill(sequence: TokenSequence, reference: OwnDecoding, why: str) -> Steps[Prefilled]:

@@ -36,6 +36,7 @@ class AnswerRules:
     """What one request asks of its answer beyond the settings (DecodeConfig).
 
     logprobs: how many likeliest tokens get log probabilities beside each chosen one; None: no token does.
+    scores_prompt: whether the prompt's tokens get them, too, by full prefill. reads_only: whether the answer is empty.
     """
 
     grammar: Grammar | None = None  # that it follows
@@ -47,6 +48,8 @@ class AnswerRules:
     bias: Mapping[int, float] = field(default_factory=dict)  # token -> what is added to its logit
     ignores_end: bool = False  # whether it goes on behind an end token, up to its maximum length
     logprobs: int | None = None
+    scores_prompt: bool = False
+    reads_only: bool = False
 
     @property
     def changes_logits(self) -> bool:
@@ -134,6 +137,8 @@ def prepare_request(
     errors of `search`.
     """
     blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
+    if request.rules.scores_prompt:
+        blend = blend.with_values(method="full")
     validate_blend(blend, model)
     limit = _answer_limit(request, decode, config.decode.max_new_tokens)
     if request.plain is not None:
@@ -225,6 +230,7 @@ class PrefillDone:
     cached: int  # tokens of the prompt whose KV was there already
     blended: int  # those of them whose KV is approximate
     report: BlendReport
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,7 +355,7 @@ class Scheduler:
         try:
             if isinstance(done, Prefilled):
                 self._observer.prefilled(done.report, sequence.request.clock.seconds)
-                sequence.emit(PrefillDone(done.n_cached, done.n_blended, done.report))
+                sequence.emit(PrefillDone(done.n_cached, done.n_blended, done.report, done.logprobs))
             for delta in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(delta)
             if sequence.answer:

@@ -177,6 +177,15 @@ def feed(model: DecoderModel, cache: KVCache, tokens: Sequence[int]) -> Steps[Te
     return model.logits(hidden[-1:])[0]
 
 
+@torch.inference_mode()
+def read(model: DecoderModel, cache: KVCache, tokens: Sequence[int]) -> Steps[States]:
+    """Full prefill of a prompt in one pass -> hidden [T, E] after each of its tokens."""
+    cache.forget_states()
+    rows = [Row(cache, at, token) for at, token in enumerate(tokens)]
+    hidden = model.embed(torch.tensor(tokens, device=model.device))
+    return (yield from run_layers(model, hidden, _AppendPass(model, rows)))
+
+
 class _CapturedPass(LayerPass):
     """One row each of B requests at positions that only the device knows, as a graph replays them."""
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from fastapi import Depends
 
 from blendserve.config import Config, ServeConfig
-from blendserve.core import Answer, Passage
+from blendserve.core import Answer, Passage, TokenLogprob
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
@@ -77,6 +77,7 @@ class RequestHandle:
         self.runs = request.prompt.runs  # stored chunks that were found in a plain prompt
         # Of the prompt; set when the prefill is done. Blended: those of the cached ones whose KV is approximate.
         self.cached_tokens = self.blended_tokens = 0
+        self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self._answer: Answer | None = None
 
     async def events(self) -> AsyncIterator[Event]:
@@ -89,6 +90,7 @@ class RequestHandle:
                 raise event.error
             if isinstance(event, PrefillDone):
                 self.cached_tokens, self.blended_tokens = event.cached, event.blended
+                self.prompt_logprobs = event.logprobs
             elif isinstance(event, Completed):
                 self._answer = event.answer
             yield event

@@ -28,7 +28,7 @@ def json_text(value: Any) -> Any:
     return value
 
 
-def _no_limit(value: Any) -> Any:
+def no_limit(value: Any) -> Any:
     """-1 means no limit, as in llama.cpp and LM Studio."""
     return None if value == -1 else value
 
@@ -40,7 +40,7 @@ Names = Annotated[list[Name], Field(max_length=MAX_ITEMS)]
 ToolName = Annotated[Text, Field(min_length=1, max_length=MAX_TOOL_NAME)]
 Label = Annotated[Text, Field(max_length=512)]
 Tokens = Annotated[int, Field(ge=1)]
-TokenLimit = Annotated[Tokens | None, BeforeValidator(_no_limit)]
+TokenLimit = Annotated[Tokens | None, BeforeValidator(no_limit)]
 TokenId = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]  # as in OpenAI's API

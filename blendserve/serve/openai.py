@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from math import isnan, nan
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from blendserve.core import Answer, TokenLogprob
-from blendserve.engine.request import Completed, TextDelta
+from blendserve.engine.request import Completed, PrefillDone, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from blendserve.serve.auth import TenantDep
@@ -63,13 +64,21 @@ def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
 
 @router.post("/completions")
 async def complete(body: CompletionRequest, context: ContextDep) -> Response:
-    """Answer the prompt from passages, as the last message of a chat; where chats are plain, continue it as it is."""
+    """Answer the prompt from passages, as the last message of a chat; where chats are plain, continue it as it is.
+
+    echo: the text begins with the prompt, and so do the log probabilities, by full prefill.
+    """
     served, queries = ServedModel.of(context.client, body.model), list[QueryRequest]()
     for prompt in body.prompts:
         text = prompt if isinstance(prompt, str) else context.client.tokenizer.decode(prompt)
         query = body.query(text, body.options)
         if served.is_plain and not _has_passages(context, query):
             query = replace(query, plain=prompt if isinstance(prompt, str) else tuple(prompt))
+        elif body.echo:
+            advice = f"use the model '{context.client.model_names[0]}:chat'"
+            raise InputError(
+                f"echo: a question about passages is no text to repeat: {advice}", setting="echo"
+            )
         queries.append(query)
     return await _respond(context, body, Asked.of(context, body, served, queries))
 
@@ -172,6 +181,9 @@ class OpenAIFormat:
         self._tools = body.schemas if isinstance(body, ChatRequest) else {}
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        echoes = isinstance(body, CompletionRequest) and body.echo
+        self._echoed = [query.question for query in asked.queries] if echoes else []
+        self._scores_prompt = query.rules.scores_prompt
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -194,10 +206,17 @@ class OpenAIFormat:
         }
         thoughts = {"reasoning_content": parts.thought} if parts.thought else {}
         whole = {"message": {**message, **thoughts, **_called(parts.calls)}}
-        choice = whole if self._is_chat else {"text": parts.text}
-        reason = _finish_reason(answer, len(parts.calls))
-        ended = {"finish_reason": reason, "logprobs": self._logprobs(answer.logprobs)}
+        echoed, logprobs = self._echo(index, handle)
+        choice = whole if self._is_chat else {"text": echoed + parts.text}
+        told = [*logprobs, *answer.logprobs]
+        ended = {"finish_reason": _finish_reason(answer, len(parts.calls)), "logprobs": self._logprobs(told)}
         return {"index": index, **choice, **ended}
+
+    def _echo(self, index: int, handle: RequestHandle) -> tuple[str, Sequence[TokenLogprob]]:
+        """The text that an answer begins with, and its log probabilities, where the prompt is repeated."""
+        echoed = self._echoed[index // self._n] if self._echoed else ""
+        first = [TokenLogprob(handle.prompt_ids[0], nan)] if self._scores_prompt else []
+        return echoed, [*first, *handle.prompt_logprobs]
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         for i in range(len(handles)):
@@ -219,6 +238,9 @@ class OpenAIFormat:
                     if text:
                         yield self._chunk(i, {name: text})
             else:
+                if isinstance(event, PrefillDone) and self._echoed:
+                    text, logprobs = self._echo(i, handles[i])
+                    yield self._chunk(i, {"content": text}, logprobs=logprobs)
                 continue
             if parts.calls:
                 yield self._chunk(i, _called(parts.calls, n_calls[i]))
@@ -300,11 +322,17 @@ def chat_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, An
 
 
 def completion_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The same in the form of OpenAI's completions. Where two tokens have one text, the likelier is kept."""
+    """The same in the form of OpenAI's completions. Where two tokens have one text, the likelier is kept.
+
+    The first token of a prompt has no probability: null.
+    """
     texts = [tokenizer.decode([each.token]) for each in found]
-    tops = [{tokenizer.decode([i]): value for i, value in reversed(each.top)} for each in found]
+    tops = [
+        None if isnan(each.logprob) else {tokenizer.decode([i]): value for i, value in reversed(each.top)}
+        for each in found
+    ]
     starts = [0, *accumulate(map(len, texts))][: len(texts)]
-    values = [each.logprob for each in found]
+    values = [None if isnan(each.logprob) else each.logprob for each in found]
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
 
 

@@ -7,6 +7,7 @@ is an error that names the field. Unknown fields are ignored, and the response n
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -33,6 +34,7 @@ from blendserve.serve.fields import (
     TokenLimit,
     ToolName,
     json_text,
+    no_limit,
 )
 from blendserve.serve.middleware import check_json_complexity
 from blendserve.serve.schemas import BlendOptions, Question
@@ -276,10 +278,27 @@ class CompletionRequest(OpenAIRequest):
     """POST /v1/completions: the prompt is the question."""
 
     prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_ITEMS)]
+    max_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(no_limit)] = None
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is for `echo`: send 1 or more, or -1 for no limit")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens or None
+
+    @property
+    def rules(self) -> AnswerRules:
+        """With `echo`, the prompt's tokens get log probabilities, too; with `max_tokens` 0, there is no answer."""
+        scores_prompt = bool(self.echo) and self.logprobs is not None
+        return replace(super().rules, scores_prompt=scores_prompt, reads_only=self.max_tokens == 0)
 
     @property
     def prompts(self) -> list[str | list[int]]:

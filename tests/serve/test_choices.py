@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -122,6 +122,60 @@ def test_log_probabilities_are_those_of_the_models_own_logits(server: Server, pa
     assert all(value <= 0 for value in values)
 
 
+def by_transformers(ids: Sequence[int]) -> torch.Tensor:
+    """Log probabilities [T, V] after each token of a text, by transformers' own forward pass."""
+    with torch.no_grad():
+        logits: torch.Tensor = toy_engine().model.decoder.reference(torch.tensor([[*ids]])).logits
+    return logits[0].float().log_softmax(-1)
+
+
+def test_an_echoed_prompt_has_the_log_probabilities_of_transformers(server: Server) -> None:
+    """As lm-eval asks for them: a batch, as texts or token ids, with one token of an answer or none."""
+    prompts, tokenizer = ["Once upon a time. " * n + "The end" for n in (1, 20)], toy_model().tokenizer
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    post(server, TEXT, prompt=prompts)  # what it leaves in the prefix cache changes nothing
+    for max_tokens in (0, 1):
+        for given in (prompts, ids):
+            found = post(server, TEXT, prompt=given, echo=True, logprobs=2, max_tokens=max_tokens)
+            assert found["usage"]["completion_tokens"] == 2 * max_tokens
+            for choice, tokens in zip(found["choices"], ids, strict=True):
+                logprobs, n = choice["logprobs"], len(tokens)
+                expected = by_transformers(tokens)
+                best, right = expected.max(-1).values[:-1], expected[range(n - 1), tokens[1:]]
+                assert [len(each) for each in logprobs.values()] == [n + max_tokens] * 4
+                assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+                torch.testing.assert_close(
+                    torch.tensor(logprobs["token_logprobs"][1:n]), right, atol=2e-2, rtol=0
+                )
+                tops = [max(top.values()) for top in logprobs["top_logprobs"][1:n]]
+                torch.testing.assert_close(torch.tensor(tops), best, atol=2e-2, rtol=0)
+                assert choice["text"].startswith(
+                    tokenizer.decode(tokens) if given is ids else prompts[n > 20]
+                )
+                assert "".join(logprobs["tokens"]) == choice["text"]
+
+
+def test_an_echo_is_streamed_before_the_answer(server: Server) -> None:
+    fields: dict[str, Any] = {"prompt": ["Once", "The end"], "echo": True, "logprobs": 1, "max_tokens": 4}
+    whole = server.openai.completions.create(model=MODEL, **fields, seed=1)
+    said, values = ["", ""], [list[Any](), list[Any]()]
+    for chunk in server.openai.completions.create(model=MODEL, **fields, seed=1, stream=True):
+        for choice in chunk.choices:
+            said[choice.index] += choice.text
+            values[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+    assert said == [choice.text for choice in whole.choices]
+    assert values == [choice.logprobs.token_logprobs for choice in whole.choices if choice.logprobs]
+
+
+def test_an_answer_that_ends_at_once_has_the_log_probability_of_its_end(server: Server) -> None:
+    """lm-eval drops the last of the log probabilities: it must not be one of the prompt."""
+    end, n = toy_model().tokenizer.eos_token_id, len(toy_model().tokenizer("Once upon")["input_ids"])
+    fields = {"logit_bias": {str(end): 100}, "ignore_eos": False}
+    found = post(server, TEXT, echo=True, logprobs=1, max_tokens=1, **fields)["choices"][0]
+    assert found["finish_reason"] == "stop"
+    assert len(found["logprobs"]["token_logprobs"]) == n + 1
+
+
 def test_streamed_log_probabilities_are_the_same(server: Server) -> None:
     whole = post(server, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     with server.http.stream(
@@ -155,6 +209,8 @@ def test_a_bias_forbids_and_forces_tokens(server: Server) -> None:
     [
         (CHAT, {"n": 65}, "64"),
         (CHAT, {"n": 0}, "n"),
+        (TEXT, {"max_tokens": 0}, "max_tokens"),
+        (TEXT, {"echo": True, "documents": OWN[:1]}, "echo"),
         (TEXT, {"prompt": ["a"] * 22, "n": 3}, "64"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": [10**9]}, "token 1000000000"),
