@@ -65,6 +65,13 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Which passages a search may find."""
+
+    min_score: float = -1.0  # least similarity to the question
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The unit of reuse: the token ids of one passage, tokenised alone. Filled by engine/prompt.py."""
 

@@ -32,6 +32,7 @@ from blendserve.config.sections import (
     RetrieveConfig,
     RuntimeConfig,
     ServeConfig,
+    Similarity,
     check_binding,
 )
 from blendserve.config.store import (
@@ -53,6 +54,7 @@ __all__ += [
     "PolicyName",
     "Positive",
     "Ratio",
+    "Similarity",
 ]
 __all__ += ["BlendConfig", "DecodeConfig", "DeliverConfig", "HttpConfig", "KdnConfig", "ModelConfig"]
 __all__ += [

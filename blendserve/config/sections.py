@@ -46,6 +46,7 @@ def _date(text: str) -> str:
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 AutoRatio = Annotated[str, AfterValidator(_auto_ratio)]
+Similarity = Annotated[float, Field(ge=-1.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 
@@ -80,6 +81,8 @@ class RetrieveConfig(Settings):
     """Maximum length of a passage, in tokens of the model, title line included."""
     top_k: Positive = 6
     """Number of passages to retrieve for a question."""
+    min_score: Similarity = -1.0
+    """Least cosine similarity of a passage to the question, in vectors of the embedder; -1 retrieves any passage."""
     index: Literal["flat", "hnsw"] = "flat"
     """Vector search: flat is exact, hnsw is approximate and faster on large corpora."""
 

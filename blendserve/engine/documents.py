@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.blend.precompute import ChunkWriter
-from blendserve.core import Passage
+from blendserve.core import Passage, Selection
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import TokenCounter, VectorIndex
-from blendserve.retrieve.index import Added, fuse
+from blendserve.retrieve.index import ANY, Added, fuse
 from blendserve.retrieve.tables import EmbeddedDocument
 
 
@@ -81,10 +81,12 @@ class Collections:
             found[name] = VectorIndex.open(index_folder(index), first.embedder, first.tokens)
         return cls(found)
 
-    def search(self, names: Iterable[str], question: str, top_k: int) -> list[Passage]:
+    def search(
+        self, names: Iterable[str], question: str, top_k: int, selection: Selection = ANY
+    ) -> list[Passage]:
         """The passages nearest to the question over several collections, best first."""
         filled = [self.collections[name] for name in names if len(self.collections[name])]
-        return fuse([index.candidates(question, top_k) for index in filled], top_k)
+        return fuse([index.candidates(question, top_k, selection) for index in filled], top_k)
 
 
 def token_counter(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> TokenCounter:

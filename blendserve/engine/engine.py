@@ -266,7 +266,7 @@ class Engine:
         """
         begin_computing()
         decoder = self.model.decoder
-        search = search or (lambda question, top_k: self._index().search(question, top_k))
+        search = search or (lambda *arguments: self._index().search(*arguments))
         room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
         request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)

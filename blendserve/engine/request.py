@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import validate_blend
 from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig
-from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, TokenIds, TokenLogprob
+from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, Selection, TokenIds, TokenLogprob
 from blendserve.engine.chat import Chat
 from blendserve.engine.grammar import Grammar
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
@@ -23,8 +23,8 @@ from blendserve.registry import nearest
 from blendserve.timing import Clock
 
 Options = Mapping[str, Any]
-Search = Callable[[str, int], Sequence[Passage]]
-"""(question, top_k) -> the `top_k` nearest passages."""
+Search = Callable[[str, int, Selection], Sequence[Passage]]
+"""(question, top_k, selection) -> the `top_k` best passages of those selected."""
 
 AnyRequest = TypeVar("AnyRequest", bound="Request")
 
@@ -65,6 +65,7 @@ class Request:
     question: str
     passages: tuple[Passage, ...] | None = None  # the asker's own; None = retrieved
     top_k: int | None = None
+    min_score: float | None = None  # least similarity of a retrieved passage
     history: tuple[ChatMessage, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
@@ -149,8 +150,8 @@ def prepare_request(
     request = request.split(config.prompt.separator)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
-    own = [text for passage in request.passages or () for text in (passage.title, passage.text)]
-    texts = [request.question, *(message.text for message in request.history), *own]
+    given = [text for passage in request.passages or () for text in (passage.title, passage.text)]
+    texts = [request.question, *(message.text for message in request.history), *given]
     if least := prompts.at_least(texts, max(0, room - 1)):
         require_room(least, room, at_least=True)
     frame = prompts.frame(request.question, request.history)
@@ -160,7 +161,8 @@ def prepare_request(
     if passages is None:
         with clock.stage("retrieve"):
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k
-            passages = tuple(search(request.question, top_k))
+            least_score = config.retrieve.min_score if request.min_score is None else request.min_score
+            passages = tuple(search(request.question, top_k, Selection(least_score)))
     chunks, n_tokens = list[Chunk](), len(frame)
     for passage in passages:  # one by one, as long as they fit
         chunk = prompts.chunk(passage)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from blendserve.core import Document, Passage, Steps, run
+from blendserve.core import Document, Passage, Selection, Steps, run
 from blendserve.errors import CorpusError, IndexMismatch, IndexMissing, InputError
 from blendserve.retrieve import tables
 from blendserve.retrieve.chunker import TokenCounter, split
@@ -31,6 +31,7 @@ from blendserve.retrieve.words import Words
 BUILDING = "building"  # folder inside an index: what a long build has saved
 DEPTH = 50  # passages of each ranking that are fused
 RANK_OFFSET = 5  # the larger, the less the first ranks count; chosen on halves of five sets of questions
+ANY = Selection()
 BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
 
 
@@ -163,15 +164,15 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.with_counts(rows, self.database.manifest(rows))
 
-    def search(self, question: str, top_k: int) -> list[Passage]:
+    def search(self, question: str, top_k: int, selection: Selection = ANY) -> list[Passage]:
         """The `top_k` passages that fit the question best (all, if fewer), best first, with `score` set.
 
         Ranks by vectors and by words are fused (`fuse`). Of passages with the same title and text, one is found. Raises
         InputError for a blank question or top_k < 1, IndexMissing when nothing has been added yet.
         """
-        return fuse([self.candidates(question, top_k)], top_k)
+        return fuse([self.candidates(question, top_k, selection)], top_k)
 
-    def candidates(self, question: str, top_k: int) -> Candidates:
+    def candidates(self, question: str, top_k: int, selection: Selection = ANY) -> Candidates:
         """The passages that `search` ranks. Raises as `search`."""
         if not question.strip():
             raise InputError("the question is empty: ask something", setting="question")
@@ -189,8 +190,15 @@ class VectorIndex:
             scores = near | vectors.scores(query, [n for n in by_words if n not in near])
             numbers = sorted(scores)
             passages = tables.select_passages(rows, f"p.number IN ({', '.join(map(str, numbers))})")
-        found = {n: replace(p, score=scores[n]) for n, p in zip(numbers, passages, strict=True)}
-        return Candidates([found[n] for n in near], [(score, found[n]) for n, score in by_words.items()])
+        found = {
+            n: replace(p, score=scores[n])
+            for n, p in zip(numbers, passages, strict=True)
+            if scores[n] >= selection.min_score
+        }
+        return Candidates(
+            [found[n] for n in near if n in found],
+            [(score, found[n]) for n, score in by_words.items() if n in found],
+        )
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter
 
-from blendserve.core import Passage, run
+from blendserve.core import Passage, Selection, run
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import Embedder
 from blendserve.serve.auth import LimitedTenantDep
@@ -26,7 +26,9 @@ router = APIRouter(prefix="/v1")
 async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """The passages nearest to a question, over all collections that this key may use, or the named ones."""
     names = None if body.collections is None else tuple(body.collections)
-    arguments = tenant, names, body.question, body.top_k or client.config.retrieve.top_k
+    config = client.config.retrieve
+    least = config.min_score if body.min_score is None else body.min_score
+    arguments = tenant, names, body.question, body.top_k or config.top_k, Selection(least)
     found = await client.collections.executor.run(tenant.name, client.collections.search, *arguments)
     return {"passages": [asdict(passage) for passage in found], **client.notices.as_extras(body)}
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from fastapi import Depends
 
 from blendserve.config import Config, ServeConfig
-from blendserve.core import Answer, Passage, TokenLogprob
+from blendserve.core import Answer, Passage, Selection, TokenLogprob
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
@@ -164,16 +164,18 @@ class TenantCollections:
         return name, self.indexes[name]
 
     def search(
-        self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int
+        self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int, selection: Selection
     ) -> list[Passage]:
-        """The nearest passages of these collections, or of all that the tenant may use. On the executor's thread.
+        """The best selected passages of these collections, or of all that the tenant may use. On the executor's thread.
 
         Raises NotFound; InputError on a server without collections.
         """
         if not self.indexes:
             raise InputError("this server has no collections to retrieve from: send `passages`")
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
-        return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
+        return self._library.search(
+            [self.find(tenant, name)[0] for name in chosen], question, top_k, selection
+        )
 
 
 class EngineClient(ServiceBackend):

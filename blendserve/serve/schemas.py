@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from blendserve.config import CorrectionName, Method, PolicyName, Ratio
+from blendserve.config import CorrectionName, Method, PolicyName, Ratio, Similarity
 from blendserve.core import Document, Passage
 from blendserve.engine.request import AnswerRules
 from blendserve.errors import InputError
@@ -56,6 +56,7 @@ class BlendOptions(BlendFields):
     """Options that OpenAI's API does not have. None = the server's setting."""
 
     top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
+    min_score: Similarity | None = None
     collections: Names | None = None
     passages: Passages | None = None
 
@@ -94,6 +95,7 @@ class Question(Body):
             question=question,
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
+            min_score=options.min_score,
             blend=options.blend,
             decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
@@ -123,6 +125,7 @@ class RetrieveRequest(Body):
 
     question: Annotated[Text, Field(pattern=r"\S")]
     top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
+    min_score: Similarity | None = None
     collections: Names | None = None
 
 

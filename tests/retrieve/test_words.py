@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.core import Document
+from blendserve.core import Document, Selection
 from blendserve.errors import IndexDamaged
 from blendserve.retrieve import TokenCounter, VectorIndex, words
 from blendserve.retrieve.database import FILE
@@ -59,6 +59,18 @@ def test_a_name_is_found_that_vectors_do_not_know(tmp_path: Path) -> None:
     assert "d4071" not in [passage.doc_id for passage in near[:6]]
     assert "d4071" in [passage.doc_id for passage in index.search("How much is SKU-4071?", 2)]
     assert len(index.search("nothing of this", 6)) == 6  # by vectors alone
+
+
+def test_a_selection_leaves_out_what_is_less_similar(tmp_path: Path) -> None:
+    """By whichever of the two it was found."""
+    index = create(tmp_path / "index")
+    index.add([Document(f"Part SKU-{n} costs {n % 7} dollars.", id=f"d{n}") for n in range(4000, 4100)])
+    found = index.search("How much is SKU-4071?", 100)
+    least = sorted(passage.score or 0.0 for passage in found)[60]
+    kept = [passage for passage in found if (passage.score or 0.0) >= least]
+    selected = index.search("How much is SKU-4071?", 100, Selection(least))
+    assert {p.id for p in selected} == {p.id for p in kept}
+    assert index.search("How much is SKU-4071?", 100, Selection(1.0)) == []
 
 
 def test_damaged_words_are_noticed(tmp_path: Path) -> None:

@@ -66,6 +66,19 @@ def test_retrieved_passages_are_those_of_an_answer(client: Client) -> None:
         assert client.post("/v1/rag/retrieve", wrong).status_code == status
 
 
+def test_passages_below_the_least_score_are_not_retrieved(client: Client) -> None:
+    """An answer has none then."""
+    body: dict[str, Any] = {"question": QUESTIONS[0], "top_k": 9}
+    scores = sorted(p["score"] for p in client.post("/v1/rag/retrieve", body).json()["passages"])
+    least = (scores[-2] + scores[-1]) / 2
+    found = client.post("/v1/rag/retrieve", {**body, "min_score": least}).json()["passages"]
+    assert [p["score"] for p in found] == scores[-1:]
+    assert client.ask(**body, min_score=least, max_tokens=1)["passages"] == found
+    answer = client.ask(**body, min_score=1, max_tokens=3)
+    assert (answer["passages"], answer["report"]["chunks"]) == ([], 0)
+    assert client.post("/v1/rag/retrieve", {**body, "min_score": 1.1}).status_code == 400
+
+
 def test_a_key_retrieves_from_its_own_collections(server: Server) -> None:
     ann = server.tenant(collections=("a",))
     body = {"question": QUESTIONS[0], "top_k": 9}

@@ -55,6 +55,6 @@ def test_retrieved_passages_leave_room_for_an_answer() -> None:
     engine = toy_engine(decode={"max_new_tokens": None})
     room = len(engine.prompts.build(QUESTIONS[0], PASSAGES)) + 8
     request = Request(QUESTIONS[0], may_fill=True)
-    prepared = engine.prepare(request, lambda question, top_k: PASSAGES, room=room)
+    prepared = engine.prepare(request, lambda *_: PASSAGES, room=room)
     assert 0 < len(prepared.passages) < len(PASSAGES)
     assert prepared.decode.answer_tokens >= 64
