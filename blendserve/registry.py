@@ -1,7 +1,7 @@
 """What is chosen by name, one line each: the file and class behind a name, and which name is the default.
 
 Nothing else in the package spells these names: settings, help texts and error messages read them here. A file is
-imported when its name is first asked for.
+imported when its name is first asked for. Installed packages add names through entry points of the registry's group.
 
 A dataclass may have parameters, its fields with defaults. A word gives them in brackets after the name, as in
 `deviation[1,2]` or NAME[FIELD=VALUE,FIELD=VALUE]. Values without a field belong to the first parameter.
@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,9 +24,9 @@ MANY = 12  # names that a message lists
 class Registry:
     """Names of one kind of thing; the first is the default."""
 
-    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
-        """entries: name -> "module:attribute"."""
-        self.kind, self._entries = kind, dict(entries)
+    def __init__(self, kind: str, entries: Mapping[str, str], group: str = "") -> None:
+        """entries: name -> "module:attribute". group: of entry points with further ones; "" for none."""
+        self.kind, self._entries, self._group = kind, dict(entries), group
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,6 +38,8 @@ class Registry:
 
     def check(self, name: str) -> str:
         """The name itself. Raises ValueError with the nearest known one."""
+        if name not in self._entries and self._group:
+            self._entries |= {found.name: found.value for found in entry_points(group=self._group)}
         if name not in self._entries:
             raise ValueError(f"there is no {self.kind} {name!r}: {nearest(name, list(self._entries))}")
         return name
@@ -154,6 +157,7 @@ POLICIES = Registry(
         "none": "blendserve.blend.policies:NonePolicy",
         "all": "blendserve.blend.policies:AllPolicy",
     },
+    "blendserve.policies",
 )
 CORRECTIONS = Registry(
     "correction",
@@ -163,6 +167,7 @@ CORRECTIONS = Registry(
         "shift": "blendserve.blend.corrections:Shift",
         "none": "blendserve.blend.corrections:NoCorrection",
     },
+    "blendserve.corrections",
 )
 
 _CODE = (
@@ -212,6 +217,7 @@ STORES = Registry(
         "valkey": "blendserve.store.valkey:ValkeyStore",
         "kdn": "blendserve.fetch.kdn.source:KdnSource",
     },
+    "blendserve.stores",
 )
 SHARED_STORE = "valkey"  # the kind that is a server
 DELIVERED = "kdn"  # the kind whose chunks a service delivers
@@ -231,6 +237,7 @@ CODECS = Registry(
         "predict": "blendserve.store.codecs.predict.codec:Predict",
         "cachegen": "blendserve.store.codecs.cachegen:CacheGen",
     },
+    "blendserve.codecs",
 )
 PLAIN_CODECS = ("raw", "int8")  # those without tables
 SENT_CODECS = (*PLAIN_CODECS, "predict@1")  # what KV is sent by over a network, the largest first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +91,7 @@ def list_collections(settings: Config) -> Output:
     """List the collections in a store."""
     from blendserve.kdn.catalog import summary  # with torch: seconds
 
-    with _catalog(settings) as catalog:
+    with open_catalog(settings) as catalog:
         found = [summary(collection) for collection in catalog.collections().values()]
     fields = ("name", "chunks", "tokens", "levels", "pinned", "published")
     columns = (*fields, "model=reader", "stored bytes=n_bytes")
@@ -119,7 +118,7 @@ def unpin(name: NameArg, settings: Config) -> Output:
 def _set_pins(name: str, settings: Config, pinned: bool) -> Output:
     from blendserve.kdn.publish import set_pins  # with torch: seconds
 
-    with _catalog(settings) as catalog:
+    with open_catalog(settings) as catalog:
         n = set_pins(catalog, name, pinned)
     done = "pinned" if pinned else "unpinned"
     return Output({"collection": name, done: n}, f"{name}: {n} chunks {done}")
@@ -138,7 +137,7 @@ def unpublish(
     """
     from blendserve.kdn.publish import unpublish as run  # with torch: seconds
 
-    with _catalog(settings) as catalog:
+    with open_catalog(settings) as catalog:
         n = run(catalog, name, delete)
     done = "deleted" if delete else "unpinned"
     return Output({"collection": name, done: n}, f"unpublished {name}: {n} chunks {done}")
@@ -200,49 +199,8 @@ def pull(
     return Output({"index": str(found)}, f"{found}: next: blendserve ask ... -i {source}")
 
 
-@collection.command()
-def relay(
-    bind: str = option("127.0.0.1:4443", "Address to listen on, HOST:PORT."),
-    cache_mb: int = option(1024, "Size of the cache of delivered chunks, in MB (10^6 bytes).", min=1),
-) -> None:
-    """Run a MoQ relay that delivers chunks to many engines (experimental).
-
-    It prints its URL and its certificate's fingerprint, for `collection moq-publish` and the setting store.remote.relay.
-    It has no API keys, so only your engines may reach it (docs/reference/moq.md).
-    """
-    from blendserve.kdn.moq import relay as run  # with torch: seconds
-
-    async def forever() -> None:
-        async with run(bind, cache_mb * 1_000_000) as server:
-            console.note(f"Relaying on https://{server.local_addr} {server.cert_fingerprints()[0]}")
-            await asyncio.Event().wait()
-
-    asyncio.run(forever())
-
-
-@collection.command("moq-publish")
-@with_settings("store.location")
-def moq_publish(
-    url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],
-    settings: Config,
-    fingerprint: str = option(
-        "",
-        "SHA-256 of the relay's certificate, in hex; without it, the certificate must be signed "
-        "by a trusted authority.",
-    ),
-) -> None:
-    """Publish a store's collections on a MoQ relay (experimental).
-
-    A chunk is sent to the relay once, when the first engine asks for it, for any number of engines.
-    """
-    from blendserve.kdn.moq import Publisher  # with torch: seconds
-
-    with _catalog(settings) as catalog:
-        asyncio.run(Publisher(catalog.store, url, fingerprint).run())
-
-
 @contextmanager
-def _catalog(settings: Config) -> Iterator[CollectionCatalog]:
+def open_catalog(settings: Config) -> Iterator[CollectionCatalog]:
     """The collections of a store. Raises ConfigError, StoreError."""
     if not settings.store.location:
         raise ConfigError(

@@ -48,6 +48,11 @@ def _location(text: str) -> str:
         return text
     if scheme in VALKEY_SCHEMES:
         return _server_url(text)
+    plug_in, plus, _ = scheme.partition("+")
+    if plus:
+        STORES.check(plug_in)
+        _parts(text)
+        return text
     if scheme not in HTTP_SCHEMES:
         raise ValueError(
             f"a store is a folder, `memory`, a Valkey server at {SERVER_URLS}, or a collection at "
@@ -109,8 +114,6 @@ class KdnConfig(Settings):
     collection: str
     level: str = "auto"
     ttft_ms: float = 0.0
-    relay: str = ""
-    relay_fingerprint: str = ""
     secret_file: Path | None = None
     ca_file: Path | None = None
     deadline_s: float = 5.0
@@ -135,8 +138,8 @@ class StoreBackendConfig(Settings):
 
     location: Location = ""
     """Place of the KV store: a folder, `memory`, valkey://HOST:PORT/DATABASE (valkeys:// for TLS, unix:///PATH for a
-    socket, USER@HOST for a user), or https://HOST/COLLECTION of a delivery service; kv/ in the folder of the index if
-    empty."""
+    socket, USER@HOST for a user), https://HOST/COLLECTION of a delivery service, or KIND+URL of a plug-in; kv/ in the
+    folder of the index if empty."""
     cap_gb: float | None = Field(None, gt=0)
     """Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared server. The files are slightly
     larger. By default 32, but no more than the disk has room for; in memory a quarter of what is available."""
@@ -159,15 +162,13 @@ class StoreBackendConfig(Settings):
     ttft_ms: float = Field(0.0, ge=0)
     """Time limit for fetching and decoding the chunks of a request, in milliseconds. Level auto then chooses the finest
     level that meets it; 0 chooses the fastest level."""
-    relay: str = ""
-    """MoQ relay to fetch chunks of a collection from, https://HOST:PORT#FINGERPRINT (SHA-256 of its certificate, in
-    hex; without it, a trusted authority must have signed the certificate). Chunks that it does not deliver come from
-    the service."""
 
     @property
     def kind(self) -> str:
         """The kind of store at `location`, a name of registry.STORES."""
         scheme, url, _ = self.location.partition("://")
+        if "+" in scheme:
+            return scheme.partition("+")[0]
         if url:
             return DELIVERED if scheme in HTTP_SCHEMES else SHARED_STORE
         return self.location if self.location in STORES.names else STORES.default
@@ -187,9 +188,9 @@ class StoreBackendConfig(Settings):
     def kdn(self) -> KdnConfig:
         """The settings of the delivery service at `location`."""
         url, _, collection = self.location.rpartition("/")
-        relay, _, fingerprint = self.relay.partition("#")
-        names = {"url": url, "collection": collection, "relay": relay, "relay_fingerprint": fingerprint}
-        return KdnConfig(**names, level=self.level, ttft_ms=self.ttft_ms, **self._of_server())
+        return KdnConfig(
+            url=url, collection=collection, level=self.level, ttft_ms=self.ttft_ms, **self._of_server()
+        )
 
     def _of_server(self) -> dict[str, Any]:
         """The settings of every kind of server, without unset ones."""
@@ -227,7 +228,7 @@ class StoreConfig(StoreBackendConfig):
     it off."""
     remote: RemoteConfig | None = None
     """Store shared with other machines. The engine reads chunks from it that its own store lacks, and writes the chunks
-    that it computes. It has the settings of `store` from location to relay."""
+    that it computes. It has the settings of `store` from location to ttft_ms."""
     remote_write: Literal["back", "through"] = "back"
     """When to write to the remote store: back writes in the background, through writes before a chunk counts as
     stored."""

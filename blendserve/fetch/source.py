@@ -1,6 +1,6 @@
 """Where chunks of another machine come from: the contract, and any store as a source.
 
-fetch/kdn/ has the sources over HTTP and MoQ.
+fetch/kdn/ has the source over HTTP, integrations/moq one over MoQ.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ FOREIGN = frozenset(  # names of other programs, by program
     [
         *("--no-deps", "--index-url", "--no-build-isolation", "--cpuset-cpus", "--cache-reuse", "--merge"),
         *("--head", "--address", "--generate", "--kv-transfer-config"),  # Ray and vLLM
+        "--fingerprint",  # blendserve-moq
         *("/data", "/data/cache", "/docs", "/redoc", "/v1"),  # a folder of the image; pages that are absent
         *("/none", "/prefix", "/primer"),  # ends of method strings
         *("/v1/responses", "guided_json", "output_config"),  # said to be missing

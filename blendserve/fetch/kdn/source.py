@@ -77,9 +77,7 @@ class KdnSource:
         cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> KdnSource:
         """A service that cannot be reached is logged, and no error: chunks count as missing until it answers."""
-        from blendserve.fetch.kdn.moq import MoqSource  # which is one of these
-
-        source = (MoqSource if config.kdn.relay else cls)(config.kdn)
+        source = cls(config.kdn)
         with suppress(StoreUnavailable):  # the breaker has logged it
             source.known()
         return source

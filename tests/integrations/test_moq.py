@@ -7,23 +7,41 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import urlencode
 
 import pytest
 import torch
 
+from blendserve.config import Config
+from blendserve.errors import ConfigError
+from blendserve.fetch import TieredStore, open_store
 from blendserve.fetch.kdn.manifest import Collection
-from blendserve.fetch.kdn.moq import MoqSource
 from blendserve.fetch.link import LinkEstimator
 from blendserve.kdn.catalog import CollectionCatalog
-from blendserve.kdn.moq import Publisher, relay
+from blendserve.registry import STORES
 from blendserve.store import KVStore
-from tests.support.peers import Service, answered, blender, kdn_store, question, settings
+from tests.support.peers import (
+    NAME,
+    PATIENT_S,
+    Service,
+    answered,
+    blender,
+    kdn_store,
+    published,
+    question,
+    settings,
+)
 from tests.support.waiting import eventually
 
-moq = pytest.importorskip("moq", reason="moq-rs is not installed: pip install '.[moq]'")
+pytest.importorskip("moq", reason="moq-rs is not installed: pip install '.[integrations]'")
 
+from blendserve_moq.relay import Publisher, relay
+from blendserve_moq.source import MoqSource
+
+ROOT = Path(__file__).parents[2]
 READERS = 8
 Made = tuple[KVStore, Collection]
 Frames = list[bytes]
@@ -46,12 +64,23 @@ class Relay(ExitStack):
         async with relay("127.0.0.1:0") as server:
             self.options = {
                 "relay": f"https://{server.local_addr}",
-                "relay_fingerprint": server.cert_fingerprints()[0],
+                "fingerprint": server.cert_fingerprints()[0],
             }
             self.publisher = Publisher(self._store, *self.options.values())
             feeding = asyncio.create_task(self.publisher.run(self._ready.set))
             await self._over.wait()
             feeding.cancel()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return published(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="module")
+def service(made: Made) -> Iterator[Service]:
+    with Service(made[0]) as running:
+        yield running
 
 
 @pytest.fixture
@@ -84,7 +113,7 @@ def is_right(done: Any, made: Made, passages: int = 3) -> bool:
 def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Service, by_http: Any) -> None:
     with Relay(made[0]) as there:
         stores = [
-            there.enter_context(kdn_store(settings(service.url, **there.options), MoqSource))
+            there.enter_context(kdn_store(settings(service.url), MoqSource, **there.options))
             for _ in range(READERS)
         ]
         with ThreadPoolExecutor(READERS) as pool:
@@ -112,14 +141,14 @@ def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_ti
         there,
         ThreadPoolExecutor(1) as pool,
         mock.patch.object(LinkEstimator, "arrived", autospec=True, side_effect=arrived) as parts,
-        kdn_store(settings(service.url, **there.options), MoqSource) as store,
+        kdn_store(settings(service.url), MoqSource, **there.options) as store,
     ):
         assert is_right(answered(store, 3), made)
         assert by_http() == 0
         parts.reset_mock()
         halved.set()
         # Of the deadline: how long the relay is waited for.
-        monkeypatch.setattr("blendserve.fetch.kdn.moq.RELAY_SHARE", 0.05)
+        monkeypatch.setattr("blendserve_moq.source.RELAY_SHARE", 0.05)
         asked = pool.submit(answered, store, 5)
         eventually(lambda: parts.called)  # a part of a chunk is here
         there.close()
@@ -132,6 +161,32 @@ def test_what_a_relay_sends_is_checked(
     made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed_frames(monkeypatch, lambda frames: [*frames[:-1], frames[-1][:-1] + bytes([frames[-1][-1] ^ 4])])
-    with Relay(made[0]) as there, kdn_store(settings(service.url, **there.options), MoqSource) as store:
+    with Relay(made[0]) as there, kdn_store(settings(service.url), MoqSource, **there.options) as store:
         assert is_right(answered(store, 3), made)
     assert by_http() > 0
+
+
+def test_a_location_names_service_and_relay_once_the_package_is_installed(
+    made: Made, service: Service, by_http: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError):
+        Config(store={"location": f"moq+{service.url}/{NAME}"})
+    project = (ROOT / "integrations" / "moq" / "pyproject.toml").read_text()
+    installed = tmp_path / "blendserve_moq-0.dist-info"
+    installed.mkdir()
+    entry = project.partition('[project.entry-points."blendserve.stores"]\n')[2].partition("\n")[0]
+    (installed / "entry_points.txt").write_text(f"[blendserve.stores]\n{entry.replace(chr(34), '')}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with ExitStack() as after, Relay(made[0]) as there:
+        after.callback(STORES.remove, "moq")
+        location = f"moq+{service.url}/{NAME}?{urlencode(there.options)}"
+        store = Config(store={"location": location, "level": "raw", "deadline_s": PATIENT_S}).store
+        with open_store(store, None) as opened:
+            assert isinstance(opened, TieredStore)
+            assert is_right(answered(opened, 3), made)
+        assert by_http() == 0
+        for options in ("", "?fingerprint=aa", f"?{urlencode(there.options)}&other=1"):
+            wrong = Config(store={"location": f"moq+{service.url}/{NAME}{options}"}).store
+            with pytest.raises(ConfigError) as caught:
+                open_store(wrong, None)
+            assert caught.value.setting == "store.remote.location"

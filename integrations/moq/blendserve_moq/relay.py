@@ -14,11 +14,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
+import moq
+
 from blendserve.errors import StoreError
 from blendserve.fetch.kdn.manifest import encode_body
-from blendserve.fetch.kdn.moq import GROUP, broadcast_of, library
 from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.store import KVStore, read_record
+from blendserve_moq.source import GROUP, broadcast_of
 
 MAX_TRACKS = 64  # that are kept open after their last frame
 POLL_S = 5.0  # between two looks for published or unpublished collections
@@ -29,9 +31,8 @@ NOT_FOUND = 404
 async def relay(bind: str, cache_bytes: int | None = None) -> AsyncIterator[Any]:
     """A relay, with `local_addr` and `cert_fingerprints()`. bind: HOST:PORT; port 0 for any.
 
-    Its certificate is self-signed: engines need the fingerprint. Raises StoreUnavailable without the package.
+    Its certificate is self-signed: engines need the fingerprint.
     """
-    moq = library()
     origin = moq.OriginProducer(cache_capacity_bytes=cache_bytes)
     async with moq.Server(bind, tls_generate=["localhost"], publish=origin, subscribe=origin) as server:
         serving = asyncio.create_task(_serve(server))
@@ -47,8 +48,8 @@ class Publisher:
     """Publishes a store's collections on a relay."""
 
     def __init__(self, store: KVStore, url: str, fingerprint: str = "") -> None:
-        """fingerprint: of the relay's certificate, in hex. Raises StoreUnavailable without the package."""
-        self._moq, self._store, self._catalog = library(), store, CollectionCatalog(store)
+        """fingerprint: of the relay's certificate, in hex."""
+        self._store, self._catalog = store, CollectionCatalog(store)
         self._url = url
         self._fingerprints = [fingerprint] if fingerprint else None
         self.sent = 0  # bytes of frames, to the relay
@@ -56,9 +57,9 @@ class Publisher:
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Publish until it is cancelled. ready: called when all collections are announced."""
-        origin, serving = self._moq.OriginProducer(), dict[str, tuple[Any, asyncio.Task[None]]]()
+        origin, serving = moq.OriginProducer(), dict[str, tuple[Any, asyncio.Task[None]]]()
         async with AsyncExitStack() as stack:
-            client = self._moq.Client(
+            client = moq.Client(
                 self._url, tls_fingerprints=self._fingerprints, publish=origin, websocket_enabled=False
             )
             await stack.enter_async_context(client)

@@ -1,4 +1,6 @@
-"""Chunks from a MoQ relay, which the publisher sends each chunk to once (kdn/moq.py, docs/reference/moq.md).
+"""The store kind `moq`: chunks from a MoQ relay, which the publisher sends each chunk to once (relay.py).
+
+    moq+https://SERVICE:8010/COLLECTION?relay=https://RELAY:4443&fingerprint=SHA256     as store.remote.location
 
 A chunk that the relay does not deliver is requested from the service by HTTP. After a failure the relay is not used for
 some seconds. Every frame is checked like a segment of any record.
@@ -13,16 +15,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as Late
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
-from blendserve.config import KdnConfig
-from blendserve.errors import CorruptRecord, StoreUnavailable
-from blendserve.extras import install_hint
+import moq
+
+from blendserve.config import KdnConfig, StoreBackendConfig
+from blendserve.errors import ConfigError, CorruptRecord, StoreUnavailable
 from blendserve.fetch.incoming import IncomingChunk
 from blendserve.fetch.kdn.manifest import MAX_HEADER_BYTES, Collection
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.store import record
 from blendserve.store.codecs.base import Buffer
+from blendserve.store.policies import Policies
 from blendserve.store.record import Header
 
 REST_S = 5.0
@@ -41,17 +47,34 @@ class MoqSource(KdnSource):
 
     max_interleaved = 1
 
-    def __init__(self, config: KdnConfig, *options: Any, **named: Any) -> None:
-        """Raises StoreUnavailable without the package."""
-        super().__init__(config, *options, **named)
-        self._moq, self._url = library(), config.relay
-        self._fingerprints = [config.relay_fingerprint] if config.relay_fingerprint else None
+    def __init__(self, config: KdnConfig, relay: str = "", fingerprint: str = "", **options: Any) -> None:
+        """relay: its URL. fingerprint: of its certificate, SHA-256 in hex; without it, an authority has signed it."""
+        super().__init__(config, **options)
+        self._url = relay
+        self._fingerprints = [fingerprint] if fingerprint else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="blendserve-moq", daemon=True)
         self._thread.start()
         self._connecting = asyncio.Lock()
         self._session: tuple[AsyncExitStack, Any] | None = None
         self._rest_until = 0.0
+
+    @classmethod
+    def from_config(
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> MoqSource:
+        """A service or relay that cannot be reached is logged, and no error. Raises ConfigError without a relay."""
+        service, _, query = config.location.removeprefix("moq+").partition("?")
+        options = {name: values[-1] for name, values in parse_qs(query).items()}
+        if "relay" not in options or options.keys() - {"relay", "fingerprint"}:
+            raise ConfigError(
+                f"location {config.location!r} names no relay: write moq+{service}?relay=https://HOST:4443&fingerprint=F",
+                setting="store.remote.location",
+            )
+        source = cls(config.replace("location", service).kdn, **options)
+        with suppress(StoreUnavailable):  # the breaker has logged it
+            source.known()
+        return source
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
         for chunk in batch:
@@ -114,9 +137,9 @@ class MoqSource(KdnSource):
             try:
                 group = await consumer.fetch_group(track, GROUP)
                 return group, await _frame(group, most)
-            except self._moq.Error as error:
+            except moq.Error as error:
                 kind = getattr(getattr(error, "details", None), "kind", None)
-                if kind != self._moq.ProtocolKind.NOT_FOUND or (pause_s := next(pauses_s, None)) is None:
+                if kind != moq.ProtocolKind.NOT_FOUND or (pause_s := next(pauses_s, None)) is None:
                     raise
             await asyncio.sleep(pause_s)
 
@@ -124,8 +147,8 @@ class MoqSource(KdnSource):
         """The origin with the relay's broadcasts."""
         async with self._connecting:
             if self._session is None:
-                stack, origin = AsyncExitStack(), self._moq.OriginProducer()
-                client = self._moq.Client(
+                stack, origin = AsyncExitStack(), moq.OriginProducer()
+                client = moq.Client(
                     self._url, tls_fingerprints=self._fingerprints, subscribe=origin, websocket_enabled=False
                 )
                 await stack.enter_async_context(client)
@@ -145,17 +168,6 @@ async def _frame(group: Any, most: int) -> bytes:
     if frame is None or len(frame.payload) > most:
         raise ValueError("a frame is missing, or too large")
     return bytes(frame.payload)
-
-
-def library() -> Any:
-    """The package moq. Raises StoreUnavailable."""
-    try:
-        import moq
-    except ImportError:
-        raise StoreUnavailable(
-            f"chunks from a MoQ relay need the package moq-rs: {install_hint('moq')}, or set no relay"
-        ) from None
-    return moq
 
 
 def broadcast_of(collection: Collection) -> str:
