@@ -1,150 +1,169 @@
-"""Converts the bundled llama from GGUF to a Hugging Face folder without transformers, whose import takes seconds.
+"""Reads GGUF files, in which llama.cpp and Ollama keep models: metadata, and tensors as views of the mapped file.
 
-Its SHA-256 is known, so nothing here guards against damage; a user's own file is converted by transformers (sources.py).
-The folder equals transformers' own conversion: tests/models/test_gguf.py compares them.
-
-A GGUF file is: magic, version, counts, metadata, table of tensors, padding, data. Blocks as in ggml-quants.c.
+A file is: magic, version, counts, metadata, a table of tensors, padding, data. A split model has several such files.
+Every length is checked against the file's end, so that a damaged or truncated file is a ModelError.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import tokenizers
 import torch
-from safetensors.torch import save_file
-from tokenizers import AddedToken, decoders, models, processors
 from torch import Tensor
 
-from blendserve.models.fast_load import Start
-from blendserve.models.pre_tokenizers import set_pre_tokenizer
-from blendserve.models.tokenizer import Tokenizer
+from blendserve.errors import BlendserveError, ModelError, ModelUnsupported
+from blendserve.models.checkpoint import first_line
+from blendserve.models.weights import QuantisedMatrix
 
-Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
-Floats = npt.NDArray[np.float32]  # [N, elements of a block]
-
+MAGIC, VERSIONS = b"GGUF", (2, 3)
 # struct codes by value type, and the two types that have a length
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY = 8, 9
-CHUNK = 1 << 16  # blocks that are dequantised at once: less memory, which is sooner cleared
-CONTROL = 3  # token type of special tokens
-TOKEN_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the file's
-SETTINGS = {  # of a LlamaConfig -> the file's
-    "_model_name_or_path": "general.name",
-    "head_dim": "llama.rope.dimension_count",
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "max_position_embeddings": "llama.context_length",
-    "num_attention_heads": "llama.attention.head_count",
-    "num_hidden_layers": "llama.block_count",
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+LENGTH = struct.Struct("<Q")
+MAX_DIMS = 4
+PLAIN = {
+    0: torch.float32,
+    1: torch.float16,
+    30: torch.bfloat16,
+}  # by the numbers of `enum ggml_type` in ggml.h
+BLOCKS = {  # -> name in the package gguf, weights and bytes of a block
+    **{
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24),
+        8: ("Q8_0", 32, 34),
+    },
+    **{10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)},
+    **{14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136)},
 }
-CONSTANTS = {  # of config.json
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "dtype": "bfloat16",
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "pretraining_tp": 1,
-    "use_cache": True,
-}
-# What a LlamaConfig adds to its config.json when it is read. It is part of the fingerprint.
-DEFAULTS = {
-    "chunk_size_feed_forward": 0,
-    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
-    "is_encoder_decoder": False,
-    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "problem_type": None,
-    "return_dict": True,
-}
-BODY = {"embed_tokens": "token_embd", "norm": "output_norm"}  # Hugging Face's names -> the file's
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The fp16 at a byte of each block -> fp32 [N, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+class Entry(NamedTuple):
+    """Where a tensor is."""
 
-
-def _q4_1(b: Bytes) -> Floats:
-    nibbles = np.concatenate([b[:, 4:] & np.uint8(15), b[:, 4:] >> np.uint8(4)], axis=1)
-    return _half(b, 0) * nibbles.astype(np.float32) + _half(b, 2)
-
-
-class BlockFormat(NamedTuple):
-    """How a block of elements is stored."""
-
-    elements: int
-    n_bytes: int
-    values: Callable[[Bytes], Floats]
-
-
-# The bundled file's, by the numbers of `enum ggml_type` in ggml.h.
-FORMATS = {
-    0: BlockFormat(1, 4, lambda b: b.view(np.float32)),  # F32
-    3: BlockFormat(32, 20, _q4_1),
-    8: BlockFormat(32, 34, lambda b: b[:, 2:].view(np.int8).astype(np.float32) * _half(b, 0)),  # Q8_0
-}
+    shape: tuple[int, ...]  # in torch's order
+    kind: int
+    data: np.ndarray[Any, np.dtype[np.uint8]]  # mapped
 
 
 class Gguf:
-    """An open file: its metadata, and tensors that are dequantised when asked for."""
+    """The metadata and tensors of a model in one GGUF file, or in several parts."""
+
+    def __init__(self, path: Path) -> None:
+        """path: the file, or any part of a split one. Raises ModelError."""
+        self.path = path
+        self.tensors: dict[str, Entry] = {}
+        for n, part in enumerate(_parts(path)):
+            with reading(part):
+                read = _Reader(part)
+                if n == 0:
+                    self.metadata = read.metadata
+                if self.tensors.keys() & read.tensors.keys():
+                    raise ValueError("two tensors have the same name")
+                self.tensors |= read.tensors
+
+    def tensor(self, name: str) -> Tensor | QuantisedMatrix:
+        """The tensor, not copied. Raises KeyError, ModelUnsupported for a quantisation that is not read."""
+        shape, kind, data = self.tensors[name]
+        if kind in PLAIN:
+            return torch.from_numpy(data).view(PLAIN[kind]).view(shape)
+        outputs, inputs = shape
+        return QuantisedMatrix(BLOCKS[kind][0], (outputs, inputs), data.reshape(outputs, -1))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file causes into a ModelError that names the file."""
+    try:
+        yield
+    except BlendserveError:
+        raise
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"there is no file {path}: give the path of a GGUF file with all its parts, a folder or a hub id",
+            path=path,
+        ) from error
+    except Exception as error:  # struct, numpy, torch and tokenizers have no common class for bad values
+        told = first_line(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise ModelError(f"{path} is damaged: {told}. Fetch it again", path=path) from error
+
+
+def _parts(path: Path) -> list[Path]:
+    """All parts of a split file, by its name."""
+    found = PART.search(path.name)
+    if not found:
+        return [path]
+    count = int(found[2])
+    names = (PART.sub(f"-{n:05}-of-{count:05}", path.name) for n in range(1, count + 1))
+    return [path.with_name(name) for name in names]
+
+
+class _Reader:
+    """Reads one file."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to write
         self._at = 0
-        _, _, n_tensors, n_values = self._numbers("4sIQQ")
-        self.metadata = {self._text(): self._value(*self._numbers("I")) for _ in range(n_values)}
-        self.tensors = dict(self._entry() for _ in range(n_tensors))
+        magic, version = self._numbers("4sI")
+        if magic != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        if version not in VERSIONS:
+            self._refuse(path, version)
+        n_tensors, n_values = self._numbers("QQ")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(n_values):
+            name = self._text()
+            self.metadata[name] = self._value(*self._numbers("I"))
+        table = [self._entry() for _ in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
-        self._start = -(-self._at // alignment) * alignment
+        start = -(-self._at // alignment) * alignment
+        self.tensors = {name: self._mapped(start + at, shape, kind, path) for name, shape, kind, at in table}
+        if len(self.tensors) < n_tensors:
+            raise ValueError("two tensors have the same name")
 
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor, dequantised in fp32 and rounded to `dtype` once. Raises KeyError."""
-        shape, kind, offset = self.tensors[name]
-        form, start = FORMATS[kind], self._start + offset
-        out = torch.empty(shape, dtype=dtype)
-        n_blocks = out.numel() // form.elements
-        blocks = np.frombuffer(self._data, np.uint8, n_blocks * form.n_bytes, start).reshape(n_blocks, -1)
-        values = out.view(n_blocks, -1)
-        for at in range(0, n_blocks, CHUNK):
-            some = blocks[at : at + CHUNK].copy()  # a copy, as torch wants to write
-            values[at : at + CHUNK] = torch.from_numpy(form.values(some))
-        return out
+    def _refuse(self, path: Path, version: int) -> None:
+        if version in (n << 24 for n in VERSIONS):
+            raise ModelError(
+                f"{path} is a big-endian GGUF file: convert it to little-endian by llama.cpp's "
+                "gguf_convert_endian.py, or fetch it in that form",
+                path=path,
+            )
+        raise ModelError(
+            f"{path} has version {version} of GGUF, and 2 and 3 are read: fetch it again, or convert the model again",
+            path=path,
+        )
 
     def _numbers(self, code: str) -> tuple[Any, ...]:
         """The next values, by their struct codes."""
-        size = struct.calcsize(f"<{code}")
-        self._at += size
-        return struct.unpack(f"<{code}", self._data[self._at - size : self._at])
+        values = struct.unpack_from(f"<{code}", self._data, self._at)
+        self._at += struct.calcsize(f"<{code}")
+        return values
 
     def _text(self) -> str:
-        (length,) = self._numbers("Q")
-        return str(self._numbers(f"{length}s")[0].decode("utf-8"))
+        (text,) = self._texts(1)
+        return text
+
+    def _texts(self, count: int) -> list[str]:
+        texts, data, at = [], self._data, self._at
+        for _ in range(count):
+            (length,) = LENGTH.unpack_from(data, at)
+            at += LENGTH.size
+            texts.append(str(data[at : at + length], "utf-8"))
+            at += length
+        if at > len(data):
+            raise ValueError("it ends within a text")
+        self._at = at
+        return texts
 
     def _value(self, kind: int) -> Any:
         """One value of the metadata."""
@@ -154,81 +173,29 @@ class Gguf:
             return self._numbers(SCALARS[kind])[0]
         element, count = self._numbers("IQ")
         if element == STRING:
-            return [self._text() for _ in range(count)]
-        return list(self._numbers(f"{count}{SCALARS[element]}"))
+            return self._texts(count)
+        values = np.frombuffer(self._data, f"<{SCALARS[element]}", count, self._at)
+        self._at += values.nbytes
+        return values.tolist()
 
-    def _entry(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-        """A tensor's name; its shape in torch's order, format, and offset in the data."""
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """A tensor's name; its shape in torch's order, type, and offset in the data."""
         name, (n_dims,) = self._text(), self._numbers("I")
+        if not 0 < n_dims <= MAX_DIMS:
+            raise ValueError(f"tensor {name!r} has {n_dims} dimensions")
         dims = self._numbers(f"{n_dims}Q")
-        return name, (dims[::-1], *self._numbers("IQ"))
+        kind, at = self._numbers("IQ")
+        return name, dims[::-1], kind, at
 
-
-def write_folder(file: Path, into: Path) -> Start:
-    """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE."""
-    gguf = Gguf(file)
-    config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
-    set_pre_tokenizer(tokenizer.backend_tokenizer, gguf.metadata.get("tokenizer.ggml.pre"), file)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
-    for name, values in (("config", config), ("tokenizer_config", settings)):
-        (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
-    tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
-    if isinstance(tokenizer.chat_template, str):
-        (into / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
-    save_file(_weights(gguf, config), into / "model.safetensors", {"format": "pt"})
-    return Start({**DEFAULTS, **config}, tokenizer, frozenset({config["eos_token_id"]}), fingerprint=None)
-
-
-def _config(gguf: Gguf) -> dict[str, Any]:
-    """config.json of a llama model."""
-    metadata = gguf.metadata
-    ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in TOKEN_IDS.items()}
-    return {
-        **CONSTANTS,
-        **{name: metadata[key] for name, key in SETTINGS.items()},
-        **{f"{name}_token_id": i for name, i in ids.items() if i is not None},
-        "rope_parameters": {"rope_theta": metadata["llama.rope.freq_base"], "rope_type": "default"},
-        "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-    }
-
-
-def _weights(gguf: Gguf, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor in bf16, by its Hugging Face name."""
-    names = {f"model.{to}": name for to, name in BODY.items()}
-    if not config["tie_word_embeddings"]:
-        names["lm_head"] = "output"
-    for l in range(config["num_hidden_layers"]):
-        names |= {f"model.layers.{l}.{to}": f"blk.{l}.{name}" for to, name in LAYER.items()}
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    weights = {}
-    for to, name in names.items():
-        x = gguf.tensor(f"{name}.weight", torch.bfloat16)
-        if n := heads.get(to.rpartition(".")[2]):
-            # Rows in the order of Hugging Face's RoPE, first halves then second, instead of llama.cpp's pairs.
-            x = x.view(n, -1, 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
-        weights[f"{to}.weight"] = x
-    return weights
-
-
-def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """A byte-level BPE tokenizer."""
-    tokens = metadata["tokenizer.ggml.tokens"]
-    ids = {name: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for name, theirs in TOKEN_IDS.items()}
-    special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
-    types = zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True)
-    control = [token for token, kind in types if kind == CONTROL]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]],
-            continuing_subword_prefix="",
-            end_of_word_suffix="",
-            fuse_unk=False,
-        )
-    )
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
-    named = dict.fromkeys([*special.values(), *control])
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in named])
-    return Tokenizer(backend, special, ids["eos"], metadata.get("tokenizer.chat_template"))
+    def _mapped(self, start: int, shape: tuple[int, ...], kind: int, path: Path) -> Entry:
+        elements = int(np.prod([int(n) for n in shape], dtype=object))
+        if kind in PLAIN:
+            n_bytes = elements * PLAIN[kind].itemsize
+        elif kind in BLOCKS and len(shape) == 2:
+            _, of_block, block_bytes = BLOCKS[kind]
+            if shape[-1] % of_block:
+                raise ValueError(f"rows of {shape[-1]} weights are no whole blocks")
+            n_bytes = elements // of_block * block_bytes
+        else:
+            raise ModelUnsupported(f"{path} has tensors of ggml type {kind}, which is not read", path=path)
+        return Entry(shape, kind, np.frombuffer(self._data, np.uint8, n_bytes, start))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from blendserve.errors import ModelError
-from blendserve.models import fast_load, gguf
+from blendserve.models import bundled_llama, fast_load
 from blendserve.models.adapter import Adapter
 from blendserve.models.checkpoint import check_weights, first_line
 from blendserve.models.pre_tokenizers import set_pre_tokenizer
@@ -95,7 +95,7 @@ def bundled_folder(name: str = DEFAULT) -> Path:
         if not bundled.is_llama:
             _convert(file, into)
             return target
-        start = gguf.write_folder(file, into)
+        start = bundled_llama.write_folder(file, into)
         if bundled.adapter:
             bundled.adapter.merge(into)
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU

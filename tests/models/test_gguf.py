@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ModelError, ModelUnsupported
-from blendserve.models import gguf as converter
+from blendserve.models import bundled_llama as converter
 from blendserve.models import pre_tokenizers, sources
 from blendserve.models.loader import LoadedModel, fingerprint, load_model, load_tokenizer
 from blendserve.models.sources import BUNDLED, bundled_folder, gguf_folder

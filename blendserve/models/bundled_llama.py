@@ -1,0 +1,92 @@
+"""Converts the bundled llama from GGUF to a Hugging Face folder without transformers, whose import takes seconds.
+
+The folder equals transformers' own conversion: tests/models/test_gguf.py compares them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blendserve.models.fast_load import Start
+from blendserve.models.gguf import Gguf
+from blendserve.models.gguf_model import Weights, read_gguf
+
+Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
+Floats = npt.NDArray[np.float32]  # [N, weights of a block]
+CHUNK = 1 << 16  # blocks that are dequantised at once: less memory, which is sooner cleared
+# What a LlamaConfig adds to what the file says. It is part of the fingerprint.
+DEFAULTS = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_dropout": 0.0,
+    "chunk_size_feed_forward": 0,
+    "dtype": "bfloat16",
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "initializer_range": 0.02,
+    "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "pretraining_tp": 1,
+    "problem_type": None,
+    "return_dict": True,
+    "use_cache": True,
+}
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The fp16 at a byte of each block -> fp32 [N, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _q4_1(b: Bytes) -> Floats:
+    nibbles = np.concatenate([b[:, 4:] & np.uint8(15), b[:, 4:] >> np.uint8(4)], axis=1)
+    return _half(b, 0) * nibbles.astype(np.float32) + _half(b, 2)
+
+
+# The bundled file's: bytes of a block, and its weights, as in ggml-quants.c.
+FORMATS: dict[str, tuple[int, Callable[[Bytes], Floats]]] = {
+    "Q4_1": (20, _q4_1),
+    "Q8_0": (34, lambda b: b[:, 2:].view(np.int8).astype(np.float32) * _half(b, 0)),
+}
+
+
+def write_folder(file: Path, into: Path) -> Start:
+    """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE.
+
+    Raises ModelError.
+    """
+    start, weights = read_gguf(file)
+    name = Gguf(file).metadata["general.name"]
+    config: dict[str, Any] = {**DEFAULTS, **start.config, "_model_name_or_path": name}
+    tokenizer = start.tokenizer
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    for name, values in (("config", config), ("tokenizer_config", settings)):
+        (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
+    tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
+    if isinstance(tokenizer.chat_template, str):
+        (into / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
+    tensors = {name: _in_bf16(x) for name, x in weights.items()}
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    return start._replace(config=config)
+
+
+def _in_bf16(x: Weights) -> Tensor:
+    """Dequantised in fp32 and rounded once."""
+    if isinstance(x, Tensor):
+        return x.to(torch.bfloat16)
+    n_bytes, values = FORMATS[x.kind]
+    blocks = x.blocks.reshape(-1, n_bytes)
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    filled = out.view(len(blocks), -1)
+    for at in range(0, len(blocks), CHUNK):
+        filled[at : at + CHUNK] = torch.from_numpy(values(blocks[at : at + CHUNK]))
+    return out
