@@ -9,7 +9,6 @@ serves everywhere else: for other forms, and for passes whose linear layers are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from blendserve.kernels import switches
 from blendserve.kernels.cpu.bindings import FEW
-from blendserve.kernels.cpu.decoder import DecodeWeights, NativeLayers, unsupported
+from blendserve.kernels.cpu.decoder import DecodeWeights, LayerTensors, NativeLayers, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import linear
@@ -48,7 +47,7 @@ def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
         weights = native_weights(model)
     except ValueError:
         return None
-    matrices = [x for x in weights.layers[0] if x is not None and x.dim() == 2]
+    matrices = weights.layers[0].matrices
     names = {linear.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
     level = _TITLES.get(names.pop()) if len(names) == 1 else None
     if level is None or "layer_qkv" not in level.sources or unsupported(level, weights):
@@ -113,8 +112,7 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     )
 
 
-def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | None]:
-    """A layer's tensors in the order of `LayerWeights` in kernels.h."""
+def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> LayerTensors:
     mlp, before, between = layer.mlp, _weight(layer.before_attention), _weight(layer.before_mlp)
     if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation is not F.silu:
         raise ValueError("the MLP has experts, no gate or another activation than SiLU")
@@ -124,8 +122,9 @@ def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> list[Tensor | No
     head_norms = map(_weight, layer.qk_norms or (None, None))
     down = _linear(mlp.down)
     gate_up = _split(mlp.inner, [down[0].shape[1]] * 2)
-    attention = before, *chain(*qkv), *head_norms, *_linear(layer.o), _weight(layer.after_attention)
-    return [*attention, between, *chain(*gate_up), *down, _weight(layer.after_mlp)]
+    matrices, biases = zip(*qkv, _linear(layer.o), *gate_up, down, strict=True)
+    norms = before, *head_norms, _weight(layer.after_attention), between, _weight(layer.after_mlp)
+    return LayerTensors(matrices, biases, norms)
 
 
 def _linear(part: object) -> tuple[Tensor, Tensor | None]:

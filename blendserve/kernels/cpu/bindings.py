@@ -34,6 +34,7 @@ KEY_PAD = 64  # masked_keys is read this far behind the last key
 SCORED_ROWS = 64  # rows whose key scores one call sums: it keeps their weights
 ROPE_STEP = 32
 WORD = 4  # bytes: a row of inputs and one of outputs are whole words
+DENSE = 0  # form of a matrix: rows of numbers
 FEW = 8  # rows, up to which linear transposes weights instead of rows
 MIN_NORM = 8  # numbers of a row: torch sums fewer in another order
 
@@ -120,7 +121,7 @@ def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype)
     loaded(level).linear(
-        *map(pointer, (x, weight, bias, out)),
+        pointer(x), pointer(weight), DENSE, pointer(bias), pointer(out),
         x.stride(0), weight.stride(0), outputs, rows, outputs, inputs, team.size(),
     )  # fmt: skip
     return out

@@ -15,6 +15,9 @@ struct Range {
     int64_t begin, end;
 };
 
+// Weights of form 0.
+inline const elem_t* numbers_of(const LinearArgs& c) { return static_cast<const elem_t*>(c.weights.data); }
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Memory of one thread, which grows and stays.

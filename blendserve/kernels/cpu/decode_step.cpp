@@ -124,11 +124,11 @@ class Worker {
         for (int64_t row = 0; row < c.n_rows; ++row) norm_row(call, row);
     }
 
-    LinearArgs linear(const elem_t* x, int64_t x_row, const elem_t* w, const elem_t* bias, elem_t* out, int64_t out_row,
+    LinearArgs linear(const elem_t* x, int64_t x_row, Matrix w, const elem_t* bias, elem_t* out, int64_t out_row,
                       int64_t outputs, int64_t inputs) const {
         return {x, w, bias, out, x_row, inputs, out_row, c.n_rows, outputs, inputs, 1};
     }
-    void run(const LinearArgs& call, int64_t o) const { (c.is_int8 ? gemvs_int8 : gemvs)[c.n_rows](call, o); }
+    void run(const LinearArgs& call, int64_t o) const { gemv_of(call.weights.form, c.n_rows)(call, o); }
 
     // A head of queries, keys or values.
     void project(int64_t l, int64_t i) {
@@ -136,7 +136,7 @@ class Worker {
         const elem_t* x = norm(i);
         int64_t dim = c.head_dim, kind = i < c.heads ? 0 : i < c.heads + c.kv_heads ? 1 : 2;
         int64_t h = i - (kind ? c.heads : 0) - (kind == 2 ? c.kv_heads : 0);
-        const elem_t* weights[] = {layer.q, layer.k, layer.v};
+        Matrix weights[] = {layer.q, layer.k, layer.v};
         const elem_t* biases[] = {layer.q_bias, layer.k_bias, layer.v_bias};
         const elem_t* norms[] = {layer.q_norm, layer.k_norm, nullptr};
         elem_t* out = head.data();
@@ -184,8 +184,8 @@ class Worker {
     }
 
     // Outputs of a linear layer of x [rows, inputs], null = what is normed.
-    void outputs(const elem_t* w, const elem_t* bias, const elem_t* x, int64_t inputs, elem_t* out, int64_t outputs) {
-        split(outputs, inputs, [&](int64_t item, int64_t from, int64_t end) {
+    void outputs(Matrix w, const elem_t* bias, const elem_t* x, int64_t inputs, elem_t* out, int64_t outputs) {
+        split(outputs, strip_bytes(w.form, inputs), [&](int64_t item, int64_t from, int64_t end) {
             LinearArgs call = linear(x ? x : norm(item), inputs, w, bias, out, outputs, outputs, inputs);
             for (int64_t o = from; o < end; o += LANES) run(call, o);
         });
@@ -193,7 +193,7 @@ class Worker {
 
     // silu(gate) * up.
     void feed(const LayerWeights& layer) {
-        split(c.inner, 2 * c.dim, [&](int64_t item, int64_t from, int64_t end) {
+        split(c.inner, strip_bytes(layer.gate.form, c.dim) + strip_bytes(layer.up.form, c.dim), [&](int64_t item, int64_t from, int64_t end) {
             const elem_t* x = norm(item);
             elem_t *gates = both.data(), *ups = gates + c.n_rows * LANES;
             for (int64_t o = from; o < end; o += LANES) {
@@ -209,11 +209,11 @@ class Worker {
         });
     }
 
-    // A stage over outputs in items of whole vectors; item(number, first output, end).
+    // A stage over outputs in items of whole vectors, of so many bytes of weights; item(number, first output, end).
     template <class Item>
-    void split(int64_t outputs, int64_t inputs, Item item) {
+    void split(int64_t outputs, int64_t bytes, Item item) {
         int64_t groups = divide_up(outputs, LANES);
-        int64_t size = std::max<int64_t>(1, ITEM_BYTES / (inputs * static_cast<int64_t>(sizeof(elem_t)) * LANES));
+        int64_t size = std::max<int64_t>(1, ITEM_BYTES / bytes);
         stage(divide_up(groups, size), [&](int64_t i, int64_t) {
             item(i, i * size * LANES, std::min(groups, (i + 1) * size) * LANES);
         });

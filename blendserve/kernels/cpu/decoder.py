@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.kernels.cpu.bindings import MAX_DIM, ROPE_STEP
+from blendserve.kernels.cpu.bindings import DENSE, MAX_DIM, ROPE_STEP
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import LAYOUTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
@@ -17,7 +19,18 @@ from blendserve.kernels.types import AttentionSpec, Rope
 
 MAX_ROWS = 8  # of a step
 _LAYER_BYTES = LAYOUTS["LayerWeights"].size
+INT8 = 1  # form of a matrix: gemv.h
 INT8_GROUP = 64  # inputs of an output that share a scale
+
+
+class LayerTensors(NamedTuple):
+    """A layer's weights in the order of `LayerWeights` in kernels.h."""
+
+    matrices: tuple[Tensor, ...]  # q, k, v, o, gate, up, down
+    biases: tuple[Tensor | None, ...]  # of these
+    norms: tuple[
+        Tensor | None, ...
+    ]  # before attention, of q, of k, after attention, before the MLP, after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +40,7 @@ class DecodeWeights:
     E: hidden size, I: inner size of the MLP.
     """
 
-    layers: Sequence[Sequence[Tensor | None]]  # in the order of `LayerWeights` in kernels.h, without sinks
+    layers: Sequence[LayerTensors]
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
     head: tuple[Tensor, Tensor | None]  # [V, E] and [V]
@@ -41,7 +54,7 @@ class DecodeWeights:
 
     @property
     def tensors(self) -> list[Tensor]:
-        parts = [x for layer in self.layers for x in layer]
+        parts = [x for layer in self.layers for part in layer for x in part]
         return [x for x in (*parts, self.norm, *self.head) if x is not None]
 
 
@@ -68,15 +81,21 @@ class NativeLayers:
         int8: matrices are copied to int8 with a scale for every INT8_GROUP inputs of an output: half of bf16's bytes. For
         decoding alone.
         """
-        self.weights, self._kernels, self._int8 = weights, loaded(level), int8
-        *self._layers, self._head = (
-            [to_int8(x, level) if int8 and x is not None and x.dim() == 2 else x for x in part]
-            for part in (*weights.layers, weights.head)
-        )
-        rows = [
-            (*map(pointer, (*tensors, spec.sinks)), rope, spec.window or 0, spec.scale, spec.softcap or 0.0)
-            for tensors, spec, rope in zip(self._layers, weights.specs, ropes, strict=True)
-        ]
+        self.weights, self._kernels = weights, loaded(level)
+        self._copies = list[Tensor]()
+
+        def matrix(weight: Tensor) -> tuple[int, int]:
+            if not int8:
+                return pointer(weight), DENSE
+            self._copies.append(to_int8(weight, level))
+            return pointer(self._copies[-1]), INT8
+
+        rows = []
+        for tensors, spec, rope in zip(weights.layers, weights.specs, ropes, strict=True):
+            matrices = chain(*map(matrix, tensors.matrices))
+            vectors = map(pointer, (*tensors.biases, *tensors.norms, spec.sinks))
+            rows.append((*matrices, *vectors, rope, spec.window or 0, spec.scale, spec.softcap or 0.0))
+        self._head = matrix(weights.head[0])
         self._table = pack("LayerWeights", rows)
 
     def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -127,9 +146,10 @@ class NativeLayers:
             "DecodeRow", [(pointer(k), pointer(v), x, *k.stride()[:3], at) for (k, v, at), x in about]
         )
         self._kernels.decode_step(
-            *map(pointer, (self._table, angles, rows, hidden, w.norm, *self._head, logits)),
+            *map(pointer, (self._table, angles, rows, hidden, w.norm)),
+            *self._head, pointer(w.head[1]), pointer(logits),
             len(w.layers), n_rows, hidden.shape[1], w.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
-            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8, team.size(),
+            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
         )  # fmt: skip
         return logits
 

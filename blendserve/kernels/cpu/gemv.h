@@ -32,7 +32,7 @@ void store_gemv(const LinearArgs& c, int64_t o, F32 (&sum)[R]) {
 template <int R>
 void gemv(const LinearArgs& c, int64_t o) {
     F32 sum[R] = {};
-    const elem_t* w = c.weights + o * c.w_row;
+    const elem_t* w = numbers_of(c) + o * c.w_row;
     int n_outputs = static_cast<int>(std::min<int64_t>(LANES, c.outputs - o)), words = static_cast<int>(c.inputs / PER_WORD);
     const char* next = reinterpret_cast<const char*>(w + 2 * LANES * c.w_row);
     for (int k = 0; k < words; k += LANES) {
@@ -55,12 +55,12 @@ constexpr Gemv gemvs[MAX_GEMV_ROWS + 1] = {nullptr, gemv<1>, gemv<2>, gemv<3>, g
 constexpr int INT8_GROUP = 64;
 constexpr int64_t BLOCK_BYTES = LANES * (sizeof(float) + INT8_GROUP);
 
-// R rows times outputs [o, o + LANES); c.weights is of int8.
+// R rows times outputs [o, o + LANES) of weights of int8.
 template <int R>
 void gemv_int8(const LinearArgs& c, int64_t o) {
     F32 sum[R] = {};
     int64_t groups = divide_up(c.inputs, INT8_GROUP);
-    const char* block = reinterpret_cast<const char*>(c.weights) + o / LANES * groups * BLOCK_BYTES;
+    const char* block = static_cast<const char*>(c.weights.data) + o / LANES * groups * BLOCK_BYTES;
     for (int64_t k = 0; k < c.inputs; k += INT8_GROUP, block += BLOCK_BYTES) {
         const auto* scales = reinterpret_cast<const float*>(block);
         const auto* weights = reinterpret_cast<const int8_t*>(scales + LANES);
@@ -78,5 +78,13 @@ void gemv_int8(const LinearArgs& c, int64_t o) {
 
 constexpr Gemv gemvs_int8[MAX_GEMV_ROWS + 1] = {nullptr,     gemv_int8<1>, gemv_int8<2>, gemv_int8<3>, gemv_int8<4>,
                                     gemv_int8<5>, gemv_int8<6>, gemv_int8<7>, gemv_int8<8>};
+
+// Runs `rows` rows over a vector of outputs of weights of this form.
+inline Gemv gemv_of(int64_t form, int64_t rows) { return (form ? gemvs_int8 : gemvs)[rows]; }
+
+// Bytes of the weights of LANES outputs.
+inline int64_t strip_bytes(int64_t form, int64_t inputs) {
+    return form ? divide_up(inputs, INT8_GROUP) * BLOCK_BYTES : LANES * inputs * static_cast<int64_t>(sizeof(elem_t));
+}
 
 }  // namespace

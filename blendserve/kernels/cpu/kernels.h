@@ -19,10 +19,18 @@ struct AttentionArgs {
     int64_t threads;
 };
 
+// Weights [outputs, inputs] of a linear layer.
+struct Matrix {
+    const void* data;
+    int64_t form;  // 0 = rows of numbers, 1 = int8 (gemv.h)
+};
+
 // out = x weights^T + bias. Inputs and outputs are a whole number of words.
 struct LinearArgs {
-    const elem_t *x, *weights, *bias;  // [rows, inputs], [outputs, inputs], [outputs] or null
-    elem_t* out;                       // [rows, outputs]
+    const elem_t* x;     // [rows, inputs]
+    Matrix weights;
+    const elem_t* bias;  // [outputs] or null
+    elem_t* out;         // [rows, outputs]
     int64_t x_row, w_row, out_row, rows, outputs, inputs, threads;
 };
 
@@ -110,11 +118,11 @@ struct DequantizeArgs {
     int64_t tokens, width, axes, dim;
 };
 
-// The weights of a decoder layer; null where its family has none. Matrices are [outputs, inputs], contiguous, or all int8.
+// The weights of a decoder layer; null where its family has none. Matrices are contiguous.
 struct LayerWeights {
-    const elem_t *norm_before_attention, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm;
-    const elem_t *o, *o_bias, *norm_after_attention;
-    const elem_t *norm_before_mlp, *gate, *gate_bias, *up, *up_bias, *down, *down_bias, *norm_after_mlp;
+    Matrix q, k, v, o, gate, up, down;
+    const elem_t *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
+    const elem_t *norm_before_attention, *q_norm, *k_norm, *norm_after_attention, *norm_before_mlp, *norm_after_mlp;
     const float* sinks;
     int64_t rope;    // index of its RopeTable; -1 = no RoPE
     int64_t window;  // 0 = none
@@ -161,11 +169,13 @@ struct DecodeStepArgs {
     const LayerWeights* layers;
     const RopeTable* ropes;
     const DecodeRow* rows;
-    const elem_t *hidden, *norm, *head, *head_bias;  // [n_rows, dim]
-    elem_t* logits;                                  // [n_rows, vocabulary]
+    const elem_t *hidden, *norm;  // [n_rows, dim]
+    Matrix head;
+    const elem_t* head_bias;
+    elem_t* logits;  // [n_rows, vocabulary]
     int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first;
     float eps, offset, residual_scale;
-    int64_t is_int8, threads;
+    int64_t threads;
 };
 
 extern "C" {

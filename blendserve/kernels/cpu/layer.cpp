@@ -18,7 +18,7 @@ void norm(const Half& c, const elem_t* x, int64_t x_row, const elem_t* add, cons
 }
 
 // out [rows, outputs] = x [rows, inputs] * weights^T + bias; out is contiguous.
-void linear(const elem_t* x, int64_t x_row, const elem_t* weights, const elem_t* bias, elem_t* out, int64_t rows,
+void linear(const elem_t* x, int64_t x_row, Matrix weights, const elem_t* bias, elem_t* out, int64_t rows,
             int64_t outputs, int64_t inputs, int64_t threads) {
     blendserve_linear({x, weights, bias, out, x_row, inputs, outputs, rows, outputs, inputs, threads});
 }
@@ -73,7 +73,7 @@ void blendserve_layer_qkv(const LayerQkvArgs& c) {
     Workspace memory;
     auto* normed = memory.take<elem_t>(c.rows * c.dim);
     norm(c, c.hidden, c.hidden_row, nullptr, w.norm_before_attention, nullptr, normed, c.rows, c.dim);
-    auto project = [&](const elem_t* weights, const elem_t* bias, const elem_t* head_norm, int64_t heads, elem_t* out,
+    auto project = [&](Matrix weights, const elem_t* bias, const elem_t* head_norm, int64_t heads, elem_t* out,
                        elem_t* rotated) {
         linear(normed, c.dim, weights, bias, out, c.rows, heads * c.head_dim, c.dim, c.threads);
         if (head_norm) norm(c, out, c.head_dim, nullptr, head_norm, nullptr, out, c.rows * heads, c.head_dim);

@@ -23,12 +23,13 @@ LETTERS = {"int64_t": "q", "float": "f"}  # of module struct; all other fields a
 
 def _layouts() -> dict[str, struct.Struct]:
     """The structs of kernels.h by name, and by the function of which one is the argument."""
-    text, found = re.sub(r"//.*", "", HEADER.read_text()), {}
+    text, found = re.sub(r"//.*", "", HEADER.read_text()), dict[str, struct.Struct]()
     for name, body in re.findall(r"struct (\w+) \{([^}]*)\};", text):
         letters = ""
         for field in filter(None, map(str.strip, body.split(";"))):
             kind, *names = re.split(r"[\s,]+", field.removeprefix("const "))
-            letters += "".join("P" if "*" in kind + each else LETTERS[kind] for each in names)
+            plain = found[kind].format if kind in found else LETTERS.get(kind, "")
+            letters += "".join("P" if "*" in kind + each else plain for each in names)
         found[name] = struct.Struct(letters)
     functions = re.findall(r"blendserve_(\w+)\(const (\w+)& args\);", text)
     return found | {function: found[name] for function, name in functions}

@@ -26,9 +26,10 @@ void gemv_rows(const LinearArgs& c) {
     int64_t groups = divide_up(c.outputs, LANES);
     int64_t items = std::min(groups, divide_up(std::clamp<int64_t>(sizeof(elem_t) * c.outputs * c.inputs / SHARE, 1, 4 * c.threads),
                                                c.threads) * c.threads);
+    Gemv gemv = gemv_of(c.weights.form, c.rows);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(c.threads))
     for (int64_t item = 0; item < items; ++item)
-        for (int64_t g = groups * item / items; g < groups * (item + 1) / items; ++g) gemvs[c.rows](c, g * LANES);
+        for (int64_t g = groups * item / items; g < groups * (item + 1) / items; ++g) gemv(c, g * LANES);
 }
 
 // The V vectors of rows of a strip, from x turned [words][LANES V], times N outputs from o; as words, to
@@ -36,7 +37,7 @@ void gemv_rows(const LinearArgs& c) {
 template <int N, int V>
 [[gnu::noinline]] void gemm(const LinearArgs& c, const uint32_t* x, int64_t o, uint32_t* to) {
     F32 sum[N][V] = {};
-    const elem_t* w = c.weights + o * c.w_row;
+    const elem_t* w = numbers_of(c) + o * c.w_row;
     auto weight = [&](int64_t k, int n) { return broadcast_word(w + n * c.w_row + PER_WORD * k); };
     add_dots(c.inputs / PER_WORD, weight, x, V * LANES, sum);
     for (int n = 0; c.bias && n < N; ++n)
@@ -76,7 +77,7 @@ void gemm_rows(const LinearArgs& c) {
     int64_t words = c.inputs / PER_WORD, strips = divide_up(c.rows, N_TILE), items = divide_up(c.outputs, N_PANEL) * strips;
     auto* x = transposed_x.take<uint32_t>(words * strips * N_TILE);
     auto vectors = [&](int64_t strip) { return std::min<int64_t>(VECTORS, divide_up(c.rows - strip * N_TILE, LANES)); };
-    auto rows_of = [&](int64_t o) { return reinterpret_cast<const char*>(c.weights + std::min(o, c.outputs) * c.w_row); };
+    auto rows_of = [&](int64_t o) { return reinterpret_cast<const char*>(numbers_of(c) + std::min(o, c.outputs) * c.w_row); };
     std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
     {

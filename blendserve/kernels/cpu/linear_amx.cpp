@@ -92,7 +92,7 @@ constexpr Block blocks[ROW_TILES + 1] = {nullptr, block<1>, block<2>, block<3>};
 
 // A panel's weights, copied and filled up with zeros where they are no whole tiles.
 Weights weights_of(const LinearArgs& c, int64_t o) {
-    const elem_t* at = c.weights + o * c.w_row;
+    const elem_t* at = numbers_of(c) + o * c.w_row;
     int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), inputs = divide_up(c.inputs, DEEP) * DEEP;
     if (inputs == c.inputs && outputs == N_PANEL) {
         bool ask = c.w_row == c.inputs && c.outputs - o >= 2 * N_PANEL;  // the next panel lies right behind this one
