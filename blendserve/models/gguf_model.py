@@ -59,7 +59,7 @@ class Row:
     activation: tuple[str, str] = ("hidden_act", "silu")  # setting and value
     full_every: int = 0  # of so many layers the last has no window; 0 = the family has no layer types
     flags: tuple[str, ...] = ()  # of FLAGS
-    settings: Mapping[str, str] = field(default_factory=dict)  # -> the file's, as far as it has them
+    settings: Mapping[str, str] = field(default_factory=dict)  # -> the file's, None where it has none
     more: Callable[[Read, dict[str, Any]], dict[str, Any]] | None = None  # settings that are computed
     called: Mapping[str, str] = field(
         default_factory=dict
@@ -193,9 +193,10 @@ def _config(gguf: Gguf, architecture: str, row: Row) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         row.eps: read(f"attention.layer_norm_{'rms_' if row.eps == 'rms_norm_eps' else ''}epsilon"),
         row.activation[0]: row.activation[1],
+        "pad_token_id": None,  # or transformers assumes one
         **{f"{name}_token_id": i for name in NAMES for i in token_ids(gguf.metadata, name)},
         **{name: f"blk.0.{FLAGS[name]}" in gguf.tensors for name in row.flags},
-        **{name: value for name, key in row.settings.items() if (value := read(key, None)) is not None},
+        **{name: read(key, None) for name, key in row.settings.items()},
     }
     if FAMILIES[row.model_type].windows != "no" or row.full_every:
         config["sliding_window"] = read("attention.sliding_window", 0) or None
