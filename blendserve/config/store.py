@@ -141,11 +141,12 @@ class StoreBackendConfig(Settings):
     socket, USER@HOST for a user), https://HOST/COLLECTION of a delivery service, or KIND+URL of a plug-in; kv/ in the
     folder of the index if empty."""
     cap_gb: float | None = Field(None, gt=0)
-    """Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared server. The files are slightly
-    larger. By default 32, but no more than the disk has room for; in memory a quarter of what is available."""
+    """Maximum size of the KV store, in GB (10^9 bytes). The files are slightly larger. By default 32, but no more than
+    the disk has room for; in memory a quarter of what is available. A Valkey server has its own limit, maxmemory; there
+    quotas of pins are shares of this size."""
     eviction: EvictionName = EVICTIONS.default
     """Eviction policy of a full store: lru evicts the least recently used unpinned chunks, refuse stores no new
-    chunks."""
+    chunks. A Valkey server has its own."""
     admission: AdmissionName = ADMISSIONS.default
     """Admission policy of a full store: tinylfu admits chunks that are used more often than those they would replace,
     always admits all."""

@@ -23,7 +23,6 @@ from blendserve.serve.jobs import Job, uncancelled
 from blendserve.serve.schemas import DocumentsRequest
 from blendserve.serve.uploads import FORM, SCHEMA, Upload, UploadRoute
 from blendserve.store import ChunkKey
-from blendserve.store.valkey import ValkeyStore
 
 BATCH = 64  # passages whose tokens a job holds, and chunks that it fetches in one call
 PASSAGES_PER_STEP = 500  # searched before questions may run
@@ -109,8 +108,8 @@ class Caller:
         infos = store.describe(expected)
         if self.tenant.admin:
             return [*infos]
-        own, all_pins = store.stats(namespace).pinned_bytes, store.stats().pinned_bytes
-        others = 0 if isinstance(store, ValkeyStore) else all_pins - own  # whose cap is of each namespace
+        own = store.stats(namespace).pinned_bytes
+        others = store.stats().pinned_bytes - own
         quota = round(StoreConfig.pinned_share * max(0, store.cap_bytes - others))
         more = sum(
             infos[key].n_bytes * (not infos[key].pinned) if key in infos else n_bytes

@@ -1,18 +1,18 @@
 """Chunk KV on a Valkey or Redis server, shared by any number of engines on any number of machines.
 
-valkey_layout.py has the names and scripts. A chunk is entered before it is written and removed before it is deleted, so
-the quota holds. The server evicts too, and processes may end half-way: `stats`, once a minute, and `verify` remove the
-entries without chunks.
-
-The cap is a quota of each namespace. The server's `maxmemory` is its operator's: under `volatile-lru` it evicts whole
-chunks, never pinned ones, as those do not expire. Whatever the server does costs a request at most the deadline.
+valkey_layout.py has the names. Its operator limits what the server holds: under `maxmemory` and `volatile-lru` it evicts
+whole chunks, never pinned ones, as those do not expire. A chunk is written before its entry in the statistics; `stats`
+removes the entries of evicted chunks, and `verify` adds missing ones. Whatever the server does costs a request at most
+the deadline.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,33 +21,33 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from blendserve.config import StoreBackendConfig, ValkeyConfig
-from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
+from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion, unraised
 from blendserve.store import valkey_layout as layout
-from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport, store_full
+from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer, Progress, tables_hash
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, ChunkKey, namespace_tag
-from blendserve.store.ledger import NOTE_EVERY_S, Totals, UsageLog
-from blendserve.store.policies import Admission, Always, Eviction, Policies, Refuse
+from blendserve.store.ledger import COUNTERS, LedgerEntry, Totals, UsageLog
+from blendserve.store.policies import Always, Policies
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.valkey_client import Client, ValkeyPeer
-from blendserve.store.valkey_layout import Accounts, ChunkEntry, Reservation
+from blendserve.store.valkey_layout import BATCH, chunk_name, lease_name, namespace_name, on_chunk
 
 T = TypeVar("T")
 SCAN_S = 600.0  # deadline for the names of all chunks
-GRACE_S = 60.0  # a younger entry may be of a chunk that is still being written
-NO_QUOTA = 1 << 62
-EXPIRES = layout.on_chunk("expire", layout.EXPIRES_S)
-NEVER_EXPIRES = layout.on_chunk("persist")
+EXPIRES_S = 30 * 86_400  # of an unpinned chunk, after its last use: volatile-lru evicts only keys that expire
+NEVER, ABSENT = -1, -2  # replies to TTL: the chunk is pinned; there is none
+
+log = logging.getLogger(__name__)
 
 
 class ValkeyStore(KVStore):
-    """A KVStore on the server that the settings name, of at most `cap_bytes` of chunks a namespace, as stored.
+    """A KVStore on the server that the settings name.
 
-    Opening it needs no server. `read_only` writes nothing, notes of use included. Raises StoreUnavailable if the client's
-    package is missing.
+    Opening it needs no server. `cap_bytes` limits nothing that is stored; quotas of pins are shares of it. `read_only`
+    writes nothing, notes of use included. Raises StoreUnavailable if the client's package is missing.
     """
 
     kind = "valkey"
@@ -58,18 +58,13 @@ class ValkeyStore(KVStore):
         config: ValkeyConfig,
         cap_bytes: int,
         read_only: bool = False,
-        eviction: Eviction | None = None,
-        admission: Admission | None = None,
         clock: TimeSource = time,
     ) -> None:
         self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
-        self._eviction = eviction or Refuse()
-        self._admission = admission or Always()
-        self._clock, self._usage = clock, UsageLog(self._admission, clock)
+        self._usage = UsageLog(Always(), clock)
         self.client = BoundedClient(ValkeyPeer(config), clock=clock)
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
-        self._reconciled, self._closed = float("-inf"), False
-        self._accounts = Accounts(self._ask)
+        self._closed = False
         self.blobs: ValkeyBlobs = ValkeyBlobs(self)
 
     @classmethod
@@ -77,9 +72,13 @@ class ValkeyStore(KVStore):
         cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> ValkeyStore:
         """An unreachable server is logged, and no error: chunks count as missing until it answers."""
-        store = cls(config.valkey, config.cap_bytes, read_only, *policies)
-        with suppress(StoreUnavailable):  # the breaker has logged it
-            store._ask(lambda client: client.ping())
+        store = cls(config.valkey, config.cap_bytes, read_only)
+        with suppress(StoreUnavailable):  # the breaker has logged it, or the user may not ask for INFO
+            if not store._ask(lambda client: client.info("memory")).get("maxmemory"):
+                log.warning(
+                    "%s limits no memory: set its maxmemory, and its policy to volatile-lru",
+                    store.config.server,
+                )
         return store
 
     def close(self) -> None:
@@ -115,29 +114,29 @@ class ValkeyStore(KVStore):
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         asked = list(keys)
-        found = self._each(asked, layout.on_chunk("exists"))
+        found = self._each(asked, on_chunk("exists"))
         return {key for key, is_stored in zip(asked, found, strict=True) if is_stored}
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
 
         def ask(pipeline: Client, key: ChunkKey) -> None:
-            pipeline.hget(layout.chunk_name(key), layout.HEADER)
-            pipeline.sismember(layout.namespace_name(key[:TAG_BYTES], "pins"), key)
+            pipeline.hget(chunk_name(key), layout.HEADER)
+            pipeline.ttl(chunk_name(key))
 
         replies = self._each(asked, ask)
-        for key, raw, pinned in zip(asked, replies[::2], replies[1::2], strict=True):
+        for key, raw, expires_s in zip(asked, replies[::2], replies[1::2], strict=True):
             with suppress(CorruptRecord, StoreVersion):
                 if isinstance(raw, bytes):
-                    found[key] = ChunkInfo.of(decode_header(key, raw), bool(pinned), REMOTE)
+                    found[key] = ChunkInfo.of(decode_header(key, raw), expires_s == NEVER, REMOTE)
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """List keys in pages: the server answers others between them."""
-        tags = self._accounts.tags(namespace)
+        tags = self._tags(namespace)
 
         def job(client: Client) -> list[ChunkKey]:
-            scans = (client.hscan_iter(layout.namespace_name(tag, "entries"), count=1000) for tag in tags)
+            scans = (client.hscan_iter(namespace_name(tag, "entries"), count=BATCH) for tag in tags)
             return sorted({key for scan in scans for key, _ in scan if len(key) == KEY_BYTES})
 
         return iter(self._ask(job, SCAN_S))
@@ -146,44 +145,55 @@ class ValkeyStore(KVStore):
 
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         self._check(writing=True)
-        record = record.for_key(key)
-        reserved = self._reserve(key, ChunkEntry.of(record), pin)
-        if reserved is None:
-            return False
-        try:
-            self._ask(partial(self._write, record=record, reserved=reserved))
-        except StoreError:
-            if reserved.layers_before < 0:
-                with suppress(StoreError):
-                    self._accounts.remove([key])
-            raise
+        record, name = record.for_key(key), chunk_name(key)
+        expires_s, n_fields = self._each([key], lambda p, key: (p.ttl(name), p.hlen(name)))
+        layers_before = max(0, n_fields - 1)
+
+        def write(client: Client) -> None:
+            fields: dict[bytes, Buffer] = {layout.HEADER: record.header_bytes()}
+            for l, raw in enumerate(record.segments()):
+                fields[layout.segment_name(l)] = memoryview(raw).cast("B")
+            pipeline = client.pipeline(transaction=False)
+            pipeline.hset(name, mapping=fields)
+            if pin:
+                pipeline.persist(name)
+            elif expires_s != NEVER:
+                pipeline.expire(name, EXPIRES_S)
+            if surplus := [layout.segment_name(l) for l in range(record.n_layers, layers_before)]:
+                pipeline.hdel(name, *surplus)
+            _enter(pipeline, record)
+            pipeline.unlink(lease_name(key))
+            pipeline.execute()
+
+        self._ask(write)
+        with self._lock:
+            self._leased.discard(key)
         return True
 
     def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
         self._check(writing=True)
-        asked = list(keys)
-        deleted = sum(map(int, self._each(asked, layout.on_chunk("unlink"))))
-        self._accounts.remove(asked)
-        return deleted
+
+        def remove(pipeline: Client, key: ChunkKey) -> None:
+            pipeline.unlink(chunk_name(key))
+            pipeline.hdel(namespace_name(key[:TAG_BYTES], "entries"), key)
+
+        return sum(map(int, self._each(list(keys), remove)[::2]))
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
         self._check(writing=True)
-        present = sorted(self.contains(keys))
-        self._accounts.touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
-        self._each(present, NEVER_EXPIRES if pinned else EXPIRES)
-        return len(present)
+        change = on_chunk("persist") if pinned else on_chunk("expire", EXPIRES_S)
+        replies = self._each(sorted(set(keys)), lambda p, key: (p.exists(chunk_name(key)), change(p, key)))
+        return sum(map(int, replies[::2]))
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        try:
-            return self._is_worth_room(key, n_bytes, self._accounts.reserve(key, n_bytes, self.cap_bytes))
-        except StoreFull:
-            return False
+        self._check(writing=True)
+        return True
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         self._check()
         options = {"nx": True, "px": max(1, round(seconds * 1000))}
         try:
-            replies = self._each(keys, lambda p, key: p.set(layout.lease_name(key), self._owner, **options))
+            replies = self._each(keys, lambda p, key: p.set(lease_name(key), self._owner, **options))
         except StoreError:
             return set(keys)
         granted = {key for key, leased in zip(keys, replies, strict=True) if leased}
@@ -192,36 +202,35 @@ class ValkeyStore(KVStore):
         return granted
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
+        """Delete leases that are still ours.
+
+        One that ends in between, and that another process gets, is deleted, too: both then compute the chunk.
+        """
         with self._lock:
             held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
         with suppress(StoreError):  # they expire
-            script = "EVAL", layout.RELEASE, 1
-            self._each(held, lambda p, key: p.execute_command(*script, layout.lease_name(key), self._owner))
+            owners = self._each(held, lambda p, key: p.get(lease_name(key)))
+            ours = [key for key, owner in zip(held, owners, strict=True) if owner == self._owner]
+            self._each(ours, lambda p, key: p.unlink(lease_name(key)))
 
     # The whole
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """Count the entries. Once a minute, those whose chunks the server has evicted are removed before."""
-        if self._clock.monotonic() - self._reconciled >= NOTE_EVERY_S:
-            self._remove_lost()
+        """Count the entries; those whose chunks the server has evicted are removed before."""
         totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
-        for tag in self._accounts.tags(namespace):
-            totals = Totals(*map(sum, zip(totals, self._accounts.totals(tag), strict=True)))
-            counts.update(self._accounts.counts(tag))
+        for tag in self._tags(namespace):
+            for entry in self._entries(tag).values():
+                totals = totals.add(entry)
+            counts.update(self._counts(tag))
         return self._make_stats(totals, counts, namespace)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Every chunk on the server is checked, entered or not; its entry is made what it should be.
-
-        Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
-        """
-        self._remove_lost()
-        entries: dict[ChunkKey, ChunkEntry] = {}
-        for tag in self._accounts.tags(None):
-            entries |= self._accounts.entries(tag)
-        keys = entries.keys() | self._ask(layout.all_chunks, SCAN_S)
-        return self._check_all(keys, lambda key: self._problem(key, entries.get(key)), progress)
+        """Every chunk on the server is checked, entered or not; its entry is made what it should be."""
+        keys = self._ask(layout.all_chunks, SCAN_S)
+        for tag in self._tags(None):
+            keys |= self._entries(tag).keys()
+        return self._check_all(keys, self._problem, progress)
 
     # Inside
 
@@ -238,91 +247,77 @@ class ValkeyStore(KVStore):
         return self.client.ask(job, seconds, reading)
 
     def _each(self, keys: Sequence[ChunkKey], command: layout.Command) -> list[Any]:
-        return self._ask(partial(layout.run_each, keys=keys, command=command)) if keys else []
+        """The replies to a command for each key, BATCH keys in a round trip."""
+        replies = []
+        for at in range(0, len(keys), BATCH):
+            replies += self._ask(partial(layout.run_each, keys=keys[at : at + BATCH], command=command))
+        return replies
 
-    def _reserve(self, key: ChunkKey, entry: ChunkEntry, pin: bool) -> Reservation | None:
-        """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
-        now = self._usage.now() // 1000
-        reserve = partial(self._accounts.reserve, key, entry.n_bytes, self.cap_bytes, entry, now, pin)
-        found = reserve()
-        if not found.is_entered:
-            if not self._is_worth_room(key, entry.n_bytes, found, pin):
-                return None
-            found = reserve(evict=True)
-        if not found.is_entered:  # another engine has pinned the victims
-            raise self._full(found, entry.n_bytes)
-        self._each([victim.key for victim in found.victims], layout.on_chunk("unlink"))
+    def _tags(self, namespace: str | None) -> list[bytes]:
+        """The tag of a namespace, or of all that ever stored anything."""
+        if namespace is not None:
+            return [namespace_tag(namespace)]
+        found = self._ask(lambda client: client.smembers(layout.NAMESPACES))
+        return sorted(tag for tag in found if len(tag) == TAG_BYTES)
+
+    def _entries(self, tag: bytes) -> dict[ChunkKey, LedgerEntry]:
+        """The entries of a namespace's chunks. Those without a chunk, and what is no entry, are removed."""
+        name = namespace_name(tag, "entries")
+        raw = self._ask(lambda client: client.hgetall(name))
+        entries = {
+            k: value for k, value in raw.items() if len(k) == KEY_BYTES and layout.ENTRY.fullmatch(value)
+        }
+        found = dict[ChunkKey, LedgerEntry]()
+        for key, expires_s in zip(entries, self._each([*entries], on_chunk("ttl")), strict=True):
+            if expires_s != ABSENT:
+                n_bytes, raw_bytes, n_tokens, _ = map(int, entries[key].split())
+                found[key] = LedgerEntry(0, n_bytes, raw_bytes, n_tokens, int(expires_s == NEVER))
+        if (lost := raw.keys() - found.keys()) and not self.read_only:
+            self._ask(lambda client: client.hdel(name, *lost))
         return found
 
-    def _is_worth_room(self, key: ChunkKey, n_bytes: int, room: Reservation, pin: bool = False) -> bool:
-        """Whether a chunk may be stored in place of its victims. Raises StoreFull."""
-        if room.victims:
-            self._write_notes()  # uses in this process count
-            room = self._accounts.reserve(key, n_bytes, self.cap_bytes)
-        victims = self._eviction.victims(room.victims, room.others + n_bytes - self.cap_bytes)
-        if victims is None:
-            raise self._full(room, n_bytes)
-        if not victims or pin or room.layers_before >= 0:
-            return True
-        if self._admission.admits(key, n_bytes, victims, room.n_chunks):
-            return True
-        self._usage.count(key, "refused")
-        return False
-
-    def _full(self, room: Reservation, n_bytes: int) -> StoreFull:
-        return store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
-
-    def _write(self, client: Client, record: ChunkRecord, reserved: Reservation) -> None:
-        """Write a chunk in place of the one before; the lease on it ends."""
-        name, key = layout.chunk_name(record.key), record.key
-        fields: dict[bytes, Buffer] = {layout.HEADER: record.header_bytes()}
-        fields |= {
-            layout.segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())
-        }
-        pipeline = client.pipeline(transaction=False)
-        pipeline.hset(name, mapping=fields)
-        (NEVER_EXPIRES if reserved.is_pinned else EXPIRES)(pipeline, key)
-        if surplus := [layout.segment_name(l) for l in range(record.n_layers, reserved.layers_before)]:
-            pipeline.hdel(name, *surplus)
-        pipeline.unlink(layout.lease_name(key))
-        pipeline.execute()
-        with self._lock:
-            self._leased.discard(key)
-
-    def _remove_lost(self) -> None:
-        """Remove garbage, and the entries whose chunks the server has evicted, or that no process ever wrote."""
-        self._reconciled = self._clock.monotonic()
-        if self.read_only:
-            return
-        settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
-        for tag in self._accounts.tags(None):
-            self._accounts.repair(tag)
-            for _, some in layout.by_namespace(self._accounts.entries(tag)):
-                self._accounts.remove(set(some) - self.contains(some), settled)
+    def _counts(self, tag: bytes) -> Counter[str]:
+        """A namespace's counters; what is no number counts as 0."""
+        raw = self._ask(lambda client: client.hgetall(namespace_name(tag, "counts")))
+        numbers = {name.decode(errors="replace"): n for name, n in raw.items() if n.isdigit() and len(n) < 19}
+        return Counter({name: int(numbers[name]) for name in COUNTERS if name in numbers})
 
     def _write_notes(self) -> None:
-        """Write the noted uses. If that fails, they are kept."""
+        """Write the noted uses and counts. If that fails, they are kept."""
         if self.read_only:
             self._usage.drop_uses()
         elif self._usage.has_notes:
             notes = self._usage.drain()
+
+            def count(client: Client) -> None:
+                pipeline = client.pipeline(transaction=False)
+                for (tag, counter), n in notes.counts.items():
+                    pipeline.sadd(layout.NAMESPACES, tag)  # one whose look-ups all missed has stored nothing
+                    pipeline.hincrby(namespace_name(tag, "counts"), counter, n)
+                pipeline.execute()
+
             try:
-                free = self._accounts.touch("use", {key: used // 1000 for key, used in notes.used.items()})
-                self._accounts.count(notes.counts)
-                self._each(free, EXPIRES)
+                self._each([*notes.used], lambda p, key: p.expire(chunk_name(key), EXPIRES_S, xx=True))
+                self._ask(count)
             except StoreError:
                 self._usage.restore(notes)
 
-    def _problem(self, key: ChunkKey, entry: ChunkEntry | None) -> str:
-        """What is wrong with a chunk, "" for a whole one. Needs no codec. Corrects a wrong entry."""
+    def _problem(self, key: ChunkKey) -> str:
+        """What is wrong with a chunk, "" for a whole one, which is entered. Needs no codec."""
         fields = self._ask(partial(layout.read_fields, keys=[key]))[0]
         record = layout.checked(key, fields)
         if len(fields) > record.n_layers + 1:
             return f"it has more layers than the {record.n_layers} of its header"
-        stored = ChunkEntry.of(record)
-        if entry != stored and not self.read_only:
-            self._accounts.reserve(key, stored.n_bytes, NO_QUOTA, stored, self._usage.now() // 1000)
-        return "its entry is of another size" if self.read_only and entry not in (None, stored) else ""
+        if not self.read_only:
+            self._ask(lambda client: _enter(client, record))
+        return ""
+
+
+def _enter(client: Client, record: ChunkRecord) -> None:
+    """Enter a stored chunk in the statistics of its namespace."""
+    tag = record.key[:TAG_BYTES]
+    client.sadd(layout.NAMESPACES, tag)
+    client.hset(namespace_name(tag, "entries"), record.key, layout.entry_of(record))
 
 
 class ValkeySnapshot:

@@ -17,7 +17,7 @@ from blendserve.store.bounded import HINT, PeerUnusable, read_file
 PASSWORD = "BLENDSERVE_VALKEY_PASSWORD"
 # Errors of a server that is no longer the primary, or not yet, where valkey-py has no class for them
 FAILOVER = re.compile(r"\b(READONLY|MASTERDOWN|CLUSTERDOWN|LOADING|NOREPLICAS)\b")
-OLDEST = {"valkey": 7, "redis": 6}  # major versions
+OLDEST = 7  # major version of either: EXPIRE has XX
 
 Client: TypeAlias = Any  # valkey.Valkey or valkey.ValkeyCluster: their commands have the same names
 
@@ -146,9 +146,9 @@ class ValkeyPeer:
         kind = "valkey" if info.get("server_name") == "valkey" or "valkey_version" in info else "redis"
         version = str(info.get(f"{kind}_version", ""))
         major = re.match(r"\d+", version)
-        if major is None or int(major[0]) < OLDEST[kind]:
+        if major is None or int(major[0]) < OLDEST:
             raise PeerUnusable(
-                f"is {kind} {version or 'without a version'}, and Valkey 7 or Redis 6 is needed: upgrade it, or correct "
+                f"is {kind} {version or 'without a version'}, and Valkey 7 or Redis 7 is needed: upgrade it, or correct "
                 "its url in the settings"
             )
         return "cluster" in (info.get("server_mode"), info.get("redis_mode"))

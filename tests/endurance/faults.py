@@ -29,7 +29,6 @@ from blendserve.errors import StoreError
 from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.raw import Raw
-from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client, library
 from blendserve.store.valkey_layout import CHUNK, HEADER
@@ -79,7 +78,7 @@ class FaultFixture(contextlib.ExitStack):
         self.callback(lambda: self.store.close())
 
     def connect(self, deadline_s: float) -> ValkeyStore:
-        return ValkeyStore(ValkeyConfig(url=self.link.url, deadline_s=deadline_s), ROOM, eviction=LRU())
+        return ValkeyStore(ValkeyConfig(url=self.link.url, deadline_s=deadline_s), ROOM)
 
     def open(self) -> None:
         """A new store over a server that has the pool and nothing else."""
@@ -172,7 +171,7 @@ def _kill_writers(fixture: FaultFixture) -> None:
 def _write(line: Connection, url: str, chunks: Mapping[ChunkKey, ChunkKV]) -> None:
     """A writer's process."""
     records = {key: ChunkRecord.encode(key, kv, Raw()) for key, kv in chunks.items()}
-    with ValkeyStore(ValkeyConfig(url=url, deadline_s=HUNG_S), ROOM, eviction=LRU()) as store:
+    with ValkeyStore(ValkeyConfig(url=url, deadline_s=HUNG_S), ROOM) as store:
         line.send("begins")
         while True:
             for key, record in records.items():

@@ -88,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
         for key, tokens, revision, is_pinned, how in some:
             who, kv, pin = self.handle(who), content(key, tokens, revision), is_pinned or how == "behind"
             size = self.place.size(kv, how == "uncoded")
-            if not self.model.server and how == "put":
+            if how == "put":
                 _, fits = self.model.victims(key, size)
                 assert self.handles[who].admits(key, size) == (key in self.model.chunks or fits)
             stored = self.model.put(who, key, kv, size, pin)

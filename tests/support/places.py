@@ -49,8 +49,7 @@ class StoreModel:
     """
 
     def __init__(self, cap: int, clock: ManualClock, server: bool) -> None:
-        """server: it counts microseconds, the cap is of each namespace, and notes are written to find victims; elsewhere
-        they are written with every change."""
+        """server: its operator limits what it holds, and notes are written by time; elsewhere with every change."""
         self.cap, self.clock, self.server = cap, clock, server
         self.chunks, self.sizes = dict[ChunkKey, ChunkKV](), dict[ChunkKey, int]()
         self.used, self.pins = dict[ChunkKey, int](), set[ChunkKey]()
@@ -91,19 +90,17 @@ class StoreModel:
     def victims(self, key: ChunkKey, size: int) -> tuple[list[ChunkKey], bool]:
         """The chunks that have to go, as few as possible, and whether those make room.
 
-        The least recently used go first; where namespaces share the cap, those of namespaces above an equal part.
+        The least recently used go first, those of namespaces above an equal part of the cap before all others.
         """
-        tag = key[:TAG_BYTES] if self.server else b""
-        others = [k for k in self.chunks if k != key and k.startswith(tag)]
+        if self.server:
+            return [], True
+        others = [k for k in self.chunks if k != key]
         excess, victims = sum(self.sizes[k] for k in others) + size - self.cap, list[ChunkKey]()
-        unit = 1000 if self.server else 1
         held = Counter({key[:TAG_BYTES]: size})
         for k in others:
             held[k[:TAG_BYTES]] += self.sizes[k]
-        spared = {t for t, n in held.items() if not self.server and n * len(+held) <= self.cap}
-        for k in sorted(
-            set(others) - self.pins, key=lambda k: (k[:TAG_BYTES] in spared, self.used[k] // unit, k)
-        ):
+        spared = {t for t, n in held.items() if n * len(+held) <= self.cap}
+        for k in sorted(set(others) - self.pins, key=lambda k: (k[:TAG_BYTES] in spared, self.used[k], k)):
             if excess > 0:
                 victims.append(k)
                 excess -= self.sizes[k]
@@ -111,8 +108,7 @@ class StoreModel:
 
     def put(self, who: int, key: ChunkKey, kv: ChunkKV, size: int, pin: bool) -> bool:
         """False = StoreFull."""
-        victims, fits = self.victims(key, size)
-        if victims if self.server else fits:
+        if self.victims(key, size)[1] and not self.server:
             self.write_notes(who)
         victims, fits = self.victims(key, size)
         if not fits:
@@ -215,7 +211,7 @@ class OnServer(Place):
         self._client.flushdb()
 
     def open(self) -> KVStore:
-        return ValkeyStore(self._settings, self.cap, eviction=LRU(), clock=self.clock)
+        return ValkeyStore(self._settings, self.cap, clock=self.clock)
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         name, fields = chunk_name(key), [HEADER, *map(segment_name, range(LAYERS))]
