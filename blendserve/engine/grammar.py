@@ -20,8 +20,10 @@ from torch import Tensor
 from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel
 
-# between JSON tokens: a small model may write spaces without end
-NO_SPACE: Any = {"whitespace_flexible": False}
+# Between JSON tokens, as llama.cpp has it: small models write nonsense where they may not indent, and spaces without end
+# where nothing bounds them.
+MAX_INDENT = 20
+WHITESPACE: Any = {"whitespace_pattern": rf" |\n {{0,{MAX_INDENT}}}"}
 
 
 LITERAL = {
@@ -61,11 +63,11 @@ class Grammar:
 
     @classmethod
     def of_json(cls, schema: Mapping[str, Any]) -> Grammar:
-        """JSON without line breaks that is valid by a JSON schema. Objects have no properties that it does not name."""
+        """JSON that is valid by a JSON schema. Objects have no properties that it does not name."""
         from llguidance import LLMatcher
 
         try:
-            rules = LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=NO_SPACE)
+            rules = LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=WHITESPACE)
         except (ValueError, RecursionError) as error:  # nested too deeply
             raise InputError(f"the schema cannot be read: {error}") from None
         return cls(rules)

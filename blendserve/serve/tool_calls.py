@@ -28,6 +28,7 @@ from typing import Any
 
 import regex  # searches for the beginning of a match, too
 
+from blendserve.engine.grammar import MAX_INDENT
 from blendserve.errors import InputError
 from blendserve.serve.middleware import check_json_complexity
 
@@ -36,7 +37,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 Found = tuple[int, list["Call"]]
 """Where calls end, and they."""
 
-GAP = r"\s{0,8}"  # white space between two tokens of the beginning of a call
+GAP = rf"\s{{0,{MAX_INDENT + 1}}}"  # white space between two tokens of the beginning of a call
 OBJECT = rf'(?:\[{GAP})?\{{{GAP}(?:"tool_call_id"{GAP}:{GAP}"[^"]{{0,20}}"{GAP},{GAP})?'
 OBJECT += rf'(?:"type"{GAP}:{GAP}"function"{GAP},{GAP})?"(?:tool_)?name"{GAP}:{GAP}"(?P<name>[^"\\\n]{{1,LONGEST}})"'
 NAME = r"(?P<name>[\w.-]{1,LONGEST})"  # LONGEST: characters of the longest offered name

@@ -126,6 +126,26 @@ def test_objects_end_with_the_properties_that_are_listed() -> None:
     assert {tuple(each) for each in found} == {("properties",), ("b",)}
 
 
+@pytest.mark.parametrize("form", [{}, {"indent": 2}, {"indent": 4}, {"separators": (",", ":")}], ids=str)
+def test_json_may_be_indented_as_models_write_it(form: dict[str, Any]) -> None:
+    model = toy_model()
+    text = json.dumps({"a": [1, {"b": "two words"}], "c": None}, **form)
+    guide = Guide(Grammar.of_json({"type": "object"}), model)
+    for token in model.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        assert guide.allows(token)
+        guide.push(token)
+    assert int(guide.restrict(torch.zeros(model.decoder.vocab_size)).argmax()) in model.end_tokens
+
+
+def test_spaces_do_not_go_on_without_end() -> None:
+    model = toy_model()
+    texts = [model.tokenizer.decode([token]) for token in range(model.decoder.vocab_size)]
+    blank = torch.tensor([not text.strip() for text in texts]) * 100.0
+    sampler = Sampler(DecodeConfig(), guide=Guide(Grammar.of_json({"const": {"a": [1, 2]}}), model))
+    found = [sampler(blank) for _ in range(200)]
+    assert json.loads(model.tokenizer.decode(found[: found.index(min(model.end_tokens))])) == {"a": [1, 2]}
+
+
 @given(
     st.from_regex(re.compile(r"[abc]{1,3}(?:\[[xyz]\]\{1,3\}|\([de]{2}\|f+\))g?"), fullmatch=True),
     st.integers(0, 9),

@@ -48,7 +48,7 @@ def joined(between: str, key: str, calls: Calls) -> str:
     return between.join(dumps({"name": name, key: arguments}) for name, arguments in calls)
 
 
-SPACE, QUOTED = "\n" + 7 * " ", ['"type"', ":", '"function"', ",", '"name"', ":"]
+SPACE, QUOTED = "\n" + 20 * " ", ['"type"', ":", '"function"', ",", '"name"', ":"]
 FORMS: dict[str, Callable[[Calls], str]] = {
     "Hermes": lambda calls: "\n".join(hermes(*call) for call in calls),
     "Hermes without its last end": lambda calls: FORMS["Hermes"](calls).removesuffix("</tool_call>"),
