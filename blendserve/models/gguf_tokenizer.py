@@ -81,17 +81,19 @@ def _sentence_piece(metadata: dict[str, Any], architecture: str, unknown: str | 
         tokenizers.Tokenizer(bpe),
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()],
     )
+    adds_space = not is_gemma and metadata.get("tokenizer.ggml.add_space_prefix", True)
     if is_gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    elif architecture == "phi3":
+    elif architecture == "phi3" and adds_space:
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
         )
     else:
-        scheme = "first" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
-        parts += [decoders.Strip(" ", 1)] if scheme == "first" else []
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            SPACE, "first" if adds_space else "never", split=False
+        )
+    parts += [decoders.Strip(" ", 1)] if adds_space else []
     backend.decoder = decoders.Sequence(parts)
     return backend
 
@@ -115,6 +117,9 @@ def _add_special(backend: Any, metadata: dict[str, Any], special: dict[str, str]
     named = dict.fromkeys([*special.values(), *control])
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in named])
     own = [token for token, kind in types if kind == USER_DEFINED and token not in named]
+    own = [
+        token for token in own if backend.token_to_id(token) is not None
+    ]  # Gemma's spaces are written otherwise
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
 
 

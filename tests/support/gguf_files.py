@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -96,10 +98,10 @@ LISTED_WINDOWS = {"olmo2", "exaone4"}
 NO_WINDOW = {"starcoder2", "qwen2", "qwen3", "smollm3"}  # in the file
 
 
-def tiny(name: str) -> Any:
-    """transformers' model, with norms and biases at random."""
+def tiny(name: str, **changed: Any) -> Any:
+    """transformers' model, with norms and biases at random. changed: settings."""
     kind, (_, settings) = name.partition("-")[0], MODELS[name]
-    model = from_config(config(kind, **settings))
+    model = from_config(config(kind, **{**settings, **changed}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -113,11 +115,25 @@ def as_stored(model: Any, kind: str = "F32") -> dict[str, Tensor]:
     return {name: torch.from_numpy(_dequantised(x, kind)) for name, x in weights.items()}
 
 
-def write_model(file: Path, model: Any, arch: str, kind: str = "F32") -> Path:
-    """Write the model's configuration and weights, matrices in this form, and a vocabulary of as many tokens."""
+Tokens = tuple[list[str], list[int]]  # texts and types
+TOKENS: Tokens = ([*("<0>", "<1>", "<2>"), *map(chr, range(0x21, 0x7E)), "ab"], [3] * 3 + [1] * 94)
+
+
+def write_model(
+    file: Path,
+    model: Any,
+    arch: str,
+    kind: str = "F32",
+    tokens: Tokens = TOKENS,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write the model's configuration and weights, matrices in this form, and a vocabulary.
+
+    more: metadata in place of those of a byte-level tokenizer with one merge.
+    """
     writer = gguf.GGUFWriter(file, arch)
     _write_settings(writer, arch, model.config)
-    _write_tokens(writer, model.config)
+    _write_tokens(writer, model.config, tokens, more)
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
     for name, x in model.state_dict().items():
@@ -239,14 +255,17 @@ def _write_scaling(writer: Any, rope: dict[str, Any]) -> None:
         writer.add_float32(f"{writer.arch}.attention.temperature_scale", rope["llama_4_scaling_beta"])
 
 
-def _write_tokens(writer: Any, made: Any) -> None:
-    tokens = [*("<0>", "<1>", "<2>"), *map(chr, range(0x21, 0x7E)), "ab"]
-    assert len(tokens) == made.vocab_size
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b"])
+def _write_tokens(writer: Any, made: Any, tokens: Tokens, more: Mapping[str, Any]) -> None:
+    texts, types = tokens
+    assert len(texts) == len(types) == made.vocab_size
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
+    if "tokenizer.ggml.model" not in more:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges(["a b"])
     writer.add_bos_token_id(made.bos_token_id)
     writer.add_eos_token_id(made.eos_token_id)
-    writer.add_add_bos_token(False)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    for key, value in {"tokenizer.ggml.add_bos_token": False, **more}.items():
+        kinds[type(value)](key, value)
