@@ -16,6 +16,7 @@ BENCHES = {  # name, also that of the module -> help
     "sharing": "Compare a cache per user with one shared cache.",
     "noisy_neighbor": "Run one hostile client beside a server's regular clients.",
     "cpu_contention": "Prefill and decode while other processes use the CPUs.",
+    "sampling": "Choose tokens from a large vocabulary, by rule and by grammar.",
     "startup": "Time whole commands, and the first answer of a process.",
     "near_duplicates": "Ask about passages that were edited after they were cached.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",

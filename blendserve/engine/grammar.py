@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
@@ -125,11 +126,10 @@ class Guide:
             self._raise_error()
             allowed[self._end] = True
         else:
-            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._raise_error()
-            shifts = torch.arange(8, dtype=torch.uint8)
-            known = (bits[:, None] >> shifts & 1).view(-1)[: len(logits)].bool()
-            allowed[: len(known)] = known
+            known = np.unpackbits(bits, bitorder="little")[: len(logits)]
+            allowed[: len(known)] = torch.from_numpy(known.view(np.bool_))
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
     def allows(self, token: int) -> bool:
@@ -160,7 +160,8 @@ def _vocabulary(model: LoadedModel) -> Any:
     tokenizer = model.tokenizer
     with _lock:
         if tokenizer not in _vocabularies:
-            if not hasattr(tokenizer, "backend_tokenizer"):
+            # the words of a model with random weights mean nothing
+            if not hasattr(tokenizer, "backend_tokenizer") or not hasattr(type(tokenizer), "__len__"):
                 raise InputError("this model's tokenizer cannot follow a grammar: it has no tokenizer.json")
             backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             backend.no_padding()

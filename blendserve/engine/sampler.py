@@ -1,7 +1,7 @@
 """Logits -> the next token: penalties, then greedy at temperature 0, else sampling from the likeliest tokens by a seed.
 
 The order of rules is vLLM's: bias, repetition penalty (arXiv 1909.05858), frequency and presence penalties, the grammar,
-temperature, min_p, top_k, top_p. No rule sorts the whole vocabulary unless a nucleus has nearly all of it.
+temperature, min_p, top_k, top_p. No rule sorts the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from blendserve.engine.request import AnswerRules
 
 NO_RULES = AnswerRules()
 N_RANKED = 256, 4096  # tokens, in which most nuclei end
+BUCKET_BITS = 16  # of a float32's 32, that tokens of one bucket may differ in: they are equally likely to 1%
 
 
 class Sampler:
@@ -45,8 +46,14 @@ class Sampler:
         return token
 
     def _guided(self, logits: Tensor, guide: Guide) -> int:
-        token = int(logits.argmax()) if self._config.is_greedy else -1
-        if token < 0 or not guide.allows(token):  # mostly the likeliest one is allowed, and no mask is needed
+        """Mostly a token that is chosen from all is allowed, and no mask is needed.
+
+        If it is not, one is drawn from the allowed ones. Either way, each has its probability among these. That holds
+        unless a rule leaves tokens out: others would be left out of the allowed ones.
+        """
+        is_cut = self._rules.top_k or self._rules.min_p or self._config.top_p < 1
+        token = -1 if is_cut and not self._config.is_greedy else self._choose(logits)
+        if token < 0 or not guide.allows(token):
             token = self._choose(guide.restrict(logits))
         guide.push(token)
         return token
@@ -104,15 +111,26 @@ def draw(probabilities: Tensor, generator: torch.Generator) -> int:
 
 
 def nucleus_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest tokens whose probabilities [V] sum to `top_p`: theirs, the largest first, and their ids.
+    """The fewest tokens whose probabilities [V] sum to `top_p`: theirs, and their ids.
 
-    All of them are sorted only where the N_RANKED largest do not sum to it.
+    What the N_RANKED largest do not sum to is counted in buckets, and only the last bucket of the nucleus is sorted.
     """
-    for k in (*(n for n in N_RANKED if n < len(probabilities)), len(probabilities)):
-        is_all = k == len(probabilities)
-        ranked, order = probabilities.sort(descending=True) if is_all else probabilities.topk(k)
-        before = ranked.cumsum(0) - ranked
-        if float(before[-1]) >= top_p:
-            break
-    n = max(1, int((before < top_p).sum()))  # one, even by a top_p that float32 has no number for
-    return ranked[:n], order[:n]
+    for k in (min(n, len(probabilities)) for n in N_RANKED):
+        ranked, order = probabilities.topk(k)
+        n = _needed(ranked, top_p)
+        if n < k or k == len(probabilities):
+            return ranked[:n], order[:n]
+    buckets = probabilities.view(torch.int32) >> BUCKET_BITS  # the larger, the likelier
+    sums = torch.bincount(buckets, weights=probabilities.double())
+    above = sums.sum() - sums.cumsum(0)
+    last = int((above < top_p).nonzero()[0])
+    sure, edge = ((buckets > last).nonzero()[:, 0], (buckets == last).nonzero()[:, 0])
+    ranked, order = probabilities[edge].sort(descending=True)
+    ids = torch.cat([sure, edge[order[: _needed(ranked, top_p - float(above[last]))]]])
+    return probabilities[ids], ids
+
+
+def _needed(ranked: Tensor, total: float) -> int:
+    """How many of these probabilities, the largest first, sum to a total; at least one."""
+    before = ranked.cumsum(0, dtype=torch.float64) - ranked
+    return max(1, int((before < total).sum()))

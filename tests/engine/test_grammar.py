@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -113,6 +114,24 @@ def test_what_is_written_is_valid_by_its_schema(
         return
     assume(text is not None)
     jsonschema.validate(json.loads(text or ""), schema)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_allowed_tokens_are_drawn_by_their_probabilities_among_each_other(top_p: float) -> None:
+    """The likeliest token of all is not allowed."""
+    model, n = toy_model(), 600
+    ids = [model.tokenizer(text)["input_ids"][0] for text in "abc?"]
+    logits = torch.full((model.decoder.vocab_size,), -20.0)
+    logits[ids] = torch.tensor([2.0, 1.0, 0.0, 2.5])
+    grammar, drawn = Grammar.of_choices(["a", "b", "c"]), Counter[int]()
+    for seed in range(n):
+        config = DecodeConfig(temperature=1.0, top_p=top_p, seed=seed)
+        drawn[Sampler(config, guide=Guide(grammar, model))(logits)] += 1
+    shares = torch.softmax(logits[ids[:3]], 0)
+    shares = shares if top_p == 1 else torch.tensor([1.0, 0.0, 0.0])
+    assert drawn.total() == sum(drawn[token] for token in ids[:3])
+    for token, share in zip(ids, shares.tolist(), strict=False):
+        assert abs(drawn[token] - n * share) <= 4.5 * (n * share * (1 - share)) ** 0.5 + 1e-6
 
 
 def test_objects_end_with_the_properties_that_are_listed() -> None:
