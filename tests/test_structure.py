@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +19,9 @@ LAYERS = [  # from the ground up; of one layer, packages do not import each othe
     *(
         BASE,
         "kernels readers",
+        "store",
         "models",
-        "retrieve store",
+        "retrieve",
         "fetch",
         "blend",
         "quality",
@@ -64,6 +67,14 @@ def test_packages_import_public_names_of_lower_layers() -> None:
     both = {("bench", "evaluate", "x"), ("evaluate", "bench", "x")}
     for more in ({("models", "serve", "x")}, {("store", "kernels", "_x")}, both):
         assert wrong(found | more)
+
+
+def test_a_store_loads_no_kernels_and_no_models() -> None:
+    loaded = "import blendserve.store, sys; print(*(m for m in sys.modules if m.startswith('blendserve.')))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    packages = {name.split(".")[1] for name in done.stdout.split()}
+    assert "store" in packages
+    assert not packages & {"kernels", "models"}
 
 
 def test_the_package_needs_no_checkout() -> None:

@@ -20,6 +20,7 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import Config
 from blendserve.core import Document, TokenIds
 from blendserve.engine.prompt import PRIMER, PromptBuilder, literal_tokenizer
+from blendserve.engine.sensitivity import ModelSensitivity
 from blendserve.errors import ConfigError, InputError, TablesMissing
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
@@ -126,7 +127,7 @@ def fit(
             computing(done, total)
 
     made: type[Codec] = CODECS.load(name)
-    raw = made.fit(samples(), model.decoder, fitting)
+    raw = made.fit(samples(), ModelSensitivity(model.decoder), fitting)
     return store.blobs.put(name, model.fingerprint, raw)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.chunk_kv import ChunkComputer
+from blendserve.engine.sensitivity import ModelSensitivity, gradients
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import loaded
@@ -21,7 +22,6 @@ from blendserve.kv import ChunkKV, stacked
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.rans import ONE
-from blendserve.store.codecs.predict.sensitivity import first_layer, gradients, sensitivity
 from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
 from tests.support.codecs import decoded, refuses, related
 from tests.support.codecs import predict_tables as tables
@@ -124,21 +124,21 @@ def test_sensitivity_is_a_mean_over_tokens_each_by_the_root_of_its_information(
         return made[-1]
 
     for name, value in (("gradients", noted), ("CHUNK", chunk), ("WINDOW", window)):
-        monkeypatch.setattr(f"{sensitivity.__module__}.{name}", value)
-    found = sensitivity(decoder, ids, 2)
+        monkeypatch.setattr(f"{ModelSensitivity.__module__}.{name}", value)
+    found = ModelSensitivity(decoder).sensitivity(ids, 2)
     for pairs in made:
         rows = torch.stack([torch.stack(pair) for pair in pairs])[..., 1:, :].transpose(2, 3).flatten(3)
         share = 1 / rows.square().sum(dim=(0, 1, 3)).sqrt()  # rows: [L, 2, tokens, K x D]
         total = total + torch.einsum("lpta,lptb,t->lpab", rows, rows, share) / (chunk - 1)
     torch.testing.assert_close(found, total / 2, rtol=1e-3, atol=1e-6)
     assert bool((total.diagonal(dim1=-2, dim2=-1).sum(-1) > 0).all())
-    assert sensitivity(decoder, ids[:chunk], 2) is None
+    assert ModelSensitivity(decoder).sensitivity(ids[:chunk], 2) is None
 
 
 def test_layer_0_is_the_models() -> None:
     decoder = tiny_decoder("llama", dtype=torch.float32)
     kv = ChunkComputer(decoder, ()).compute([(5, 9, 5)])[0]
-    torch.testing.assert_close(first_layer(decoder, [5, 9, 5]), (kv.keys[0], kv.values[0]))
+    torch.testing.assert_close(ModelSensitivity(decoder).first_layer([5, 9, 5]), (kv.keys[0], kv.values[0]))
 
 
 # Coded symbols: native kernels, whose code is another one, against the plain form

@@ -26,7 +26,6 @@ import torch
 from blendserve.core import TokenIds
 from blendserve.errors import CorruptBlob, StoreUnavailable
 from blendserve.kv import ChunkKV, KVShape
-from blendserve.models.model import DecoderModel
 from blendserve.registry import CODECS
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -133,6 +132,19 @@ class Coding:
         return cls(codec, level, tables_hash(tables))
 
 
+class FittedModel(Protocol):
+    """What a codec may learn from the model itself (engine/sensitivity.py)."""
+
+    n_embeddings: int  # of its vocabulary
+    window: int  # tokens of text that `sensitivity` looks at together
+
+    def first_layer(self, ids: Sequence[int]) -> Pair:
+        """Keys before RoPE and values of layer 0 [K, n, D]; they depend on the token alone."""
+
+    def sensitivity(self, ids: TokenIds, windows: int, progress: Callable[[], None]) -> torch.Tensor | None:
+        """The Fisher information of keys and values [L, 2, K * D, K * D]; None for too little text."""
+
+
 class Decoder(Protocol):
     """Decodes one chunk."""
 
@@ -188,7 +200,7 @@ class Codec(ABC):
     def fit(
         cls,
         samples: Iterable[Sample],
-        model: DecoderModel | None = None,
+        model: FittedModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """Tables for the model that computed the samples, which are read once and in order.

@@ -31,8 +31,16 @@ from torch import Tensor
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
 from blendserve.kv import ChunkKV, KVShape, stacked
-from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
+from blendserve.store.codecs.base import (
+    Buffer,
+    ChunkShape,
+    Codec,
+    Coding,
+    FittedModel,
+    Pair,
+    Progress,
+    Sample,
+)
 from blendserve.store.codecs.raw import aligned
 
 try:
@@ -81,7 +89,7 @@ class CacheGen(Codec):
     def fit(
         cls,
         samples: Iterable[Sample],
-        model: DecoderModel | None = None,
+        model: FittedModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """The frequency of each integer in each channel, at every number of bins."""

@@ -21,8 +21,16 @@ from torch import Tensor
 
 from blendserve.errors import StoreError
 from blendserve.kv import ChunkKV, KVShape
-from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Progress, Sample
+from blendserve.store.codecs.base import (
+    Buffer,
+    ChunkShape,
+    Codec,
+    Coding,
+    FittedModel,
+    Pair,
+    Progress,
+    Sample,
+)
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
@@ -55,7 +63,7 @@ class Predict(Codec):
     def fit(
         cls,
         samples: Iterable[Sample],
-        model: DecoderModel | None = None,
+        model: FittedModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         return fit(samples, model, progress).to_bytes()

@@ -3,8 +3,9 @@
 Fitting goes layer by layer, like the decoder: a map is fitted on the codes that the decoder would have of the layer below
 at the middle level, with their errors. The axes of the residual are those of a space in which errors weigh about equally:
 each layer's keys and values are divided by their spread, and stretched by a power of the Fisher information
-(sensitivity.py). The full Fisher information weights errors of single tokens right, but errors that all tokens share too
-low (research/decisions.md); a third between directions of one layer and three quarters between layers measured best.
+(engine/sensitivity.py). The full Fisher information weights errors of single tokens right, but errors that all tokens
+share too low (research/decisions.md); a third between directions of one layer and three quarters between layers measured
+best.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import InputError
-from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import Progress, Sample
+from blendserve.store.codecs.base import FittedModel, Progress, Sample
 from blendserve.store.codecs.predict import rans
 from blendserve.store.codecs.predict.rans import CLASSES, CONTEXTS, ESCAPE, ONE, SIZES, SYMBOLS, LayerMap
-from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
 from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables, flat, quantised
 
 FEWEST = 64  # tokens
@@ -49,7 +48,7 @@ class FittedLayer:
     codes: Tensor  # [C, W]: the layer above is predicted from these
 
 
-def fit(samples: Iterable[Sample], model: DecoderModel | None, progress: Progress) -> Tables:
+def fit(samples: Iterable[Sample], model: FittedModel | None, progress: Progress) -> Tables:
     """Fit tables. model: None = all errors weigh equally, and only tokens of the samples have rows.
 
     Raises InputError for too few samples.
@@ -64,7 +63,7 @@ def fit(samples: Iterable[Sample], model: DecoderModel | None, progress: Progres
         raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
     numbers = torch.cat(parts, dim=1)  # [L, C, W]
     n_layers, _, width = numbers.shape
-    done, total = count(1), min(WINDOWS, len(ids) // WINDOW) * bool(model) + n_layers
+    done, total = count(1), (min(WINDOWS, len(ids) // model.window) if model else 0) + n_layers
     weights = _weights(numbers, ids, model, lambda: progress(next(done), total))
     row_ids, rows = _first_rows(numbers[0], ids, model)
     scale, zero = _code_scale(torch.cat((rows, numbers[0].float())))
@@ -102,11 +101,11 @@ def fit(samples: Iterable[Sample], model: DecoderModel | None, progress: Progres
 
 
 def _weights(
-    numbers: Tensor, ids: list[int], model: DecoderModel | None, step: Callable[[], None]
+    numbers: Tensor, ids: list[int], model: FittedModel | None, step: Callable[[], None]
 ) -> list[tuple[Tensor, Tensor]]:
     """Maps of each layer: numbers -> a space in which errors weigh about equally [W, W], and back. numbers: [L, C, W]."""
     spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in numbers]
-    fisher = sensitivity(model, tuple(ids), WINDOWS, step) if model else None
+    fisher = model.sensitivity(tuple(ids), WINDOWS, step) if model else None
     if fisher is None:
         eye = torch.eye(numbers.shape[2])
         return [(eye / s, eye * s) for s in spread]
@@ -132,15 +131,14 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
     return blocks(*there).float(), blocks(*back).float()
 
 
-def _first_rows(numbers: Tensor, ids: list[int], model: DecoderModel | None) -> tuple[list[int], Tensor]:
+def _first_rows(numbers: Tensor, ids: list[int], model: FittedModel | None) -> tuple[list[int], Tensor]:
     """Tokens in ascending order, and their layer 0 [R, W]. numbers: layer 0 of the samples [C, W]."""
     if model is None:
         found = {token: at for at, token in enumerate(ids)}
         known = sorted(found)
         return known, numbers[[found[token] for token in known]].float()
-    vocabulary = model.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    known = sorted({*range(min(KNOWN, vocabulary)), *ids})
-    both = torch.cat(first_layer(model, known))  # [2 K, R, D]
+    known = sorted({*range(min(KNOWN, model.n_embeddings)), *ids})
+    both = torch.cat(model.first_layer(known))  # [2 K, R, D]
     return known, both.transpose(0, 1).flatten(1).float().cpu()
 
 

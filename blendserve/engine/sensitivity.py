@@ -67,36 +67,45 @@ class _Pass(LayerPass):
         return attend(q, self._keys, self._values, self._model.specs[l], self._plans[l])
 
 
-def sensitivity(
-    model: DecoderModel, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
-) -> Tensor | None:
-    """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text.
+class ModelSensitivity:
+    """A model as codecs learn from it: a FittedModel of store/codecs/base.py."""
 
-    A token's product is divided by the root of its trace over all layers, keys and values.
-    """
-    starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
-    if not starts:
-        return None
-    n = model.kv_shapes[0].numbers // 2
-    total = torch.zeros(model.n_layers, 2, n, n)
-    generator = torch.Generator().manual_seed(0)
-    for start in starts:
-        pairs = gradients(model, ids[start : start + WINDOW], generator)
-        # of all tokens but the first, [L, 2, K, C - 1, D]
-        both = torch.stack([torch.stack(pair) for pair in pairs])[..., 1:, :].float().cpu()
-        rows = both.transpose(2, 3).flatten(3)  # [L, 2, C - 1, K * D]
-        weighed = rows * rows.square().sum(dim=(0, 1, 3), keepdim=True).clamp(min=TINY) ** -0.25
-        total += weighed.transpose(-1, -2) @ weighed
-        progress()
-    return total / ((CHUNK - 1) * len(starts))
+    window = WINDOW
 
+    def __init__(self, model: DecoderModel) -> None:
+        self._model = model
+        self.n_embeddings: int = model.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
 
-def first_layer(model: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys before RoPE and values of layer 0 [K, n, D]; they depend on the token alone."""
-    with torch.inference_mode():
-        layers = _Pass(model, len(ids), only_first=True)
-        run(run_layers(model, model.embed(torch.tensor(ids, device=model.device)), layers))
-    return layers.kv[0]
+    def first_layer(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE and values of layer 0 [K, n, D]; they depend on the token alone."""
+        model = self._model
+        with torch.inference_mode():
+            layers = _Pass(model, len(ids), only_first=True)
+            run(run_layers(model, model.embed(torch.tensor(ids, device=model.device)), layers))
+        return layers.kv[0]
+
+    def sensitivity(
+        self, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
+    ) -> Tensor | None:
+        """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text.
+
+        A token's product is divided by the root of its trace over all layers, keys and values.
+        """
+        starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
+        if not starts:
+            return None
+        n = self._model.kv_shapes[0].numbers // 2
+        total = torch.zeros(self._model.n_layers, 2, n, n)
+        generator = torch.Generator().manual_seed(0)
+        for start in starts:
+            pairs = gradients(self._model, ids[start : start + WINDOW], generator)
+            # of all tokens but the first, [L, 2, K, C - 1, D]
+            both = torch.stack([torch.stack(pair) for pair in pairs])[..., 1:, :].float().cpu()
+            rows = both.transpose(2, 3).flatten(3)  # [L, 2, C - 1, K * D]
+            weighed = rows * rows.square().sum(dim=(0, 1, 3), keepdim=True).clamp(min=TINY) ** -0.25
+            total += weighed.transpose(-1, -2) @ weighed
+            progress()
+        return total / ((CHUNK - 1) * len(starts))
 
 
 def gradients(model: DecoderModel, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
