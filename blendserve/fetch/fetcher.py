@@ -39,7 +39,6 @@ from blendserve.kv import ChunkKV
 from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Miss, Snapshot, StoreStats, TensorView
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW, UNREACHABLE
-from blendserve.store.valkey import ValkeyStore
 from blendserve.store.view import open_view
 
 COMPUTED = "computed"  # as a source
@@ -73,9 +72,9 @@ class KVFetcher:
         if self.tiered:
             self.local = self.tiered.local
             self.source = source or self.tiered.source
-        elif isinstance(store, ValkeyStore):
+        elif store.is_remote:
             self.local = MemoryStore(0)
-            self.source = source or StoreSource.of(store)
+            self.source = source or StoreSource(store)
         self.copies = copies or Copies()
         self._prefetch_bytes = prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
@@ -178,7 +177,7 @@ class KVFetcher:
 
     def resident(self) -> frozenset[ChunkKey]:
         """Chunks in this process's memory or on its device (for routing between replicas)."""
-        own = self.local.keys() if isinstance(self.local, MemoryStore) else ()
+        own = () if self.local.persistent else self.local.keys()
         return self.copies.keys().union(own)
 
     def stats(self, namespace: str | None = None) -> StoreStats:

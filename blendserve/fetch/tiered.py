@@ -54,7 +54,7 @@ class TieredStore(KVStore):
         self._breaker = Breaker("the remote KV store", REST_S, REST_S, clock.monotonic)
         self.remote: KVStore | None = None
         if isinstance(remote, KVStore):
-            self.source: RemoteSource = StoreSource.of(remote, self._breaker, clock)
+            self.source: RemoteSource = StoreSource(remote, self._breaker, clock)
             self.remote = None if remote.read_only else remote
         else:
             self.source = remote

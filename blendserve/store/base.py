@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from blendserve.config import StoreBackendConfig
 from blendserve.core import TokenIds
-from blendserve.errors import StoreError, StoreFull
+from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreVersion, unraised
 from blendserve.store.blobs import BlobStore
 from blendserve.store.codecs.base import Coding
 from blendserve.store.codecs.base import Miss as Miss
@@ -135,6 +136,15 @@ class VerifyReport:
         }
 
 
+class ReadTime(NamedTuple):
+    """How long reading a part of a chunk took."""
+
+    header: Header
+    round_trip_s: float  # of a question with a short answer; 0 where the store has none
+    seconds: float  # of the part, its own round trip included
+    n_bytes: int  # of the part
+
+
 class KVStore(ABC):
     """Chunk records by key, under a byte cap. Threads and processes may share one. Raises StoreErrors only."""
 
@@ -143,6 +153,12 @@ class KVStore(ABC):
     read_only: bool
     cap_bytes: int
     blobs: BlobStore
+    persistent: bool = True  # chunks outlive the process
+    # Of a store that other machines use, too: fetch/source.py reads it.
+    is_remote: bool = False  # the chunks are on another machine
+    name: str = "the remote KV store"  # in messages
+    deadline_s: float = inf  # that a request waits in all
+    in_flight_bytes: int = 1 << 62  # of chunks in transfer at a time
 
     @abstractmethod
     def snapshot(self) -> AbstractContextManager[Snapshot]:
@@ -210,6 +226,33 @@ class KVStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release files, maps and connections; idempotent."""
+
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | StoreError]:
+        """Records of the stored ones in memory of their own, checked, or why one cannot be read. Counts as uses.
+
+        Raises StoreUnavailable.
+        """
+        found: dict[ChunkKey, ChunkRecord | StoreError] = {}
+        with self.snapshot() as snapshot:
+            for key in keys:
+                try:
+                    if record := snapshot.get(key):
+                        found[key] = record.copy()
+                except (CorruptRecord, StoreVersion) as error:
+                    found[key] = unraised(error)
+        return found
+
+    def time_read(self, keys: Sequence[ChunkKey], n_bytes: int, now: Callable[[], float]) -> ReadTime | None:
+        """Time reading about so many bytes of the first chunk that is stored; by default a whole one. now: seconds."""
+        for key in keys:
+            began = now()
+            if isinstance(record := self.read([key]).get(key), ChunkRecord):
+                return ReadTime(record.header, 0.0, now() - began, record.n_bytes)
+        return None
+
+    def interrupt(self, late: bool) -> str:
+        """Make every call fail at once, from any thread, where the store can -> why, if late."""
+        return f"{self.name} does not answer"
 
     def __enter__(self: AnyStore) -> AnyStore:
         return self

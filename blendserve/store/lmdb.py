@@ -78,7 +78,7 @@ class LMDBStore(TxnStore):
     """
 
     kind = "lmdb"
-    persistent = needs_folder = True
+    needs_folder = True
 
     def __init__(
         self,

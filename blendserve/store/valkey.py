@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from blendserve.config import StoreBackendConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion, unraised
 from blendserve.store import valkey_layout as layout
-from blendserve.store.base import REMOTE, ChunkInfo, KVStore, Snapshot, StoreStats, VerifyReport
+from blendserve.store.base import REMOTE, ChunkInfo, KVStore, ReadTime, Snapshot, StoreStats, VerifyReport
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import TimeSource
@@ -51,7 +51,8 @@ class ValkeyStore(KVStore):
     """
 
     kind = "valkey"
-    persistent, needs_folder = True, False
+    needs_folder = False
+    is_remote = True
 
     def __init__(
         self,
@@ -61,6 +62,8 @@ class ValkeyStore(KVStore):
         clock: TimeSource = time,
     ) -> None:
         self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
+        self.name, self.deadline_s = config.server, config.deadline_s
+        self.in_flight_bytes = config.in_flight_mb * 1_000_000
         self._usage = UsageLog(Always(), clock)
         self.client = BoundedClient(ValkeyPeer(config), clock=clock)
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
@@ -111,6 +114,30 @@ class ValkeyStore(KVStore):
         if count and self._usage.is_due():
             threading.Thread(target=self._write_notes, daemon=True).start()  # no request waits for it
         return found
+
+    def time_read(self, keys: Sequence[ChunkKey], n_bytes: int, now: Callable[[], float]) -> ReadTime | None:
+        """Time headers, which take a round trip, then the first layers of one chunk: a whole one may take too long."""
+
+        def job(client: Client) -> ReadTime | None:
+            client.ping()  # or connecting would be timed
+            began = now()
+            headers = layout.run_each(client, keys, on_chunk("hget", layout.HEADER))
+            round_trip_s = now() - began
+            for key, raw in zip(keys, headers, strict=True):
+                if raw:
+                    header = decode_header(key, raw)
+                    n_layers = header.shape.n_layers
+                    n = max(1, min(n_layers, n_bytes * n_layers // max(1, header.n_bytes)))
+                    began = now()
+                    segments = client.hmget(chunk_name(key), [layout.segment_name(l) for l in range(n)])
+                    found = ReadTime(header, round_trip_s, now() - began, sum(header.lengths[:n]))
+                    return None if None in segments else found
+            return None
+
+        return self.client.ask(job)
+
+    def interrupt(self, late: bool) -> str:
+        return self.client.interrupt(late, reading=True).public_message
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         asked = list(keys)
