@@ -62,11 +62,13 @@ class Gguf:
         """path: the file, or any part of a split one. Raises ModelError."""
         self.path = path
         self.tensors: dict[str, Entry] = {}
-        for n, part in enumerate(_parts(path)):
+        parts = parts_of(path)
+        for n, part in enumerate(parts):
             with reading(part):
                 read = _Reader(part)
                 if n == 0:
                     self.metadata = read.metadata
+                    _check_count(self.metadata.get("split.count", 1), len(parts), path)
                 if self.tensors.keys() & read.tensors.keys():
                     raise ValueError("two tensors have the same name")
                 self.tensors |= read.tensors
@@ -85,9 +87,10 @@ def reading(path: Path) -> Iterator[None]:
     """Turn whatever a damaged file causes into a ModelError that names the file."""
     try:
         yield
-    except BlendserveError:
+    except (BlendserveError, ImportError):
         raise
     except FileNotFoundError as error:
+        path = Path(error.filename or path)
         raise ModelError(
             f"there is no file {path}: give the path of a GGUF file with all its parts, a folder or a hub id",
             path=path,
@@ -97,7 +100,7 @@ def reading(path: Path) -> Iterator[None]:
         raise ModelError(f"{path} is damaged: {told}. Fetch it again", path=path) from error
 
 
-def _parts(path: Path) -> list[Path]:
+def parts_of(path: Path) -> list[Path]:
     """All parts of a split file, by its name."""
     found = PART.search(path.name)
     if not found:
@@ -105,6 +108,14 @@ def _parts(path: Path) -> list[Path]:
     count = int(found[2])
     names = (PART.sub(f"-{n:05}-of-{count:05}", path.name) for n in range(1, count + 1))
     return [path.with_name(name) for name in names]
+
+
+def _check_count(says: int, found: int, path: Path) -> None:
+    if says != found:
+        raise ModelError(
+            f"{path} is one of {says} parts of a model: name them NAME-00001-of-{says:05}.gguf and so on",
+            path=path,
+        )
 
 
 class _Reader:

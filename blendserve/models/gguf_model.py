@@ -19,9 +19,10 @@ from torch import Tensor
 from blendserve.errors import ModelUnsupported
 from blendserve.models.checkpoint import MAX_LAYERS
 from blendserve.models.families import FAMILIES, Family
-from blendserve.models.fast_load import Start
+from blendserve.models.fast_load import Configuration, Start
 from blendserve.models.gguf import Gguf, reading
 from blendserve.models.gguf_tokenizer import NAMES, read_tokenizer, token_ids
+from blendserve.models.refusals import check_supported
 from blendserve.models.weights import QuantisedMatrix
 
 Roles = dict[
@@ -151,6 +152,7 @@ def read_gguf(file: Path) -> tuple[Start, Mapping[str, Weights]]:
         if row is None:
             raise ModelUnsupported(f"{file} has architecture {architecture!r}, which has no row", path=file)
         config = _config(gguf, architecture, row)
+        check_supported(Configuration(**config))
         tensors = GgufTensors(gguf, row, config)
         tokenizer = read_tokenizer(gguf, architecture)
         return Start(config, tokenizer, token_ids(gguf.metadata, "eos", "eot", "eom"), None), tensors

@@ -40,6 +40,8 @@ def read_tokenizer(gguf: Gguf, architecture: str) -> Tokenizer:
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
     _set_ends(backend, special.get("bos_token") if adds_bos else None)
     (eos,) = token_ids(metadata, "eos") or {None}
+    if eos is None and "tokenizer.ggml.eos_token_id" in metadata:
+        raise ValueError("its end token is not in its vocabulary")
     return Tokenizer(backend, special, eos, metadata.get("tokenizer.chat_template"))
 
 

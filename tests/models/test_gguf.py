@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ModelError, ModelUnsupported
-from blendserve.models import bundled_llama as converter
+from blendserve.models import dequantised as converter
 from blendserve.models import pre_tokenizers, sources
 from blendserve.models.loader import LoadedModel, fingerprint, load_model, load_tokenizer
 from blendserve.models.sources import BUNDLED, bundled_folder, gguf_folder
@@ -296,9 +296,13 @@ def test_a_user_s_file_is_converted_once_and_known_by_its_content(
     assert len(caplog.records) == 2
 
 
-def test_a_part_of_a_file_is_refused_as_such_and_one_of_one_is_whole(tmp_path: Path) -> None:
+def test_a_part_alone_is_refused_as_such_and_one_of_one_is_whole(tmp_path: Path) -> None:
+    part = write_tiny(tmp_path / "tiny-00001-of-00002.gguf", parts=2, changed={"blk.1.ffn_up": None})
     with pytest.raises(ModelError) as error:
-        load(write_tiny(tmp_path / "tiny-00001-of-00002.gguf", parts=2, changed={"blk.1.ffn_up": None}))
+        load(part)
+    assert error.value.path == str(tmp_path / "tiny-00002-of-00002.gguf")
+    with pytest.raises(ModelError) as error:
+        load(part.rename(tmp_path / "renamed.gguf"))
     assert "2 parts" in str(error.value)  # allow: it was called damaged
     load(write_tiny(tmp_path / "tiny-00001-of-00001.gguf", parts=1))
 

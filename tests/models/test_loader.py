@@ -16,7 +16,7 @@ import transformers as tf
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError, ModelError, ModelUnsupported
-from blendserve.models import bundled_llama, fast_load, loader
+from blendserve.models import fast_load, loader, sources
 from blendserve.models.loader import LoadedModel, end_tokens, fingerprint, load_model
 from blendserve.models.sources import BUNDLED, Bundled
 from blendserve.models.tokenizer import Tokenizer, agree
@@ -195,7 +195,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest
         (into / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bundled_llama, "write_folder", fails)
+    monkeypatch.setattr(sources, "write_folder", fails)
     monkeypatch.setitem(BUNDLED, "damaged", Bundled(whole.packages, whole.install, whole.file, "0" * 64))
     for name, error in (("damaged", ModelError), ("smollm2-135m", KeyboardInterrupt)):
         with pytest.raises(error):

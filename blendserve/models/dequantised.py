@@ -1,6 +1,6 @@
-"""Converts the bundled llama from GGUF to a Hugging Face folder without transformers, whose import takes seconds.
+"""Writes a GGUF file's model as a Hugging Face folder in bf16, without transformers, whose import takes seconds.
 
-The folder equals transformers' own conversion: tests/models/test_gguf.py compares them.
+The folder equals transformers' own conversion, where that is right: tests/models/test_gguf.py compares them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blendserve.models.fast_load import Start
-from blendserve.models.gguf import Gguf
+from blendserve.models.gguf import Gguf, reading
 from blendserve.models.gguf_model import Weights, read_gguf
+from blendserve.models.weights import QuantisedMatrix
 
 Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
 Floats = npt.NDArray[np.float32]  # [N, weights of a block]
-CHUNK = 1 << 16  # blocks that are dequantised at once: less memory, which is sooner cleared
+CHUNK = 1 << 20  # weights that are dequantised at once: less memory, which is sooner cleared
 # What a LlamaConfig adds to what the file says. It is part of the fingerprint.
-DEFAULTS = {
+LLAMA_DEFAULTS = {
     "architectures": ["LlamaForCausalLM"],
     "attention_dropout": 0.0,
     "chunk_size_feed_forward": 0,
-    "dtype": "bfloat16",
     "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
     "initializer_range": 0.02,
     "is_encoder_decoder": False,
@@ -52,7 +52,7 @@ def _q4_1(b: Bytes) -> Floats:
     return _half(b, 0) * nibbles.astype(np.float32) + _half(b, 2)
 
 
-# The bundled file's: bytes of a block, and its weights, as in ggml-quants.c.
+# The bundled file's, which need no package: bytes of a block, and its weights, as in ggml-quants.c.
 FORMATS: dict[str, tuple[int, Callable[[Bytes], Floats]]] = {
     "Q4_1": (20, _q4_1),
     "Q8_0": (34, lambda b: b[:, 2:].view(np.int8).astype(np.float32) * _half(b, 0)),
@@ -60,13 +60,17 @@ FORMATS: dict[str, tuple[int, Callable[[Bytes], Floats]]] = {
 
 
 def write_folder(file: Path, into: Path) -> Start:
-    """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE.
+    """Write config.json, model.safetensors in bf16 and the tokenizer.
 
-    Raises ModelError.
+    Raises ModelError; ModelUnsupported for what gguf_model.py does not read.
     """
     start, weights = read_gguf(file)
-    name = Gguf(file).metadata["general.name"]
-    config: dict[str, Any] = {**DEFAULTS, **start.config, "_model_name_or_path": name}
+    name = Gguf(file).metadata.get("general.name")
+    config: dict[str, Any] = {"_model_name_or_path": name, "dtype": "bfloat16", **start.config}
+    if config["model_type"] == "llama":
+        config |= LLAMA_DEFAULTS
+    if len(start.end_tokens) > 1:
+        config["eos_token_id"] = sorted(start.end_tokens)
     tokenizer = start.tokenizer
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     for name, values in (("config", config), ("tokenizer_config", settings)):
@@ -74,7 +78,8 @@ def write_folder(file: Path, into: Path) -> Start:
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
     if isinstance(tokenizer.chat_template, str):
         (into / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
-    tensors = {name: _in_bf16(x) for name, x in weights.items()}
+    with reading(file):
+        tensors = {name: _in_bf16(x) for name, x in weights.items()}
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
     return start._replace(config=config)
 
@@ -83,10 +88,16 @@ def _in_bf16(x: Weights) -> Tensor:
     """Dequantised in fp32 and rounded once."""
     if isinstance(x, Tensor):
         return x.to(torch.bfloat16)
-    n_bytes, values = FORMATS[x.kind]
-    blocks = x.blocks.reshape(-1, n_bytes)
-    out = torch.empty(x.shape, dtype=torch.bfloat16)
-    filled = out.view(len(blocks), -1)
-    for at in range(0, len(blocks), CHUNK):
-        filled[at : at + CHUNK] = torch.from_numpy(values(blocks[at : at + CHUNK]))
+    out, n_rows = torch.empty(x.shape, dtype=torch.bfloat16), max(1, CHUNK // x.shape[1])
+    for at in range(0, len(out), n_rows):
+        rows = x.blocks[at : at + n_rows]
+        part = QuantisedMatrix(x.kind, (len(rows), x.shape[1]), rows)
+        out[at : at + n_rows] = _dequantised(part)
     return out
+
+
+def _dequantised(x: QuantisedMatrix) -> Tensor:
+    if x.kind not in FORMATS:
+        return x.dequantise()
+    n_bytes, values = FORMATS[x.kind]
+    return torch.from_numpy(values(x.blocks.reshape(-1, n_bytes))).view(x.shape)
