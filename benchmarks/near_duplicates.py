@@ -18,7 +18,7 @@ from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_pr
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_model
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.blend.near import choose_runs
+from blendserve.blend.runs import MIN_RUN, choose_runs
 from blendserve.config import BlendConfig
 from blendserve.evaluate.edits import before
 from blendserve.store import LMDBStore
@@ -55,19 +55,19 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
     with scratch(config.folder) as folder, LMDBStore(folder, n_bytes) as store:
         blender = make_blender(model, stored.prompts, store)
         blender.writer.precompute(stored.chunks)
-        blender.near.refresh()
+        blender.finder.refresh()
 
         def prompt(workload: Workload, blend: BlendConfig) -> Metrics:
             return time_prompt(blender, workload, blend)[0]
 
         def search() -> Metrics:
             clock = Clock()
-            for runs in blender.near.find(dict(enumerate(unrelated))).values():
-                choose_runs(runs)
+            for runs in blender.finder.in_chunks(dict(enumerate(unrelated))).values():
+                choose_runs(runs, MIN_RUN)
             return {"search_s": clock.elapsed()}
 
         cases = [Case({"passages": name}, partial(prompt, *given)) for name, given in prompts.items()]
-        found = blender.near.find(dict(enumerate(unrelated)))
+        found = blender.finder.in_chunks(dict(enumerate(unrelated)))
         facts = {"false_donors": sum(map(bool, found.values()))}
         cases.append(Case({"search": "nothing found"}, search))
         yield Group({"edited": config.edited}, cases, lambda: facts)

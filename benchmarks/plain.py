@@ -31,12 +31,12 @@ from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms,
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.blend.match import find_chunks
+from blendserve.blend.runs import MIN_SPAN, choose_runs, find_runs
 from blendserve.config import Positive
 from blendserve.core import Passage, TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
-from blendserve.store.spans import MOST, SpanIndex, Tokens
+from blendserve.store.spans import MOST, STRIDE, SpanIndex, Tokens
 from blendserve.timing import Clock
 
 ROOM = ("--slots", "2", "--slot-tokens", "8192")
@@ -200,7 +200,7 @@ def _search(config: PlainConfig, stored: Workload) -> Group:
     chunks: list[TokenIds] = [*stored.chunks, *(tuple(ids.tolist()) for ids in periodic)]
     keys = {n.to_bytes(32, "big"): ids for n, ids in enumerate(chunks)}
     rng = np.random.default_rng(config.seed)
-    marks = rng.integers(0, 1 << 64, (config.other_chunks, 1), np.uint64)
+    marks = rng.integers(0, 1 << 64, (config.other_chunks, config.chunk_tokens // STRIDE), np.uint64)
     few, many = SpanIndex(), SpanIndex()
     many.add(((len(keys) + n).to_bytes(32, "big"), anchors) for n, anchors in enumerate(marks))
     for index in (few, many):
@@ -220,8 +220,9 @@ def _search(config: PlainConfig, stored: Workload) -> Group:
     def search(index: SpanIndex, draw: Callable[[int], Tokens], n: int) -> Metrics:
         ids = draw(n)
         clock = Clock()
-        found = find_chunks(ids, index, lambda found: {key: keys[key] for key in found if key in keys})
-        return {"search_s": clock.elapsed(), "tokens_found": sum(len(run.span) for run in found.runs)}
+        found = find_runs(ids, index, lambda found: {key: keys[key] for key in found if key in keys})
+        runs = choose_runs(found, MIN_SPAN)
+        return {"search_s": clock.elapsed(), "tokens_found": sum(len(run.span) for run in runs)}
 
     lengths = (config.n_asked * config.chunk_tokens, config.hostile_tokens)
     cases = [

@@ -94,7 +94,7 @@ class Span:
 
 
 class Run(NamedTuple):
-    """Tokens that a prompt has in common with a stored chunk, its donor. Filled by blend/match.py and blend/near.py."""
+    """Tokens that a prompt has in common with a stored chunk, its donor. Filled by blend/runs.py."""
 
     span: Span  # in the prompt, or in a chunk of it
     donor: bytes  # its key

@@ -14,8 +14,6 @@ from torch import Tensor
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, chunk_shape, placed
 from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks
-from blendserve.blend.match import ChunkFinder, best_cover, donor_requests, reuse_runs
-from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.planner import Planner, plan_full_prefill
 from blendserve.blend.policies import Policy, make_policy
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
@@ -24,6 +22,14 @@ from blendserve.blend.prefix_cache import PrefixCache, PrefixKV
 from blendserve.blend.priors import PriorStore
 from blendserve.blend.refine import refine, rows_to_refine
 from blendserve.blend.report import make_report
+from blendserve.blend.runs import (
+    MIN_SPAN,
+    RunFinder,
+    best_cover,
+    donor_requests,
+    reuse_in_chunks,
+    reuse_in_prompt,
+)
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Prompt, Steps, TokenIds, TokenLogprob, run
 from blendserve.errors import CorruptRecord, StoreError
@@ -116,9 +122,9 @@ class Blender:
     def _bind(self, fetcher: KVFetcher, key: ChunkKeys, chunks: ChunkComputer, codec: Codec) -> None:
         self.fetcher, self.store, self.key = fetcher, fetcher.store, key
         fetcher.shape_of = partial(chunk_shape, self.model)
-        self.near, self.finder = NearDuplicates(self.store, key), ChunkFinder(self.store, key)
-        self.writer = ChunkWriter(fetcher, chunks, key, codec, (self.near, self.finder))
-        self._learnt_finder: ChunkFinder | None = None
+        self.finder = RunFinder(self.store, key)
+        self.writer = ChunkWriter(fetcher, chunks, key, codec, (self.finder,))
+        self._learnt_finder: RunFinder | None = None
         self.learnt: ChunkWriter | None = None
         self._owner = key.namespace  # of cached prefixes
 
@@ -134,24 +140,24 @@ class Blender:
         other, key = copy(self), self.key.learnt_by(scope)
         other._owner = f"{self.key.namespace}\0{scope}"
         if learns:
-            other._learnt_finder = finder = ChunkFinder(self.store, key)
+            other._learnt_finder = finder = RunFinder(self.store, key)
             other.learnt = ChunkWriter(self.fetcher, self.writer.chunks, key, self.writer.codec, (finder,))
         return other
 
     @property
-    def _finders(self) -> list[ChunkFinder]:
+    def _finders(self) -> list[RunFinder]:
         return [self.finder, *([self._learnt_finder] if self._learnt_finder else [])]
 
     def match(self, prompt: Prompt, blend: BlendConfig) -> Prompt:
-        """A plain prompt with the stored chunks that are found in it, if the method can use them.
+        """A plain prompt with the stored text that is found in it, if the method can use them.
 
         What the prefix cache has is left to it. Other prompts, and matched ones, are returned as they are.
         """
         if not prompt.is_plain or prompt.runs or blend.method in ("full", "prefix"):
             return prompt
         n_cached, stop = self.n_cached(prompt, blend), len(prompt.prefix)
-        runs = [run for finder in self._finders for run in finder.find(prompt.ids, n_cached, stop)]
-        return Prompt.plain(prompt.ids, best_cover(runs), prompt.texts)
+        runs = [run for finder in self._finders for run in finder.in_prompt(prompt.ids, n_cached, stop)]
+        return Prompt.plain(prompt.ids, best_cover(runs, MIN_SPAN), prompt.texts)
 
     def n_cached(self, prompt: Prompt, blend: BlendConfig) -> int:
         """How many tokens of the prompt's prefix the prefix cache has, for this method."""
@@ -259,10 +265,10 @@ class Blender:
         view, n_kept = TensorView(prefix.kv, is_placed=True), prefix.n_kept
         layout = lay_out(prompt, view, found, sources, first_is_exact=first_is_exact, n_kept=n_kept)
         if prompt.runs:
-            layout = reuse_runs(layout, fetch, self._token_saves_s(prompt, blend, [0]))
+            layout = reuse_in_prompt(layout, fetch, self._token_saves_s(prompt, blend, [0]))
         elif blend.near and blend.method != "prefix" and not fetch.trouble:
             saves_s = self._token_saves_s(prompt, blend, requests)
-            layout = reuse_near(layout, fetch, self.near, saves_s)
+            layout = reuse_in_chunks(layout, fetch, self.finder, saves_s)
         return layout.with_seams(self.model.seam)
 
     def _token_saves_s(

@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.core import TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.tiered import stores_of
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.spans import Marks
+from blendserve.store.spans import SpanIndex
 
 IDS_PER_READ = 256  # chunks that a refresh reads the tokens of at a time: some 300 KB of headers
 FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
@@ -31,25 +30,12 @@ Donors = dict[ChunkKey, TokenIds]
 log = logging.getLogger(__name__)
 
 
-class ChunkIndex(Protocol):
-    """Chunks by the marks of their tokens: fingerprints or anchors. Safe to share between threads."""
-
-    @property
-    def keys(self) -> set[ChunkKey]: ...
-
-    def add(self, chunks: Iterable[tuple[ChunkKey, Marks]]) -> None: ...
-
-    def discard(self, keys: Iterable[ChunkKey]) -> None: ...
-
-
 class DonorIndex:
     """Keeps an index of the chunks of one namespace like the store. Thread-safe."""
 
-    def __init__(
-        self, store: KVStore, key: ChunkKeys, index: ChunkIndex, marks: Callable[[TokenIds], Marks]
-    ) -> None:
-        """marks: of a chunk's tokens, for the index."""
-        self._store, self._key, self._index, self._marks = store, key, index, marks
+    def __init__(self, store: KVStore, key: ChunkKeys) -> None:
+        self._store, self._key = store, key
+        self.index = SpanIndex()
         self._not_donors: set[ChunkKey] = set()  # stored chunks of other contexts
         self._next_refresh = 0.0  # 0: the index is not used yet
         self.is_built = False  # whether the index has had all chunks of the stores
@@ -58,30 +44,30 @@ class DonorIndex:
     def add(self, ids: TokenIds) -> None:
         """This process has stored a chunk."""
         if self._next_refresh:
-            self._index.add([(self._key(ids), self._marks(ids))])
+            self.index.add([(self._key(ids), self.index.anchors(ids))])
 
     def read(self, keys: Sequence[ChunkKey]) -> Donors:
         """The tokens of the stored ones; the index forgets the others."""
         donors, is_complete = self._read(keys)
         if is_complete:  # else some may be in a store that did not answer
-            self._index.discard(key for key in keys if key not in donors)
+            self.index.discard(key for key in keys if key not in donors)
         return donors
 
     def refresh(self) -> None:
         """Make the index that of the store as it is now. Chunks that cannot be listed or read stay as they are."""
         self._next_refresh = time.monotonic() + REFRESH_S
-        before = self._index.keys  # chunks that are added from here on may not be listed, and stay
+        before = self.index.keys  # chunks that are added from here on may not be listed, and stay
         stored = set[ChunkKey]()
         is_built = self._ask_stores(
             lambda store: stored.update(filter(self._key.owns, store.keys(self._key.namespace)))
         )
         if is_built:
-            self._index.discard(before - stored)
+            self.index.discard(before - stored)
             self._not_donors &= stored
-        new = sorted(stored - self._index.keys - self._not_donors)
+        new = sorted(stored - self.index.keys - self._not_donors)
         for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
             donors, is_complete = self._read(some)
-            self._index.add((key, self._marks(ids)) for key, ids in donors.items())
+            self.index.add((key, self.index.anchors(ids)) for key, ids in donors.items())
             self._not_donors |= set(some if is_complete else ()) - donors.keys()
             is_built &= is_complete
         self.is_built |= is_built

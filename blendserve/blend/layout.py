@@ -10,8 +10,8 @@ reused  the KV was computed elsewhere and is rotated to its place; a policy sele
 fresh   there is no KV, or the method does not use it: computed in this request
 
 The cost model, the prefill and the report read these segments and nothing else. A missing chunk may
-consist of several segments: runs of stored near-duplicates (near.py), and fresh tokens between them. So does the text of
-a plain prompt, with runs of the stored chunks that were found in it (match.py).
+consist of several segments: runs of stored near-duplicates, and fresh tokens between them. So does the text of a plain
+prompt (runs.py).
 """
 
 from __future__ import annotations

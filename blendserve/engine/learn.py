@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from blendserve.blend.near import equal_runs
 from blendserve.blend.precompute import ChunkWriter
+from blendserve.blend.runs import WORK, equal_runs
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.store import ChunkKey
-from blendserve.store.spans import WINDOW, SpanIndex
+from blendserve.store.spans import SpanIndex
 
 LEAST = 64  # tokens of a segment: fewer have too little context of their own
 MOST = 1024  # tokens of a segment; a longer one is cut at the end of a line
-STRIDE = 16  # tokens from anchor to anchor of an earlier prompt: a run of 47 has one for certain
 RECENT_TOKENS = 1 << 20  # of the earlier prompts of a scope
 TOKENS_PER_S = 1000.0  # that are learnt in a namespace
 BURST_S = 60.0  # of that rate, at once
@@ -88,7 +87,7 @@ class Learner:
     def __init__(self, ends_line: Callable[[int], bool], recent_tokens: int = RECENT_TOKENS) -> None:
         """ends_line: whether the text of a token ends a line."""
         self._ends_line, self._recent_tokens = ends_line, recent_tokens
-        self._index = SpanIndex(STRIDE, WINDOW)
+        self._index = SpanIndex()
         self._prompts: dict[ChunkKey, np.ndarray] = {}  # ids by number, the latest last
         self._n_seen = 0
         self.n_tokens = 0  # of the recent prompts
@@ -103,7 +102,8 @@ class Learner:
             text = ids[gap.start : gap.stop]
             hits = self._index.find(text)
             donors = {key: self._prompts[key] for key in dict.fromkeys(hit.key for hit in hits)}
-            for run in equal_runs(text, hits, donors, self._index):
+            runs, _ = equal_runs(text, hits, donors, self._index, LEAST, WORK * len(text))
+            for run in runs:
                 at = gap.start + run.span.start
                 is_beginning = run.offset == at and np.array_equal(donors[run.donor][:at], ids[:at])
                 if not is_beginning:

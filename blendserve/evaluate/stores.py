@@ -138,7 +138,7 @@ class PromptStores:
                         method, map(self._raw[method.kv_context].key, before)
                     )
                     made.writer.precompute(before)
-                    made.near.refresh()
+                    made.finder.refresh()
             yield
         finally:
             self._made.clear()

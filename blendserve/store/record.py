@@ -16,7 +16,7 @@ another format is not taken for a damaged one.
 The checksum of a layer is seeded with the key, the fields and the layer's number. So undamaged bytes of another chunk,
 layer, dtype, shape or codec fail it as well.
 
-Near-duplicates are found by token ids (blend/near.py). The ids reveal no more than the KV does.
+Runs of stored text are found by token ids (blend/runs.py). The ids reveal no more than the KV does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Finds stored chunks inside a prompt, at any offset, by hashes of token windows, in memory.
+"""Finds text of stored chunks inside a prompt, at any offset, by hashes of token windows, in memory.
 
-    chunk   -> hashes of three windows, or of a window every `stride` tokens: its anchors
+    chunk   -> hashes of a window every STRIDE tokens: its anchors
     prompt  -> hash of every window, in O(n) -> filter of bits -> anchors with the same hash: hits
 
 This is rsync's search (Tridgell and Mackerras, 1996) with anchors in place of blocks: the stored side has few windows,
-the prompt's side has all. Three, as chunks of one document often begin, end or go on alike (metadata, licences): a chunk
-is found if one of its anchors is in few others. A hit is a hint: its reader compares the tokens.
+the prompt's side has all. So any stretch of STRIDE + WINDOW - 1 equal tokens has an anchor, at half the memory of
+boundaries that the content defines on both sides (winnowing; Schleimer et al., 2003: 2 / (w + 1) of the windows for
+stretches of w + WINDOW - 1). A hit is a hint: its reader compares the tokens.
 
 An anchor is one integer of 64 bits, 38 of its hash and 26 of its chunk's number, in sorted arrays, each more than twice
 as large as the next one. New chunks become one more array, and arrays are merged as they grow. A filter in front of them,
@@ -25,8 +26,8 @@ from numpy.typing import NDArray
 
 from blendserve.store.key import ChunkKey
 
-WINDOW = 32  # tokens of an anchor
-EDGE = 8  # tokens of a chunk that may be missing at either end, and still it is found
+STRIDE = 16  # tokens from anchor to anchor of a chunk
+WINDOW = 16  # tokens of an anchor
 MOST = 16  # hits at one place of a prompt, of the chunks that were added last: boilerplate is in many chunks
 APART = 48  # tokens from one place of a window to the next one that counts: ruled tables, blank lines
 SLOT_BITS = 26  # of a chunk's number: at most 67 million
@@ -98,13 +99,8 @@ class Hit(NamedTuple):
 class SpanIndex:
     """The anchors of chunks, by key. Safe to share between threads."""
 
-    def __init__(self, stride: int = 0, width: int = WINDOW, hasher: Hasher | None = None) -> None:
-        """stride: tokens from anchor to anchor of a chunk; 0: one in its middle, and one EDGE from either end.
-
-        hasher: the process's if None.
-        """
-        self.stride = stride
-        self.width = width
+    def __init__(self, hasher: Hasher | None = None) -> None:
+        """hasher: the process's if None."""
         self._hasher = hasher or process_hasher()
         self._slots: dict[ChunkKey, int] = {}
         self._keys: list[ChunkKey | None] = []  # by number; None: deleted
@@ -125,19 +121,14 @@ class SpanIndex:
         return sum(table.nbytes for table in self._tables) + self._filter.n_bytes
 
     def anchors(self, ids: Sequence[int] | Tokens) -> Marks:
-        """The hashes of a chunk's anchors; none for fewer than `width` tokens."""
-        starts = self._starts(len(ids))
-        if not starts:
-            return np.empty(0, np.uint64)
-        tokens = np.asarray(ids[starts[0] : starts[-1] + self.width], np.int64)
-        anchors: Marks = self._hasher.windows(tokens, self.width)[np.asarray(starts) - starts[0]]
-        return anchors
+        """The hashes of a chunk's anchors; none for fewer than WINDOW tokens."""
+        return self._hasher.windows(np.asarray(ids, np.int64), WINDOW)[::STRIDE]
 
     def places(self, ids: Sequence[int] | Tokens) -> dict[int, list[int]]:
         """Where in a chunk its anchors start, by hash."""
         places: dict[int, list[int]] = {}
-        for at, anchor in zip(self._starts(len(ids)), self.anchors(ids).tolist(), strict=True):
-            places.setdefault(anchor, []).append(at)
+        for n, anchor in enumerate(self.anchors(ids).tolist()):
+            places.setdefault(anchor, []).append(n * STRIDE)
         return places
 
     def add(self, chunks: Iterable[tuple[ChunkKey, Marks]]) -> None:
@@ -146,7 +137,7 @@ class SpanIndex:
             new = [np.empty(0, np.uint64)]
             for key, anchors in chunks:
                 if key not in self._slots and len(self._keys) <= _SLOT:
-                    new.append(anchors & ~_SLOT | np.uint64(len(self._keys)))
+                    new.append(np.unique(anchors & ~_SLOT) | np.uint64(len(self._keys)))
                     self._slots[key] = len(self._keys)
                     self._keys.append(key)
             tables = [*self._tables, np.sort(np.concatenate(new))]
@@ -171,7 +162,7 @@ class SpanIndex:
         """
         with self._lock:
             tables, keys, bits = self._tables, self._keys, self._filter
-        hashes = self._hasher.windows(ids, self.width)
+        hashes = self._hasher.windows(ids, WINDOW)
         places = np.flatnonzero(bits.may_have(hashes))
         places = _first_places(places, hashes[places])
         at, slots = _look_up(tables, hashes[places])
@@ -179,17 +170,6 @@ class SpanIndex:
         at, slots = _best(at[is_stored], slots[is_stored], len(ids))
         found = zip(places[at].tolist(), slots.tolist(), hashes[places[at]].tolist(), strict=True)
         return [Hit(place, key, hash) for place, slot, hash in found if (key := keys[slot])]
-
-    def _starts(self, n_tokens: int) -> Sequence[int]:
-        """Where the anchors of a chunk of `n_tokens` tokens start, ascending."""
-        last = n_tokens - self.width
-        if last < 0:
-            return ()
-        if self.stride:
-            return range(0, last + 1, self.stride)
-        if last < 2 * EDGE:
-            return (last // 2,)
-        return tuple(dict.fromkeys((EDGE, last // 2, last - EDGE)))
 
     def _renumber(self) -> None:
         """Close the gaps in the numbers, and drop the anchors of deleted chunks. The order stays."""

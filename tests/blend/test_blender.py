@@ -151,7 +151,7 @@ def test_spans_cover_the_prompt_in_order_each_with_its_reason(
     """The first, fourth and last chunk are stored."""
     store = FaultyStore(MemoryStore(ROOMY))
     made = tiny_blender(store, *(CHUNKS[i] for i in (0, 3, 5)))
-    made.near.refresh()
+    made.finder.refresh()
     store.damaged, store.down = {made.key(CHUNKS[i]) for i in damaged}, down
     done = made.run(PROMPT, BlendConfig(**options))
     if down:

@@ -144,7 +144,7 @@ def run(case: Case) -> tuple[Prefilled, TracedCache]:
     maker = tiny_blender(store, *case.stored, decoder=decoder, prefix=prefix, context=context)
     maker.priors.use(case.known)
     store.damaged, store.damaged_layer = {maker.key(ids) for ids in case.damaged}, 2
-    maker.near.refresh()
+    maker.finder.refresh()
     cache = TracedCache(decoder, len(case.prompt))
     return maker.run(case.prompt, case.blend, cache=cache), cache
 

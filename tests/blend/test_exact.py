@@ -144,7 +144,7 @@ def test_an_exact_prompt_has_full_prefills_kv_and_another_has_not(
     prompt, blend, is_exact = EXACT_CASES[case]
     store = FaultyStore(MemoryStore(ROOMY))
     by = tiny_blender(store, *CHUNKS, codec=codec)
-    by.near.refresh()
+    by.finder.refresh()
     if damaged:
         store.damaged = {by.key(ids) for ids in CHUNKS}
     reads_first = case in READ_FIRST and not damaged

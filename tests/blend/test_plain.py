@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blendserve.blend import donors as donors_module
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.blend.match import MIN_SPAN
+from blendserve.blend.runs import EDGE, MARGIN, MIN_SPAN
 from blendserve.config import BlendConfig, Method
 from blendserve.core import PLAIN_SUFFIX, Chunk, Passage, Prompt, Span, TokenIds, run
 from blendserve.engine.chat import Chat
@@ -23,7 +23,6 @@ from blendserve.kv import stacked
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append
 from blendserve.store import MemoryStore
-from blendserve.store.spans import EDGE
 from tests.support.blending import (
     PREFIX,
     TracedCache,
@@ -56,12 +55,14 @@ def shared_blender() -> Blender:
     return tiny_blender(None, *CHUNKS, prefix=())
 
 
-EDGES = st.integers(0, EDGE + 1)
+EDGES = st.integers(0, EDGE + 4)
 COPIES = st.builds(Copy, st.sampled_from(CHUNKS), EDGES, EDGES)
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 5, 40]), COPIES), max_size=4), st.integers(0, 24))
-def test_whole_chunks_are_reused_up_to_the_last_16_tokens(pieces: list[tuple[int, Copy]], n_end: int) -> None:
+def test_text_of_chunks_is_reused_up_to_the_last_16_tokens(
+    pieces: list[tuple[int, Copy]], n_end: int
+) -> None:
     by, parts, expected = shared_blender(), list[TokenIds | Copy](), list[tuple[int, int, str, int, int]]()
     n = sum(gap + len(copy.ids) for gap, copy in pieces) + n_end
     at = 0
@@ -69,10 +70,10 @@ def test_whole_chunks_are_reused_up_to_the_last_16_tokens(pieces: list[tuple[int
         parts += [some_ids(gap, 50), copy]
         start, stop = at + gap + copy.head, at + gap + len(copy.ids) - copy.tail
         at += gap + len(copy.ids)
-        is_whole = max(copy.head, copy.tail) <= EDGE
-        stop = min(stop, n - PLAIN_SUFFIX)
-        if is_whole and stop - start >= MIN_SPAN:
-            expected.append((start, stop, by.key(copy.ids).hex(), copy.head, at - stop))
+        margin = MARGIN if copy.head > EDGE else 0  # a few tokens merge with the text in front of them
+        start, stop = start + margin, min(stop, n - PLAIN_SUFFIX)
+        if stop - start >= MIN_SPAN:
+            expected.append((start, stop, by.key(copy.ids).hex(), copy.head + margin, at - stop))
     prompt = plain(*parts, some_ids(n_end, 51))
     if not len(prompt):
         return
@@ -162,20 +163,41 @@ def test_the_explanation_names_each_chunk_and_the_text_between() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("parts", "runs"),
     [
-        (A[:55],),
-        (TEXT, A[:50], TEXT, A[50:], END),
-        (TEXT, (*A[:30], *other(A[30:31]), *A[31:]), END),
-        (TEXT, D[20:], END),
-        (),
+        ((TEXT, A[:55]), [(20, A, 0, 40)]),
+        ((TEXT, A[:50], TEXT, A[50:], END), [(20, A, 0, 50)]),
+        (
+            (TEXT, (*D[:40], *other(D[40:41]), *D[41:]), END),
+            [(20, D, 0, 40), (20 + 41 + MARGIN, D, 41 + MARGIN, 51)],
+        ),
+        ((TEXT, D[20:], END), [(20 + MARGIN, D, 20 + MARGIN, 72)]),
+        ((D[50:], C[:50], B[10:], END), [(8, D, 58, 42), (50, C, 0, 50), (108, B, 18, 52)]),
+        ((TEXT, A[: MIN_SPAN - 1], TEXT, D[69 - MARGIN :], END), []),
+        ((), []),
     ],
 )
-def test_parts_of_chunks_and_edited_ones_are_computed(parts: tuple[TokenIds, ...]) -> None:
+def test_parts_of_chunks_and_edited_ones_are_found_and_the_rest_is_computed(
+    parts: tuple[TokenIds, ...], runs: list[tuple[int, TokenIds, int, int]]
+) -> None:
+    """runs: where, of which chunk, from where in it, tokens."""
     by, prompt = shared_blender(), plain(*parts, (5,))
-    done = ask(by, prompt)
-    assert (done.report.spans, done.report.chunks, done.report.blended) == ([], 0, False)
-    assert_near(done.result.logits, model_logits(by.model, prompt))
+    cache = TracedCache(by.model, max(1, len(prompt)))
+    done = by.run(prompt, BLEND, cache=cache)
+    check_report(done.report, prompt)
+    expected = [(at, at + n, by.key(ids).hex(), offset) for at, ids, offset, n in runs]
+    names = ("start", "stop", "donor", "missing_head")
+    assert [tuple(span[name] for name in names) for span in done.report.spans] == expected
+    assert done.report.blended == bool(runs)
+    if not runs:
+        assert_near(done.result.logits, model_logits(by.model, prompt))
+        return
+    first = runs[0][0]
+    pieces = [Piece(Span(0, first), prompt.ids[:first], 0, ())] if first else []
+    pieces += [Piece(Span(at, at + n), ids, offset, ()) for at, ids, offset, n in runs]
+    start = start_from(by.model, prompt, pieces)
+    twin = naive_prefill(by.model, prompt, start, [*cache.rows, cache.rows[-1]])
+    assert_near(done.result.logits, twin.logits, 3e-4)
 
 
 @pytest.mark.parametrize("method", ["full", "prefix"])
@@ -257,8 +279,8 @@ def test_what_is_cached_is_left_to_the_prefix_cache() -> None:
     assert places(done) == [(len(turn), len(turn) + len(B))]
     assert done.n_cached == len(turn) - PLAIN_SUFFIX + len(B)
     begun = ask(by, plain(TEXT, C, B, END))  # C begins in what is cached
-    assert donors_of(begun) == [by.key(B).hex()]
-    assert begun.n_cached == len(TEXT) + 40 + len(B)
+    assert donors_of(begun) == [by.key(C).hex(), by.key(B).hex()]
+    assert begun.n_cached == len(TEXT) + len(C) - MARGIN + len(B)
 
 
 def test_what_is_in_front_of_the_first_chunk_is_cached_and_nothing_behind_it() -> None:

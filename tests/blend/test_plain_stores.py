@@ -10,7 +10,7 @@ import pytest
 
 from blendserve.blend import donors as donors_module
 from blendserve.blend.cost import CostModel
-from blendserve.blend.match import ChunkFinder
+from blendserve.blend.runs import RunFinder
 from blendserve.config import Method
 from blendserve.core import run
 from blendserve.fetch import KVFetcher, TieredStore
@@ -93,7 +93,7 @@ def test_chunks_of_a_queued_prompt_are_prefetched() -> None:
     )
     fetcher = KVFetcher(TieredStore(MemoryStore(ROOMY), source), prefetch_bytes=ROOMY)
     by = tiny_blender(fetcher.store, fetcher=fetcher)
-    by.finder = ChunkFinder(store, by.key)
+    by.finder = RunFinder(store, by.key)
     matched = by.match(plain(TEXT, B, END), BLEND)
     hold = by.prefetch(matched, BLEND)()
     eventually(lambda: source.came)
@@ -134,7 +134,7 @@ def test_auto_leaves_chunks_whose_fetching_takes_longer_than_computing(
     tiny_blender(store, D)
     source = slow_source(store, seconds)
     by = tiny_blender(TieredStore(MemoryStore(0), source), costs=CostModel(1e-6, 1.0, 0.0, 1e-6))
-    by.finder = ChunkFinder(store, by.key)
+    by.finder = RunFinder(store, by.key)
     by.finder.refresh()
     assert len(donors_of(ask(by, plain(TEXT, D, END), BLEND.with_values(method=method)))) == n
 

@@ -7,13 +7,12 @@ from typing import Any, get_args
 
 import pytest
 
-from blendserve.blend.match import MIN_SPAN
+from blendserve.blend.runs import EDGE, MIN_SPAN
 from blendserve.core import PLAIN_SUFFIX, Passage
 from blendserve.errors import ConfigError
 from blendserve.evaluate.config import EvaluateConfig, Layout
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.prompts import PromptSource
-from blendserve.store.spans import EDGE
 from tests.support.evaluations import (
     predictions,
     run,

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from benchmarks.support.clients import CLIENTS, Wire, user
+from blendserve.blend.runs import EDGE
 from blendserve.core import Passage
-from blendserve.store.spans import EDGE
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import MODEL, Server, serving
 from tests.support.scripted import scripted_model

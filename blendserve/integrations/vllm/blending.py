@@ -24,10 +24,10 @@ from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.blend.corrections import Correction
 from blendserve.blend.layout import LayerKV, Layout, Segment, State, lay_out
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.match import reuse_runs
 from blendserve.blend.policies import make_policy, n_scoring_rows, validate_blend
 from blendserve.blend.prefill import SuffixPass
 from blendserve.blend.priors import FIT_TOKENS, MIN_TOKENS, LeastSquares, Priors, StoredPriors
+from blendserve.blend.runs import reuse_in_prompt
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import Fetch
@@ -164,7 +164,7 @@ class _Blend:
 
     def _lay_out(self, prefix: ChunkView | None) -> None:
         layout = lay_out(self._prompt, prefix, first_is_exact=self._job.first_is_exact)
-        found = reuse_runs(layout, self._fetch, None)
+        found = reuse_in_prompt(layout, self._fetch, None)
         # for scores, as if vLLM had cached nothing
         self._whole = found.for_method("blend", self._policy.recomputes)
         self._rest = without_start(self._whole, self._job.start)

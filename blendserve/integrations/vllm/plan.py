@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from blendserve.blend.chunk_kv import ChunkKeys
-from blendserve.blend.match import MIN_SPAN, ChunkFinder
 from blendserve.blend.priors import MAX_PROMPT_TOKENS
+from blendserve.blend.runs import MIN_SPAN, RunFinder
 from blendserve.config import BlendConfig
 from blendserve.core import PLAIN_SUFFIX, Run, TokenIds
 from blendserve.errors import ConfigError, InputError
@@ -107,7 +107,7 @@ class JobPlanner:
     ):
         """keys: of stored chunks. prefix: that priors were fitted behind. hash_block: tokens of a block hash."""
         self._keys, self._prefix, self._blend, self._hash_block = keys, prefix, blend, hash_block
-        self._finder = ChunkFinder(store, keys)
+        self._finder = RunFinder(store, keys)
         self._finder.refresh()  # the index is complete before the first request
         self._plans: dict[str, _RequestPlan] = {}
         self._jobs: list[PrefillJob] = []
@@ -177,7 +177,7 @@ class JobPlanner:
             return None
         if blend.method == "reuse":
             blend = blend.with_values(**FULL_REUSE)
-        runs = self._finder.find(ids, 0, len(ids) - PLAIN_SUFFIX)
+        runs = self._finder.in_prompt(ids, 0, len(ids) - PLAIN_SUFFIX)
         plan = _RequestPlan(ids, blend.with_values(method="blend"), runs)
         return plan if plan.n_matched(0) >= max(MIN_SPAN, MIN_SHARE * len(ids)) else None
 
@@ -197,7 +197,7 @@ class JobPlanner:
                 f"a prompt to fit a prior on has at most {MAX_PROMPT_TOKENS:,} tokens, this one {len(ids):,}",
                 setting=NAME,
             )
-        runs = self._finder.find(ids, 0, len(ids))
+        runs = self._finder.in_prompt(ids, 0, len(ids))
         plan = _RequestPlan(ids, self._blend, runs, task=FIT)
         if all(self._is_exact(run, plan) for run in runs):
             raise InputError("a prompt to fit a prior on needs stored chunks after other text", setting=NAME)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
 
-from blendserve.blend.match import donor_requests
+from blendserve.blend.runs import donor_requests
 from blendserve.config import Config
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import ConfigError, StoreError
