@@ -83,6 +83,9 @@ class RetrieveConfig(Settings):
     """Number of passages to retrieve for a question."""
     min_score: Similarity = -1.0
     """Least cosine similarity of a passage to the question, in vectors of the embedder; -1 retrieves any passage."""
+    chat_score: Similarity = 0.2
+    """Least similarity of the nearest passage for a message of a chat to be answered from passages. Below it, such as for
+    "Thanks, bye!", the chat is answered without any; -1 always retrieves."""
     index: Literal["flat", "hnsw"] = "flat"
     """Vector search: flat is exact, hnsw is approximate and faster on large corpora."""
 

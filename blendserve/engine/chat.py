@@ -14,6 +14,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from blendserve.core import Span, TokenIds
@@ -47,11 +48,17 @@ class Chat:
         """Texts that every template repeats; some leave out parts of what the assistant said."""
         return [m["content"] for m in self.messages if m["role"] != "assistant"]
 
-    def with_tools_as_text(self) -> Chat:
+    def in_words(self) -> Chat:
         """The chat for a template without a place for tools: they are described in the system message, calls are JSON,
-        and their results are what the user says.
+        and their results, several in a row, are what the user says.
         """
-        messages = [_without_calls(message) for message in self.messages]
+        messages = list[Mapping[str, Any]]()
+        for is_result, group in groupby(self.messages, lambda message: message["role"] == "tool"):
+            plain = [_without_calls(message) for message in group]
+            results = {"role": "user", "content": "\n".join(message["content"] for message in plain)}
+            messages += [results] if is_result else plain
+        if not self.tools:
+            return Chat(tuple(messages), variables=self.variables)
         has_system = bool(messages) and messages[0]["role"] == "system"
         said = [messages.pop(0)["content"]] if has_system else []
         system = {"role": "system", "content": "\n\n".join((*said, tools_text(self.tools)))}
@@ -90,7 +97,7 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
     Tools that the template has no place for are described in words. Raises InputError for what the template refuses.
     """
     if chat.tools and "tools" not in (choose(tokenizer.chat_template, True) or ""):
-        chat = chat.with_tools_as_text()
+        chat = chat.in_words()
     controls, marks = control_tokens(tokenizer), dict[str, str]()
     nonce = secrets.token_hex(8)
 

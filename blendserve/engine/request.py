@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies import validate_blend
-from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig
+from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig, RetrieveConfig
 from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, Selection, TokenIds, TokenLogprob
 from blendserve.engine.chat import Chat
 from blendserve.engine.grammar import Grammar
@@ -28,6 +29,7 @@ Search = Callable[[str, int, Selection], Sequence[Passage]]
 
 AnyRequest = TypeVar("AnyRequest", bound="Request")
 
+MAX_BEFORE = 500  # last characters of a message that the next one may refer to
 MAX_PARTS = 1000  # chunks that a separator may cut one question into
 
 
@@ -74,6 +76,10 @@ class Request:
     learns: bool = True  # whether chunks may be learnt from a plain prompt
     rules: AnswerRules = field(default_factory=AnswerRules)
     may_fill: bool = False  # whether the answer may fill the context; `decode.max_new_tokens` is a cap then
+    queries: tuple[str, ...] = ()  # that retrieve passages, in place of the question
+    small_talk: Chat | None = (
+        None  # the whole prompt, where no passage is as similar as `retrieve.chat_score`
+    )
 
     def split(self: AnyRequest, separator: str) -> AnyRequest:
         """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
@@ -160,9 +166,10 @@ def prepare_request(
     may_drop = request.passages is None and request.top_k is None
     if passages is None:
         with clock.stage("retrieve"):
-            top_k = config.retrieve.top_k if request.top_k is None else request.top_k
-            least_score = config.retrieve.min_score if request.min_score is None else request.min_score
-            passages = tuple(search(request.question, top_k, Selection(least_score)))
+            passages, score = _retrieve(request, config.retrieve, search)
+        if request.small_talk is not None and score < config.retrieve.chat_score:
+            request = replace(request, plain=request.small_talk)
+            return prepare_request(request, config, model, room, prompts, search, clock)
     chunks, n_tokens = list[Chunk](), len(frame)
     for passage in passages:  # one by one, as long as they fit
         chunk = prompts.chunk(passage)
@@ -175,6 +182,32 @@ def prepare_request(
     prompt = frame.with_chunks(chunks)
     decode = _within(decode, limit, room - len(prompt))
     return PreparedRequest(prompt, passages, blend, decode, clock, rules=request.rules)
+
+
+def follow_up(messages: Sequence[str]) -> tuple[str, ...]:
+    """Return what to search for at a user's last message: it alone and, as it may refer to that, behind the one before.
+
+    A small model writes worse queries (scripts/compare_chats.py).
+    """
+    *_, before, last = ("", *messages)
+    return (last, f"{before[-MAX_BEFORE:]} {last}") if before else (last,)
+
+
+def _retrieve(request: Request, config: RetrieveConfig, search: Search) -> tuple[tuple[Passage, ...], float]:
+    """The passages of all queries in turns, and the best score of the first query's; -1 where it has none."""
+    top_k = config.top_k if request.top_k is None else request.top_k
+    selection = Selection(config.min_score if request.min_score is None else request.min_score)
+    found = [search(query, top_k, selection) for query in request.queries or (request.question,)]
+    best = max((passage.score or 0.0 for passage in found[0]), default=-1.0)
+    return in_turns(found, top_k), best
+
+
+def in_turns(found: Sequence[Sequence[Passage]], top_k: int) -> tuple[Passage, ...]:
+    """The first passages of several searches, each once: the best of each, the second of each, and so on."""
+    distinct = dict[tuple[str, str], Passage]()
+    for passage in (each for rank in zip_longest(*found) for each in rank if each is not None):
+        distinct.setdefault((passage.title, passage.text), passage)
+    return tuple(distinct.values())[:top_k]
 
 
 def _answer_limit(request: Request, decode: DecodeConfig, cap: int | None) -> int | None:

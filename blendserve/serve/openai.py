@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from blendserve.core import Answer, TokenLogprob
-from blendserve.engine.request import Completed, PrefillDone, TextDelta
+from blendserve.engine.request import Completed, PrefillDone, TextDelta, follow_up
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from blendserve.serve.auth import TenantDep
@@ -26,6 +26,7 @@ from blendserve.serve.responses import Context, ContextDep, StreamEvent, figures
 from blendserve.serve.tool_calls import Call
 
 MAX_ANSWERS = 64  # to one request: choices of each prompt
+TASK = "### Task:\n"  # the beginning of Open WebUI's own requests: titles, tags, queries, texts with their own context
 VARIANTS = (":chat", ":exact")  # of the model's names: plain prompts; those, and no approximate reuse
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -37,7 +38,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
 
     On a server with collections, the last user message is a question; earlier turns stay in the prompt. The passages are
     `documents`, in their order, and the parts of the message before the last `prompt.separator`. Without either, the
-    message is the query that retrieves them.
+    message is the query that retrieves them, alone and with the user's one before. Where nothing similar is found, and
+    for a front-end's own tasks, the chat is a plain one.
 
     A server without collections, and the models `<name>:chat` and `<name>:exact`, read messages and tools by the model's
     own chat template, with nothing added. `:exact` reuses no KV but that of a prompt's exact beginning.
@@ -47,19 +49,26 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
 
 def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
     """What a chat asks. Raises InputError, NotFound."""
-    last = body.messages[-1]
-    served, query = ServedModel.of(context.client, body.model), body.query(last.content_text, body.options)
-    if served.is_plain and not _has_passages(context, query):
-        plain, removed = body.chat().without_lines(context.client.http.volatile_lines)
+    last, client = body.messages[-1], context.client
+    served, query = ServedModel.of(client, body.model), body.query(last.content_text, body.options)
+    plain, removed = body.chat().without_lines(client.http.volatile_lines)
+    has_passages = _has_passages(context, query)
+    if not has_passages and (served.is_plain or last.content_text.startswith(TASK)):
         return Asked.of(context, body, served, [replace(query, plain=plain)], removed)
-    if last.role != "user":
-        raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
-    plain_only: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
-    plain_only |= {} if body.is_forced else {"tools": body.offered_tools}
-    for name in (name for name, value in plain_only.items() if value):
-        advice = f"use the model '{context.client.model_names[0]}:chat'"
-        raise InputError(f"{name}: a question about passages has no place for this: {advice}", setting=name)
-    return Asked.of(context, body, served, [replace(query, history=body.history())])
+    said = [message.content_text for message in body.messages if message.role == "user"]
+    if last.role not in ("user", "tool") or not said:
+        raise InputError(
+            f"the last message has role {last.role!r}: it must have role 'user', or 'tool' after one"
+        )
+    if body.chat_template_kwargs:
+        advice = f"use the model '{client.model_names[0]}:chat'"
+        text = f"chat_template_kwargs: a question about passages has no place for this: {advice}"
+        raise InputError(text, setting="chat_template_kwargs")
+    *history, asked = body.in_words()
+    query = replace(query, question=asked.text, history=tuple(history), queries=follow_up(said))
+    if not has_passages and query.top_k is None and query.min_score is None:
+        query = replace(query, small_talk=plain)
+    return Asked.of(context, body, served, [query])
 
 
 @router.post("/completions")

@@ -257,21 +257,9 @@ class ChatRequest(OpenAIRequest):
         messages = tuple(message.for_template() for message in self.messages)
         return Chat(messages, tuple(tools), self.chat_template_kwargs or {})
 
-    def history(self) -> tuple[ChatMessage, ...]:
-        """The messages before the last, for a question about passages; tools that must be called are in the first.
-
-        Raises InputError for tools' messages.
-        """
-        for i, message in enumerate(self.messages):
-            if message.role == "tool" or message.tool_calls:
-                raise InputError(
-                    f"messages.{i}: role 'tool' and tool calls are for plain chats: use the model '<name>:chat', "
-                    "or send their results in a message of role 'user'",
-                    setting="messages",
-                )
-        chat = Chat(tuple(m.for_template() for m in self.messages[:-1]), self.chat().tools)
-        earlier = chat.with_tools_as_text().messages if chat.tools else chat.messages
-        return tuple(ChatMessage(m["role"], m["content"]) for m in earlier)
+    def in_words(self) -> list[ChatMessage]:
+        """The messages as texts, for a question about passages, which is the last one."""
+        return [ChatMessage(m["role"], m["content"]) for m in self.chat().in_words().messages]
 
 
 class CompletionRequest(OpenAIRequest):

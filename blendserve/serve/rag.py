@@ -15,7 +15,7 @@ from blendserve.config import Method
 from blendserve.core import Answer, BlendReport
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage
-from blendserve.engine.request import Completed, PrefillDone, PrefillProgress, TextDelta
+from blendserve.engine.request import Completed, PrefillDone, PrefillProgress, TextDelta, follow_up
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
@@ -46,7 +46,8 @@ async def query(body: RagRequest, context: ContextDep) -> Response:
         asked = replace(asked, plain=chat)
     else:
         history = tuple(ChatMessage(role, text) for role, text in earlier)
-        asked = replace(asked, history=history).split(client.config.prompt.separator)
+        said = [*(turn.content for turn in body.history if turn.role == "user"), body.question]
+        asked = replace(asked, history=history, queries=follow_up(said)).split(client.config.prompt.separator)
     form = RagFormat(client, body.explain, client.notices.as_extras(body))
     return await context.respond(form, body.stream, asked)
 

@@ -172,12 +172,3 @@ def test_documents_and_a_format_go_together(server: Server) -> None:
     done = answered(server, documents=OWN[:2], response_format=FORMAT)
     assert json.loads(done["choices"][0]["message"]["content"]).keys() == {"name", "age"}
     assert len(done["x_blendserve"]["passages"]) == 2
-
-
-def test_tools_that_may_be_called_and_passages_are_400(server: Server) -> None:
-    body = {"model": MODEL, "messages": asked(), "documents": OWN[:1], "tools": FUNCTIONS}
-    refused = server.post(CHAT, body)
-    assert refused.status_code == 400
-    assert ":chat" in refused.json()["error"]["message"]
-    assert server.post(CHAT, {**body, "tool_choice": "none"}).status_code == 200
-    assert server.post(CHAT, {**body, "tool_choice": NAMED}).status_code == 200
