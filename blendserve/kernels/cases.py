@@ -17,6 +17,7 @@ from torch import Tensor
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.norm import FORMS as NORM_FORMS
 from blendserve.kernels.norm import Norm
+from blendserve.kernels.packed import KINDS, STRIP, PackedMatrix
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
@@ -165,6 +166,29 @@ def linear(draw: Draw, rows: int, outs: int, depth: int, bias: bool = True, apar
     return x, weight, draw(outs) if bias else None
 
 
+def packed(draw: Draw, outs: int, depth: int, kind: str) -> PackedMatrix:
+    """Random codes whose scales are powers of two, so that every weight is one of bf16."""
+    form, heads = KINDS[kind], 1 + KINDS[kind].has_min
+    n, generator = -(-outs // STRIP) * (depth // form.inputs), draw.generator
+    scales = 2.0 ** torch.randint(-8, -6, (n, STRIP * heads), generator=generator)
+    small = 2 ** torch.randint(3, (n, STRIP * form.n_small), generator=generator)
+    rest = form.strip_bytes - STRIP * (2 * heads + form.n_small)
+    codes = torch.randint(256, (n, rest), generator=generator)
+    parts = scales.half().view(torch.uint8), small.to(torch.uint8), codes.to(torch.uint8)
+    return PackedMatrix(kind, (outs, depth), draw.dtype, torch.cat(parts, dim=1).flatten())
+
+
+def packed_linear(
+    draw: Draw, rows: int, outs: int, depth: int, kind: str = "Q4_K", bias: bool = True, apart: int = 0
+) -> Args:
+    x = draw(rows, depth, apart=apart)
+    return x, packed(draw, outs, depth, kind), draw(outs) if bias else None
+
+
+def take(draw: Draw, rows: int, outs: int, depth: int, kind: str = "Q4_K") -> Args:
+    return packed(draw, outs, depth, kind), torch.randint(outs, (rows,), generator=draw.generator)
+
+
 def norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apart: int = 0) -> Args:
     x, add, weight = draw(rows, dim, apart=apart, scale=3), draw(rows, dim, apart=apart, scale=3), draw(dim)
     shape = NORM_FORMS[form]
@@ -186,6 +210,8 @@ CASES: dict[str, Callable[..., Args]] = {  # by operation
     "rotate": rotation,
     "place": placement,
     "linear": linear,
+    "packed_linear": packed_linear,
+    "take": take,
     "correct": correction,
     "add_norm": norm,
     "gated_activation": gate,
@@ -251,6 +277,12 @@ REAL: dict[str, list[dict[str, Any]]] = {  # by operation, in an order in which 
         for n in _ROWS
         for outs, depth in _OUTS_OF_INPUTS
     ],
+    "packed_linear": [
+        {"rows": n, "outs": outs, "depth": depth, "kind": kind}
+        for n in _ROWS
+        for outs, depth, kind in ((600, 960, "Q8_0"), (49_154, 256, "Q4_K"), (1_002, 1_280, "Q6_K"))
+    ],
+    "take": [{"rows": n, "outs": 600, "depth": 768, "kind": kind} for n in _ROWS for kind in KINDS],
     "correct": [
         {"lengths": (70, 33), "n": n, "heads": group, "dim": dim, "width": min(dim, width), "params": params}
         for (group, _), (dim, width, value_dim) in zip(_HEADS, _PLACES, strict=False)

@@ -50,11 +50,26 @@ def _native_reason(function: str, level: Level, *_: object) -> str:
     return "" if status.active else status.reason
 
 
+def _packed(
+    function: str, run: Callable[..., Any], supports: Callable[..., bool], weight: int
+) -> Iterator[Backend]:
+    """`_native` for quantised weights, which are the argument at `weight`: each kind is checked before its first use."""
+    for level in reversed(LEVELS.values()):
+        if function in level.sources:
+
+            def reason(*args: Any, level: Level = level) -> str:
+                return _native_reason(function, level) or selfcheck.packed_trouble(level, args[weight].kind)
+
+            yield Backend(f"{level.title} kernel", partial(run, level), partial(supports, level), reason)
+
+
 def _flash_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: object) -> str:
     return selfcheck.attention_trouble((flash.attend,), Kind.of(q, keys, values, spec), ONE_ROW + DENSE)
 
 
-def _packed_reason(q: Tensor, k: Tensor, v: Tensor, prefix: object, spec: AttentionSpec, *_: object) -> str:
+def _packed_chunks_reason(
+    q: Tensor, k: Tensor, v: Tensor, prefix: object, spec: AttentionSpec, *_: object
+) -> str:
     return selfcheck.packed_chunks_trouble(Kind.of(q, k, v, spec))
 
 
@@ -116,7 +131,7 @@ attend_at = KernelOp(
 )
 attend_chunks = KernelOp(
     reference.attend_chunks,
-    Backend("flash-attn, packed", flash.attend_chunks, flash.supports_chunks, _packed_reason),
+    Backend("flash-attn, packed", flash.attend_chunks, flash.supports_chunks, _packed_chunks_reason),
     Backend("one chunk after another", partial(one_after_another, attend)),
 )
 rotate = KernelOp(reference.rotate, *_native("scatter_kv", bindings.apply_rope, bindings.supports_rope))
@@ -132,6 +147,11 @@ linear = KernelOp(
     *_native("linear", bindings.linear, bindings.supports_linear, ["bfloat16"]),
     rows=autotune.linear_rows,
 )
+packed_linear = KernelOp(
+    reference.packed_linear,
+    *_packed("packed_linear", bindings.packed_linear, bindings.supports_packed_linear, weight=1),
+)
+take = KernelOp(reference.take, *_packed("take", bindings.take, bindings.supports_take, weight=0))
 correct = KernelOp(
     reference.correct, *_native("correct_kv", bindings.correct_kv, bindings.supports_correction)
 )
@@ -146,7 +166,8 @@ gated_activation = KernelOp(
 )
 
 _ALL: Sequence[KernelOp[..., Any]] = (
-    attend, attend_with_scores, attend_at, attend_chunks, rotate, place, linear, correct, add_norm, gated_activation
+    attend, attend_with_scores, attend_at, attend_chunks, rotate, place, linear, packed_linear, take, correct, add_norm,
+    gated_activation
 )  # fmt: skip
 OPERATIONS = {operation.name: operation for operation in _ALL}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blendserve.kernels.chunks import ChunkStack, one_after_another
 from blendserve.kernels.norm import Norm
+from blendserve.kernels.packed import PackedMatrix
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import (
@@ -150,6 +151,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[-1] % 2:  # oneDNN's bf16 tiles also read the number behind an odd row
         x = x.contiguous()
     return F.linear(x, weight, bias)
+
+
+def packed_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` with quantised weights, rounded to their dtype; few rows may be multiplied by what is not rounded."""
+    return linear(x, weight.numbers().to(weight.dtype).to(x.dtype), bias)
+
+
+def take(weight: PackedMatrix, rows: Tensor) -> Tensor:
+    """Rows [S] of quantised weights [V, E] -> [S, E]."""
+    return weight.numbers().to(weight.dtype)[rows]
 
 
 def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:

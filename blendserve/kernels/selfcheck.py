@@ -20,7 +20,7 @@ from blendserve.kernels import reference, switches
 from blendserve.kernels.cases import CASES, RIDGE, SHIFT, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable, build
-from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import flash
 from blendserve.kernels.cuda import place as cuda_place
@@ -118,6 +118,12 @@ def cpu_status(level: Level) -> Status:
     return checked(level)
 
 
+def widest(function: str, dtype: torch.dtype) -> Level | None:
+    """The widest instruction set whose kernels have the function for this dtype, and serve."""
+    levels = [x for x in LEVELS.values() if dtype_of(x) == dtype and function in x.sources]
+    return next((x for x in reversed(levels) if cpu_status(x).active), None)
+
+
 @Once
 def checked(level: Level) -> Status:
     """The same, whatever the switch says."""
@@ -205,6 +211,19 @@ def check_level(level: Level) -> None:
         run = partial(getattr(bindings, function), level)
         if function in level.sources and (reason := check.trouble(run, dtype_of(level))):
             raise Unavailable(f"wrong on this machine: {function} is {reason}")
+
+
+@Once
+def packed_trouble(level: Level, kind: str) -> str:
+    """Why these kernels may not read quantised weights of a kind, "" if they may."""
+    sizes, linear = {"outs": 34, "depth": 256, "kind": kind}, CHECKS["linear"]
+    calls = [{**sizes, "rows": n} for n in (7, 20)]
+    checks = (
+        (bindings.packed_linear, Check("packed_linear", calls, linear.bounds, linear.relative)),
+        (bindings.take, Check("take", calls, EXACT, is_exact=True)),
+    )
+    dtype = dtype_of(level)
+    return next(filter(None, (check.trouble(partial(run, level), dtype) for run, check in checks)), "")
 
 
 # A GPU's kernels

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import RMS, Norm, NormForm
-from blendserve.kernels.ops import add_norm, gated_activation, linear
+from blendserve.kernels.ops import add_norm, gated_activation, linear, packed_linear
+from blendserve.kernels.packed import PackedMatrix
 from blendserve.kernels.types import Activation, Rope
 from blendserve.models.attention_forms import setting_of
 from blendserve.models.families import Family
@@ -79,10 +80,12 @@ class RopeAngles:
 class Linear:
     """x [S, I] -> [S, O]"""
 
-    weight: Tensor  # [O, I]
+    weight: Tensor | PackedMatrix  # [O, I]
     bias: Tensor | None = None  # [O]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, PackedMatrix):
+            return packed_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
 
@@ -108,9 +111,9 @@ class Parts:
     """Builds the parts of one model from its tensors."""
 
     def __init__(
-        self, config: Any, family: Family, tensors: Mapping[str, Tensor], reference: Callable[[], nn.Module]
+        self, config: Any, family: Family, tensors: Mapping[str, Any], reference: Callable[[], nn.Module]
     ) -> None:
-        """reference: gives transformers' model, for the parts that are called as they are."""
+        """tensors: matrices may be packed. reference: gives transformers' model, for the parts called as they are."""
         self.config, self.family, self.tensors, self.reference = config, family, tensors, reference
         self.embeddings = tensors[f"model.{family.called('embed_tokens')}.weight"]  # [V, E]
         eps = (getattr(config, name, None) for name in EPS)
@@ -164,7 +167,7 @@ class Parts:
     def half(self, name: str, which: int) -> Linear:
         """Return half of a linear layer that gives each head's queries and then its gate: the rows of one of the two."""
         whole = self.linear(name)
-        if not isinstance(whole, Linear):
+        if not isinstance(whole, Linear) or isinstance(whole.weight, PackedMatrix):
             raise ModelUnsupported(
                 "its weights are quantised, and its queries and gates are cut out of them: use a checkpoint in bf16",
                 setting="model.name",

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blendserve.forks import begin_computing
-from blendserve.kernels.ops import attention_backends, rotate
+from blendserve.kernels.ops import attention_backends, rotate, take
+from blendserve.kernels.packed import PackedMatrix
 from blendserve.kernels.types import Rope, Ropes
 from blendserve.kv import KVShape
 from blendserve.models.attention_forms import (
@@ -75,9 +76,9 @@ class DecoderModel:
     """The steps of one model. Any number of requests may share it: it keeps nothing of a call but bound native calls."""
 
     def __init__(
-        self, config: Any, tensors: Mapping[str, Tensor], load_reference: Callable[[], nn.Module]
+        self, config: Any, tensors: Mapping[str, Any], load_reference: Callable[[], nn.Module]
     ) -> None:
-        """tensors: by the names of transformers' state_dict. load_reference: called once, when it is needed.
+        """tensors: by the names of transformers' state_dict; matrices may be packed. load_reference: called if need be.
 
         Raises ModelUnsupported, with the reason, for a model on which blending would not be right; KeyError for a
         missing tensor.
@@ -98,7 +99,7 @@ class DecoderModel:
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         parts = Parts(config, family, tensors, lambda: self.reference)
-        self.embeddings = parts.embeddings  # [V, E]
+        self.embeddings: Tensor | PackedMatrix = parts.embeddings  # [V, E]
         self.specs = [
             attention_spec(config, family, l, self.kv_shape(l).dim, tensors) for l in range(self.n_layers)
         ]
@@ -241,13 +242,18 @@ class DecoderModel:
     def embed(self, ids: Tensor) -> States:
         """Token ids [S] -> hidden [S, E]. Every pass begins here. Raises ModelError in a forked child."""
         begin_computing()
-        hidden = call_norm(self._embedding_norm, F.embedding(ids, self.embeddings))[1]
+        hidden = call_norm(self._embedding_norm, self._rows_of(ids))[1]
         hidden = hidden if self._embedding_scale is None else hidden * self._embedding_scale
         return Hidden(hidden, self._layer_embeddings(ids, hidden)) if self._layer_embeddings else hidden
 
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        if isinstance(self.embeddings, PackedMatrix):
+            return take(self.embeddings, ids)
+        return F.embedding(ids, self.embeddings)
+
     def rope(self, positions: Tensor) -> Ropes:
         """cos and sin at these positions [S], for each layer."""
-        none = self.embeddings.new_empty(2, len(positions), 0)
+        none = torch.empty(2, len(positions), 0, dtype=self.dtype, device=self.device)
         made = {turn: angles(positions) for turn, angles in self._angles.items()}
         return tuple(Rope(*none) if turn is None else made[turn] for turn in self._turns)
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from blendserve.kernels import switches
 from blendserve.kernels.cpu.bindings import FEW
-from blendserve.kernels.cpu.decoder import DecodeWeights, LayerTensors, NativeLayers, unsupported
+from blendserve.kernels.cpu.decoder import DecodeWeights, LayerTensors, NativeLayers, Weight, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.norm import Norm
-from blendserve.kernels.ops import linear
+from blendserve.kernels.ops import linear, packed_linear
+from blendserve.kernels.packed import PackedMatrix
 from blendserve.kernels.rotary import HALVES
 from blendserve.models.decoder_layer import DecoderLayer
 from blendserve.models.layers import MLP, Linear
@@ -48,12 +49,19 @@ def _bind(model: DecoderModel, n_rows: int) -> NativeLayers | None:
     except ValueError:
         return None
     matrices = weights.layers[0].matrices
-    names = {linear.select(x.new_zeros(n_rows, x.shape[1]), x, None).name for x in matrices}
+    names = {_backend(x, n_rows) for x in matrices}
     level = _TITLES.get(names.pop()) if len(names) == 1 else None
     if level is None or "layer_qkv" not in level.sources or unsupported(level, weights):
         return None
     native = NativeLayers(level, weights, model.rope_tables[0])
     return native if _is_equal(model, native, n_rows) else None
+
+
+def _backend(weight: Weight, n_rows: int) -> str:
+    rows = torch.zeros(n_rows, weight.shape[1], dtype=weight.dtype)
+    if isinstance(weight, PackedMatrix):
+        return packed_linear.select(rows, weight, None).name
+    return linear.select(rows, weight, None).name
 
 
 @torch.inference_mode()
@@ -127,19 +135,19 @@ def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> LayerTensors:
     return LayerTensors(matrices, biases, norms)
 
 
-def _linear(part: object) -> tuple[Tensor, Tensor | None]:
+def _linear(part: object) -> tuple[Weight, Tensor | None]:
     if not isinstance(part, Linear):
         raise ValueError("a linear layer is quantised")
     return part.weight, part.bias
 
 
-def _split(parts: Sequence[object], sizes: Sequence[int]) -> list[tuple[Tensor, Tensor | None]]:
+def _split(parts: Sequence[object], sizes: Sequence[int]) -> list[tuple[Weight, Tensor | None]]:
     """The weights of linear layers, a fused one split into rows of these sizes."""
     if len(parts) > 1:
         return [_linear(part) for part in parts]
     weight, bias = _linear(parts[0])
     biases = [None] * len(sizes) if bias is None else torch.split(bias, list(sizes))
-    return list(zip(torch.split(weight, list(sizes)), biases, strict=True))
+    return list(zip(weight.split(list(sizes)), biases, strict=True))
 
 
 def _weight(norm: Norm | None) -> Tensor | None:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import ConfigError
-from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, unsupported
-from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, in_int8, unsupported
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
-from blendserve.kernels.selfcheck import cpu_status
+from blendserve.kernels.selfcheck import widest
 from blendserve.kv import Layers, map_layers, stacked
 from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache, slots
@@ -77,18 +76,17 @@ def native_decoder(model: DecoderModel, int8: bool = False) -> tuple[NativeDecod
 def _bind(model: DecoderModel, int8: bool) -> tuple[NativeDecoder | None, str]:
     if model.device.type != "cpu":
         return None, f"the model is on {model.device}"
-    name = str(model.dtype).removeprefix("torch.")
-    levels = [x for x in LEVELS.values() if x.dtype == name and "decode_step" in x.sources]
-    level = next((x for x in reversed(levels) if cpu_status(x).active), None)  # the widest
+    level = widest("decode_step", model.dtype)
     if level is None:
         return None, f"no native kernels for {model.dtype} on this CPU"
     try:
         weights = native_weights(model)
     except ValueError as missing:
         return None, str(missing)
-    if reason := unsupported(level, weights):
+    if reason := unsupported(level, weights, int8):
         return None, reason
-    decoder = NativeDecoder(model, NativeLayers(level, weights, model.rope_tables[0], int8))
+    weights = in_int8(weights, level) if int8 else weights
+    decoder = NativeDecoder(model, NativeLayers(level, weights, model.rope_tables[0]))
     error = _difference(model, decoder, CHECKED[:1] if int8 else CHECKED)
     if not error <= (INT8_TOLERANCE if int8 else TOLERANCE[model.dtype]):
         return None, f"logits differ from the layer loop's by {error:.2g} of the largest"

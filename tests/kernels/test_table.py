@@ -171,6 +171,8 @@ SMALL: dict[str, Options] = {
     "rotate": {"n": 9},
     "place": {"lengths": [5, 9]},
     "linear": {"rows": 3, "outs": 32, "depth": 32},
+    "packed_linear": {"rows": 12, "outs": 32, "depth": 256},
+    "take": {"rows": 3, "outs": 32, "depth": 256},
     "correct": {"lengths": [20, 9], "n": 9},
     "add_norm": {"rows": 3, "dim": 16},
     "gated_activation": {"rows": 3, "width": 8},
@@ -218,6 +220,8 @@ REFUSED: dict[str, list[Options | Callable[..., Args]]] = {
     "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), {"form": INTERLEAVED}],
     "place": [{"width": 16}, {"form": INTERLEAVED}, {"value_dim": 96}, last_chunk_apart],
     "linear": [lambda x, *rest: (x[None], *rest), dims_apart(1)],
+    "packed_linear": [lambda x, *rest: (x[None], *rest), dims_apart(0)],
+    "take": [lambda weight, rows: (weight, rows.int())],
     "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), {"form": INTERLEAVED}, fresh_apart],
     "add_norm": [{"dim": 7}, formless],
     "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, partial(F.silu))],
@@ -245,7 +249,7 @@ def test_says_what_it_cannot_do(way: Way) -> None:
         for odd in ("outs", "depth"):
             assert not way.backend.supports(*way.args(dtype, {**small, odd: 31}))
     with torch.inference_mode(False):
-        if way.operation in {"rotate", "linear", "add_norm", "gated_activation"}:
+        if way.operation in {"rotate", "linear", "packed_linear", "add_norm", "gated_activation"}:
             assert not way.backend.supports(*way.args(dtype, small)), "gradients would be lost"
 
 
@@ -304,8 +308,18 @@ def test_triton_refuses_a_chunk_that_does_not_fit_and_places_none() -> None:
 
 # selfcheck.py refuses what is one position off
 
-# Compared with the layer loop by models/native.py and runner.py; the codec checks its own.
-CHECKED_ELSEWHERE = {"layer_qkv", "layer_out", "decode_step", "rans_encode", "rans_decode", "dequantize"}
+# Compared with the layer loop by models/native.py and runner.py; the codec checks its own; tests/kernels/test_strips.py.
+CHECKED_ELSEWHERE = {
+    "pack",
+    "packed_linear",
+    "take",
+    "layer_qkv",
+    "layer_out",
+    "decode_step",
+    "rans_encode",
+    "rans_decode",
+    "dequantize",
+}
 
 
 @pytest.mark.parametrize("way", {way.name: way for way in NATIVE}.values(), ids=lambda way: way.name)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from blendserve.errors import ConfigError
 from blendserve.kernels import team
-from blendserve.kernels.cpu.decoder import INT8_GROUP
 from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.packed import UNIT
 from blendserve.kernels.selfcheck import cpu_status
 from blendserve.kv import stacked
 from blendserve.models import forward, runner
@@ -210,9 +210,9 @@ def test_int8_decoding_is_that_of_a_model_with_rounded_weights(name: str, dtype:
     assert not agree(outcome(decode_each, model, rows[:5])[0], own)
     for module in reference.modules():
         if isinstance(module, torch.nn.Linear):
-            for group in torch.split(module.weight.data, INT8_GROUP, dim=1):
+            for group in torch.split(module.weight.data, UNIT, dim=1):
                 scale = group.float().abs().amax(-1, keepdim=True) / 127
-                group.copy_((group / scale).round() * scale)
+                group.copy_((group / scale).round() * scale.half())
     rounded = DecoderModel.of(reference)
     for n in (1, 5, 8, 11):
         got, want = outcome(decode_each, model, rows[:n])[0], outcome(run_rows, rounded, rows[:n])[0]

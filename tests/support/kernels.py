@@ -25,6 +25,7 @@ from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of
 from blendserve.kernels.cuda import flash, scattered
 from blendserve.kernels.dispatch import Backend
+from blendserve.kernels.packed import KINDS
 from blendserve.kernels.rotary import FORMS, HALVES
 from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Rope
@@ -208,6 +209,18 @@ def linear_shapes(way: Way) -> st.SearchStrategy[Options]:
     return options(rows=rows, outs=sizes, depth=sizes, bias=st.booleans(), apart=st.sampled_from([0, 2, 6]))
 
 
+def packed_shapes(way: Way) -> st.SearchStrategy[Options]:
+    rows = st.integers(1, bindings.FEW + 4) | st.sampled_from([16, 17, 40, 63, 64, 65, 130])
+    if way.name.startswith("amx"):
+        rows = st.sampled_from([9, 16, 17, 40, 63, 65, 130])
+    outs = st.integers(1, 35).map(lambda n: 2 * n)
+    kinds = st.sampled_from([*KINDS])
+    return options(
+        rows=rows, outs=outs, depth=st.sampled_from([256, 512]), kind=kinds, bias=st.booleans(),
+        apart=st.sampled_from([0, 2, 6]),
+    )  # fmt: skip
+
+
 # Some rows of a call, and calls that are one position off
 
 
@@ -296,6 +309,19 @@ TABLE: dict[str, Operation] = {
         plain("linear"), linear_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4), rolled(1),
         [{"rows": n, "outs": o, "depth": d} for n in (1, 40, 100) for o, d in ((576, 576), (112, 1536))],
         some_of(1),
+    ),
+    "packed_linear": Operation(
+        plain("packed_linear"), packed_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4), rolled(0),
+        [{"rows": n, "outs": 576, "depth": 1536, "kind": kind} for n in (40, 100) for kind in ("Q8_0", "Q6_K")],
+        some_of(1),
+    ),
+    "take": Operation(
+        plain("take"),
+        lambda way: options(
+            rows=st.sampled_from([1, 3, 40]), outs=st.integers(1, 70), depth=st.sampled_from([256, 512]),
+            kind=st.sampled_from([*KINDS]),
+        ),
+        lambda eps: (0.0, 0.0), rolled(1), is_exact=True,
     ),
     "correct": Operation(
         formulas.correct, correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,7 @@ from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import Norm
+from blendserve.kernels.packed import KINDS, STRIP, UNIT, PackedMatrix
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import (
@@ -118,13 +121,96 @@ def supports_linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None
 
 def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """ops.linear, over the weights as the model stores them."""
+    return _linear(loaded(level).linear, x, weight, weight.stride(0), bias)
+
+
+def packed_linear(level: Level, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """ops.packed_linear."""
+    return _linear(loaded(level).packed_linear, x, weight, 0, bias)
+
+
+def _linear(
+    run: Callable[..., int], x: Tensor, weight: Tensor | PackedMatrix, w_row: int, bias: Tensor | None
+) -> Tensor:
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype)
-    loaded(level).linear(
-        pointer(x), pointer(weight), DENSE, pointer(bias), pointer(out),
-        x.stride(0), weight.stride(0), outputs, rows, outputs, inputs, team.size(),
+    run(
+        pointer(x), *matrix(weight), pointer(bias), pointer(out), 0,
+        x.stride(0), w_row, outputs, rows, outputs, inputs, False, team.size(),
     )  # fmt: skip
     return out
+
+
+def matrix(weight: Tensor | PackedMatrix) -> tuple[int, int]:
+    """The fields of `Matrix` in kernels.h."""
+    return (
+        (pointer(weight.strips), weight.form)
+        if isinstance(weight, PackedMatrix)
+        else (pointer(weight), DENSE)
+    )
+
+
+# Quantised weights
+
+
+def supports_packed_linear(level: Level, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> bool:
+    """AMX multiplies many rows alone, by rounded weights."""
+    return (
+        x.dim() == 2
+        and _is_native(level, x)
+        and weight.dtype == dtype_of(level)
+        and _is_word(level, weight.shape[0])
+        and (bias is None or _is_native(level, bias))
+        and (len(x) > FEW or "decode_step" in level.sources)
+        and not torch.is_grad_enabled()
+    )
+
+
+def supports_take(level: Level, weight: PackedMatrix, rows: Tensor) -> bool:
+    return weight.dtype == dtype_of(level) and rows.dtype == torch.int64 and rows.device.type == "cpu"
+
+
+def take(level: Level, weight: PackedMatrix, rows: Tensor) -> Tensor:
+    """ops.take."""
+    out, rows = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype), rows.contiguous()
+    loaded(level).take(*matrix(weight), pointer(rows), pointer(out), len(rows), weight.shape[1], team.size())
+    return out
+
+
+def packed(
+    level: Level,
+    kind: str,
+    shape: tuple[int, int],
+    blocks: npt.NDArray[np.uint8],
+    strips: Tensor | None = None,
+) -> PackedMatrix:
+    """A matrix of blocks of GGUF [outputs, bytes of a row], in strips; these are memory of its `strips_bytes`, or new."""
+    outputs, inputs = shape
+    if strips is None:
+        strips = torch.empty(strips_bytes(kind, shape), dtype=torch.uint8)
+    assert blocks.shape == (outputs, inputs // KINDS[kind].inputs * KINDS[kind].n_bytes)
+    assert strips.numel() == strips_bytes(kind, shape)
+    assert blocks.strides[1] == 1
+    made = PackedMatrix(kind, shape, dtype_of(level), strips)
+    rows, row = blocks.ctypes.data, blocks.strides[0]
+    loaded(level).pack(rows, pointer(strips), row, made.form, outputs, inputs, team.size())
+    return made
+
+
+@torch.inference_mode()
+def quantised(weight: Tensor, level: Level, strips: Tensor | None = None) -> PackedMatrix:
+    """A dense matrix [O, I] in Q8_0: int8, and an fp16 scale for every 32 inputs."""
+    groups = weight.float().view(len(weight), -1, UNIT)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    codes = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
+    blocks = torch.cat([scales.half().view(torch.int8), codes], dim=-1).flatten(1)
+    shape = weight.shape[0], weight.shape[1]
+    return packed(level, "Q8_0", shape, blocks.view(torch.uint8).numpy(), strips)
+
+
+def strips_bytes(kind: str, shape: tuple[int, int]) -> int:
+    """Bytes of a matrix [O, I] in strips."""
+    return -(-shape[0] // STRIP) * (shape[1] // KINDS[kind].inputs) * KINDS[kind].strip_bytes
 
 
 def supports_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> bool:

@@ -22,6 +22,7 @@
 #include "attention_vectors.h"
 #include "elementwise.h"
 #include "gemv.h"
+#include "strips.h"
 
 namespace {
 
@@ -125,10 +126,22 @@ class Worker {
     }
 
     LinearArgs linear(const elem_t* x, int64_t x_row, Matrix w, const elem_t* bias, elem_t* out, int64_t out_row,
-                      int64_t outputs, int64_t inputs) const {
-        return {x, w, bias, out, x_row, inputs, out_row, c.n_rows, outputs, inputs, 1};
+                      int64_t outputs, int64_t inputs) {
+        LinearArgs call{x, w, bias, out, nullptr, x_row, inputs, out_row, c.n_rows, outputs, inputs, c.int8_rows, 1};
+        if (w.form) call.prepared = prepare(call);
+        return call;
     }
-    void run(const LinearArgs& call, int64_t o) const { gemv_of(call.weights.form, c.n_rows)(call, o); }
+    void run(const LinearArgs& call, int64_t o) const { (call.weights.form ? blendserve_gemv_strip : gemvs[c.n_rows])(call, o); }
+
+    // What a stage's rows are for strips, once per stage and thread: all of its matrices have the same.
+    const float* prepare(const LinearArgs& call) {
+        if (prepared_for != passed) {
+            prepared.resize(c.n_rows * PreparedRow::floats(call.inputs));
+            blendserve_prepare_rows(call, prepared.data());
+            prepared_for = passed;
+        }
+        return prepared.data();
+    }
 
     // A head of queries, keys or values.
     void project(int64_t l, int64_t i) {
@@ -228,11 +241,12 @@ class Worker {
     Shared& s;
     Stage* stages;
     char* states;
-    int64_t passed = 0, n_norms = 0;
+    int64_t passed = 0, n_norms = 0, prepared_for = -1;
     Pending pending{};
     bool is_normed = false;
     std::vector<AttentionArgs> calls;  // of a layer, for each row
     std::vector<SplitKv> rows;
+    std::vector<float> prepared;
     std::vector<elem_t> normed, total, scaled_added, head, both;
 };
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.kernels.cpu.bindings import DENSE, MAX_DIM, ROPE_STEP
+from blendserve.kernels.cpu.bindings import FEW, MAX_DIM, ROPE_STEP, matrix, quantised
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import LAYOUTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
+from blendserve.kernels.packed import UNIT, PackedMatrix
 from blendserve.kernels.types import AttentionSpec, Rope
 
-MAX_ROWS = 8  # of a step
+MAX_ROWS = FEW  # of a step
+Weight = Tensor | PackedMatrix
 _LAYER_BYTES = LAYOUTS["LayerWeights"].size
-INT8 = 1  # form of a matrix: gemv.h
-INT8_GROUP = 64  # inputs of an output that share a scale
 
 
 class LayerTensors(NamedTuple):
     """A layer's weights in the order of `LayerWeights` in kernels.h."""
 
-    matrices: tuple[Tensor, ...]  # q, k, v, o, gate, up, down
+    matrices: tuple[Weight, ...]  # q, k, v, o, gate, up, down
     biases: tuple[Tensor | None, ...]  # of these
     norms: tuple[
         Tensor | None, ...
@@ -43,7 +43,7 @@ class DecodeWeights:
     layers: Sequence[LayerTensors]
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
-    head: tuple[Tensor, Tensor | None]  # [V, E] and [V]
+    head: tuple[Weight, Tensor | None]  # [V, E] and [V]
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -53,13 +53,13 @@ class DecodeWeights:
     residual_scale: float | None
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Weight]:
         parts = [x for layer in self.layers for part in layer for x in part]
         return [x for x in (*parts, self.norm, *self.head) if x is not None]
 
 
-def unsupported(level: Level, weights: DecodeWeights) -> str:
-    """Why this instruction set's kernel cannot run such a model, "" if it can."""
+def unsupported(level: Level, weights: DecodeWeights, int8: bool = False) -> str:
+    """Why this instruction set's kernel cannot run such a model, or its weights in int8, "" if it can."""
     dtype, dim = dtype_of(level), weights.head_dim
     if any(x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous() for x in weights.tensors):
         return f"weights are not contiguous {level.dtype} in the CPU's memory"
@@ -67,35 +67,38 @@ def unsupported(level: Level, weights: DecodeWeights) -> str:
         return f"heads have {dim} dimensions"
     if any(x.shape[-1] % 2 or x.shape[0] % 2 for x in weights.tensors):
         return "a size is odd"
+    inputs = {x.shape[1] for x in weights.tensors if x.dim() == 2}
+    if int8 and any(n % UNIT for n in inputs):
+        return f"a size is no multiple of {UNIT}"
     return ""
+
+
+def in_int8(weights: DecodeWeights, level: Level) -> DecodeWeights:
+    """A copy whose matrices are Q8_0: half of bf16's bytes."""
+
+    def pack(weight: Weight) -> Weight:
+        return weight if isinstance(weight, PackedMatrix) else quantised(weight, level)
+
+    layers = [layer._replace(matrices=tuple(map(pack, layer.matrices))) for layer in weights.layers]
+    return replace(weights, layers=layers, head=(pack(weights.head[0]), weights.head[1]))
 
 
 class NativeLayers:
     """The two halves of each layer around attention, and decoding steps. Stateless: threads may share it."""
 
     def __init__(
-        self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8: bool = False
+        self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8_rows: bool = False
     ) -> None:
         """ropes: for each layer the index of its angles among the model's, -1 without RoPE.
 
-        int8: matrices are copied to int8 with a scale for every INT8_GROUP inputs of an output: half of bf16's bytes. For
-        decoding alone.
+        int8_rows: steps round what quantised weights are multiplied with to int8.
         """
-        self.weights, self._kernels = weights, loaded(level)
-        self._copies = list[Tensor]()
-
-        def matrix(weight: Tensor) -> tuple[int, int]:
-            if not int8:
-                return pointer(weight), DENSE
-            self._copies.append(to_int8(weight, level))
-            return pointer(self._copies[-1]), INT8
-
+        self.weights, self._kernels, self._int8_rows = weights, loaded(level), int8_rows
         rows = []
         for tensors, spec, rope in zip(weights.layers, weights.specs, ropes, strict=True):
             matrices = chain(*map(matrix, tensors.matrices))
             vectors = map(pointer, (*tensors.biases, *tensors.norms, spec.sinks))
             rows.append((*matrices, *vectors, rope, spec.window or 0, spec.scale, spec.softcap or 0.0))
-        self._head = matrix(weights.head[0])
         self._table = pack("LayerWeights", rows)
 
     def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -147,24 +150,8 @@ class NativeLayers:
         )
         self._kernels.decode_step(
             *map(pointer, (self._table, angles, rows, hidden, w.norm)),
-            *self._head, pointer(w.head[1]), pointer(logits),
+            *matrix(w.head[0]), pointer(w.head[1]), pointer(logits),
             len(w.layers), n_rows, hidden.shape[1], w.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
-            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
+            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8_rows, team.size(),
         )  # fmt: skip
         return logits
-
-
-@torch.inference_mode()
-def to_int8(weight: Tensor, level: Level) -> Tensor:
-    """weight [outputs, inputs] -> bytes [outputs / L, inputs / INT8_GROUP, block], as gemv.h reads them."""
-    lanes = 8 if level.name == "avx2" else 16  # as in simd.h
-    per_word = 2 if level.dtype == "bfloat16" else 1
-    outs, depth = weight.shape
-    x = torch.zeros(-(-outs // lanes) * lanes, -(-depth // INT8_GROUP) * INT8_GROUP)
-    x[:outs, :depth] = weight
-    blocks = x.view(len(x) // lanes, lanes, -1, INT8_GROUP)
-    scales = (blocks.abs().amax(-1) / 127).transpose(1, 2).contiguous()  # [outputs / L, groups, L]
-    divisor = scales.clamp_min(torch.finfo(torch.float32).tiny).transpose(1, 2)[..., None]
-    numbers = (blocks / divisor).round().to(torch.int8)
-    words = numbers.view(*numbers.shape[:3], INT8_GROUP // per_word, per_word).permute(0, 2, 3, 1, 4)
-    return torch.cat([scales.view(torch.int8), words.flatten(2)], dim=-1).contiguous()

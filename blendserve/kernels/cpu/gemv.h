@@ -1,9 +1,4 @@
 // A linear layer of up to 8 rows: one vector of outputs at a time, its weights transposed as they are loaded.
-//
-// Weights may be int8, for decoding: half the bytes of bf16. Each INT8_GROUP inputs of an output share a scale. A vector of outputs
-// is a row of blocks, one for each group:
-//
-//     float scales[LANES];  int8 weights[INT8_GROUP / PER_WORD][LANES][PER_WORD]
 #pragma once
 
 #include "common.h"
@@ -51,40 +46,5 @@ void gemv(const LinearArgs& c, int64_t o) {
 
 using Gemv = void (*)(const LinearArgs&, int64_t);
 constexpr Gemv gemvs[MAX_GEMV_ROWS + 1] = {nullptr, gemv<1>, gemv<2>, gemv<3>, gemv<4>, gemv<5>, gemv<6>, gemv<7>, gemv<8>};
-
-constexpr int INT8_GROUP = 64;
-constexpr int64_t BLOCK_BYTES = LANES * (sizeof(float) + INT8_GROUP);
-
-// R rows times outputs [o, o + LANES) of weights of int8.
-template <int R>
-void gemv_int8(const LinearArgs& c, int64_t o) {
-    F32 sum[R] = {};
-    int64_t groups = divide_up(c.inputs, INT8_GROUP);
-    const char* block = static_cast<const char*>(c.weights.data) + o / LANES * groups * BLOCK_BYTES;
-    for (int64_t k = 0; k < c.inputs; k += INT8_GROUP, block += BLOCK_BYTES) {
-        const auto* scales = reinterpret_cast<const float*>(block);
-        const auto* weights = reinterpret_cast<const int8_t*>(scales + LANES);
-        int words = static_cast<int>(std::min<int64_t>(INT8_GROUP, c.inputs - k) / PER_WORD);
-        const char* next = block + 2 * BLOCK_BYTES;
-        for (int i = 0; i < BLOCK_BYTES; i += LINE) _mm_prefetch(next + i, _MM_HINT_T1);
-        F32 part[R] = {};
-#pragma GCC unroll 8
-        for (int w = 0; w < words; ++w)
-            add<R>(c, k / PER_WORD + w, words_from_int8(weights + w * LANES * PER_WORD), part);
-        for (int r = 0; r < R; ++r) sum[r] = fma(part[r], load(scales), sum[r]);
-    }
-    store_gemv<R>(c, o, sum);
-}
-
-constexpr Gemv gemvs_int8[MAX_GEMV_ROWS + 1] = {nullptr,     gemv_int8<1>, gemv_int8<2>, gemv_int8<3>, gemv_int8<4>,
-                                    gemv_int8<5>, gemv_int8<6>, gemv_int8<7>, gemv_int8<8>};
-
-// Runs `rows` rows over a vector of outputs of weights of this form.
-inline Gemv gemv_of(int64_t form, int64_t rows) { return (form ? gemvs_int8 : gemvs)[rows]; }
-
-// Bytes of the weights of LANES outputs.
-inline int64_t strip_bytes(int64_t form, int64_t inputs) {
-    return form ? divide_up(inputs, INT8_GROUP) * BLOCK_BYTES : LANES * inputs * static_cast<int64_t>(sizeof(elem_t));
-}
 
 }  // namespace

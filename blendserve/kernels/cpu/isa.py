@@ -24,12 +24,15 @@ _BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _LAYER = ("add_rms_norm", "silu_and_mul", "scatter_kv", "layer_qkv", "layer_out")
 _AMX_SOURCES = {
     "attention": "attention_amx.cpp",
-    "linear": "linear_amx.cpp",
+    **dict.fromkeys(("linear", "packed_linear"), "linear_amx.cpp"),
+    "take": "strips.cpp",
     **dict.fromkeys(_LAYER, "layer.cpp"),
 }
 _VECTORS = {
     "attention": "attention.cpp",
-    "linear": "linear.cpp",
+    **dict.fromkeys(("linear", "packed_linear"), "linear.cpp"),
+    "pack": "pack_strips.cpp",
+    "take": "strips.cpp",
     **dict.fromkeys(_LAYER, "layer.cpp"),
     "correct_kv": "correction.cpp",
     "decode_step": "decode_step.cpp",

@@ -22,7 +22,7 @@ struct AttentionArgs {
 // Weights [outputs, inputs] of a linear layer.
 struct Matrix {
     const void* data;
-    int64_t form;  // 0 = rows of numbers, 1 = int8 (gemv.h)
+    int64_t form;  // 0 = rows of numbers, else strips of this type of ggml (strips.h)
 };
 
 // out = x weights^T + bias. Inputs and outputs are a whole number of words.
@@ -31,7 +31,25 @@ struct LinearArgs {
     Matrix weights;
     const elem_t* bias;  // [outputs] or null
     elem_t* out;         // [rows, outputs]
-    int64_t x_row, w_row, out_row, rows, outputs, inputs, threads;
+    const float* prepared;  // strips and few rows: x as PreparedRow; null = not yet
+    int64_t x_row, w_row, out_row, rows, outputs, inputs;
+    int64_t int8_rows;  // strips and few rows: whether x is rounded to int8
+    int64_t threads;
+};
+
+// Blocks of a GGUF file -> strips.
+struct PackArgs {
+    const uint8_t* blocks;  // [outputs, blocks_row]
+    char* strips;
+    int64_t blocks_row, form, outputs, inputs, threads;
+};
+
+// Rows of strips -> numbers [n, inputs].
+struct TakeArgs {
+    Matrix weights;
+    const int64_t* rows;
+    elem_t* out;
+    int64_t n, inputs, threads;
 };
 
 // sum = x + add, and its RMS norm times weight + offset -> out.
@@ -175,12 +193,15 @@ struct DecodeStepArgs {
     elem_t* logits;  // [n_rows, vocabulary]
     int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first;
     float eps, offset, residual_scale;
-    int64_t threads;
+    int64_t int8_rows, threads;
 };
 
 extern "C" {
 void blendserve_attention(const AttentionArgs& args);
 void blendserve_linear(const LinearArgs& args);
+void blendserve_packed_linear(const LinearArgs& args);
+void blendserve_pack(const PackArgs& args);
+void blendserve_take(const TakeArgs& args);
 void blendserve_add_rms_norm(const NormArgs& args);
 void blendserve_silu_and_mul(const SiluArgs& args);
 void blendserve_scatter_kv(const ScatterArgs& args);

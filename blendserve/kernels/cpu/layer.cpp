@@ -20,7 +20,7 @@ void norm(const Half& c, const elem_t* x, int64_t x_row, const elem_t* add, cons
 // out [rows, outputs] = x [rows, inputs] * weights^T + bias; out is contiguous.
 void linear(const elem_t* x, int64_t x_row, Matrix weights, const elem_t* bias, elem_t* out, int64_t rows,
             int64_t outputs, int64_t inputs, int64_t threads) {
-    blendserve_linear({x, weights, bias, out, x_row, inputs, outputs, rows, outputs, inputs, threads});
+    blendserve_linear({x, weights, bias, out, nullptr, x_row, inputs, outputs, rows, outputs, inputs, 0, threads});
 }
 
 // The same of rows; all are contiguous.

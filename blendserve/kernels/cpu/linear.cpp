@@ -11,6 +11,7 @@
 #include <atomic>
 
 #include "gemv.h"
+#include "strips.h"
 
 namespace {
 
@@ -19,17 +20,23 @@ constexpr bool WIDE = VECTORS == 4;  // 32 registers
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-thread_local Workspace transposed_x;
+thread_local Workspace transposed_x, prepared_rows, panel_numbers;
 
 void gemv_rows(const LinearArgs& c) {
     constexpr int64_t SHARE = 1 << 19;  // bytes of weights that are worth an item of their own
     int64_t groups = divide_up(c.outputs, LANES);
-    int64_t items = std::min(groups, divide_up(std::clamp<int64_t>(sizeof(elem_t) * c.outputs * c.inputs / SHARE, 1, 4 * c.threads),
+    int64_t items = std::min(groups, divide_up(std::clamp<int64_t>(groups * strip_bytes(c.weights.form, c.inputs) / SHARE, 1, 4 * c.threads),
                                                c.threads) * c.threads);
-    Gemv gemv = gemv_of(c.weights.form, c.rows);
+    LinearArgs call = c;
+    if (c.weights.form) {
+        auto* prepared = prepared_rows.take<float>(c.rows * PreparedRow::floats(c.inputs));
+        blendserve_prepare_rows(c, prepared);
+        call.prepared = prepared;
+    }
+    Gemv gemv = c.weights.form ? blendserve_gemv_strip : gemvs[c.rows];
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(c.threads))
     for (int64_t item = 0; item < items; ++item)
-        for (int64_t g = groups * item / items; g < groups * (item + 1) / items; ++g) gemv(c, g * LANES);
+        for (int64_t g = groups * item / items; g < groups * (item + 1) / items; ++g) gemv(call, g * LANES);
 }
 
 // The V vectors of rows of a strip, from x turned [words][LANES V], times N outputs from o; as words, to
@@ -87,13 +94,28 @@ void gemm_rows(const LinearArgs& c) {
             uint32_t* to = x + strip * words * N_TILE + i % VECTORS * LANES;
             transpose_into(c.x + i * LANES * c.x_row, c.x_row, c.rows - i * LANES, words, words, to, width);
         }
+        auto run = [&](const LinearArgs& call, int64_t strip, int64_t o, Prefetcher ahead) {
+            panels[vectors(strip)](call, x + strip * words * N_TILE, strip * N_TILE, o, ahead);
+        };
+        if (c.weights.form) {  // a panel's weights as numbers, once for all rows
+            LinearArgs call = c;
+            auto* numbers = panel_numbers.take<elem_t>(N_PANEL * c.inputs);
+            call.w_row = c.inputs;
+            for (int64_t o = taken++ * N_PANEL; o < c.outputs; o = taken++ * N_PANEL) {
+                for (int64_t i = 0; i < N_PANEL && o + i < c.outputs; i += STRIP)
+                    blendserve_strip_numbers(c.weights, c.inputs, o + i, numbers + i * c.inputs, c.inputs);
+                call.weights = {numbers - o * c.inputs, 0};
+                for (int64_t strip = 0; strip < strips; ++strip) run(call, strip, o, {});
+            }
+            items = 0;
+        }
         // Strip by strip over a panel's weights; each thread knows its next item, so that it can ask for its weights.
         for (int64_t item = taken++, next; item < items; item = next) {
             next = taken++;
             int64_t strip = item % strips, o = item / strips * N_PANEL, then = next / strips * N_PANEL;
             Prefetcher ahead;
             if (next < items && then != o) ahead = {rows_of(then), rows_of(then + N_PANEL)};
-            panels[vectors(strip)](c, x + strip * words * N_TILE, strip * N_TILE, o, ahead);
+            run(c, strip, o, ahead);
         }
     }
 }
@@ -107,3 +129,5 @@ void blendserve_linear(const LinearArgs& args) {
     else
         gemm_rows(args);
 }
+
+void blendserve_packed_linear(const LinearArgs& args) { blendserve_linear(args); }

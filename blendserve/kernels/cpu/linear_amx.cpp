@@ -7,7 +7,7 @@
 // come with it, nor on threads. It is not to the bit that of linear.cpp, which adds in another order.
 
 #include "amx_tiles.h"
-#include "common.h"
+#include "strips.h"
 
 namespace {
 
@@ -92,8 +92,17 @@ constexpr Block blocks[ROW_TILES + 1] = {nullptr, block<1>, block<2>, block<3>};
 
 // A panel's weights, copied and filled up with zeros where they are no whole tiles.
 Weights weights_of(const LinearArgs& c, int64_t o) {
-    const elem_t* at = numbers_of(c) + o * c.w_row;
     int64_t outputs = std::min<int64_t>(N_PANEL, c.outputs - o), inputs = divide_up(c.inputs, DEEP) * DEEP;
+    if (c.weights.form) {
+        auto* to = filled_weights.take<elem_t>(N_PANEL * inputs);
+        for (int64_t i = 0; i < N_PANEL; i += STRIP)
+            if (i < outputs)
+                blendserve_strip_numbers(c.weights, inputs, o + i, to + i * inputs, inputs);
+            else
+                std::memset(to + i * inputs, 0, sizeof(elem_t) * STRIP * inputs);
+        return {to, inputs, nullptr, 0};
+    }
+    const elem_t* at = numbers_of(c) + o * c.w_row;
     if (inputs == c.inputs && outputs == N_PANEL) {
         bool ask = c.w_row == c.inputs && c.outputs - o >= 2 * N_PANEL;  // the next panel lies right behind this one
         return {at, c.w_row, reinterpret_cast<const char*>(at + N_PANEL * c.w_row),
@@ -130,3 +139,5 @@ void blendserve_linear(const LinearArgs& c) {
         }
     }
 }
+
+void blendserve_packed_linear(const LinearArgs& args) { blendserve_linear(args); }

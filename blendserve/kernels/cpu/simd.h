@@ -209,7 +209,11 @@ inline U32 pack_words(const elem_t* low, const elem_t* high) {  // null = zeros
     auto numbers = [](const elem_t* p) { return p ? load_as<__m256i>(p) : _mm256_setzero_si256(); };
     return pack_words(numbers(low), numbers(high));
 }
-inline U32 pack_words(F32 low, F32 high) { return pack_words(to_bf16(low), to_bf16(high)); }
+inline U32 pack_words(F32 low, F32 high) {
+    alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(load_as<U32>(order), (U32)_mm512_cvtne2ps_pbh(high, low));
+}
 
 // 2 LANES numbers.
 inline void store_2(elem_t* p, F32 low, F32 high) { store_u32(p, (U32)_mm512_cvtne2ps_pbh(high, low)); }
