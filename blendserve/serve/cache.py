@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 
 from blendserve.core import Passage, Steps, TokenIds
+from blendserve.engine.text_forms import in_forms
 from blendserve.errors import InputError
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import LimitedTenantDep
@@ -33,7 +34,13 @@ class CacheSelection(Caller):
     body: CacheRequest
 
     def passages(self) -> list[Passage]:
-        """Return the chosen passages; call it on the thread of the indexes. Raises InputError, NotFound."""
+        """Return the chosen passages in all chosen forms; call it on the thread of the indexes.
+
+        Raises InputError, NotFound.
+        """
+        return [each for passage in self._plain() for each in in_forms(passage, self.body.forms)]
+
+    def _plain(self) -> list[Passage]:
         body = self.body
         if body.passages is not None:
             if any(choice is not None for choice in (body.collection, body.documents, body.ids)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,3 +134,28 @@ def test_the_pages_route_explains_a_plain_prompt(server: Server) -> None:
     ]
     assert done["passages"] == []
     assert len(done["report"]["spans"]) == 2
+
+
+LINES = "\n".join(sentence for text in PARAGRAPHS for sentence in text.split(". "))
+CUT = "\n".join(LINES.split("\n")[5:30])  # as an agent reads it from another line on
+SENT: dict[str, str] = {
+    "plain": CUT,
+    "json": json.dumps({"path": "notes", "content": CUT}),
+    "crlf": CUT.replace("\n", "\r\n"),
+    "quoted": "".join(f"> {line}\n" for line in CUT.split("\n")),
+    "numbered": "".join(f"{n:6d}\t{line}\n" for n, line in enumerate(CUT.split("\n"), 6)),
+}
+
+
+@pytest.mark.parametrize("form", SENT)
+def test_a_part_of_a_text_is_found_as_clients_write_it(server: Server, form: str) -> None:
+    passages = [{"text": LINES}]
+    job = server.job("/v1/cache/warm", {"passages": passages, "as": ["plain", form, form]})
+    assert job["computed"] == (1 if form == "plain" else 2)
+    done = sent(server, body(f"Read:\n{SENT[form]}"))
+    n_tokens = done.json()["usage"]["prompt_tokens"]
+    assert sum(span["stop"] - span["start"] for span in spans(done)) > 0.7 * n_tokens
+    deleted = server.http.post("/v1/cache/delete", json={"passages": passages, "as": [form]}).json()
+    assert deleted["deleted"] == 1
+    wrong = server.http.post("/v1/cache/warm", json={"passages": passages, "as": ["yaml"]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "as.0")
