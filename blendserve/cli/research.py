@@ -224,18 +224,21 @@ def doctor(settings: Config) -> Output:
     the KV bytes per token and the kernels in use. The exit code is 1 if a check fails.
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
+    from blendserve.engine.batch_engine import plan_memory
     from blendserve.engine.gate import check
     from blendserve.engine.prompt import PromptBuilder
     from blendserve.kernels import autotune
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models.loader import load_model
+    from blendserve.models.memory import available_on
     from blendserve.models.runner import native_decoder
     from blendserve.provenance import machine
 
     model = load_model(settings.model)
     decoder, checks, prompts = model.decoder, check(model), PromptBuilder(model.tokenizer, settings.prompt)
     costs = calibrated(decoder, model.fingerprint, fresh=True)
+    plan = plan_memory(model, settings.serve, settings.store)
     native, decoding = native_decoder(decoder)
     how = "by a CUDA graph" if decoder.device.type == "cuda" else f"layer by layer ({decoding})"
     found = {
@@ -245,6 +248,7 @@ def doctor(settings: Config) -> Output:
         "kv_bytes_per_token": decoder.kv_bytes_per_token,
         "kv_layers": decoder.kv_layers,
         "context_tokens": decoder.context_limit,
+        "memory": {**asdict(plan), "available": available_on(decoder.device)},
         "template_date": settings.prompt.date if prompts.writes_date else None,
         "seconds": asdict(costs),
         "kernels": {
@@ -259,6 +263,13 @@ def doctor(settings: Config) -> Output:
     where = f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
     show = partial(_show_health, f"{model.name} on {where}", checks, found)
     return Output(found, show, int(not checks.passed))
+
+
+def _about_memory(found: dict[str, int]) -> str:
+    from blendserve.models.memory import MemoryPlan
+
+    plan = MemoryPlan(**{name: n for name, n in found.items() if name != "available"})
+    return f"{plan}; {found['available'] / 10**6:,.0f} MB are available beside the weights"
 
 
 def _about_date(date: str | None) -> str:
@@ -290,6 +301,7 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         f"approximate: {', '.join(found['approximate']) or 'nothing'}",
         f"kv bytes per token: {found['kv_bytes_per_token']:,} ({found['kv_layers']})",
         f"context tokens: {found['context_tokens']:,}",
+        f"memory of a server: {_about_memory(found['memory'])}",
         f"chat template: {_about_date(found['template_date'])}",
         f"costs for method auto: {costs['per_row'] * 1e3:.3g} ms per computed token, "
         f"{costs['per_loaded'] * 1e6:.3g} us per loaded token, {costs['per_pair'] * 1e9:.3g} ns per attention pair, "

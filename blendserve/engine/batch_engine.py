@@ -13,7 +13,7 @@ from typing import TypeVar
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.policies import make_policy
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
-from blendserve.config import ServeConfig
+from blendserve.config import ServeConfig, StoreConfig
 from blendserve.core import Prompt, Steps
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
@@ -24,6 +24,8 @@ from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import RateLimited, ShuttingDown, StoreError
 from blendserve.machine import checked_cap, fit
 from blendserve.models.kv_cache import CachePool, tokens_of_slots
+from blendserve.models.loader import LoadedModel
+from blendserve.models.memory import MemoryPlan
 from blendserve.store import ChunkKey
 
 T = TypeVar("T")
@@ -34,6 +36,21 @@ CONVERSATIONS = 256_000_000  # bytes of their KV
 RECENT_TOKENS = 1 << 24  # of the recent prompts of all scopes: 64 MB
 SCOPE_TOKENS = 1 << 12  # that a scope counts for without any prompt: its indexes take as much memory
 LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a share of one that is computed
+
+
+def plan_memory(model: LoadedModel, config: ServeConfig, store: StoreConfig) -> MemoryPlan:
+    """What a server of a loaded model takes beside it. Raises ConfigError for slots that do not fit."""
+    n_tokens, mb = tokens_of_slots(model.decoder, config.slots, config.slot_tokens), config.conversations_mb
+    kept = fit(CONVERSATIONS) if mb is None else checked_cap(round(mb * 1e6), "serve.conversations_mb")
+    return MemoryPlan(
+        weights=model.weight_bytes,
+        slots=config.slots,
+        slot_tokens=n_tokens,
+        kv=config.slots * n_tokens * model.decoder.kv_bytes_per_token,
+        conversations=kept,
+        shared=fit(config.share_mb * 10**6),
+        others=fit(store.prefetch_bytes) + store.memory_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +67,12 @@ class BatchEngine:
     def __init__(self, engine: Engine, observer: Observer, config: ServeConfig) -> None:
         """Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
-        model, mb = engine.model, config.conversations_mb
+        model, plan = engine.model, plan_memory(engine.model, config, engine.config.store)
+        log.info("Memory: %s", plan)
         self.engine, self.fetcher = engine, engine.fetcher
-        n_tokens = tokens_of_slots(model.decoder, config.slots, config.slot_tokens)
-        self.pool = CachePool(model.decoder, config.slots, n_tokens)
-        self.fetcher.copies.shared.cap_bytes = fit(config.share_mb * 10**6)
-        setting = "serve.conversations_mb"
-        engine.blender.prefixes.cap_bytes = (
-            fit(CONVERSATIONS) if mb is None else checked_cap(round(mb * 1e6), setting)
-        )
+        self.pool = CachePool(model.decoder, config.slots, plan.slot_tokens)
+        self.fetcher.copies.shared.cap_bytes = plan.shared
+        engine.blender.prefixes.cap_bytes = plan.conversations
         share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(
             model, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle

@@ -6,6 +6,7 @@ The folder equals transformers' own conversion, where that is right: tests/model
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from blendserve.models.fast_load import Start
 from blendserve.models.gguf import Gguf, reading
 from blendserve.models.gguf_model import Weights, read_gguf
+from blendserve.models.memory import available_on, check_fits
 from blendserve.models.weights import QuantisedMatrix
 
 Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
@@ -65,6 +67,9 @@ def write_folder(file: Path, into: Path) -> Start:
     Raises ModelError; ModelUnsupported for what gguf_model.py does not read.
     """
     start, weights = read_gguf(file)
+    check_fits(
+        str(file), 2 * sum(math.prod(x.shape) for x in weights.values()), available_on(torch.device("cpu"))
+    )
     name = Gguf(file).metadata.get("general.name")
     config: dict[str, Any] = {"_model_name_or_path": name, "dtype": "bfloat16", **start.config}
     if config["model_type"] == "llama":

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blendserve import machine
 from blendserve.errors import ConfigError
 from blendserve.kv import ChunkKV, Layers, map_layers
+from blendserve.models.memory import available_on
 from blendserve.models.model import DecoderModel
 from blendserve.models.recurrent import RecurrentState
 
@@ -133,7 +133,7 @@ def tokens_of_slots(model: DecoderModel, n: int, wanted: int | None) -> int:
     That is `wanted`, or by default the model's context; no more than the context, and by default no more than fill half
     of the available memory. Raises ConfigError where `wanted`, or a default of LEAST_TOKENS, does not fit.
     """
-    context, available = model.context_limit, _available(model.device)
+    context, available = model.context_limit, available_on(model.device)
     per_token = n * _numbers(model, 1) * model.dtype.itemsize
     fitting = available // 2 // max(1, per_token)
     tokens = min(context, max(fitting, LEAST_TOKENS) if wanted is None else wanted)
@@ -147,11 +147,6 @@ def tokens_of_slots(model: DecoderModel, n: int, wanted: int | None) -> int:
         text = "a request has room for %d tokens of the model's %d, as %d MB are available for %d slots (serve.slots)"
         log.warning(text, tokens, context, available // 10**6, n)
     return tokens
-
-
-def _available(device: torch.device) -> int:
-    """Bytes that are free where a model on this device has its KV."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else machine.available_memory()
 
 
 def slots(keys: Layers, values: Layers) -> list[KVCache]:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from blendserve.models.checkpoint import (
     first_line,
     loading,
 )
+from blendserve.models.memory import available_on, check_fits, weight_bytes
 from blendserve.models.model import DecoderModel
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.recurrent import SEAM
@@ -57,6 +58,7 @@ class LoadedModel:
     tokenizer: Any
     fingerprint: str  # of configuration and weights: part of every chunk's key
     end_tokens: frozenset[int]  # any of these ends an answer
+    weight_bytes: int = 0  # in memory; 0 = not known
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -69,7 +71,10 @@ def load_model(config: ModelConfig) -> LoadedModel:
         if config.name.startswith(RANDOM):
             model = _load_random(config.name, dtype, device)
         else:
-            model = _load(_checked_source(config.name), config.name, dtype, device)
+            source = _checked_source(config.name)
+            n_bytes = weight_bytes(Path(source), dtype, config.decode_weights == "int8")
+            check_fits(config.name, n_bytes, available_on(device))
+            model = replace(_load(source, config.name, dtype, device), weight_bytes=n_bytes)
         if config.decode_weights == "int8":
             decode_in_int8(model.decoder)
     return model
@@ -151,7 +156,8 @@ def _load_random(name: str, dtype: torch.dtype, device: torch.device) -> LoadedM
     digest = _digest(model.config)
     digest.update(f"random, by torch {torch.__version__}".encode())  # in place of gigabytes of weights
     decoder = DecoderModel.of(model.to(device).eval())
-    return LoadedModel(name, decoder, tokenizer, digest.hexdigest(), end_tokens(model, tokenizer))
+    n_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize
+    return LoadedModel(name, decoder, tokenizer, digest.hexdigest(), end_tokens(model, tokenizer), n_bytes)
 
 
 def _tokenizer_of_shape(folder: Path, vocab_size: int) -> Any:
