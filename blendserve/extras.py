@@ -6,7 +6,7 @@ import re
 from importlib import metadata
 from typing import Literal, cast
 
-Extra = Literal["documents", "embedders", "evaluate", "codecs", "valkey", "ray", "vllm", "gpu"]
+Extra = Literal["documents", "embedders", "evaluate", "codecs", "valkey", "ray", "gpu"]
 
 
 def install_hint(extra: Extra) -> str:

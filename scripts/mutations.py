@@ -45,7 +45,11 @@ def fails(tests: list[str], mutation: dict[str, str] | None) -> bool:
         if mutation is not None:
             (copy / mutation["file"]).write_text(mutated(mutation), "utf-8")
         # The copy's package comes before an editable installation of the original.
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'integrations' / 'vllm'}",
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         command += ["--hypothesis-profile=mutations", *tests]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)

@@ -24,7 +24,7 @@ os.environ.setdefault("BLENDSERVE_AUTOTUNE", "0")  # the table's first backend c
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which a folder's conftest may do
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"
-for folder in ("langchain", "llama_index", "haystack/src", "moq"):  # imported from this checkout
+for folder in ("langchain", "llama_index", "haystack/src", "moq", "vllm"):  # imported from this checkout
     sys.path.append(str(INTEGRATIONS / folder))
 
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -30,7 +30,7 @@ LAYERS = [  # from the ground up; of one layer, packages do not import each othe
         "serve",
         "ray",
     ),
-    *("evaluate bench integrations", "simulate cost", "cli demo __main__"),
+    *("evaluate bench", "simulate cost", "cli demo __main__"),
 ]
 LAYER = {name: n for n, names in enumerate(LAYERS) for name in names.split()}
 REGISTRIES = [COMMANDS, *(value for value in vars(registry).values() if isinstance(value, registry.Registry))]

@@ -23,7 +23,7 @@ CHANGES = [
 def test_a_set_up_that_is_not_supported_has_a_reason(
     world: World, section: str, field: str, value: object
 ) -> None:
-    from blendserve.integrations.vllm.connector import declined
+    from blendserve_vllm.connector import declined
 
     config, caches = (
         copy.copy(world.served.llm.llm_engine.vllm_config),
@@ -39,8 +39,7 @@ def test_a_set_up_that_is_not_supported_has_a_reason(
 @pytest.mark.parametrize("version", ["0.11.0", "0.34.1", "1.0", "unknown"])
 def test_an_unknown_version_has_a_reason(world: World, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
-
-    from blendserve.integrations.vllm.connector import declined
+    from blendserve_vllm.connector import declined
 
     config, caches = world.served.llm.llm_engine.vllm_config, world.served.scheduler.kv_cache_config
     monkeypatch.setattr(vllm, "__version__", version)
@@ -51,7 +50,7 @@ def test_an_unknown_version_has_a_reason(world: World, version: str, monkeypatch
     "extra", [{}, {"store": "kv", "sotre": 1}, {"store": "kv", "slice_tokens": -1}], ids=str
 )
 def test_wrong_settings_are_refused(world: World, extra: dict[str, object]) -> None:
-    from blendserve.integrations.vllm.options import ConnectorOptions
+    from blendserve_vllm.options import ConnectorOptions
 
     with pytest.raises(ConfigError):
         ConnectorOptions.of(extra)

@@ -126,10 +126,9 @@ def test_slices_change_nothing_and_others_decode_between_them(world: World) -> N
 def test_a_step_that_computes_nothing_else_has_more_slices(is_alone: bool, n_steps: int) -> None:
     """A job that pauses five times, in steps of one slice, or of three."""
     pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+    from blendserve_vllm.jobs import JobQueue, pause
+    from blendserve_vllm.plan import PrefillJob, Report
     from vllm.forward_context import ForwardContext, override_forward_context
-
-    from blendserve.integrations.vllm.jobs import JobQueue, pause
-    from blendserve.integrations.vllm.plan import PrefillJob, Report
 
     class Pausing:
         def run(self, job: PrefillJob) -> Report:

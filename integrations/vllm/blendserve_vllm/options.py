@@ -22,12 +22,12 @@ from blendserve.blend.chunk_kv import ChunkKeys
 from blendserve.config import Config, ModelConfig
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
-from blendserve.integrations.vllm.plan import JobPlanner
-from blendserve.integrations.vllm.records import Ranks, Records, storage
 from blendserve.models.loader import VOLATILE, load_model, load_tokenizer
+from blendserve_vllm.plan import JobPlanner
+from blendserve_vllm.records import Ranks, Records, storage
 
 if TYPE_CHECKING:
-    from blendserve.integrations.vllm.jobs import JobQueue
+    from blendserve_vllm.jobs import JobQueue
 
 OWN = {"store": "", "config": None, "precomputed": False, "slice_tokens": 16}
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
@@ -78,9 +78,9 @@ class ConnectorOptions:
     def job_queue(self, vllm_config: Any, kv_cache_config: Any, model: Any) -> JobQueue:
         """Make the job queue of a worker. model: vLLM's. Raises ModelUnsupported, StoreError, ConfigError."""
         # Not at the top: an unknown vLLM may lack what these import.
-        from blendserve.integrations.vllm.blending import JobRunner
-        from blendserve.integrations.vllm.jobs import JobQueue, pause
-        from blendserve.integrations.vllm.passes import Passes
+        from blendserve_vllm.blending import JobRunner
+        from blendserve_vllm.jobs import JobQueue, pause
+        from blendserve_vllm.passes import Passes
 
         passes = Passes(vllm_config, kv_cache_config, model, pause)
         passes.slice_row_layers = self.slice_tokens * passes.model.n_kv_layers

@@ -31,9 +31,6 @@ from blendserve.blend.runs import reuse_in_prompt
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.fetch.fetcher import Fetch
-from blendserve.integrations.vllm.passes import Hook, PagedModel, Pages, PassDone, Passes, fill_gaps
-from blendserve.integrations.vllm.plan import FIT, STORE, PrefillJob, Report
-from blendserve.integrations.vllm.records import Capture, Prefixes, Ranks, Records
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import Prior
 from blendserve.models.kv_cache import KVCache
@@ -42,6 +39,9 @@ from blendserve.models.tokenizer import Tokenizer
 from blendserve.registry import CORRECTIONS
 from blendserve.store import ChunkView
 from blendserve.store.codecs.base import ChunkShape, Pair
+from blendserve_vllm.passes import Hook, PagedModel, Pages, PassDone, Passes, fill_gaps
+from blendserve_vllm.plan import FIT, STORE, PrefillJob, Report
+from blendserve_vllm.records import Capture, Prefixes, Ranks, Records
 
 See = Callable[[int, Tensor, Tensor, Tensor, LayerKV], None]
 """At layer l, after stored KV was placed: l, rows [S], their k and v [K, S, D], stored KV [K, T, D]."""

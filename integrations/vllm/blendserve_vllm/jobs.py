@@ -16,7 +16,7 @@ from typing import Protocol
 from greenlet import getcurrent, greenlet
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from blendserve.integrations.vllm.plan import PrefillJob, Report, failed
+from blendserve_vllm.plan import PrefillJob, Report, failed
 
 log = logging.getLogger(__name__)
 CANCELLED = "the request ended"

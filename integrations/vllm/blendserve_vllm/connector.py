@@ -29,12 +29,12 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.request import Request
 
 from blendserve.errors import BlendserveError, ModelUnsupported
-from blendserve.integrations.vllm.metrics import BlendMetrics, BlendStats
-from blendserve.integrations.vllm.options import ConnectorOptions
-from blendserve.integrations.vllm.plan import JobPlanner, PrefillJob, Report
+from blendserve_vllm.metrics import BlendMetrics, BlendStats
+from blendserve_vllm.options import ConnectorOptions
+from blendserve_vllm.plan import JobPlanner, PrefillJob, Report
 
 if TYPE_CHECKING:
-    from blendserve.integrations.vllm.jobs import JobQueue
+    from blendserve_vllm.jobs import JobQueue
 
 VERSIONS = (0, 32), (0, 33)  # from, and below: those that tests/vllm runs on
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from blendserve.integrations.vllm.plan import Report
+from blendserve_vllm.plan import Report
 
 COUNTERS = {
     "jobs": "Requests whose KV cache was filled from stored chunks.",

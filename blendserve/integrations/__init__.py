@@ -1,1 +1,0 @@
-"""blendserve inside other engines."""
