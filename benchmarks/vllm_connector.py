@@ -3,7 +3,7 @@
     make test-vllm && python -m benchmarks vllm_connector      # with the vLLM of the tests
 
 The client is LangChain's chain, as its documentation has it. The connector's server has computed and stored all passages
-(`blendserve warm`). Each question brings some of them in a new order. Both servers cache prefixes. Questions run in
+(`blendserve-warm-vllm`). Each question brings some of them in a new order. Both servers cache prefixes. Questions run in
 turns, and ratios are of one round. A chat with pasted passages is asked of both, of our own server, of transformers and,
 where llama-cpp-python is installed (see engines.py), of llama.cpp: all run the same weights.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,7 +38,6 @@ from blendserve.bench.harness import ratio as ratio_of
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.workload import Workload, make_workload
-from blendserve.cli import main
 from blendserve.config import Positive
 from blendserve.errors import InputError
 from blendserve.models.sources import source_of
@@ -172,7 +172,8 @@ def _warm(config: VllmConfig, url: str, work: Workload, folder: Path) -> None:
     corpus = folder / "docs.jsonl"
     corpus.write_text("".join(json.dumps({"text": passage.text}) + "\n" for passage in work.passages))
     tokens = ["--model", config.model, "--chunk-tokens", str(config.chunk_tokens + 8)]
-    if main(["--quiet", "warm", url, str(corpus), *tokens, "--json"]):
+    warm = [str(config.vllm), "-m", "blendserve_vllm.warm", url, str(corpus), *tokens, "--json"]
+    if subprocess.run(warm, stdout=subprocess.DEVNULL, check=False).returncode:
         raise InputError("some passages were not stored")
 
 

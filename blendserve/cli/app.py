@@ -33,7 +33,6 @@ FILES = {  # command -> its file
         "store": "store",
     },
     **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
-    **{"warm": "warm"},
 }
 log = logging.getLogger(__name__)
 COMMANDS = Registry("command", {name: f"blendserve.cli.{file}:{name}" for name, file in FILES.items()})

@@ -1,4 +1,4 @@
-"""`vllm serve` with the connector, `blendserve warm`, and a client that knows of neither."""
+"""`vllm serve` with the connector, `blendserve-warm-vllm`, and a client that knows of neither."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from blendserve_vllm.warm import main
 
-from blendserve.cli import main
 from tests.support.vllm import make_model
 from tests.support.waiting import eventually
 
@@ -73,7 +73,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         eventually(lambda: process.poll() is not None or is_up(url), START_S)
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
         (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-        assert main(["warm", url, str(folder / "docs.jsonl"), "--model", str(model), "--json"]) == 0
+        assert main([url, str(folder / "docs.jsonl"), "--model", str(model), "--json"]) == 0
         yield url
     finally:
         patch.undo()
@@ -129,7 +129,7 @@ def test_a_server_with_other_settings_is_named(url: str, tmp_path: Path) -> None
     (tmp_path / "settings.yaml").write_text("prompt:\n  system: Another one.\n")
     model = httpx.get(f"{url}/v1/models", headers=HEADERS).json()["data"][0]["root"]
     options = ["--model", model, "-c", str(tmp_path / "settings.yaml"), "--json"]
-    assert main(["warm", url, str(tmp_path / "docs.jsonl"), *options]) == 1
+    assert main([url, str(tmp_path / "docs.jsonl"), *options]) == 1
 
 
 def test_a_wrong_key_is_named(
@@ -137,5 +137,5 @@ def test_a_wrong_key_is_named(
 ) -> None:
     (tmp_path / "docs.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
     monkeypatch.setenv("VLLM_API_KEY", "another")
-    assert main(["warm", url, str(tmp_path / "docs.jsonl")]) == 2
+    assert main([url, str(tmp_path / "docs.jsonl")]) == 2
     assert "401" in capsys.readouterr().err

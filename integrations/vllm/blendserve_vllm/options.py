@@ -2,7 +2,7 @@
 
 kv_connector_extra_config   store        place of the chunks, as `store.location`
                             config       settings file of blendserve, for all else
-                            precomputed  chunks are those of `blendserve precompute`, not of `blendserve warm`
+                            precomputed  chunks are those of `blendserve precompute`, not of this package
                             slice_tokens of a prefill, which a job may take of a step that computes other requests
                             SECTION.NAME any other setting, such as blend.ratio
 """

@@ -186,7 +186,7 @@ class JobPlanner:
         if ids[:n] != self._keys.context or len(ids) - n < MIN_SPAN:
             raise InputError(
                 f"a chunk to store has at least {MIN_SPAN} tokens after the {n} tokens of this server's context, and "
-                "this prompt is not: run `blendserve warm` with the settings of the server",
+                "this prompt is not: run `blendserve-warm-vllm` with the settings of the server",
                 setting=NAME,
             )
         return _RequestPlan(ids, self._blend, task=STORE)

@@ -1,9 +1,10 @@
-"""`blendserve warm`: the chunks of a corpus, computed and stored by a vLLM server with the connector."""
+"""`blendserve-warm-vllm`: the chunks of a corpus, computed and stored by a vLLM server with the connector."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import httpx
 import typer
 
 from blendserve import console
+from blendserve.cli.app import run
 from blendserve.cli.core import CorpusArg, no_prior
 from blendserve.cli.options import option, single_command, with_settings
 from blendserve.config import Config
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @single_command
 @with_settings("model.name", "retrieve.chunk_tokens")
-def warm(
+def app(
     url: UrlArg,
     corpus: CorpusArg,
     settings: Config,
@@ -122,3 +124,12 @@ def _call(http: httpx.Client, method: str, path: str, body: dict[str, Any] | Non
             f"the vLLM server at {http.base_url} does not answer {path}: {first_line(error)}",
             setting="url",
         ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run(app, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
