@@ -28,11 +28,18 @@ def json_text(value: Any) -> Any:
     return value
 
 
+def _refuse(value: Any) -> None:
+    """Raises ValueError for a field that is set: it would change the answer, or its form."""
+    if value is not None:
+        raise ValueError("this field is not supported: leave it out")
+
+
 def no_limit(value: Any) -> Any:
     """-1 means no limit, as in llama.cpp and LM Studio."""
     return None if value == -1 else value
 
 
+Refused = Annotated[None, BeforeValidator(_refuse)]
 Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(json_text)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]

@@ -24,6 +24,7 @@ from blendserve.serve.fields import (
     JsonObject,
     Label,
     Name,
+    Refused,
     Stop,
     Text,
     Tokens,
@@ -232,6 +233,7 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None  # its name in the beta
+    container: Refused = None
     x_blendserve: BlendOptions | None = None
 
     @property

@@ -26,6 +26,7 @@ from blendserve.serve.fields import (
     JsonObject,
     Label,
     Name,
+    Refused,
     Text,
     TokenLimit,
     ToolName,
@@ -150,10 +151,14 @@ class ResponsesRequest(Body):
     stream: bool | None = False
     store: bool | None = None
     background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    prompt: None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    access_programs: Refused = None
+    context_management: Refused = None
+    conversation: Refused = None
+    image: Refused = None
+    moderation: Refused = None
+    previous_response_id: Refused = None
+    prompt: Refused = None
+    truncation: Literal["disabled"] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: JsonObject | None = None
     include: list[Label] | None = None

@@ -29,6 +29,7 @@ from blendserve.serve.fields import (
     Label,
     Name,
     Penalty,
+    Refused,
     Text,
     TokenId,
     TokenLimit,
@@ -209,7 +210,10 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
-    audio: None = None
+    audio: Refused = None
+    functions: Refused = None
+    moderation: Refused = None
+    web_search_options: Refused = None
 
     @property
     def token_limit(self) -> int | None:
