@@ -1,12 +1,13 @@
 """Compare search by vectors, by words and by both on questions whose passages are known.
 
-    python -m scripts.compare_retrieval [DATA ...] [--corpus FILE] [--names N] [--json]
+    python -m scripts.compare_retrieval [DATA ...] [--corpus FILE] [--limit N] [--names N] [--json]
 
-DATA: question files of `blendserve evaluate` that name the passages which an answer needs; CORPUS: of files that name
-titles only. --names N: also N questions about names of the pages in docs/, such as settings and classes, which one or two
-passages have. For each set: hit, recall and nDCG of the first six passages, and the differences to search by vectors,
-each with the interval that holds 95% of its bootstrap distribution,
-and the number of questions that lose.
+DATA: question files of `blendserve evaluate` that name the passages which an answer needs: HotpotQA, 2WikiMultihopQA,
+MuSiQue, SQuAD. CORPUS: of files that name titles only. --limit: most questions of each, spread over the file. --names N:
+also N questions about names of the pages in docs/, such as settings and classes, which one or two passages have.
+
+For each set: hit, recall and nDCG of the first six passages, and the differences to search by vectors, each with the
+interval that holds 95% of its bootstrap distribution, and the number of questions that lose.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> int:
     parser.add_argument("data", nargs="*")
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--names", type=int, default=0)
+    parser.add_argument("--limit", type=int, default=150)
     parser.add_argument("--json", action="store_true", help="print one JSON object a set")
     options = parser.parse_args()
     if not options.data and not options.names:
@@ -60,10 +62,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.data:
             data = load(name, corpus=options.corpus)
-            documents = [Document(p.text, p.title, str(i)) for i, p in enumerate(data.corpus)]
+            numbers = {(p.title, p.text): str(i) for i, p in enumerate(data.corpus)}
+            documents = [Document(text, title, id) for (title, text), id in numbers.items()]
             index = VectorIndex.build(folder, embedder, TOKENS, documents, chunk_tokens=CHUNK_TOKENS)
-            asked = [(example.question, frozenset(example.supporting)) for example in data.examples]
-            show(data.name, index, by_title(index, asked), options.json)
+            asked = [
+                (e.question, {numbers[p.title, p.text] for p in e.contexts if p.title in e.supporting})
+                for e in data.examples
+            ]
+            step = -(-len(asked) // options.limit)
+            show(data.name, index, by_document(index, asked[::step]), options.json)
         if options.names:
             documents = [*read_documents(str(DOCS))]
             index = VectorIndex.build(folder, embedder, TOKENS, documents, chunk_tokens=CHUNK_TOKENS)
@@ -71,11 +78,10 @@ def main() -> int:
     return 0
 
 
-def by_title(index: VectorIndex, asked: Sequence[tuple[str, frozenset[str]]]) -> list[Question]:
-    """Questions by the titles of the documents that they need; those without any are left out."""
-    found = [
-        Question(text, frozenset(p.id for p in index.passages if p.title in titles)) for text, titles in asked
-    ]
+def by_document(index: VectorIndex, asked: Sequence[tuple[str, set[str]]]) -> list[Question]:
+    """Questions by the ids of the documents that they need; those without any are left out."""
+    passages = index.passages
+    found = [Question(text, frozenset(p.id for p in passages if p.doc_id in ids)) for text, ids in asked]
     return [question for question in found if question.relevant]
 
 

@@ -204,9 +204,20 @@ def _records(path: Path, text: str) -> list[tuple[int, Record]]:
             raise CorpusError(
                 f"{path}, record {n}: {value!r:.40} is not an object: {FORM}", path=path, line=n
             )
+    values = [pair for n, value in values for pair in _of_articles(path, n, value)]
     if not values:
         raise CorpusError(f"{path} has no records: at least one is needed", path=path)
     return values
+
+
+def _of_articles(path: Path, n: int, record: Record) -> list[tuple[int, Record]]:
+    """A record, or one for each question of SQuAD's articles."""
+    articles = record.get("data", [record] if {"title", "paragraphs"} == record.keys() else None)
+    if not isinstance(articles, list):
+        return [(n, record)]
+    with errors_of(record, path, n):
+        found = [formats.Article.model_validate(article) for article in articles]
+    return [(n, record) for article in found for record in article.records()]
 
 
 def _text(path: Path) -> str:

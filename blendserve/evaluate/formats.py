@@ -3,7 +3,9 @@
 official    2WikiMultihopQA and HotpotQA: _id, type, question, answer, context [[title, [sentence]]], supporting_facts
 longbench   LongBench: input, answers, dataset, and a context in the form of its task: "Passage 1:" before each passage,
             examples that begin with "Passage:" or "Dialogue:", or one long story
-cacheblend  CacheBlend's inputs: question, answers, ctxs [{title, text}]
+cacheblend  CacheBlend's inputs: question, answers, ctxs [{title, text}]; also MuSiQue, whose passages are `paragraphs`
+            [{title, paragraph_text, is_supporting}]
+squad       SQuAD: articles {title, paragraphs [{context, qas}]}; each question needs its paragraph
 corpus      question, answers, and the titles it needs of a corpus file; with `counterfactual`, a fact to continue with
 """
 
@@ -66,9 +68,16 @@ class WrongField(Exception):
 
 
 def _flat(value: Any) -> Any:
+    value = [value] if isinstance(value, str) else value
     if not isinstance(value, list):
         return value
     return [answer for own in value for answer in (own if isinstance(own, list) else [own])]
+
+
+def _golds(value: Any) -> Any:
+    """Answers as texts: SQuAD's have their places, too."""
+    is_placed = isinstance(value, list) and all(isinstance(gold, dict) for gold in value)
+    return [gold.get("text") for gold in value] if is_placed else value
 
 
 def _longbench_task(name: str) -> str:
@@ -126,12 +135,40 @@ class Official(Form):
 class CacheBlend(Form):
     class ContextPassage(BaseModel):
         title: Maybe = ""
-        text: str
+        text: str = Field(validation_alias=AliasChoices("text", "paragraph_text"))
+        supporting: bool = Field(False, validation_alias=AliasChoices("supporting", "is_supporting"))
 
-    ctxs: list[ContextPassage]
+    answers: Answers = Field(validation_alias=AliasChoices("answers", "answer"))
+    ctxs: list[ContextPassage] = Field(validation_alias=AliasChoices("ctxs", "paragraphs"))
 
     def example(self, id: str, corpus: Corpus) -> Example:
-        return self._with(id, "ctxs", (Passage(c.text.strip(), c.title) for c in self.ctxs))
+        supporting = tuple(dict.fromkeys(c.title for c in self.ctxs if c.supporting))
+        passages = (Passage(c.text.strip(), c.title) for c in self.ctxs)
+        return self._with(id, "ctxs", passages, supporting=supporting)
+
+
+class Article(BaseModel):
+    """An article of SQuAD."""
+
+    class Paragraph(BaseModel):
+        class Asked(BaseModel):
+            id: Maybe = ""
+            question: Text
+            answers: Annotated[list[Text], BeforeValidator(_golds)]
+
+        context: Text
+        qas: list[Asked]
+
+    title: Text
+    paragraphs: list[Paragraph]
+
+    def records(self) -> Iterator[Record]:
+        """A record in CacheBlend's form for each question that has an answer."""
+        for paragraph in self.paragraphs:
+            passage = {"title": self.title, "text": paragraph.context, "supporting": True}
+            for asked in paragraph.qas:
+                if asked.answers:
+                    yield {**asked.model_dump(), "ctxs": [passage]}
 
 
 class LongBench(Form):
@@ -188,7 +225,7 @@ class CorpusPassage(BaseModel):
 
 def form_of(record: Record) -> type[Form] | None:
     """The format of records like this one, by their fields; None for an unknown format."""
-    if "ctxs" in record:
+    if "ctxs" in record or {"question", "paragraphs"} <= record.keys():
         return CacheBlend
     if "input" in record or isinstance(record.get("context"), str):
         return LongBench

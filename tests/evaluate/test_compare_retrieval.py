@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendserve.core import Passage
-from scripts.compare_retrieval import Question, by_title, measured, scores
+from scripts.compare_retrieval import Question, by_document, measured, scores
 from tests.support.engines import PASSAGES, toy_engine
 from tests.support.http import DOCUMENTS, index
 
@@ -29,8 +29,9 @@ def test_metrics_are_those_of_a_hand(found: str, relevant: str, expected: tuple[
 
 def test_words_find_what_the_question_says(tmp_path: Path) -> None:
     made = index(tmp_path / "index", toy_engine().prompts, DOCUMENTS)
-    asked = [(passage.text, frozenset([passage.title])) for passage in PASSAGES]
-    questions = by_title(made, [*asked, ("Nothing.", frozenset(["No such title"]))])
+    ids = {passage.title: passage.doc_id for passage in made.passages}
+    asked = [(passage.text, {ids[passage.title]}) for passage in PASSAGES]
+    questions = by_document(made, [*asked, ("Nothing.", {"no such document"})])
     assert len(questions) == len(PASSAGES)
     rows = {(row["method"], row["metric"]): row for row in measured(made, questions)}
     assert rows["words", "nDCG"]["mean"] == rows["both", "hit"]["mean"] == 1
