@@ -360,6 +360,18 @@ class TokenLogprob(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Citation:
+    """A passage that a sentence of an answer rests on. Filled by retrieve/citations.py."""
+
+    start: int  # of the sentence, in characters of the answer
+    end: int
+    passage: int  # its number in the prompt
+    quote_start: int  # of the passage's sentence that says most of it, in characters of the passage
+    quote_end: int
+    quote: str
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a question gets. Filled by engine/generate.py."""
 
@@ -371,6 +383,7 @@ class Answer:
     finish_reason: str = "stop"  # stop (end of turn or stop string) | length
     stop_sequence: str | None = None  # the stop string that ended the text
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if they were asked for
+    citations: tuple[Citation, ...] = ()  # in the order of the text
 
     @property
     def explanation(self) -> dict[str, Any]:
@@ -383,6 +396,7 @@ class Answer:
             "finish_reason": self.finish_reason,
             "tokens": len(self.token_ids),
             "passages": [asdict(p) for p in self.passages],
+            "citations": [asdict(citation) for citation in self.citations],
             "report": self.report.to_dict(),
             "timings": self.timings.to_dict(),
         }

@@ -18,7 +18,7 @@ from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, Steps, Timings, TokenLogprob, run
+from blendserve.core import Answer, Citation, Steps, Timings, TokenLogprob, run
 from blendserve.engine.drafts import Drafter
 from blendserve.engine.grammar import Guide
 from blendserve.engine.request import Event, PrefillProgress, PreparedRequest, TextDelta
@@ -31,6 +31,7 @@ from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import DecodeRunner
+from blendserve.retrieve.citations import Citer
 
 STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
 
@@ -198,9 +199,16 @@ class TokenSequence:
         report, tokens, passages = self.prefilled.report, tuple(self._tokens), self.request.passages
         ended = reason, self._detokenizer.stop_sequence
         logprobs = tuple(self._logprobs)
-        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended, logprobs)
+        details = logprobs, tuple(self._citations())
+        self.answer = Answer(self._text, passages, report, self._timings(), tokens, *ended, *details)
         self._on_answer(self)
         return piece
+
+    def _citations(self) -> Iterator[Citation]:
+        """The passages that the answer's sentences rest on; a structured answer has no sentences."""
+        request = self.request
+        if request.passages and not request.rules.grammar:
+            yield from Citer(request.passages, request.question).cite(self._text)
 
     def _timings(self) -> Timings:
         seconds, n = self.request.clock.seconds, len(self._tokens)

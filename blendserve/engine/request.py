@@ -116,6 +116,7 @@ class PreparedRequest:
     learns: bool = False
     rules: AnswerRules = field(default_factory=AnswerRules)
     quality: Choice | None = None  # None: no target is set
+    question: str = ""  # that the passages answer
 
     @property
     def tokens(self) -> int:
@@ -181,7 +182,9 @@ def prepare_request(
     passages = passages[: len(chunks)]
     prompt = frame.with_chunks(chunks)
     decode = _within(decode, limit, room - len(prompt))
-    return PreparedRequest(prompt, passages, blend, decode, clock, rules=request.rules)
+    return PreparedRequest(
+        prompt, passages, blend, decode, clock, rules=request.rules, question=request.question
+    )
 
 
 def follow_up(messages: Sequence[str]) -> tuple[str, ...]:

@@ -125,6 +125,18 @@ def parse(document: Document, text: str) -> Structure:
     return found
 
 
+def sentences(text: str) -> list[tuple[int, int]]:
+    """Where each sentence, or line, begins and ends, without space around it."""
+    found, start = list[tuple[int, int]](), 0
+    for end in (*_positions(f"{_SENTENCES}|{_LINES}", text), len(text)):
+        piece = text[start:end]
+        if piece.strip():
+            first = start + len(piece) - len(piece.lstrip())
+            found.append((first, first + len(piece.strip())))
+        start = end
+    return found
+
+
 def _positions(pattern: str, text: str) -> Sequence[int]:
     return array("Q", (match.start() for match in re.finditer(pattern, text)))
 

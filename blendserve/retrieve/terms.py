@@ -20,6 +20,8 @@ PAIRED = re.compile(
 
 def words_of(text: str) -> list[str]:
     """The words of a text, without case and accents."""
+    if text.isascii():
+        return WORD.findall(text.lower())
     plain = "".join(c for c in unicodedata.normalize("NFKD", text.casefold()) if not unicodedata.combining(c))
     found = list[str]()
     for word in WORD.findall(plain):

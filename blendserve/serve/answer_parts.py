@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from blendserve.core import Answer
 from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -76,6 +77,17 @@ def parse_answer(text: str, tools: Schemas, is_thinking: bool) -> AnswerParts:
     parser = AnswerParser(tools, is_thinking)
     first, last = parser.push(text), parser.finish()
     return AnswerParts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
+
+
+def url_citations(answer: Answer, said: str) -> list[dict[str, Any]]:
+    """The citations of what an answer says, as OpenAI has them. The URL of a passage is its document's id."""
+    offset, found = answer.text.rfind(said), list[dict[str, Any]]()
+    for each in answer.citations:
+        passage, start = answer.passages[each.passage], each.start - offset
+        if 0 <= start < len(said):
+            place = {"start_index": start, "end_index": each.end - offset}
+            found.append({**place, "url": passage.doc_id or passage.id, "title": passage.title})
+    return found
 
 
 def begins_thought(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:

@@ -55,7 +55,8 @@ def _as_blocks(content: Any) -> Any:
 def _text_source(source: Any) -> Any:
     """The source of a document with its text as `data`."""
     if isinstance(source, dict) and source.get("type") == "content":
-        return {"type": "text", "data": source.get("content")}
+        content = source.get("content")
+        return {"type": "text", "data": content, "has_blocks": isinstance(content, list)}
     if isinstance(source, dict) and source.get("type") != "text":
         raise ValueError(
             f"a source of type {source.get('type')!r} is not supported: send the document's text"
@@ -85,7 +86,15 @@ class TextBlock(Block):
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_ITEMS), BeforeValidator(_as_blocks)]
 
 
-class SearchResult(Block):
+class CitationsOption(Body):
+    enabled: bool = False
+
+
+class Source(Block):
+    citations: CitationsOption = CitationsOption()
+
+
+class SearchResult(Source):
     type: Literal["search_result"]
     source: Text = ""
     title: Text = ""
@@ -101,9 +110,10 @@ class DocumentSource(Body):
     type: Literal["text"]
     media_type: Label | None = None
     data: TextBlocks
+    has_blocks: bool = False
 
 
-class DocumentBlock(Block):
+class DocumentBlock(Source):
     type: Literal["document"]
     source: Annotated[DocumentSource, BeforeValidator(_text_source)]
     title: Text | None = None

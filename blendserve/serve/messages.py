@@ -5,6 +5,7 @@ Messages, tools, search results and documents are read by the model's own chat t
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -15,10 +16,12 @@ from starlette.responses import Response
 from blendserve.core import Answer, Prompt
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Completed, PrefillDone, TextDelta
+from blendserve.retrieve.structure import sentences
 from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
 from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.keys import Tenant
+from blendserve.serve.message_citations import MessageCiter
 from blendserve.serve.message_schemas import CountRequest, MessagesRequest
 from blendserve.serve.openai import ServedModel
 from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details, figures
@@ -40,9 +43,8 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
     served = ServedModel.of(client, body.model)
     chat, removed = body.chat().without_lines(client.http.volatile_lines)
     notices = client.notices.ignored(body) | ({"removed": removed} if removed else {})
-    form = MessagesFormat(
-        client, served.name, {tool.name: tool.input_schema for tool in body.offered_tools}, notices
-    )
+    tools = {tool.name: tool.input_schema for tool in body.offered_tools}
+    form = MessagesFormat(client, served.name, tools, MessageCiter(body), notices)
     return await context.respond(form, body.stream, served.constrain(body.query(chat)))
 
 
@@ -62,9 +64,11 @@ async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat, room: int) -
 class MessagesFormat:
     """A response in Anthropic's format, whose `x_blendserve` has the report, timings and notices."""
 
-    def __init__(self, client: EngineClient, model: str, tools: Schemas, notices: dict[str, Any]) -> None:
+    def __init__(
+        self, client: EngineClient, model: str, tools: Schemas, citer: MessageCiter, notices: dict[str, Any]
+    ) -> None:
         """model: its name in the response. tools: that it may call."""
-        self._tokenizer = client.tokenizer
+        self._tokenizer, self._citer = client.tokenizer, citer
         self.model, self._tools, self._notices = model, tools, notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
@@ -73,7 +77,10 @@ class MessagesFormat:
         is_thinking = begins_thought(self._tokenizer, handle.prompt_ids)
         thought, text, calls = parse_answer(answer.text, self._tools, is_thinking)
         content = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
-        content += [{"type": "text", "text": text}] if text else []
+        if text and self._citer:
+            content += await asyncio.to_thread(lambda: list(self._citer.blocks(text)))
+        elif text:
+            content.append({"type": "text", "text": text})
         usage = {**_input_usage(handle), "output_tokens": len(answer.token_ids)}
         return {
             **self._message([*content, *map(_tool_use, calls)], usage, _stop(answer, len(calls))),
@@ -82,7 +89,7 @@ class MessagesFormat:
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
-        (handle,), blocks = handles, Blocks()
+        (handle,), blocks = handles, Blocks(self._citer)
         parser = AnswerParser(self._tools, begins_thought(self._tokenizer, handle.prompt_ids))
         try:
             async for event in handle.events():
@@ -118,21 +125,25 @@ class MessagesFormat:
 
 
 class Blocks:
-    """The content blocks of a streamed message: thoughts, texts and calls, as they come."""
+    """The content blocks of a streamed message: thoughts, texts and calls, as they come.
 
-    def __init__(self) -> None:
+    With citations, each sentence is a block.
+    """
+
+    def __init__(self, citer: MessageCiter) -> None:
+        self._citer, self._sentence = citer, ""  # the text block that goes on
         self._n, self._open = 0, ""  # the kind of the block that goes on
         self.n_calls = 0
 
     def push(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
         """The events of some more of the answer."""
-        for kind, text in (("thinking", parts.thought), ("text", parts.text)):
-            if text and self._open != kind:
+        yield from self._push("thinking", parts.thought)
+        said = self._sentence + parts.text
+        starts = [start for start, _ in sentences(said)][1:] if self._citer else []
+        for start, end in zip([0, *starts], [*starts, len(said)], strict=True):
+            if start:
                 yield from self.end()
-                extras = {"signature": ""} if kind == "thinking" else {}
-                yield self._start({"type": kind, kind: "", **extras})
-            if text:
-                yield self._delta({"type": f"{kind}_delta", kind: text})
+            yield from self._push("text", said[max(start, len(said) - len(parts.text)) : end])
         self.n_calls += len(parts.calls)
         for call in parts.calls:
             yield from self.end()
@@ -140,8 +151,20 @@ class Blocks:
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             yield self._stop()
 
+    def _push(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if text and self._open != kind:
+            yield from self.end()
+            extras = {"signature": ""} if kind == "thinking" else {}
+            yield self._start({"type": kind, kind: "", **extras})
+        if text:
+            self._sentence += text if kind == "text" else ""
+            yield self._delta({"type": f"{kind}_delta", kind: text})
+
     def end(self) -> Iterator[dict[str, Any]]:
         """The end of the block that goes on, if one does."""
+        sentence, self._sentence = self._sentence, ""
+        for citation in self._citer.of_sentence(sentence) if sentence and self._citer else ():
+            yield self._delta({"type": "citations_delta", "citation": citation})
         if self._open:
             yield self._stop()
 

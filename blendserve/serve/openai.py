@@ -18,7 +18,13 @@ from starlette.responses import Response
 from blendserve.core import Answer, TokenLogprob
 from blendserve.engine.request import Completed, PrefillDone, TextDelta, follow_up
 from blendserve.errors import InputError, NotFound
-from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import (
+    AnswerParser,
+    AnswerParts,
+    begins_thought,
+    parse_answer,
+    url_citations,
+)
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle, merged
 from blendserve.serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIRequest
@@ -212,6 +218,7 @@ class OpenAIFormat:
             "role": "assistant",
             "content": parts.text or (None if parts.calls else ""),
             "refusal": None,
+            **_annotated(answer, parts),
         }
         thoughts = {"reasoning_content": parts.thought} if parts.thought else {}
         whole = {"message": {**message, **thoughts, **_called(parts.calls)}}
@@ -255,7 +262,9 @@ class OpenAIFormat:
                 yield self._chunk(i, _called(parts.calls, n_calls[i]))
                 n_calls[i] += len(parts.calls)
             if isinstance(event, Completed):
-                last = self._chunk(i, {}, _finish_reason(event.answer, n_calls[i]))
+                whole = parse_answer(event.answer.text, self._tools, self._is_thinking(handles[i]))
+                cited = _annotated(event.answer, whole)
+                last = self._chunk(i, cited, _finish_reason(event.answer, n_calls[i]))
                 yield {**last, "x_blendserve": figures(event.answer)}
         if self._include_usage:
             usage = usage_of(handles, [answers[i] for i in range(len(handles))], self._n)
@@ -309,6 +318,12 @@ def _called(calls: Sequence[Call], start: int | None = None) -> dict[str, Any]:
         for i, call in enumerate(calls)
     ]
     return {"tool_calls": entries} if entries else {}
+
+
+def _annotated(answer: Answer, parts: AnswerParts) -> dict[str, Any]:
+    """The field of a message for the passages that it rests on; {} for none."""
+    found = [{"type": "url_citation", "url_citation": each} for each in url_citations(answer, parts.text)]
+    return {"annotations": found} if found else {}
 
 
 def _finish_reason(answer: Answer, n_calls: int) -> str:

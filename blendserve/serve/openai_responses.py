@@ -17,7 +17,13 @@ from starlette.responses import Response
 from blendserve.core import Answer
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError
-from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import (
+    AnswerParser,
+    AnswerParts,
+    begins_thought,
+    parse_answer,
+    url_citations,
+)
 from blendserve.serve.engine_client import EngineClient, RequestHandle
 from blendserve.serve.fields import (
     MAX_ITEMS,
@@ -244,7 +250,9 @@ class ResponsesFormat:
         is_thinking = begins_thought(self._tokenizer, handles[0].prompt_ids)
         thought, text, calls = parse_answer(answers[0].text, self._tools, is_thinking)
         output = [*([_reasoning(thought)] if thought else [])]
-        output += [*([_message(text)] if text or not calls else []), *map(_call, calls)]
+        message = _message(text)
+        message["content"][0]["annotations"] = _annotations(answers[0], text)
+        output += [*([message] if text or not calls else []), *map(_call, calls)]
         return self._ended(handles, answers[0], output)
 
     def _ended(
@@ -278,7 +286,7 @@ class ResponsesFormat:
                     for each in stream.push(parser.push(event.text)):
                         yield each
                 elif isinstance(event, Completed):
-                    for each in (*stream.push(parser.finish()), *stream.end()):
+                    for each in (*stream.push(parser.finish()), *stream.end(event.answer)):
                         yield each
                     ended = self._ended(handles, event.answer, stream.output)
                     yield stream.event(ended["status"], response=ended)
@@ -322,10 +330,16 @@ class Stream:
             yield self.event("function_call_arguments.done", **place, **arguments)
             yield self.event("output_item.done", **at, item=item)
 
-    def end(self) -> Iterator[dict[str, Any]]:
-        """The end of the answer; it has a message unless it has calls."""
+    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """The end of the answer; it has a message unless it has calls. The last message has its citations."""
         if not self.output or self.output[-1]["type"] == "reasoning":
             yield from self._start_text(_message(""))
+        if self._open is not None and self._open["type"] == "message":
+            (part,) = self._open["content"]
+            for n, each in enumerate(_annotations(answer, part["text"])):
+                part["annotations"].append(each)
+                kind = "output_text.annotation.added"
+                yield self.event(kind, **self._place(), annotation_index=n, annotation=each)
         yield from self._end_text()
 
     def _place(self) -> dict[str, Any]:
@@ -363,6 +377,10 @@ def _reasoning(text: str) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}]
     names = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
     return {**names, "content": content, "status": "completed"}
+
+
+def _annotations(answer: Answer, text: str) -> list[dict[str, Any]]:
+    return [{"type": "url_citation", **each} for each in url_citations(answer, text)]
 
 
 def _part(text: str) -> dict[str, Any]:

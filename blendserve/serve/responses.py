@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Protocol, TypeVar, get_args
 
 from fastapi import Depends, Request
@@ -142,7 +142,8 @@ def _found(handle: RequestHandle) -> dict[str, str]:
 
 def figures(answer: Answer) -> dict[str, Any]:
     """What `x_blendserve` says of an answer."""
-    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}
+    cited = {"citations": [asdict(each) for each in answer.citations]} if answer.citations else {}
+    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict(), **cited}
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -125,3 +125,29 @@ def test_markdown_becomes_elements_and_html_stays_text(page: Page, server: Serve
     assert answer.locator("img, b, script").count() == 0
     assert page.evaluate("window.harmed") is None
     expect(answer).to_contain_text("a < b and <img src=x")
+
+
+def test_sentences_name_the_passages_they_rest_on(page: Page, server: Server) -> None:
+    done = server.ask()
+    text = "\U0001f41d *Bees* dance. Nobody knows."
+    citation = {"start": 0, "end": 15, "passage": 1, "quote_start": 0, "quote_end": 4, "quote": "<b>"}
+
+    def answered(route: Route) -> None:
+        events = [
+            {"event": "passages", "passages": done["passages"], "tokens": 3},
+            {"event": "done", **done, "text": text, "citations": [citation]},
+        ]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    visit(page, server)
+    page.route("**/v1/rag/query", answered)
+    ask(page)
+    mark = page.locator("#answer .cite")
+    expect(mark).to_have_text("2")
+    expect(mark).to_have_attribute("title", "<b>")
+    expect(page.locator("#answer")).to_have_text("\U0001f41d Bees dance.2 Nobody knows.")
+    page.locator("#passage-2").evaluate("element => element.style.marginTop = '3000px'")
+    expect(page.locator("#passage-2")).not_to_be_in_viewport()
+    mark.click()
+    expect(page.locator("#passage-2")).to_be_in_viewport()

@@ -125,7 +125,7 @@ def test_answers_have_the_fields_that_clients_read(client: Client) -> None:
     assert chat["x_blendserve"].keys() == {"passages", "ignored", "report", "timings"}
     assert chat["x_blendserve"]["passages"][0].keys() == {"text", "title", "id", "doc_id", "score"}
     query = client.ask(passages=OWN[:2], max_tokens=2, explain=True)
-    named = {"text", "finish_reason", "tokens", "passages", "report", "timings", "cached_tokens"}
+    named = {"text", "finish_reason", "tokens", "passages", "citations", "report", "timings", "cached_tokens"}
     assert query.keys() == named | {"explanation"}
     assert query["explanation"].keys() == {"tokens", "states", "scores", "parts"}
     client.warm(OWN[:2])

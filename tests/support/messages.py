@@ -58,6 +58,8 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
             if (kind := delta["type"].removesuffix("_delta")) in ("text", "thinking"):
                 assert delta[kind]
                 block[kind] += delta[kind]
+            elif kind == "citations":
+                block[kind] = [*block.get(kind, ()), delta["citation"]]
             else:
                 written += delta["partial_json"]
                 block["input"] = json.loads(written)

@@ -3,7 +3,7 @@
 import { post } from "./api.js";
 import { el } from "./dom.js";
 import { about, count, ms, percent, qualityText, several } from "./format.js";
-import { markdown } from "./markdown.js";
+import { mark, markdown } from "./markdown.js";
 import { stageView } from "./stages.js";
 import { plainView, tokenView } from "./tokens.js";
 
@@ -59,7 +59,7 @@ export function makeAnswer(root, { run, follow }) {
       answer.replaceChildren(...markdown(text));
     } else if (event.event === "done") {
       text = event.text;
-      answer.replaceChildren(...(text.trim() ? markdown(text) : [el("p", { class: "muted" }, "The answer is empty.")]));
+      answer.replaceChildren(...(text.trim() ? cited(event) : [el("p", { class: "muted" }, "The answer is empty.")]));
       facts.replaceChildren(...answerFacts(event), checkView());
       following.hidden = false;
     }
@@ -129,6 +129,18 @@ export function makeAnswer(root, { run, follow }) {
   }
 
   return { begin, show, end, turns: () => [...history, { question: asked.question, text }] };
+}
+
+/** The answer with a mark behind each sentence for each passage that it rests on; code has none. */
+function cited({ text, citations }) {
+  const letters = [...text]; // positions count characters, not UTF-16 units
+  const shown = text.includes("```") ? [] : citations;
+  const cuts = [0, ...shown.map(({ end }) => end), letters.length];
+  const pieces = cuts.slice(1).map((end, n) => letters.slice(cuts[n], end).join("") + (n < shown.length ? mark(shown[n].passage + 1) : ""));
+  const nodes = markdown(pieces.join(""));
+  const marks = nodes.flatMap((node) => [...node.querySelectorAll(".cite")]);
+  if (marks.length === shown.length) marks.forEach((each, n) => (each.title = shown[n].quote));
+  return nodes;
 }
 
 function question(text) {

@@ -5,7 +5,12 @@ import { el } from "./dom.js";
 const FENCE = /^\s*(`{3,}|~{3,})/;
 const HEADING = /^#{1,6}\s+(.+?)\s*#*$/;
 const ITEM = /^(\s*)(?:[-*+]|(\d+)[.)])\s+(.*)$/;
-const INLINE = /(`+)(.+?)\1|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])(.+?)\*/g;
+const INLINE = /(`+)(.+?)\1|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])(.+?)\*|\uE000(\d+)\uE001/g; // the last: see mark
+
+/** What stands for a link to a passage, by its number from 1. */
+export function mark(passage) {
+  return `\uE000${passage}\uE001`;
+}
 
 /** The elements of a text; an open code block ends with the text. */
 export function markdown(text) {
@@ -31,6 +36,10 @@ export function markdown(text) {
   return blocks;
 }
 
+function show(passage) {
+  document.getElementById(`passage-${passage}`)?.scrollIntoView({ block: "center" });
+}
+
 function isBlock(line) {
   return [FENCE, HEADING, ITEM].some((form) => form.test(line));
 }
@@ -54,11 +63,12 @@ function list(lines) {
 function inline(text) {
   const nodes = [];
   let end = 0;
-  for (const { 0: whole, 2: code, 3: bold, 4: italic, index } of text.matchAll(INLINE)) {
+  for (const { 0: whole, 2: code, 3: bold, 4: italic, 5: passage, index } of text.matchAll(INLINE)) {
     nodes.push(text.slice(end, index));
     if (code !== undefined) nodes.push(el("code", {}, code.trim()));
     else if (bold !== undefined) nodes.push(el("strong", {}, ...inline(bold)));
-    else nodes.push(el("em", {}, ...inline(italic)));
+    else if (italic !== undefined) nodes.push(el("em", {}, ...inline(italic)));
+    else nodes.push(el("sup", {}, el("button", { type: "button", class: "cite", "aria-label": `Passage ${passage}`, onclick: () => show(passage) }, passage)));
     end = index + whole.length;
   }
   return [...nodes, text.slice(end)];

@@ -12,7 +12,7 @@ export function plainView(passages) {
     "div",
     { class: "parts" },
     ...passages.map((passage, n) =>
-      el("article", { class: "part" }, partHead(`${n + 1}`, passage), el("p", { class: "tokens" }, passage.text)),
+      el("article", { class: "part", id: `passage-${n + 1}` }, partHead(`${n + 1}`, passage), el("p", { class: "tokens" }, passage.text)),
     ),
   );
 }
@@ -78,7 +78,7 @@ class TokenView {
     const name = part.kind === "passage" ? `${part.passage + 1}` : "";
     return el(
       "article",
-      { class: "part" },
+      { class: "part", id: name ? `passage-${name}` : null },
       partHead(name, passage, part.tier, part.stop - part.start),
       el("p", { class: "reason" }, part.reason),
       el("p", { class: "tokens" }, ...this.runs(part)),
