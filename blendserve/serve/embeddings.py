@@ -1,8 +1,9 @@
-"""POST /v1/embeddings and /v1/rag/retrieve: the embedder, and a search without an answer."""
+"""POST /v1/embeddings, /v1/rerank and /v1/rag/retrieve: the embedder, the reranker, and a search without an answer."""
 
 from __future__ import annotations
 
 import base64
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +16,7 @@ from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import Embedder
 from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, served_names
-from blendserve.serve.schemas import EmbeddingsRequest, RetrieveRequest
+from blendserve.serve.schemas import EmbeddingsRequest, RerankRequest, RetrieveRequest
 
 BATCH = 16  # texts; a question of another client may be embedded after each
 
@@ -61,6 +62,31 @@ async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: Limited
         "data": data,
         "model": names[0],
         "usage": usage,
+        **client.notices.as_extras(body),
+    }
+
+
+@router.post("/rerank", tags=["RAG"])
+async def rerank(body: RerankRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """The documents that fit a query best, best first, by the cross-encoder of the settings; as vLLM's route."""
+    if (reranker := client.reranker) is None:
+        raise NotFound("this server has no reranker: start it with --set retrieve.reranker=MODEL")
+    names = served_names(reranker.name, ())
+    if body.model not in (None, *names, *client.model_names):
+        raise NotFound(f"there is no reranker {body.model!r} here: this server has {names[0]!r}")
+    texts, scores, n_tokens = body.texts, list[float](), 0
+    for start in range(0, len(texts), BATCH):
+        part = texts[start : start + BATCH]
+        scores += await client.collections.executor.run(tenant.name, reranker.scores, body.query, part)
+        n_tokens += await client.collections.executor.run(tenant.name, reranker.n_tokens, body.query, part)
+    best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
+    told = [{"text": text} if body.return_documents is not False else None for text in texts]
+    results = [{"index": i, "relevance_score": scores[i], "document": told[i]} for i in best]
+    return {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": names[0],
+        "results": [{k: v for k, v in result.items() if v is not None} for result in results],
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         **client.notices.as_extras(body),
     }
 

@@ -29,6 +29,7 @@ from blendserve.engine.request import Completed, Event, Failed, PrefillDone, Pre
 from blendserve.errors import InputError, NotFound
 from blendserve.quality.fidelity import Verified, Verifier, with_end
 from blendserve.retrieve import Embedder, VectorIndex
+from blendserve.retrieve.reranker import Reranker
 from blendserve.serve.auth import ServiceBackend, backend_of
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import Tenant, counted
@@ -194,12 +195,17 @@ class EngineClient(ServiceBackend):
         tokenizer: Any,
         max_tokens: int,
     ) -> None:
-        """config: of the engine. model: its name there. max_tokens: of a request's prompt and answer."""
+        """config: of the engine. model: its name there. max_tokens: of a request's prompt and answer.
+
+        Raises ModelError for a reranker that cannot be loaded.
+        """
         super().__init__(http, metrics, config.store.namespace)
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
         self.public_names = http.served_model_name or self.model_names[:1]  # of /v1/models
         self.started = int(time.time())
+        reranker = config.retrieve.reranker
+        self.reranker = None if reranker is None else Reranker.load(reranker)
 
     @cached_property
     def embedder(self) -> Embedder:

@@ -159,6 +159,26 @@ class EmbeddingsRequest(Body):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
+class RerankDocument(Body):
+    text: Text
+
+
+class RerankRequest(Body):
+    """POST /v1/rerank"""
+
+    query: FilledText
+    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MAX_ITEMS)]
+    model: Name | None = None
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all of them, as in vLLM
+    return_documents: bool | None = None
+    user: Label | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the documents."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
 class DocumentIn(Body):
     text: Annotated[Text, Field(min_length=1)]
     title: Label = ""

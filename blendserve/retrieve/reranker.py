@@ -1,0 +1,49 @@
+"""A cross-encoder of sentence-transformers: reads a question and a text together -> how well the text answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from blendserve.errors import ModelError
+from blendserve.extras import install_hint
+from blendserve.forks import begin_computing
+from blendserve.models.checkpoint import first_line
+from blendserve.models.sources import quiet
+
+
+class Reranker:
+    """Scores texts by how well they answer a question. Make one with `load`."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        """model: a CrossEncoder."""
+        self._model, self.name = model, name
+
+    @classmethod
+    def load(cls, name: str) -> Reranker:
+        """Load a cross-encoder from a local folder or the hub. Raises ModelError."""
+        begin_computing()
+        try:
+            from sentence_transformers import CrossEncoder  # start-up: seconds
+        except ModuleNotFoundError as error:
+            raise ModelError(
+                f"a reranker needs the package sentence-transformers: {install_hint('embedders')} ({error})"
+            ) from None
+        try:
+            with quiet():
+                return cls(CrossEncoder(name, device="cpu"), name)
+        except Exception as error:  # the library raises whatever its parts raise
+            raise ModelError(
+                f"reranker {name!r} cannot be loaded ({first_line(error)}): name a folder or a Hugging Face id of a "
+                "cross-encoder in retrieve.reranker"
+            ) from error
+
+    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
+        """The score of each text; of most models between 0 and 1. What is longer than the model's context is cut."""
+        pairs = [(question, text) for text in texts]
+        found: list[float] = self._model.predict(pairs, show_progress_bar=False).tolist() if pairs else []
+        return found
+
+    def n_tokens(self, question: str, texts: Sequence[str]) -> int:
+        """The tokens that `scores` reads, before long texts are cut."""
+        return sum(map(len, self._model.tokenizer([question] * len(texts), list(texts))["input_ids"]))
