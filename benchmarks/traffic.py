@@ -3,6 +3,7 @@
     learning   nothing is stored; questions about passages in a new order each. Of each prompt, the share that is found
     orders     all passages are stored; many orders that were never seen: the time stays, and so does the store
     agent      conversations whose turns bring the results of a search, against prefix caching alone
+    code       an agent that reads, searches and edits the source files of a package, against prefix caching alone
 
 The messages are those of LangChain's chain and of an agent with a search tool. The server learns in the pauses between
 questions.
@@ -23,25 +24,28 @@ from pydantic import Field
 
 from benchmarks.plain import FULL, PLAIN, PREFIX, ROOM, model_settings, warm
 from benchmarks.support.clients import CHAT, Body, Sent, Wire, chat, user
+from benchmarks.support.coding_agent import CodingAgent, source_files
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.config import Positive, PromptConfig
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.text_forms import FORMS
 from blendserve.models.loader import LoadedModel
 from blendserve.retrieve import language_reference
 from blendserve.timing import Clock
 
 SYSTEM = "Use the following pieces of context to answer the question at the end.\n\n"
 PHASES = 5  # of questions
+PIECE_CHARS = 3000  # of a file that is warmed
 
 
 class TrafficConfig(BenchConfig):
     """What plain prompts leave behind."""
 
-    parts: tuple[Literal["learning", "agent", "orders"], ...] = Field(
-        ("learning", "agent", "orders"), description="Parts to run."
+    parts: tuple[Literal["learning", "agent", "orders", "code"], ...] = Field(
+        ("learning", "agent", "orders", "code"), description="Parts to run."
     )
     passages: Positive = Field(200, description="Number of passages.")
     chunk_tokens: Positive = Field(512, description="Length of a passage, in tokens.")
@@ -50,6 +54,11 @@ class TrafficConfig(BenchConfig):
     pause_s: float = Field(1.0, ge=0, description="Pause after each of these questions, in seconds.")
     orders: Positive = Field(500, description="Number of questions about stored passages.")
     turns: Positive = Field(6, description="Number of turns of an agent's conversation.")
+    code_turns: Positive = Field(30, description="Number of turns of a coding agent.")
+    package: str = Field("httpx", description="Package whose source files a coding agent reads.")
+    kept_chars: Positive = Field(
+        16_000, description="Characters of a coding agent's history before it is cut."
+    )
     searched: Positive = Field(2, description="Number of passages that a turn brings.")
     repeats: Positive = Field(3, description="Number of conversations of each kind.")
     new_tokens: Positive = Field(4, description="Length of an answer, in tokens.")
@@ -69,6 +78,8 @@ def groups(config: TrafficConfig, log: SampleLog) -> Iterator[Group]:
                 yield from _agents(config, wire, {"stored": known, "new": new})
             if "orders" in config.parts:
                 yield from _orders(config, Questions(config, wire, known))
+    if "code" in config.parts:
+        yield from _coding(config)
 
 
 def passages(model: LoadedModel, n: int, n_tokens: int, seed: int) -> list[str]:
@@ -130,6 +141,26 @@ def _agents(config: TrafficConfig, wire: Wire, found: Mapping[str, Sequence[str]
         yield Group({"traffic": "agent", "passages": what, "turn": turn}, cases, warm_up=False)
 
 
+def _coding(config: TrafficConfig) -> Iterator[Group]:
+    """Turn by turn: the same conversations with an agent whose files are warmed, or learnt, and by prefixes alone."""
+    sources = source_files(config.package)
+    for files in ("warmed", "learnt"):
+        with server(config) as wire:
+            if files == "warmed":
+                warm(wire.http, [piece for text in sources.values() for piece in _pieces(text)])
+            talks = {sent: CodingTalks(config, wire, sources, sent) for sent in (PLAIN, PREFIX)}
+            for turn in range(1, config.code_turns + 1):
+                cases = [Case({"sent": sent}, partial(talk.go_on, counter())) for sent, talk in talks.items()]
+                yield Group({"traffic": "code", "files": files, "turn": turn}, cases, warm_up=False)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A file in each form that the agent reads, in pieces that fit the context."""
+    for form in (FORMS["plain"], FORMS["numbered"], FORMS["ascii_json"]):
+        written = form(text)
+        yield from (written[at : at + PIECE_CHARS] for at in range(0, len(written), PIECE_CHARS))
+
+
 class Questions:
     """LangChain's prompt about passages in an order that is new each time."""
 
@@ -174,15 +205,44 @@ class Conversations:
         return metrics
 
 
+class CodingTalks:
+    """Conversations with a coding agent, each in a scope of its own, whose history is cut when it is long."""
+
+    def __init__(self, config: TrafficConfig, wire: Wire, sources: dict[str, str], sent: str) -> None:
+        self._config, self._wire, self._sources, self._sent = config, wire, sources, sent
+        self._agents: dict[int, CodingAgent] = {}
+        self._messages: dict[int, list[Body]] = {}
+
+    def go_on(self, numbers: Iterator[int]) -> Metrics:
+        """The next turn of the next conversation: a step of the agent."""
+        n = next(numbers)
+        agent = self._agents.setdefault(n, CodingAgent(self._sources, f"{self._config.seed} {n}"))
+        messages = self._messages.setdefault(n, [{"role": "system", "content": "You edit code by tools."}])
+        if sum(len(message["content"]) for message in messages) > self._config.kept_chars:
+            messages[1:-6] = [user("What came before was read and edited.")]
+        asked, found = agent.next_result()
+        messages += [user(asked), {"role": "tool", "content": found}]
+        own: Body = {"cache_salt": f"{n} {id(self)}"}
+        own |= {"x_blendserve": {"method": "prefix"}} if self._sent == PREFIX else {}
+        metrics, answer = timed(self._wire, Sent(CHAT, {"messages": messages, **own}))
+        messages.append({"role": "assistant", "content": answer})
+        return metrics
+
+
 def timed(wire: Wire, sent: Sent) -> tuple[Metrics, str]:
     """From the request to the first text, or to the end of an answer without any; what was found; the answer."""
     pieces, clock = list[tuple[float, str]](), Clock()
     wire.stream(sent, lambda text: pieces.append((clock.elapsed(), text)) if text else None)
     ttft_s, report = pieces[0][0] if pieces else clock.elapsed(), wire.report
     n, kept = report["tokens_prompt"], report["tokens_kept"]
-    return {"ttft_s": ttft_s, "found": wire.n_matched / n, "kept": kept / n}, "".join(
-        text for _, text in pieces
-    )
+    n_new = n - kept - report["tokens_exact"]
+    metrics = {
+        "ttft_s": ttft_s,
+        "found": wire.n_matched / n,
+        "kept": kept / n,
+        "found_new": wire.n_matched / n_new,
+    }
+    return metrics, "".join(text for _, text in pieces)
 
 
 SHARE = count("share of the prompt found", "found", digits=2)
@@ -203,9 +263,16 @@ TABLES = (
         ratio("/ exact prefix alone", "ttft_s", sent=PREFIX),
         traffic="agent",
     ),
+    table(
+        "A coding agent's turns",
+        count("share of the new tokens found", "found_new", digits=2),
+        ms("TTFT ms", "ttft_s"),
+        ratio("/ exact prefix alone", "ttft_s", sent=PREFIX),
+        traffic="code",
+    ),
 )
 TINY = {
     **{"passages": 8, "chunk_tokens": 80, "asked": 3, "questions": 4, "pause_s": 0.0},
-    **{"orders": 4, "turns": 2, "searched": 1, "repeats": 1},
+    **{"orders": 4, "turns": 2, "searched": 1, "repeats": 1, "code_turns": 2, "kept_chars": 4000},
 }
 BENCH = Bench(TrafficConfig, groups, TABLES, tiny=TINY)

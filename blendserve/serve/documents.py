@@ -92,6 +92,14 @@ class Caller:
 
         for some in in_batches(distinct, BATCH):
             chunks = await self.on_index(self.chunk_ids, some)
+            limit = self.client.engine.model.decoder.context_limit
+            for passage, ids in zip(some, chunks, strict=True):
+                if len(ids) > limit:
+                    raise InputError(
+                        f"a passage has {len(ids):,} tokens, and the model's context has {limit:,}: send the one that "
+                        f"begins with {passage.chunk_text[:40]!r} in parts",
+                        setting="passages",
+                    )
             expected = {writer.key(ids): writer.expected_bytes(len(ids)) for ids in chunks if ids}
             await self.on_store(self.check_quota, expected)
             left = [ids for ids in chunks if await compute(ids, "skip")]

@@ -230,3 +230,10 @@ def test_changes_of_other_processes_are_served_and_a_refused_change_is_not(
         assert listed() == wanted
     saved = {p.doc_id for p in index(tmp_path / "a", server.engine.prompts, []).passages}
     assert saved == wanted
+
+
+def test_a_text_that_no_prompt_can_hold_is_not_computed(client: Client) -> None:
+    long = " ".join(f"Word {n} of many." for n in range(2000))
+    job = client.job("/v1/cache/warm", {"passages": [*OWN, {"text": long}]})
+    assert job["state"] == "failed"
+    assert "Word 0 of many" in str(job)
