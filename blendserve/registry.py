@@ -221,10 +221,6 @@ STORES = Registry(
 )
 SHARED_STORE = "valkey"  # the kind that is a server
 DELIVERED = "kdn"  # the kind whose chunks a service delivers
-EVICTIONS = Registry(
-    "eviction policy",
-    {"lru": "blendserve.store.policies:LRU", "refuse": "blendserve.store.policies:Refuse"},
-)
 ADMISSIONS = Registry(
     "admission policy",
     {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},

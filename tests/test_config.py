@@ -56,7 +56,6 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
         ({"store": {"kind": "lmbd"}}, "store.kind"),
         ({"store": {"location": "ftp://host/docs"}}, "store.location"),
         ({"store": {"location": "https://host"}}, "store.location"),
-        ({"store": {"eviction": "fifo"}}, "store.eviction"),
         ({"store": {"admission": 1}}, "store.admission"),
         ({"retrieve": {"top_k": "six"}}, "retrieve.top_k"),
         ({"retrieve": {"min_score": -2}}, "retrieve.min_score"),

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ByteSize, Field
 from pydantic_core import PydanticCustomError
 
 from blendserve.config.base import SECRET, Settings
-from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED_STORE, STORES, parse_codec
+from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, SHARED_STORE, STORES, parse_codec
 
 DEFAULT_CAP_GB = 32.0
 TLS_SCHEMES = ("valkeys", "rediss")
@@ -78,7 +78,6 @@ def _server_url(url: str) -> str:
 
 Location = Annotated[str, AfterValidator(_location)]
 CodecWord = Annotated[str, AfterValidator(_codec)]
-EvictionName = Annotated[str, AfterValidator(EVICTIONS.check)]
 AdmissionName = Annotated[str, AfterValidator(ADMISSIONS.check)]
 
 
@@ -144,9 +143,6 @@ class StoreBackendConfig(Settings):
     """Maximum size of the KV store, in GB (10^9 bytes). The files are slightly larger. By default 32, but no more than
     the disk has room for; in memory a quarter of what is available. A Valkey server has its own limit, maxmemory; there
     quotas of pins are shares of this size."""
-    eviction: EvictionName = EVICTIONS.default
-    """Eviction policy of a full store: lru evicts the least recently used unpinned chunks, refuse stores no new
-    chunks. A Valkey server has its own."""
     admission: AdmissionName = ADMISSIONS.default
     """Admission policy of a full store: tinylfu admits chunks that are used more often than those they would replace,
     always admits all."""

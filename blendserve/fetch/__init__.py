@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from blendserve.config import StoreBackendConfig, StoreConfig
+from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch.copies import open_copies
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.tiered import TieredStore
 from blendserve.machine import fit
-from blendserve.registry import ADMISSIONS, EVICTIONS, STORES
+from blendserve.registry import ADMISSIONS, STORES
 from blendserve.store import KVStore, MemoryStore, StoreKind
-from blendserve.store.policies import Policies
 
 __all__ = ["KVFetcher", "TieredStore", "open_storage", "open_store"]
 
@@ -59,7 +58,7 @@ def open_store(
             "setting 'store.remote.location' is missing: name a server, a collection, or a folder that machines share",
             setting="store.remote.location",
         )
-    opened = kind.from_config(config, path, read_only, _policies(config))
+    opened = kind.from_config(config, path, read_only, ADMISSIONS.load(config.admission)())
     if not isinstance(opened, KVStore):
         if remote:
             raise ConfigError(
@@ -72,12 +71,10 @@ def open_store(
         return opened
     try:
         return TieredStore(
-            opened, far.from_config(remote, remote.path, False, _policies(remote)), config.remote_write
+            opened,
+            far.from_config(remote, remote.path, False, ADMISSIONS.load(remote.admission)()),
+            config.remote_write,
         )
     except BaseException:
         opened.close()
         raise
-
-
-def _policies(config: StoreBackendConfig) -> Policies:
-    return Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())

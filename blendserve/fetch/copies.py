@@ -29,7 +29,7 @@ from blendserve.registry import ADMISSIONS
 from blendserve.store import ChunkKey, ChunkView
 from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
-from blendserve.store.policies import LRU, Admission, Always, Candidate
+from blendserve.store.policies import Admission, Always, Candidate, least_recent
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class CopyCache:
         n_bytes = view.n_layers * self._footprint(view.raw_bytes // view.n_layers)
         with self._lock:
             candidates = (Candidate(k, entry.n_bytes) for k, entry in self._entries.items() if k != key)
-            victims = LRU().victims(candidates, self.n_bytes + n_bytes - self.cap_bytes)
+            victims = least_recent(candidates, self.n_bytes + n_bytes - self.cap_bytes)
             admits = self._admission.admits
             if victims is None or (victims and not admits(key, n_bytes, victims, len(self._entries))):
                 return None

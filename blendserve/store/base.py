@@ -24,7 +24,7 @@ from blendserve.store.codecs.base import Miss as Miss
 from blendserve.store.codecs.base import Progress as Progress
 from blendserve.store.key import ChunkKey
 from blendserve.store.ledger import Totals
-from blendserve.store.policies import Policies
+from blendserve.store.policies import Admission
 from blendserve.store.record import ChunkRecord, Header
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
@@ -308,7 +308,7 @@ class StoreKind(Protocol):
     needs_folder: bool  # it writes files
 
     def from_config(
-        self, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
+        self, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
     ) -> Any:
         """A classmethod: open the store -> a KVStore, or a RemoteSource (fetch/source.py) for a kind that is only read.
 

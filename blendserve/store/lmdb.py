@@ -48,7 +48,7 @@ from blendserve.store.lmdb_files import (
     open_files,
     refuse_damaged,
 )
-from blendserve.store.policies import Admission, Eviction, Policies
+from blendserve.store.policies import Admission
 from blendserve.store.record import ChunkRecord
 from blendserve.store.txn_store import TxnStore
 
@@ -85,11 +85,10 @@ class LMDBStore(TxnStore):
         path: str | Path,
         cap_bytes: int,
         read_only: bool = False,
-        eviction: Eviction | None = None,
         admission: Admission | None = None,
         clock: TimeSource = time,
     ) -> None:
-        super().__init__(cap_bytes, eviction, admission, clock)
+        super().__init__(cap_bytes, admission, clock)
         self.path, self.location, self.read_only = Path(path), str(path), read_only
         self._closed = False
         effect = "what requests compute is not stored until it can be written"
@@ -99,7 +98,7 @@ class LMDBStore(TxnStore):
 
     @classmethod
     def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
     ) -> LMDBStore:
         """A store on a disk that can only be read is opened for reading, with a warning."""
         assert path is not None
@@ -112,14 +111,14 @@ class LMDBStore(TxnStore):
                 fits if config.cap_gb is None else checked_cap(cap_bytes, "store.cap_gb", free, "the disk")
             )
         try:
-            return cls(path, cap_bytes, read_only, *policies)
+            return cls(path, cap_bytes, read_only, admission)
         except StoreUnavailable as error:
             cause = error.__cause__
             is_refused = isinstance(cause, (lmdb.Error, OSError)) and code_of(cause) in NOT_PERMITTED
             if read_only or not is_refused or not data.exists():
                 raise
             log.warning("the KV store %s cannot be written (%s): nothing new is stored", path, cause)
-            return cls(path, cap_bytes, True, *policies)
+            return cls(path, cap_bytes, True, admission)
 
     def close(self) -> None:
         if not self._closed:

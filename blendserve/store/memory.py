@@ -16,7 +16,7 @@ from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
 from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.policies import Admission, Eviction, Policies
+from blendserve.store.policies import Admission
 from blendserve.store.txn_store import TxnStore
 
 SHARE = 4  # of the available memory, for a store without store.cap_gb
@@ -34,11 +34,10 @@ class MemoryStore(TxnStore):
     def __init__(
         self,
         cap_bytes: int,
-        eviction: Eviction | None = None,
         admission: Admission | None = None,
         clock: TimeSource = time,
     ) -> None:
-        super().__init__(cap_bytes, eviction, admission, clock)
+        super().__init__(cap_bytes, admission, clock)
         self._data: SortedDict[bytes, bytes] = SortedDict()
         self._readers = 0  # transactions that read `_data` now
         self._lock = threading.RLock()
@@ -46,12 +45,12 @@ class MemoryStore(TxnStore):
 
     @classmethod
     def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
     ) -> MemoryStore:
         cap_bytes = machine.available_memory() // SHARE
         if config.cap_gb is not None:
             cap_bytes = machine.checked_cap(config.cap_bytes, "store.cap_gb")
-        return cls(cap_bytes, *policies)
+        return cls(cap_bytes, admission)
 
     def close(self) -> None:
         if self._home.is_here:

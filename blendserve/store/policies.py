@@ -1,7 +1,7 @@
 """Eviction and admission at the cap: which chunks are dropped, and whether a new chunk is worth them.
 
-Stores ask both policies and drop the chunks that they name. Pinned chunks, such as a precomputed corpus, are never
-candidates for eviction and are always admitted. Below the cap every chunk is stored.
+The least recently used chunks make room. Pinned chunks, such as a precomputed corpus, are never candidates for eviction
+and are always admitted. Below the cap every chunk is stored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -26,31 +26,15 @@ class Candidate:
     n_bytes: int
 
 
-class Eviction(Protocol):
-    """Chooses victims."""
-
-    def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
-        """Chunks of at least `needed` bytes together; None, which is StoreFull, if the candidates have fewer."""
-
-
-class LRU:
-    """Evicts the least recently used chunks, as few as are needed."""
-
-    def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
-        chosen: list[Candidate] = []
-        for candidate in oldest_first:
-            if needed <= 0:
-                break
-            chosen.append(candidate)
-            needed -= candidate.n_bytes
-        return chosen if needed <= 0 else None
-
-
-class Refuse:
-    """Evicts nothing: a full store is full."""
-
-    def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
-        return [] if needed <= 0 else None
+def least_recent(oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
+    """The least recently used chunks, as few as have `needed` bytes together; None if all of them have fewer."""
+    chosen: list[Candidate] = []
+    for candidate in oldest_first:
+        if needed <= 0:
+            break
+        chosen.append(candidate)
+        needed -= candidate.n_bytes
+    return chosen if needed <= 0 else None
 
 
 class Admission(Protocol):
@@ -124,10 +108,3 @@ class TinyLFU:
 
     def _slots(self, key: ChunkKey) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         return np.frombuffer(xxhash.xxh3_128_digest(key, self._seed), dtype=np.uint32) % self.WIDTH
-
-
-class Policies(NamedTuple):
-    """The policies of one store."""
-
-    eviction: Eviction
-    admission: Admission

@@ -39,7 +39,7 @@ from blendserve.store.ledger import (
 )
 from blendserve.store.owner import SIZE as OWNER_BYTES
 from blendserve.store.owner import Owner
-from blendserve.store.policies import Admission, Always, Candidate, Eviction, Refuse
+from blendserve.store.policies import Admission, Always, Candidate, least_recent
 from blendserve.store.record import ChunkRecord, decode_header, ignore
 
 HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
@@ -90,11 +90,8 @@ class TxnStore(KVStore):
 
     trusted = False  # whether nothing outside this process can change the bytes
 
-    def __init__(
-        self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: TimeSource = time
-    ) -> None:
+    def __init__(self, cap_bytes: int, admission: Admission | None, clock: TimeSource = time) -> None:
         self.cap_bytes, self._clock = cap_bytes, clock
-        self._eviction = eviction or Refuse()
         self._admission = admission or Always()
         self._usage = UsageLog(self._admission, clock)
         self._owner = Owner.new()  # of leases
@@ -238,7 +235,7 @@ class TxnStore(KVStore):
             return []
         above = ledger.above_share(key[:TAG_BYTES], more, cap_bytes)
         oldest = ledger.oldest(key, self._usage.used(), above)
-        victims = self._eviction.victims(oldest, stored + more - cap_bytes)
+        victims = least_recent(oldest, stored + more - cap_bytes)
         if victims is None:
             raise store_full(f"the KV store {self.location or 'in memory'}", stored, more, cap_bytes)
         return victims

@@ -37,7 +37,6 @@ from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
 from blendserve.evaluate.summary import Predictions, summarize
 from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
-from blendserve.store.policies import LRU
 from tests.support.evaluations import (
     CONFIG,
     HOSTILE,
@@ -161,7 +160,7 @@ def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
 def test_kv_makes_room_for_the_next_question(tmp_path: Path) -> None:
     """A store that holds a question's four passages and the prefix, but not six, gives the same numbers."""
     dataset, methods = write_dataset(tmp_path, 6), ("query", "prefix")
-    tight = MemoryStore(260 * tiny_engine().model.decoder.kv_bytes_per_token, LRU())
+    tight = MemoryStore(260 * tiny_engine().model.decoder.kv_bytes_per_token)
     free, at_cap = (
         run(tmp_path, dataset, tiny_engine(store), name, methods=methods)
         for name, store in (("free", None), ("tight", tight))

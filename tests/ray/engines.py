@@ -12,7 +12,6 @@ from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.fetch import TieredStore
 from blendserve.store import KVStore, MemoryStore
-from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from tests.support.engines import CONFIG, toy_engine
 from tests.support.waiting import eventually
@@ -39,7 +38,7 @@ class OpenToy:
             eventually(lambda: self._opened(second_node=True) and self._opened(second_node=False))
         store: KVStore = ValkeyStore(self.server, CAP)
         if self.replica:
-            store = TieredStore(MemoryStore(CAP, eviction=LRU()), store)
+            store = TieredStore(MemoryStore(CAP), store)
         return toy_engine(store, OF_REPLICAS)
 
     def kill(self, second_node: bool = False) -> None:

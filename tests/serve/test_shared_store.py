@@ -26,7 +26,6 @@ from blendserve.errors import (
 from blendserve.fetch.tiered import TieredStore
 from blendserve.serve import cache, documents
 from blendserve.store import KVStore, LMDBStore, MemoryStore
-from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from tests.support.http import OWN, Client, Server, serving
 from tests.support.valkey import needs_server, store_at
@@ -72,10 +71,10 @@ def test_a_read_only_key_changes_nothing(server: Server) -> None:
 
 Stores = Callable[[Path, int], KVStore]
 STORES: dict[str, Stores] = {
-    "memory": lambda path, cap: MemoryStore(cap, LRU()),
-    "lmdb": lambda path, cap: LMDBStore(path / "kv", cap, eviction=LRU()),
+    "memory": lambda path, cap: MemoryStore(cap),
+    "lmdb": lambda path, cap: LMDBStore(path / "kv", cap),
     "valkey": lambda path, cap: store_at(path, cap),
-    "tiered": lambda path, cap: TieredStore(LMDBStore(path / "kv", cap, eviction=LRU()), MemoryStore(2**30)),
+    "tiered": lambda path, cap: TieredStore(LMDBStore(path / "kv", cap), MemoryStore(2**30)),
 }
 KINDS = [pytest.param(kind, marks=needs_server if kind == "valkey" else ()) for kind in STORES]
 
@@ -189,7 +188,7 @@ def test_an_error_names_no_place_and_no_password(tmp_path: Path, made: Callable[
 def test_a_server_that_is_down_and_a_full_store_are_not_named(tmp_path: Path, chunk_bytes: int) -> None:
     """Real ones: in reports of answers, in jobs, in refusals."""
     away = ValkeyStore(ValkeyConfig(url=f"valkey://127.0.0.1:{free_port()}"), 2**30)
-    small = LMDBStore(tmp_path / "kv", 2 * chunk_bytes, eviction=LRU())
+    small = LMDBStore(tmp_path / "kv", 2 * chunk_bytes)
     store = TieredStore(small, away)
     with serving(tmp_path / "served", keys=tmp_path / "keys.json", engine={"kv_store": store}) as server:
         client = server.tenant(admin=True)

@@ -21,7 +21,7 @@ from blendserve.kv import ChunkKV, stacked
 from blendserve.store import KVStore, LMDBStore, MemoryStore, Miss, VerifyReport, open_view, read_record
 from blendserve.store.codecs.base import forget_ready, tables_hash
 from blendserve.store.merge import merge
-from blendserve.store.policies import LRU, TinyLFU
+from blendserve.store.policies import TinyLFU
 from tests.support.codecs import Toy
 from tests.support.places import EVERY_KIND, REMOTE_STORES, SHARED_KINDS, STORES
 from tests.support.stores import CAP, ROOMY, UNIT, chunk, flip, key_of, kv, put_kv, read, same, stored, tamper
@@ -110,7 +110,7 @@ def put(store: KVStore, *numbers: int) -> bool:
 
 @capped_kinds
 def test_a_new_chunk_needs_more_requests_than_its_victims(kind: str, tmp_path: Path) -> None:
-    with opened(kind, tmp_path, 2 * UNIT, eviction=LRU(), admission=TinyLFU(seed=1)) as store:
+    with opened(kind, tmp_path, 2 * UNIT, admission=TinyLFU(seed=1)) as store:
         assert put(store, 0, 1)
         ask(store, 0, 1, 1, 5)  # one request each for 0 and 5: the stored one stays
         assert not store.admits(key_of(5), UNIT)
@@ -134,7 +134,7 @@ def test_one_namespace_evicts_nothing_of_another_that_holds_less_than_its_share(
     kind: str, tmp_path: Path
 ) -> None:
     """By any number of puts; one that is alone may use the whole cap, and gives it back."""
-    with opened(kind, tmp_path / "kv", 12 * chunk().n_bytes, eviction=LRU()) as store:
+    with opened(kind, tmp_path / "kv", 12 * chunk().n_bytes) as store:
         greedy = [key_of(n, "greedy") for n in range(40)]
         for key in greedy[:20]:
             assert put_kv(store, key, chunk())
@@ -298,19 +298,19 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     assert error.value.setting == "store.remote.location"
 
 
-def test_the_settings_choose_the_policies(tmp_path: Path) -> None:
+def test_the_settings_choose_the_admission(tmp_path: Path) -> None:
     cap_gb = 2 * UNIT / 1e9
-    with open_store(StoreConfig(cap_gb=cap_gb, eviction="refuse"), tmp_path) as store:
-        assert put(store, 0, 1)
-        with pytest.raises(StoreFull) as error:
-            put(store, 2)
-        assert error.value.setting == "store.cap_gb"
-        assert not store.admits(key_of(2), UNIT)
-        assert stored(store) == {0, 1}
     with open_store(StoreConfig(cap_gb=cap_gb), tmp_path) as store:
+        assert put(store, 0, 1)
         assert not put(store, 2)  # no requests yet
     with open_store(StoreConfig(cap_gb=cap_gb, admission="always"), tmp_path) as store:
         assert put(store, 2)
+        assert stored(store) == {1, 2}
+        store.pin([key_of(1), key_of(2)])
+        assert not store.admits(key_of(3), UNIT)
+        with pytest.raises(StoreFull) as error:
+            put(store, 3)
+        assert error.value.setting == "store.cap_gb"
 
 
 @capped_kinds

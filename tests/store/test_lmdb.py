@@ -23,7 +23,6 @@ import xxhash
 from blendserve.errors import CorruptRecord, StoreCircuitOpen, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
 from blendserve.store.lmdb_files import FORMAT
-from blendserve.store.policies import LRU
 from blendserve.store.view import decode
 from tests.support.forked import process, run
 from tests.support.stores import (
@@ -286,7 +285,7 @@ def test_the_cap_is_reached_before_the_map_or_chunks_are_evicted_early(
     if map_is_small:
         monkeypatch.setattr(MAP_BYTES, lambda cap: cap + 20 * 4096)
     total = 0
-    with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
+    with LMDBStore(path, 1 << 20) as store:
         for i in range(150):
             kv = chunk(1 + 37 * i % 400)
             assert put_kv(store, key_of(i), kv)
@@ -303,7 +302,7 @@ def test_a_full_map_evicts_nothing_of_a_namespace_that_holds_less_than_its_share
 ) -> None:
     """The map is full before the cap, as pages are used in part."""
     monkeypatch.setattr(MAP_BYTES, lambda cap: cap + 40 * 4096)
-    with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
+    with LMDBStore(path, 1 << 20) as store:
         own = [key_of(n, "tenant") for n in range(3)]
         for key in own:
             assert put_kv(store, key, chunk(10))
@@ -394,7 +393,7 @@ def test_damage_is_reported_mended_by_put_and_does_not_stop_a_full_store(path: P
         assert store.verify() == VerifyReport(3, ())
         assert store.stats().bytes == 3 * UNIT
     tamper(path, DAMAGES[name])
-    with LMDBStore(path, 3 * UNIT, eviction=LRU()) as store:
+    with LMDBStore(path, 3 * UNIT) as store:
         for n in range(10, 15):
             put_kv(store, key_of(n), chunk(BIG, seed=n))
             assert store.stats().bytes <= 3 * UNIT
@@ -405,7 +404,7 @@ def test_damage_is_reported_mended_by_put_and_does_not_stop_a_full_store(path: P
 def test_damaged_totals_are_recounted(path: Path) -> None:
     filled(path)
     tamper(path, flip(b"n", 16))
-    with LMDBStore(path, 3 * UNIT, eviction=LRU()) as store:
+    with LMDBStore(path, 3 * UNIT) as store:
         put_kv(store, key_of(3), chunk(BIG))
         assert stored(store) == {1, 2, 3}
 

@@ -30,7 +30,6 @@ from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey
-from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import library
 from blendserve.store.valkey_layout import HEADER, chunk_name, segment_name
@@ -179,14 +178,14 @@ class InMemory(Place):
     lasts = False
 
     def open(self) -> KVStore:
-        return MemoryStore(self.cap, LRU(), clock=self.clock)
+        return MemoryStore(self.cap, clock=self.clock)
 
 
 class OnDisk(Place):
     coded = True
 
     def open(self) -> KVStore:
-        return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), clock=self.clock)
+        return LMDBStore(self.folder / "kv", self.cap, clock=self.clock)
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         names = [b"h" + key, *(b"l" + key + struct.pack(">H", l) for l in range(LAYERS + 1))]
@@ -233,10 +232,10 @@ class Tiered(Place):
         return TieredStore(self.near, far, self.write, waiting_bytes=2 * UNIT, clock=self.clock)
 
     def other(self) -> KVStore:
-        return LMDBStore(self.folder / "far", ROOMY, eviction=LRU(), clock=self.clock)
+        return LMDBStore(self.folder / "far", ROOMY, clock=self.clock)
 
     def own(self) -> KVStore:
-        return LMDBStore(self.folder / "near", self.cap * 3 // 5, eviction=LRU(), clock=self.clock)
+        return LMDBStore(self.folder / "near", self.cap * 3 // 5, clock=self.clock)
 
     def fetcher(self, store: KVStore, copies: Copies) -> KVFetcher:
         return KVFetcher(store, copies, prefetch_bytes=ROOMY)
@@ -255,7 +254,7 @@ class Behind(Tiered):
     write = "back"
 
     def own(self) -> KVStore:
-        return MemoryStore(self.cap * 3 // 5, LRU(), clock=self.clock)
+        return MemoryStore(self.cap * 3 // 5, clock=self.clock)
 
 
 class Alone(Tiered):
