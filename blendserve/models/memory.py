@@ -13,6 +13,7 @@ import torch
 from blendserve import machine
 from blendserve.errors import ModelError
 
+MAX_HEAD = 100_000_000  # bytes, as in safetensors
 # Numbers that are read into the model's dtype, by safetensors' names. Others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
@@ -31,7 +32,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype, has_int8_copy: bool = False) 
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            head = json.loads(opened.read(length))
+            head = json.loads(opened.read(min(length, MAX_HEAD)))
         for name, about in head.items():
             if name != "__metadata__":
                 begin, end = about["data_offsets"]
