@@ -14,8 +14,8 @@ from blendserve.errors import BlendserveError, ModelError
 log = logging.getLogger(__name__)
 
 CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
-# transformers makes plain weights of these while it loads them.
-DEQUANTISED = {"fp8", "mxfp4"}
+# transformers makes plain weights of the first two while it loads them, quantised_folder.py of the others.
+DEQUANTISED = {"fp8", "mxfp4", "gptq", "awq", "compressed-tensors"}
 MAX_LAYERS = 10_000  # a model of that many is a damaged config.json, and takes hours to make
 NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")  # in torch's RuntimeErrors
 
@@ -118,7 +118,7 @@ def check_settings(config: Mapping[str, Any], file: object) -> None:
         if method := _quantisation(part.get("quantization_config")):
             raise ModelError(
                 f"{file} says that the weights are quantised by {method}, which is not supported: use the model's "
-                f"unquantised folder, a GGUF file of it, or one quantised by {' or '.join(sorted(DEQUANTISED))}",
+                f"unquantised folder, a GGUF file of it, or one of these methods: {', '.join(sorted(DEQUANTISED))}",
                 setting="quantization_config",
                 path=file,
             )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -21,15 +21,18 @@ from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load
 from blendserve.models.chat_templates import choose
 from blendserve.models.checkpoint import (
+    CONFIG,
     check_folder,
     check_hub,
     check_settings,
     check_weights,
     first_line,
     loading,
+    read_json,
 )
 from blendserve.models.memory import available_on, check_fits, weight_bytes
 from blendserve.models.model import DecoderModel
+from blendserve.models.quantised_folder import METHODS, QuantisedFolder
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.recurrent import SEAM
 from blendserve.models.reference import TextTower
@@ -113,7 +116,7 @@ def _load(source: str, name: str, dtype: torch.dtype, device: torch.device) -> L
     reference, tokenizer = _from_pretrained(source, dtype)
     decoder = DecoderModel.of(reference.to(device).eval())
     model = LoadedModel(name, decoder, tokenizer, fingerprint(reference), end_tokens(reference, tokenizer))
-    is_plain = not getattr(reference.config, "quantization_config", None)
+    is_plain = folder and not read_json(folder / CONFIG).get("quantization_config")
     if folder and isinstance(tokenizer, Tokenizer) and is_plain and not decoder.reference_parts:
         config = reference.config.to_dict()
         start = fast_load.Start(config, tokenizer, model.end_tokens, model.fingerprint)
@@ -240,6 +243,8 @@ def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = _tokenizer(source)
         is_tower = config.model_type in TOWERS
         auto: Any = AutoModelForImageTextToText if is_tower else AutoModelForCausalLM
+        if (getattr(config, "quantization_config", None) or {}).get("quant_method") in METHODS:
+            return _dequantised(source, config, dtype), tokenizer
         if quantisation := getattr(config, "quantization_config", None):
             quantisation["dequantize"] = True
         model, found = auto.from_pretrained(
@@ -249,6 +254,27 @@ def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
         if quantisation:
             model = model.to(dtype)  # dequantised weights are bf16, whatever was asked for
         return TextTower(model) if is_tower else model, tokenizer
+
+
+def _dequantised(source: str, config: Any, dtype: torch.dtype) -> Any:
+    """transformers' model with plain weights, of a folder or hub id that quantised_folder.py reads."""
+    from huggingface_hub import snapshot_download
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
+    weights = QuantisedFolder(folder, config.quantization_config, keeps_blocks=False)
+    log.info("%s: its weights are dequantised to %s", source, str(dtype).removeprefix("torch."))
+    del config.quantization_config
+    auto: Any = AutoModelForCausalLM
+    with no_init_weights():
+        model = auto.from_config(config, dtype=dtype)
+    tensors = {name: cast(Tensor, x).to(dtype) for name, x in weights.items()}
+    if config.tie_word_embeddings:
+        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    found = model.load_state_dict(tensors, strict=False, assign=True)
+    check_weights({**found._asdict(), "mismatched_keys": ()}, source)
+    return model
 
 
 def _supported_config(source: str) -> Any:

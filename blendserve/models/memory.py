@@ -13,6 +13,7 @@ import torch
 from blendserve import machine
 from blendserve.errors import ModelError
 
+PACKED = ".qweight", ".weight_packed"  # eight numbers a word, which are dequantised
 MAX_HEAD = 100_000_000  # bytes, as in safetensors
 # Numbers that are read into the model's dtype, by safetensors' names. Others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
@@ -36,8 +37,12 @@ def weight_bytes(folder: Path, dtype: torch.dtype, has_int8_copy: bool = False) 
         for name, about in head.items():
             if name != "__metadata__":
                 begin, end = about["data_offsets"]
-                numbers = math.prod(about["shape"])
-                total += numbers * dtype.itemsize if about["dtype"] in FLOATS else end - begin
+                numbers = math.prod(about["shape"]) * (8 if name.endswith(PACKED) else 1)
+                total += (
+                    numbers * dtype.itemsize
+                    if about["dtype"] in FLOATS or name.endswith(PACKED)
+                    else end - begin
+                )
                 total += numbers if has_int8_copy else 0
     return total
 
