@@ -114,6 +114,13 @@ def test_words_and_variables_are_written_as_in_yaml(tmp_path: Path, monkeypatch:
     assert refused(Config.load, None, ["blend.ratio"]) == (None, None)
 
 
+def test_names_in_a_file_may_be_dotted(tmp_path: Path) -> None:
+    path = written(tmp_path, "store: {cap_gb: 1}\nstore.codec: int8\nblend.near: true\n")
+    config = Config.load(path)
+    assert (config.store.cap_gb, config.store.codec, config.blend.near) == (1, "int8", True)
+    assert refused(Config.load, written(tmp_path, "store.codex: int8\n")) == ("store.codex", str(path))
+
+
 NAMES = [line.split("`")[1] for line in pages()["settings.md"].splitlines() if line.startswith("| `")]
 TEXTS = st.sampled_from(
     [

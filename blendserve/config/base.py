@@ -53,9 +53,9 @@ class Settings(BaseModel):
     def load(
         cls: type[AnySettings], path: str | Path | None = None, overrides: Sequence[str] = ()
     ) -> AnySettings:
-        """Defaults, then a YAML file, then the environment, then overrides `a.b=value`; the last one wins.
+        """Defaults, then a YAML file, nested or with dotted names, then the environment, then overrides `a.b=value`.
 
-        Raises ConfigError with the setting, and the file if the value comes from it.
+        The last one wins. Raises ConfigError with the setting, and the file if the value comes from it.
         """
         values: dict[str, Any] = {}
         for where, file, found in (
@@ -121,7 +121,10 @@ def _read_yaml(path: str | Path | None, sections: Mapping[str, Any]) -> dict[str
     if not isinstance(values, dict):
         message = f"config file {path} must hold sections ({', '.join(sections)}), not {values!r}"
         raise ConfigError(message, path=path)
-    return {str(name): value for name, value in values.items()}
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        _merge(nested, _nest(str(name), value))
+    return nested
 
 
 def _variables(prefix: str) -> dict[str, str]:
