@@ -78,8 +78,8 @@ class RetrieveConfig(Settings):
     embedder: str = "minilm-l6"
     """Embedding model: a bundled name, a folder or a Hugging Face id."""
     reranker: str | None = None
-    """Cross-encoder of sentence-transformers for POST /v1/rerank: a folder or a Hugging Face id; if not set, there is
-    none."""
+    """Cross-encoder of sentence-transformers, a folder or a Hugging Face id, which orders the 30 best passages and serves
+    POST /v1/rerank; if not set, there is none."""
     chunk_tokens: Positive = 512
     """Maximum length of a passage, in tokens of the model, title line included."""
     top_k: Positive = 6

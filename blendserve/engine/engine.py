@@ -1,7 +1,4 @@
-"""question -> retrieve -> store (load KV) -> blend (prefill) -> decode -> answer: the whole flow on one screen.
-
-Nothing else knows all the stages.
-"""
+"""question -> retrieve -> store (load KV) -> blend (prefill) -> decode -> answer: the whole flow on one screen."""
 
 from __future__ import annotations
 
@@ -45,6 +42,7 @@ from blendserve.quality.calibration import PROMPTS, Calibration
 from blendserve.quality.control import QualityControl
 from blendserve.registry import CORRECTIONS, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
+from blendserve.retrieve.reranker import reranked, reranker_of
 from blendserve.store import KVStore, share_of
 from blendserve.store.base import Progress
 from blendserve.timing import Clock
@@ -83,6 +81,7 @@ class Engine:
         about = model.decoder, model.fingerprint, store, *texts, namespace
         self.blender = Blender(*about, fetcher=fetcher, tokenizer=model.tokenizer)
         self.quality = QualityControl(config, model, self.blender)
+        self.reranker = reranker_of(config.retrieve.reranker)
 
     @classmethod
     def open(
@@ -266,7 +265,7 @@ class Engine:
         """
         begin_computing()
         decoder = self.model.decoder
-        search = search or (lambda *arguments: self._index().search(*arguments))
+        search = search or reranked(lambda *given: self._index().search(*given), self.reranker)
         room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
         request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)

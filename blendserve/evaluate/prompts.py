@@ -34,6 +34,8 @@ from blendserve.evaluate.config import OWN, EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.layouts import client_chat
+from blendserve.retrieve.index import ANY
+from blendserve.retrieve.reranker import reranked
 from blendserve.timing import Clock
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class PromptSource:
         if self._config.setting == "open":
             assert self._engine.index is not None
             clock, needed = Clock(), set(example.supporting)
-            found = tuple(self._engine.index.search(example.question, self._config.top_k))
+            search = reranked(self._engine.index.search, self._engine.reranker)
+            found = tuple(search(example.question, self._config.top_k, ANY))
             seconds = clock.elapsed()
             recall = len({p.title for p in found} & needed) / len(needed) if needed else None
         example = replace(example, contexts=permuted(found, example, self._config.seed))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
+from blendserve.core import Passage, Selection
 from blendserve.errors import ModelError
 from blendserve.extras import install_hint
 from blendserve.forks import begin_computing
 from blendserve.models.checkpoint import first_line
 from blendserve.models.sources import quiet
+
+CANDIDATES = 30  # passages that are found and put in order, unless more are asked for
+
+Search = Callable[[str, int, Selection], list[Passage]]
 
 
 class Reranker:
@@ -47,3 +53,23 @@ class Reranker:
     def n_tokens(self, question: str, texts: Sequence[str]) -> int:
         """The tokens that `scores` reads, before long texts are cut."""
         return sum(map(len, self._model.tokenizer([question] * len(texts), list(texts))["input_ids"]))
+
+
+@lru_cache(maxsize=1)
+def reranker_of(name: str | None) -> Reranker | None:
+    """The reranker of this name, loaded once; None without a name. Raises ModelError."""
+    return None if name is None else Reranker.load(name)
+
+
+def reranked(search: Search, reranker: Reranker | None) -> Search:
+    """The search, whose best passages are put in order, if there is a reranker."""
+    if reranker is None:
+        return search
+
+    def best(question: str, top_k: int, selection: Selection) -> list[Passage]:
+        found = search(question, max(CANDIDATES, top_k), selection)
+        scores = reranker.scores(question, [passage.chunk_text for passage in found])
+        order = sorted(range(len(found)), key=lambda n: -scores[n])
+        return [found[n] for n in order[:top_k]]
+
+    return best

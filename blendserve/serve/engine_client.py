@@ -29,7 +29,7 @@ from blendserve.engine.request import Completed, Event, Failed, PrefillDone, Pre
 from blendserve.errors import InputError, NotFound
 from blendserve.quality.fidelity import Verified, Verifier, with_end
 from blendserve.retrieve import Embedder, VectorIndex
-from blendserve.retrieve.reranker import Reranker
+from blendserve.retrieve.reranker import Reranker, reranked, reranker_of
 from blendserve.serve.auth import ServiceBackend, backend_of
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import Tenant, counted
@@ -147,8 +147,9 @@ class TenantCollections:
     indexes: by name.
     """
 
-    def __init__(self, library: Collections, executor: FairExecutor) -> None:
+    def __init__(self, library: Collections, executor: FairExecutor, reranker: Reranker | None) -> None:
         self._library, self.indexes, self.executor = library, library.collections, executor
+        self._reranker = reranker
 
     def names(self, tenant: Tenant) -> list[str]:
         """The names of the collections that a tenant may use."""
@@ -174,9 +175,8 @@ class TenantCollections:
         if not self.indexes:
             raise InputError("this server has no collections to retrieve from: send `passages`")
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
-        return self._library.search(
-            [self.find(tenant, name)[0] for name in chosen], question, top_k, selection
-        )
+        found = [self.find(tenant, name)[0] for name in chosen]
+        return reranked(partial(self._library.search, found), self._reranker)(question, top_k, selection)
 
 
 class EngineClient(ServiceBackend):
@@ -204,8 +204,7 @@ class EngineClient(ServiceBackend):
         self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
         self.public_names = http.served_model_name or self.model_names[:1]  # of /v1/models
         self.started = int(time.time())
-        reranker = config.retrieve.reranker
-        self.reranker = None if reranker is None else Reranker.load(reranker)
+        self.reranker = reranker_of(config.retrieve.reranker)
 
     @cached_property
     def embedder(self) -> Embedder:
@@ -248,7 +247,7 @@ class LocalEngineClient(EngineClient):
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
         retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
-        self.collections = TenantCollections(library, retrieval)
+        self.collections = TenantCollections(library, retrieval, self.reranker)
         self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
 
