@@ -60,6 +60,9 @@ class RuntimeConfig(Settings):
     """Device to run on, such as cpu or cuda:1; auto chooses a GPU if there is one."""
     threads: Positive | None = None
     """Number of CPU threads; if not set, the number of CPUs that the process may use."""
+    weights: Literal["as-is", "bf16", "q8_0"] = "as-is"
+    """Weights in memory: as the file has them, a GGUF file's dequantised to bf16, or any model's quantised to q8_0 at
+    load. On a GPU GGUF files are always dequantised."""
     decode_weights: Literal["model", "int8"] = "model"
     """Weights for decoding on a CPU: the model's own, or an int8 copy, which is faster and approximate. Prefill and
     stored KV always use the model's own."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,17 +65,11 @@ def write_folder(file: Path, into: Path) -> Start:
 
     Raises ModelError; ModelUnsupported for what gguf_model.py does not read.
     """
-    start, weights = read_gguf(file)
+    start, weights = read_as_config(file)
     check_fits(
         str(file), 2 * sum(math.prod(x.shape) for x in weights.values()), available_on(torch.device("cpu"))
     )
-    name = Gguf(file).metadata.get("general.name")
-    config: dict[str, Any] = {"_model_name_or_path": name, "dtype": "bfloat16", **start.config}
-    if config["model_type"] == "llama":
-        config |= LLAMA_DEFAULTS
-    if len(start.end_tokens) > 1:
-        config["eos_token_id"] = sorted(start.end_tokens)
-    tokenizer = start.tokenizer
+    config, tokenizer = start.config, start.tokenizer
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     for name, values in (("config", config), ("tokenizer_config", settings)):
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
@@ -87,6 +80,18 @@ def write_folder(file: Path, into: Path) -> Start:
         tensors = {name: _in_bf16(x) for name, x in weights.items()}
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
     return start._replace(config=config)
+
+
+def read_as_config(file: Path) -> tuple[Start, Mapping[str, Weights]]:
+    """`read_gguf`, with the configuration as transformers has it; of other families than llama it lacks defaults."""
+    start, weights = read_gguf(file)
+    name = Gguf(file).metadata.get("general.name")
+    config = {"_model_name_or_path": name, "dtype": "bfloat16", **start.config}
+    if config["model_type"] == "llama":
+        config |= LLAMA_DEFAULTS
+    if len(start.end_tokens) > 1:
+        config["eos_token_id"] = sorted(start.end_tokens)
+    return start._replace(config=config), weights
 
 
 def _in_bf16(x: Weights) -> Tensor:

@@ -15,9 +15,11 @@ import xxhash
 from torch import Tensor
 
 from blendserve.config import ModelConfig
-from blendserve.errors import ConfigError
+from blendserve.errors import ConfigError, ModelUnsupported
 from blendserve.forks import begin_computing
 from blendserve.kernels.cpu import isa
+from blendserve.kernels.packed import PackedMatrix
+from blendserve.kernels.selfcheck import widest
 from blendserve.models import fast_load
 from blendserve.models.chat_templates import choose
 from blendserve.models.checkpoint import (
@@ -30,8 +32,17 @@ from blendserve.models.checkpoint import (
     loading,
     read_json,
 )
+from blendserve.models.dequantised import read_as_config
 from blendserve.models.memory import available_on, check_fits, weight_bytes
 from blendserve.models.model import DecoderModel
+from blendserve.models.packing import (
+    Weights,
+    bytes_of,
+    number_blocks,
+    pack_weights,
+    packed_bytes,
+    packed_reference,
+)
 from blendserve.models.quantised_folder import METHODS, QuantisedFolder
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.recurrent import SEAM
@@ -74,10 +85,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         if config.name.startswith(RANDOM):
             model = _load_random(config.name, dtype, device)
         else:
-            source = _checked_source(config.name)
-            n_bytes = weight_bytes(Path(source), dtype, config.decode_weights == "int8")
-            check_fits(config.name, n_bytes, available_on(device))
-            model = replace(_load(source, config.name, dtype, device), weight_bytes=n_bytes)
+            as_is = _read_as_is(config)
+            model = _pack(*as_is, config.name, dtype) if as_is else _load_dense(config, dtype, device)
         if config.decode_weights == "int8":
             decode_in_int8(model.decoder)
     return model
@@ -89,6 +98,8 @@ def read_configuration(config: ModelConfig) -> tuple[Any, torch.dtype]:
     with loading(config.name), quiet():
         if config.name.startswith(RANDOM):
             return shape_config(config.name.removeprefix(RANDOM)), dtype
+        if as_is := _read_as_is(config):
+            return fast_load.Configuration(**as_is[0].config), dtype
         return _supported_config(_checked_source(config.name)).get_text_config(), dtype
 
 
@@ -98,7 +109,59 @@ def load_tokenizer(config: ModelConfig) -> Any:
         if config.name.startswith(RANDOM):
             shape = config.name.removeprefix(RANDOM)
             return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
+        if as_is := _read_as_is(config):
+            return as_is[0].tokenizer
         return _tokenizer(_checked_source(config.name))
+
+
+def _read_as_is(config: ModelConfig) -> tuple[fast_load.Start, Mapping[str, Weights]] | None:
+    """A GGUF file whose weights stay as they are; None for what is no such file, or must be converted."""
+    device = _device(config.device)
+    if config.weights != "as-is" or not config.name.lower().endswith(".gguf") or device.type != "cpu":
+        return None
+    if widest("pack", _dtype(config.dtype, device)) is None:
+        log.info("%s is converted: there are no kernels for its weights on this machine", config.name)
+        return None
+    try:
+        return read_as_config(Path(config.name))
+    except ModelUnsupported as error:
+        log.info("%s: it is converted", error)
+        return None
+
+
+def _pack(
+    start: fast_load.Start,
+    weights: Mapping[str, Weights],
+    name: str,
+    dtype: torch.dtype,
+    in_q8_0: bool = False,
+) -> LoadedModel:
+    """A model over quantised weights. Its fingerprint is that of the same numbers in a dense model."""
+    check_fits(name, packed_bytes(weights, dtype, in_q8_0), available_on(torch.device("cpu")))
+    tensors = pack_weights(weights, dtype, in_q8_0)
+    config, n_bytes = fast_load.Configuration(**start.config), sum(map(bytes_of, tensors.values()))
+    if config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    decoder = DecoderModel(config, tensors, lambda: packed_reference(config, tensors, dtype))
+    digest = _fingerprint(config, tensors)
+    return LoadedModel(name, decoder, start.tokenizer, digest, start.end_tokens, n_bytes)
+
+
+def _load_dense(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """A model from a folder or the hub; quantised to Q8_0 if that is asked for."""
+    source = _checked_source(config.name)
+    n_bytes = weight_bytes(Path(source), dtype, config.decode_weights == "int8")
+    check_fits(config.name, n_bytes, available_on(device))
+    model = replace(_load(source, config.name, dtype, device), weight_bytes=n_bytes)
+    if config.weights != "q8_0":
+        return model
+    if device.type != "cpu" or model.decoder.reference_parts:
+        raise ConfigError(
+            f"model.weights=q8_0 cannot be used with {config.name!r} on {device}: leave it at as-is",
+            setting="model.weights",
+        )
+    start = fast_load.Start(model.decoder.config.to_dict(), model.tokenizer, model.end_tokens, None)
+    return _pack(start, model.decoder.tensors, config.name, dtype, in_q8_0=True)
 
 
 def _checked_source(name: str) -> str:
@@ -196,11 +259,12 @@ def fingerprint(model: Any) -> str:
     return _fingerprint(model.config, model.state_dict())
 
 
-def _fingerprint(config: Any, tensors: Mapping[str, Tensor]) -> str:
+def _fingerprint(config: Any, tensors: Mapping[str, Tensor | PackedMatrix]) -> str:
     digest = _digest(config)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for part in number_blocks(tensor) if isinstance(tensor, PackedMatrix) else [tensor]:
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

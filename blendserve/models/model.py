@@ -84,7 +84,7 @@ class DecoderModel:
         missing tensor.
         """
         self.family = family = check_supported(config)
-        self.config, self._load_reference = config, load_reference
+        self.config, self.tensors, self._load_reference = config, tensors, load_reference
         self.int8_decoding = False  # answers are decoded with an int8 copy of the weights
         self.can_capture = True  # no capture of a decoding step has failed
         self.native_layers = dict[tuple[bool, int], Any]()  # by few rows and threads (native.py)

@@ -154,6 +154,10 @@ def test_parts_of_a_fused_matrix_are_its_strips(packer: Level) -> None:
 @torch.inference_mode()
 def test_a_dense_matrix_in_int8_is_within_half_a_step(packer: Level) -> None:
     x = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(0))
-    found = bindings.quantised(x, packer).numbers().view(OUTPUTS, -1, 32)
+    found = (
+        bindings.packed(packer, "Q8_0", (OUTPUTS, INPUTS), bindings.q8_0_blocks(x))
+        .numbers()
+        .view(OUTPUTS, -1, 32)
+    )
     steps = x.view(OUTPUTS, -1, 32).abs().amax(-1, keepdim=True) / 127
     assert bool(((found - x.view_as(found)).abs() <= 0.6 * steps).all())

@@ -198,14 +198,13 @@ def packed(
 
 
 @torch.inference_mode()
-def quantised(weight: Tensor, level: Level, strips: Tensor | None = None) -> PackedMatrix:
-    """A dense matrix [O, I] in Q8_0: int8, and an fp16 scale for every 32 inputs."""
+def q8_0_blocks(weight: Tensor) -> npt.NDArray[np.uint8]:
+    """A dense matrix [O, I] in blocks of Q8_0: int8, and an fp16 scale for every 32 inputs."""
     groups = weight.float().view(len(weight), -1, UNIT)
     scales = groups.abs().amax(-1, keepdim=True) / 127
     codes = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
     blocks = torch.cat([scales.half().view(torch.int8), codes], dim=-1).flatten(1)
-    shape = weight.shape[0], weight.shape[1]
-    return packed(level, "Q8_0", shape, blocks.view(torch.uint8).numpy(), strips)
+    return blocks.view(torch.uint8).numpy()
 
 
 def strips_bytes(kind: str, shape: tuple[int, int]) -> int:

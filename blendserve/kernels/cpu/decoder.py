@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.kernels.cpu.bindings import FEW, MAX_DIM, ROPE_STEP, matrix, quantised
+from blendserve.kernels.cpu.bindings import FEW, MAX_DIM, ROPE_STEP, matrix, packed, q8_0_blocks
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import LAYOUTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
@@ -77,7 +77,9 @@ def in_int8(weights: DecodeWeights, level: Level) -> DecodeWeights:
     """A copy whose matrices are Q8_0: half of bf16's bytes."""
 
     def pack(weight: Weight) -> Weight:
-        return weight if isinstance(weight, PackedMatrix) else quantised(weight, level)
+        if isinstance(weight, PackedMatrix):
+            return weight
+        return packed(level, "Q8_0", (weight.shape[0], weight.shape[1]), q8_0_blocks(weight))
 
     layers = [layer._replace(matrices=tuple(map(pack, layer.matrices))) for layer in weights.layers]
     return replace(weights, layers=layers, head=(pack(weights.head[0]), weights.head[1]))
