@@ -242,22 +242,15 @@ class MessagesRequest(CountRequest):
     stream: bool | None = False
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None  # its name in the beta
     container: Refused = None
     x_blendserve: BlendOptions | None = None
 
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must look like. Raises InputError for what cannot be compiled."""
-        choice, form = (
-            self.tool_choice,
-            (self.output_config and self.output_config.format) or self.output_format,
-        )
+        choice, form = self.tool_choice, self.output_config.format if self.output_config else None
         if choice and choice.type in ("any", "tool"):
-            tools = [tool for tool in self.tools or () if choice.name in (None, tool.name)]
-            if not tools:
-                raise InputError("tool_choice: `tools` has no such tool", setting="tool_choice")
-            return forced_call(tool.for_template()["function"] for tool in tools)
+            return forced_call((tool.for_template()["function"] for tool in self.tools or ()), choice.name)
         return None if form is None else compiled("output_config.format", Grammar.of_json, form.of_answer)
 
     def query(self, chat: Chat) -> QueryRequest:

@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-# Unknown fields that cannot change an answer are not named: labels, and neutral values.
+# Unknown fields that cannot change an answer are not named.
 LABELS = {"user", "name", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
 LABELS |= {"prompt_cache_key", "prompt_cache_retention", "prediction", "include_obfuscation"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 MAX_NAMES = 20  # ignored fields that a response names
 MAX_CHARS = 64  # of a name
 MAX_LOGGED = 256  # notices that a process logs, so that no client can fill the log
@@ -65,7 +64,7 @@ def unknown_fields(body: BaseModel, path: str = "") -> Iterator[str]:
     """The paths of unknown fields that ask for something, such as `messages.0.foo`, each cut to MAX_CHARS characters."""
     for name, value in (body.model_extra or {}).items():
         is_empty = value is None or value in ({}, [])
-        if not (is_empty or name in LABELS or value in NEUTRAL.get(name, ())):
+        if not (is_empty or name in LABELS):
             yield f"{path}{name[:MAX_CHARS]}"[:MAX_CHARS]
     for name in type(body).model_fields:
         value = getattr(body, name)

@@ -35,10 +35,9 @@ from blendserve.serve.fields import (
     Refused,
     Text,
     TokenLimit,
-    ToolName,
 )
 from blendserve.serve.openai import Asked, asked_by_chat, usage_of
-from blendserve.serve.openai_schemas import ChatRequest
+from blendserve.serve.openai_schemas import ChatRequest, Function, FunctionName
 from blendserve.serve.responses import ContextDep, StreamEvent, error_details, figures
 from blendserve.serve.schemas import BlendOptions, Passages
 from blendserve.serve.structured import ObjectFormat, TextFormat
@@ -106,12 +105,8 @@ class ReasoningItem(Body):
 Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")]
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: ToolName
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
 
     def tool(self) -> dict[str, Any]:
         """The tool of a chat."""
@@ -119,9 +114,8 @@ class FunctionTool(Body):
         return {"type": "function", "function": given}
 
 
-class FunctionChoice(Body):
+class FunctionChoice(FunctionName):
     type: Literal["function"]
-    name: ToolName
 
 
 class TextSchema(Body):

@@ -242,13 +242,8 @@ class ChatRequest(OpenAIRequest):
             return found
         if found:
             raise InputError("tool_choice: a forced call has no other format", setting="tool_choice")
-        tools = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            tools = [tool for tool in tools if tool.name == name]
-        if not tools:
-            raise InputError("tool_choice: `tools` has no such tool", setting="tool_choice")
-        return forced_call(tool.model_dump() for tool in tools)
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return forced_call((tool.function.model_dump() for tool in self.tools or ()), name)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:

@@ -110,11 +110,14 @@ def compiled(name: str, make: Callable[[Any], Grammar], value: Any) -> Grammar:
         raise InputError(f"{name}: {error}", setting=name) from None
 
 
-def forced_call(tools: Iterable[Mapping[str, Any]]) -> Grammar:
-    """A JSON object that calls one of these tools (a `function` of OpenAI's API: name, parameters).
+def forced_call(tools: Iterable[Mapping[str, Any]], name: str | None) -> Grammar:
+    """A JSON object that calls the named one of these tools (a `function` of OpenAI's API: name, parameters), or any.
 
-    Raises InputError, with a tool's name, for parameters that cannot be compiled.
+    Raises InputError where there is none and, with a tool's name, for parameters that cannot be compiled.
     """
+    tools = [tool for tool in tools if name in (None, tool["name"])]
+    if not tools:
+        raise InputError("tool_choice: `tools` has no such tool", setting="tool_choice")
     calls: list[dict[str, Any]] = [
         {
             "type": "object",

@@ -217,14 +217,6 @@ class ToolCallParser:
         return (end, [call]) if call else None
 
 
-def split_calls(text: str, tools: Schemas) -> tuple[str, list[Call]]:
-    """The text of a whole answer without its calls, and the calls."""
-    parser = ToolCallParser(tools)
-    shown, first = parser.push(text)
-    rest, last = parser.finish()
-    return shown + rest, [*first, *last]
-
-
 @cache
 def _openings(longest: int) -> Any:
     """The pattern of all beginnings of calls, a group for each form. longest: characters of a name."""

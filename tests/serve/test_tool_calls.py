@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.serve.tool_calls import Call, ToolCallParser, split_calls
+from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser
 from tests.support.http import MODEL, Server, asked, serving
 from tests.support.messages import (
     COUNT,
@@ -188,6 +188,14 @@ FRAGMENTS = st.lists(
     max_size=14,
 ).map("".join)
 CUTS = st.lists(st.integers(1, 9), max_size=60)
+
+
+def split_calls(text: str, tools: Schemas) -> tuple[str, list[Call]]:
+    """The text of a whole answer without its calls, and the calls."""
+    parser = ToolCallParser(tools)
+    shown, first = parser.push(text)
+    rest, last = parser.finish()
+    return shown + rest, [*first, *last]
 
 
 def streamed(text: str, cuts: Sequence[int], names: Sequence[str] = NAMES) -> tuple[str, Calls]:
