@@ -7,8 +7,9 @@ how long is a metric, as are the bytes that came. Method `auto` knows of a link 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from typing import Annotated
@@ -18,18 +19,35 @@ from pydantic import Field
 from benchmarks.support.proxy import Proxy, network
 from benchmarks.support.valkey import Server
 from blendserve.bench.codec import CodecConfig, CodecTables
-from blendserve.bench.fixture import TimedFetcher, make_blender, time_prompt
+from blendserve.bench.fixture import make_blender, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, Plot, open_model
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig
 from blendserve.errors import InputError
+from blendserve.fetch import KVFetcher
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.transfer import Compute
 from blendserve.registry import SENT_CODECS
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.valkey import ValkeyStore
 
 DEADLINE_S = 60.0  # of the store: chunks are to arrive, however slow the link
 CAP = 1 << 40
+
+
+class TimedFetcher(KVFetcher):
+    """Adds up how long prompts wait for their chunks before the prefill begins."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
+        start = time.perf_counter()
+        with super().fetch(requests, compute) as fetch:
+            self.seconds += time.perf_counter() - start
+            yield fetch
 
 
 class NetworkConfig(CodecConfig):

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from blendserve.cli.reference import pages
 from blendserve.config import BASIC, BlendConfig, Config, DecodeConfig
 from blendserve.errors import ConfigError
+from scripts.make_reference import pages
 
 
 def written(folder: Path, text: str | bytes) -> Path:

@@ -6,7 +6,6 @@ from token ids to first-token logits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,10 +26,7 @@ from blendserve.core import TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, StoreError
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
-from blendserve.fetch import KVFetcher, open_storage
-from blendserve.fetch.fetcher import Fetch
-from blendserve.fetch.incoming import ChunkRequest
-from blendserve.fetch.transfer import Compute
+from blendserve.fetch import open_storage
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
@@ -160,19 +156,6 @@ def time_prompt(
         "kv_bytes": done.result.cache.n_bytes,
     }
     return metrics, done
-
-
-class TimedFetcher(KVFetcher):
-    """Adds up how long prompts wait for their chunks before the prefill begins."""
-
-    seconds = 0.0
-
-    @contextmanager
-    def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
-        start = time.perf_counter()
-        with super().fetch(requests, compute) as fetch:
-            self.seconds += time.perf_counter() - start
-            yield fetch
 
 
 def make_blender(model: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:

@@ -4,7 +4,6 @@ app.py      the file of each command, errors to exit codes     options.py    set
 core.py     demo, index, precompute, ask                       server.py     serve, keys
 store.py    store, codec                                       collection.py collection
 research.py evaluate, simulate, cost, doctor                   bench.py      bench
-reference.py  pages of docs/reference
 """
 
 from __future__ import annotations

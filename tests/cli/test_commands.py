@@ -29,12 +29,12 @@ import blendserve
 from blendserve import console
 from blendserve.cli.app import COMMANDS, app, run
 from blendserve.cli.options import Options, make_app, with_options
-from blendserve.cli.reference import MARKER, pages
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.paths import index_folder
 from blendserve.registry import CODECS
 from blendserve.store import LMDBStore
 from blendserve.store.codecs.base import known_codec
+from scripts.make_reference import MARKER, pages
 from tests.cli.conftest import write_corpus
 from tests.support.commands import cli, walk
 
