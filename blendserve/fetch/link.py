@@ -15,10 +15,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from blendserve.errors import BlendserveError
 from blendserve.fetch.plan import LinkState
+from blendserve.store.base import ReadTime
 from blendserve.store.clock import TimeSource
 
 PROBE_S = 10.0  # minimum time between probes
@@ -41,15 +41,6 @@ class TokenRate:
         if tokens:
             known, new = self.per_token, amount / tokens
             self.per_token = new if known is None else (1 - MEAN_WEIGHT) * known + MEAN_WEIGHT * new
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSample:
-    """What a probe measured."""
-
-    round_trip_s: float  # of a question with a short answer
-    seconds: float  # of the part, its own round trip included
-    n_bytes: int  # of the part
 
 
 class LinkEstimator:
@@ -134,7 +125,7 @@ class LinkEstimator:
 
     # Probes
 
-    def probe_now(self, probe: Callable[[int], LinkSample | None]) -> None:
+    def probe_now(self, probe: Callable[[int], ReadTime | None]) -> None:
         """Transfer larger and larger parts of a chunk, at least two; the last one counts.
 
         probe: of this number of bytes, fewer if the chunk has no more. Raises its BlendserveErrors.
@@ -147,7 +138,7 @@ class LinkEstimator:
                 return
             n_bytes *= 2
 
-    def _sample(self, probe: Callable[[int], LinkSample | None], n_bytes: int) -> LinkSample | None:
+    def _sample(self, probe: Callable[[int], ReadTime | None], n_bytes: int) -> ReadTime | None:
         sample = probe(n_bytes)
         if sample:
             with self._lock:
@@ -159,7 +150,7 @@ class LinkEstimator:
                 self._pieces.append((self._busy_s, sample.n_bytes))
         return sample
 
-    def probe_later(self, probe: Callable[[int], LinkSample | None]) -> None:
+    def probe_later(self, probe: Callable[[int], ReadTime | None]) -> None:
         """Probe in a thread of its own, if one is due."""
         with self._lock:
             if self.clock.monotonic() < self._next_probe:
@@ -173,7 +164,7 @@ class LinkEstimator:
         if self._probing:
             self._probing.join()
 
-    def _probe(self, probe: Callable[[int], LinkSample | None]) -> None:
+    def _probe(self, probe: Callable[[int], ReadTime | None]) -> None:
         start, answered = self.clock.monotonic(), True
         try:
             self._sample(probe, self._probe_bytes)

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.link import LinkEstimator, LinkSample, TokenRate
+from blendserve.fetch.link import LinkEstimator, TokenRate
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, Miss
+from blendserve.store.base import ReadTime
 from blendserve.store.blobs import BlobReader
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import TimeSource
@@ -51,7 +52,7 @@ class RemoteSource(Protocol):
     def interrupt(self, late: bool) -> str:
         """Make every transfer fail at once, from any thread -> why, if late: it counts as a failure then."""
 
-    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
         """Transfer about this number of bytes of one of these, or of any chunk if none is named; None if it is absent.
 
         Raises StoreError.
@@ -107,15 +108,14 @@ class StoreSource:
     def interrupt(self, late: bool) -> str:
         return self.store.interrupt(late)
 
-    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
         """Time the first of these chunks that is there."""
         with self._call():
             wanted = list(keys or islice(self.store.keys(), PROBED))
             found = self.store.time_read(wanted, n_bytes, self.link.clock.monotonic)
-        if found is None:
-            return None
-        self._token_bytes.record(found.header.n_bytes, found.header.shape.n_tokens)
-        return LinkSample(found.round_trip_s, found.seconds, found.n_bytes)
+        if found and found.header:
+            self._token_bytes.record(found.header.n_bytes, found.header.shape.n_tokens)
+        return found
 
     def close(self) -> None:
         """The store is its opener's."""

@@ -139,10 +139,10 @@ class VerifyReport:
 class ReadTime(NamedTuple):
     """How long reading a part of a chunk took."""
 
-    header: Header
-    round_trip_s: float  # of a question with a short answer; 0 where the store has none
+    round_trip_s: float  # of a question with a short answer; 0 where there is none
     seconds: float  # of the part, its own round trip included
     n_bytes: int  # of the part
+    header: Header | None = None  # of the chunk, if it was read
 
 
 class KVStore(ABC):
@@ -247,7 +247,7 @@ class KVStore(ABC):
         for key in keys:
             began = now()
             if isinstance(record := self.read([key]).get(key), ChunkRecord):
-                return ReadTime(record.header, 0.0, now() - began, record.n_bytes)
+                return ReadTime(0.0, now() - began, record.n_bytes, record.header)
         return None
 
     def interrupt(self, late: bool) -> str:

@@ -130,7 +130,7 @@ class ValkeyStore(KVStore):
                     n = max(1, min(n_layers, n_bytes * n_layers // max(1, header.n_bytes)))
                     began = now()
                     segments = client.hmget(chunk_name(key), [layout.segment_name(l) for l in range(n)])
-                    found = ReadTime(header, round_trip_s, now() - began, sum(header.lengths[:n]))
+                    found = ReadTime(round_trip_s, now() - began, sum(header.lengths[:n]), header)
                     return None if None in segments else found
             return None
 

@@ -19,10 +19,10 @@ from blendserve.fetch.link import (
     STALL_FIRST,
     SURE_S,
     LinkEstimator,
-    LinkSample,
     StallDetector,
 )
 from blendserve.fetch.plan import INTERLEAVE, MIN_SPEEDUP, SAME, SOONER, WORTH, LinkState, PendingChunk, plan
+from blendserve.store.base import ReadTime
 from tests.support.waiting import ManualClock
 
 RATES, SECONDS = st.floats(1e3, 1e10), st.floats(0, 10)
@@ -146,7 +146,7 @@ def test_the_rate_is_bytes_over_seconds_of_transfer(pieces: list[tuple[int, floa
 def test_a_round_trip_is_no_part_of_the_rate_and_decoding_is_a_running_mean() -> None:
     clock = ManualClock()
     link = LinkEstimator(clock)
-    link.probe_now(lambda n_bytes: LinkSample(0.5, 1.5, 1000))
+    link.probe_now(lambda n_bytes: ReadTime(0.5, 1.5, 1000))
     assert link.round_trip_s == 0.5
     assert link.rate == pytest.approx(1000)
     moved(link, clock, 3000, 1.5)
@@ -169,11 +169,11 @@ def test_the_first_probes_grow_until_one_shows_the_rate(
     """A first transfer is slower: the connection has to get going. A small chunk shows what it can."""
     link, asked = LinkEstimator(ManualClock()), list[int]()
 
-    def probe(n_bytes: int) -> LinkSample:
+    def probe(n_bytes: int) -> ReadTime:
         asked.append(n_bytes)
         n = min(n_bytes, chunk_bytes)
         slow = 0.1 if len(asked) == 1 else 0.0
-        return LinkSample(round_trip_s, round_trip_s + slow + n / rate, n)
+        return ReadTime(round_trip_s, round_trip_s + slow + n / rate, n)
 
     link.probe_now(probe)
     assert asked == [MIN_PROBE_BYTES << n for n in range(len(asked))]
@@ -197,12 +197,12 @@ def test_probes_use_a_fiftieth_of_a_link_and_a_dead_one_is_tried_each_minute(
     clock, asked = ManualClock(), list[int]()
     link, began = LinkEstimator(clock), clock.now
 
-    def probe(n_bytes: int) -> LinkSample:
+    def probe(n_bytes: int) -> ReadTime:
         asked.append(n_bytes)
         clock.advance(seconds)
         if down:
             raise StoreUnavailable("the network is down")
-        return LinkSample(0.0, max(seconds, 1e-3), n_bytes)
+        return ReadTime(0.0, max(seconds, 1e-3), n_bytes)
 
     for later_s, n in ((0.0, 1), (pause_s - 0.5, 1), (pause_s + 0.5, 2)):
         clock.advance(began + later_s - clock.now)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.link import LinkEstimator, LinkSample
+from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.source import ANY
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss, read_record
+from blendserve.store.base import ReadTime
 from blendserve.store.blobs import BlobReader
 from blendserve.store.clock import TimeSource
 from tests.support.waiting import ManualClock
@@ -106,7 +107,7 @@ class ScriptedSource:
         self._interrupts += 1
         return f"{self.name} does not answer"
 
-    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
         return None
 
     def close(self) -> None: ...

@@ -27,8 +27,8 @@ from blendserve.fetch.kdn.manifest import (
     Directory,
     read_directory,
 )
-from blendserve.fetch.link import LinkEstimator, LinkSample
-from blendserve.store.base import Miss
+from blendserve.fetch.link import LinkEstimator
+from blendserve.store.base import Miss, ReadTime
 from blendserve.store.blobs import BlobInfo, BlobReader, check_blob
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import TimeSource
@@ -161,11 +161,11 @@ class KdnSource:
 
     # Probes
 
-    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
         """Time a typical chunk; None if the collection has none of these. The first probe measures decoding as well."""
         return self._client.ask(partial(self._probe, keys=keys, n_bytes=n_bytes))
 
-    def _probe(self, client: DeliveryClient, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+    def _probe(self, client: DeliveryClient, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
         """Raises what the client does."""
         collection, directory = self._look(client)
         if not directory:
@@ -178,7 +178,7 @@ class KdnSource:
                     self._time_decoding(client, key, level, body)
         return sample if not keys or any(key in directory for key in keys) else None
 
-    def _time_link(self, path: str, client: DeliveryClient, body: int, n_bytes: int) -> LinkSample:
+    def _time_link(self, path: str, client: DeliveryClient, body: int, n_bytes: int) -> ReadTime:
         """Time at least this number of bytes of a body, and more if they come too quickly to tell a rate."""
         now, round_trips_s = self._clock.monotonic, []
         for _ in range(ROUND_TRIPS):
@@ -192,7 +192,7 @@ class KdnSource:
                 reply.read(n_bytes)
             seconds = now() - start
             if seconds - min(round_trips_s) >= PROBE_S or n_bytes == body:
-                return LinkSample(min(round_trips_s), seconds, n_bytes)
+                return ReadTime(min(round_trips_s), seconds, n_bytes)
             n_bytes *= 2
 
     def _time_decoding(self, client: DeliveryClient, key: ChunkKey, level: str, n_bytes: int) -> None:
