@@ -33,6 +33,7 @@ from blendserve.serve.responses import (
     QUALITY,
     RETRY_S,
     ClientDisconnected,
+    ErrorResponse,
     error_body,
     error_json,
     error_response,
@@ -49,6 +50,12 @@ PAGE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # the browser revalidates by ETag, so that a new version shows at once
+}
+
+# In place of FastAPI's 422, which no request gets.
+DESCRIBED_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is wrong: what, and what to do", "model": ErrorResponse},
+    "5XX": {"description": "The server cannot answer now: why", "model": ErrorResponse},
 }
 
 operations = APIRouter(tags=["operations"])
@@ -151,6 +158,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        responses=DESCRIBED_ERRORS,
     )
     app.state.backend = backend
     for router in (*routers, operations):

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Protocol, TypeVar, get_args
 
 from fastapi import Depends, Request
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -144,6 +145,21 @@ def figures(answer: Answer) -> dict[str, Any]:
     """What `x_blendserve` says of an answer."""
     cited = {"citations": [asdict(each) for each in answer.citations]} if answer.citations else {}
     return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict(), **cited}
+
+
+class ErrorDetails(BaseModel):
+    """What was wrong, in a response of OpenAI's form or of Anthropic's."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every response with a status of 400 or more."""
+
+    error: ErrorDetails
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

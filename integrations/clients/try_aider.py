@@ -12,7 +12,15 @@ from checks import MODEL, OPENAI, check
 folder = Path(tempfile.mkdtemp())
 (folder / "hello.py").write_text('print("hello")\n', encoding="utf-8")
 OPTIONS = ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
-OPTIONS += ["--no-show-release-notes", "--no-pretty", "--no-gitignore", "--map-tokens", "0", "--edit-format", "whole"]
+OPTIONS += [
+    "--no-show-release-notes",
+    "--no-pretty",
+    "--no-gitignore",
+    "--map-tokens",
+    "0",
+    "--edit-format",
+    "whole",
+]
 
 
 def aider(*options):

@@ -34,7 +34,9 @@ chosen = {
     "metric_list": [{"metric": "acc"}],
 }
 for task in (written, chosen):
-    (folder / f"{task['task']}.yaml").write_text(json.dumps({**data, **task}), encoding="utf-8")  # JSON is YAML
+    (folder / f"{task['task']}.yaml").write_text(
+        json.dumps({**data, **task}), encoding="utf-8"
+    )  # JSON is YAML
 
 
 manager = TaskManager(include_path=str(folder))

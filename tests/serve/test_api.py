@@ -48,6 +48,20 @@ def test_the_routes_are_those_of_the_pages(server: Server) -> None:
     assert routes(served.openapi()) == documented("delivery.md", "/v1")
 
 
+def test_errors_are_described_as_they_come(server: Server) -> None:
+    """In OpenAI's form and in Anthropic's; tools that read the description have no other status for wrong bodies."""
+    described = server.get("/openapi.json").json()
+    jsonschema = pytest.importorskip("jsonschema")
+    operations = {path: each["post"] for path, each in described["paths"].items() if "post" in each}
+    assert {"/v1/chat/completions", "/v1/messages"} <= operations.keys()
+    for path, operation in operations.items():
+        refused = server.post(path, {"prompt": 7})
+        assert 400 <= refused.status_code < 500
+        assert "422" not in operation["responses"]
+        form = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+        jsonschema.validate(refused.json(), {**form, "components": described["components"]})
+
+
 STATUSES = re.findall(
     r"^\| `(\w+)` \|[^|]*\| (\d{3}) \|$", (REFERENCE / "errors.md").read_text("utf-8"), re.MULTILINE
 )
