@@ -19,6 +19,7 @@ BENCHES = {  # name, also that of the module -> help
     "sampling": "Choose tokens from a large vocabulary, by rule and by grammar.",
     "startup": "Time whole commands, and the first answer of a process.",
     "near_duplicates": "Ask about passages that were edited after they were cached.",
+    "run_offsets": "Compare runs from inside of stored chunks with full prefill.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
     "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
     "plain": "Find stored text in the prompts of unchanged clients.",
