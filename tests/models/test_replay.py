@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +134,25 @@ def test_the_memory_of_a_cache_is_reused_once_no_view_of_it_is_left() -> None:
     assert cache_memory(1100).data_ptr() == at  # a little more fits, too
     assert cache_memory(900, torch.float32).shape == (2, 900, 3)
     assert cache_memory(0).shape == (2, 0, 3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
+def test_a_slot_takes_memory_as_its_answer_grows() -> None:
+    """Room for a whole context costs a short answer nothing; a decode that grows past it gives the same numbers."""
+    decoder, whole = fresh_model("llama"), 1 << 29
+    n_bytes = sum(shape.numbers for shape in decoder.kv_shapes) * decoder.dtype.itemsize
+    before = resident()
+    pool = CachePool(decoder, 8, whole // 8 // n_bytes)
+    slots = [pool.acquire() for _ in range(pool.n)]
+    alone, tokens = KVCache(decoder, 90), [5 + i % 31 for i in range(90)]
+    for slot in slots:
+        append_each(decoder, [Row(slot, at, token) for at, token in enumerate(tokens[:64])])
+    assert resident() - before < whole / 8
+    grown = [append_each(decoder, [Row(slots[0], at, tokens[at])]) for at in range(64, 90)]
+    expected = append_each(decoder, [Row(alone, at, token) for at, token in enumerate(tokens)])
+    assert_near(torch.cat(grown), expected[64:])
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
