@@ -58,7 +58,7 @@ def groups(config: AutoConfig, log: SampleLog) -> Iterator[Group]:
 def _run(
     blender: Blender, workload: Workload, seconds: dict[str, list[float]], chosen: list[str], method: Method
 ) -> Metrics:
-    metrics, done = time_prompt(blender, workload, BlendConfig(method=method))
+    metrics, done = time_prompt(blender, workload, BlendConfig(method=method, ratio=0.05))
     seconds[method].append(metrics["prefill_s"])
     if method == "auto":
         chosen.append(done.report.method)

@@ -42,7 +42,7 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
     stored, unrelated = Workload(drawn.prompts, drawn.passages[:n], question), drawn.chunks[n:]
     all_edited = tuple(before(f"revised@{config.edited}", [*stored.passages], str(config.seed)))
     one_edited = (*stored.passages[: n // 2], all_edited[n // 2], *stored.passages[n // 2 + 1 :])
-    near = BlendConfig(method="blend", near=True)
+    near = BlendConfig(method="blend", near=True, ratio=0.05)
     exact = near.with_values(near=False)
     prompts = {
         FULL: (stored, BlendConfig(method="full")),

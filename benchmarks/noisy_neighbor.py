@@ -29,7 +29,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.loadgen import Body, closed_loop, longest_passages, send
 from blendserve.bench.runner import Bench, BenchConfig
-from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.server_process import FIXED, ServerProcess, serve_command
 from blendserve.bench.serving import ROOM, TIMEOUT_S, model_settings
 from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
@@ -112,7 +112,7 @@ def server(folder: Path) -> Iterator[str]:
         shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
         indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
         given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"))
-        command = serve_command(*indexes, *given, "--method", METHOD, *ROOM)
+        command = serve_command(*indexes, *given, "--method", METHOD, *FIXED, *ROOM)
         with ServerProcess(command, folder / "server.log") as child:
             yield child.url
 

@@ -29,7 +29,7 @@ from benchmarks.support.clients import CLIENTS, QUESTION, Ask, Body, Client, OnT
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
-from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.server_process import FIXED, ServerProcess, serve_command
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.runs import MIN_SPAN, choose_runs, find_runs
 from blendserve.config import Positive
@@ -78,7 +78,7 @@ def groups(config: PlainConfig, log: SampleLog) -> Iterator[Group]:
     model = open_model(config, log)
     stored = make_workload(model, config.passages, config.chunk_tokens, None, config.seed)
     options = ("--model", config.model, *model_settings(config), "--set", f"blend.method={config.method}")
-    command = serve_command("--no-index", *ROOM, *options)
+    command = serve_command("--no-index", *ROOM, *FIXED, *options)
     with scratch(config.folder) as folder, ServerProcess(command, folder / "log") as server:
         wire = Wire(server.url, config.model, config.new_tokens)
         clients, missing = connected(config, wire)

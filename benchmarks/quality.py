@@ -34,12 +34,12 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Failed, Request
 from blendserve.evaluate.datasets import load
 from blendserve.kv import map_layers
-from blendserve.quality.calibration import make_questions
 from blendserve.quality.control import QualityControl
 from blendserve.quality.controller import RatioController
+from blendserve.quality.evidence import Sample, make_questions
 from blendserve.quality.fidelity import Verifier
 from blendserve.quality.risk import interval
-from blendserve.quality.target import Loss, Target
+from blendserve.quality.target import Loss
 
 WRONG = 6.0  # times the prior, with the other sign; twice it, the ridge on recomputed tokens made good
 
@@ -77,10 +77,11 @@ def groups(config: QualityConfig, log: SampleLog) -> Iterator[Group]:
         Engine.build(folder / "index", documents, settings, model=model) as engine,
     ):
         engine.precompute()
-        calibration = engine.calibrate(config.prompts)
+        evidence = engine.calibrate(config.prompts)
         assert engine.index is not None
         made = make_questions(engine.index.passages)
-        unseen = list(islice(made, calibration.prompts, calibration.prompts + config.unseen))
+        n = len(evidence.samples)
+        unseen = list(islice(made, n, n + config.unseen))
         asked = [example.question for example in data.examples]
         kinds = {"made": unseen, "of people": asked if config.dataset != "generated" else []}
         for kind, questions in kinds.items():
@@ -124,15 +125,15 @@ def _promise(engine: Engine, kind: str, questions: Sequence[str]) -> Group:
 
     def facts() -> Mapping[str, Any]:
         (_, controller), *_ = engine.quality.controllers()
-        return {"ratio": _ratio(controller), **_facts(controller.target, prompts.served)}
+        return {"ratio": _ratio(controller), **_facts(prompts.served)}
 
     return Group(
         {"questions": kind}, [Case({"method": "served"}, prompts.next)], facts, len(questions), False
     )
 
 
-def _facts(target: Target, served: Sequence[Loss]) -> dict[str, Any]:
-    given, kls = target.losses(served), sorted(loss.kl for loss in served)
+def _facts(served: Sequence[Loss]) -> dict[str, Any]:
+    given, kls = [1 - loss.agreement for loss in served], sorted(loss.kl for loss in served)
     low, high = interval(given, 0.05)
     return {
         "prompts": len(given),
@@ -157,7 +158,7 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
         target = engine.quality.target
         assert target
         assert engine.index is not None
-        controller = RatioController(target, engine.quality.calibration(engine.index))
+        controller = RatioController(target, engine.quality.evidence(engine.index), len(engine.index))
         good = engine.blender.priors.current() or Priors.of_nothing(engine.model.decoder)
         found: dict[str, list[Loss]] = {"before": [], "behind": []}
         first, until_alarm = controller.ratio, 0
@@ -167,16 +168,17 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
             for question in questions:
                 served = controller.ratio
                 prompt = engine.prepare(Request(question, blend={"method": "blend"})).prompt
-                measured, _ = engine.quality.losses(prompt)
-                loss = Loss(1.0, 0.0) if served is None else measured[served]
+                assert engine.index is not None
+                sample = Sample(tuple(engine.quality.losses(prompt)), len(engine.index))
+                loss = Loss(1.0, 0.0) if served is None else sample.at(served)
                 found["before" if served == first else "behind"].append(loss)
-                controller.add(served, {r: measured[r] for r in controller.checked_ratios})
+                controller.add(served, sample)
                 until_alarm += served == first
                 if len(found["behind"]) == config.after:
                     break
         finally:
             engine.blender.priors.use(good)
-        means = {name: 1 - statistics.fmean(target.losses(of)) for name, of in found.items() if of}
+        means = {name: statistics.fmean(loss.agreement for loss in of) for name, of in found.items() if of}
         last = 1.0 if controller.ratio is None else controller.ratio
         return {"checks_to_alarm": until_alarm, "alarms": controller.alarms, "last_ratio": last, **means}
 
@@ -208,7 +210,7 @@ def _load(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> Gr
 
     def serve(share: float) -> Metrics:
         seen, draw, done = FirstTokens(), random.Random(next(n) // 2), threading.Semaphore(0)
-        settings = engine.config.replace("quality.check_rate", share)
+        settings = engine.config.replace("quality.check_share", share)
         engine.quality = QualityControl(settings, engine.model, engine.blender)
         engine.quality.on_check.append(seen.checked)
         batch = BatchEngine(engine, seen, ServeConfig(slots=2))

@@ -82,9 +82,8 @@ def _settings(config: RoutingConfig, url: str, own_bytes: float = 0) -> Config:
     store = {"location": url, "cap_gb": 8, "deadline_s": 30}
     if own_bytes:
         store = {"location": "memory", "cap_gb": own_bytes / 1e9, "remote": store}
-    return Config(
-        model=config.model_settings, store=store, blend={"method": "blend"}, decode={"max_new_tokens": 8}
-    )
+    blend = {"method": "blend", "ratio": 0.05}
+    return Config(model=config.model_settings, store=store, blend=blend, decode={"max_new_tokens": 8})
 
 
 async def ask_all(replicas: Replicas, questions: Iterator[RoutedRequest], clients: int) -> Metrics:

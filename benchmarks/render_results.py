@@ -30,7 +30,7 @@ METHODS = {
     "transformers": "transformers, full prefill",
     "full": "blendserve, full prefill",
     "deviation@0.15": "CacheBlend's rule, 15% recomputed",
-    "query+prior@0.05": "**default: `query` + `prior`, 5% recomputed**",
+    "query+prior@0.05": "**`query` + `prior`, 5% recomputed**",
     "reuse": "full reuse, 0% recomputed",
 }
 DEFAULT = "query+prior@0.05"

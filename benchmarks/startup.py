@@ -41,7 +41,7 @@ def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:
     settings = Config(
         model=config.model_settings,
         retrieve=RetrieveConfig(top_k=config.passages, chunk_tokens=config.chunk_tokens),
-        blend=BlendConfig(method="blend"),
+        blend=BlendConfig(method="blend", ratio=0.05),
         decode=DecodeConfig(max_new_tokens=config.new_tokens),
     )
     with scratch(config.folder) as folder:

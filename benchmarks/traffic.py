@@ -28,7 +28,7 @@ from benchmarks.support.coding_agent import CodingAgent, source_files
 from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
-from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.server_process import FIXED, ServerProcess, serve_command
 from blendserve.config import Positive, PromptConfig
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.text_forms import FORMS
@@ -97,7 +97,7 @@ def server(config: TrafficConfig) -> Iterator[Wire]:
     options = ("--no-index", *ROOM, "--model", config.model, *model_settings(config))
     with scratch(config.folder) as folder:
         own = ("--set", "serve.conversations_mb=4096", "--set", f"store.location={folder / 'kv'}")
-        with ServerProcess(serve_command(*options, *own), folder / "log") as process:
+        with ServerProcess(serve_command(*options, *own, *FIXED), folder / "log") as process:
             yield Wire(process.url, config.model, config.new_tokens)
 
 

@@ -36,7 +36,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, speedup, table
 from blendserve.bench.harness import ratio as ratio_of
 from blendserve.bench.runner import Bench, BenchConfig, open_model
-from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.server_process import FIXED, ServerProcess, serve_command
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.config import Positive
 from blendserve.errors import InputError
@@ -89,7 +89,7 @@ def groups(config: VllmConfig, log: SampleLog) -> Iterator[Group]:
     options = ["--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "4"]
     options += ["--served-model-name", config.model, *["--enforce-eager"] * config.eager]
     with scratch(config.folder) as folder, ExitStack() as stack:
-        settings: dict[str, object] = {"store": str(folder / "kv")}
+        settings: dict[str, object] = {"store": str(folder / "kv"), "blend.ratio": 0.05}
         if config.slice_tokens is not None:
             settings["slice_tokens"] = config.slice_tokens
         source = source_of(config.model)
@@ -117,7 +117,7 @@ def _other_engines(
     config: VllmConfig, threads: int, work: Workload, folder: Path, stack: ExitStack
 ) -> dict[str, Answer]:
     """Our server with the same passages stored, transformers, and llama.cpp where it is installed."""
-    command = serve_command("--no-index", "--model", config.model, *model_settings(config))
+    command = serve_command("--no-index", "--model", config.model, *model_settings(config), *FIXED)
     server = stack.enter_context(ServerProcess(command, folder / "own.log"))
     wire = Wire(server.url, config.model, config.new_tokens)
     warm(wire.http, [passage.text for passage in work.passages])

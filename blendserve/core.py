@@ -151,14 +151,28 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """What is promised of the answers to an index's questions, and what checks say. Filled by quality/controller.py."""
+    """How a target of quality stands over the passages of an answer. Filled by quality/controller.py."""
 
-    target: str
-    ratio: float | None  # that keeps it; None: answers are exact
-    basis: str  # how many prompts and checks it was chosen by
-    status: str  # kept | not yet known | raised to ... | answered exactly ... | off
-    estimate: float | None = None  # of what the target limits, by checks since the last change of the ratio
-    interval: tuple[float, float] | None = None
+    status: str  # no evidence yet | not yet proven | kept | answered exactly
+    min_agreement: float  # the target: least mean share of full prefill's tokens
+    ratio: float | None  # that serves; None: answers are exact
+    prompts: int  # that were compared with full prefill, by weight
+    agreement: float | None = None  # their mean, at this ratio
+    interval: tuple[float, float] | None = None  # of the mean
+    worse: float | None = None  # share of them on which full reuse is nearer to full prefill
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.ratio is None:
+            return f"{self.status}: no ratio keeps {self.min_agreement:g} of full prefill's tokens, {self.prompts} checks"
+        if self.agreement is None:
+            return f"{self.status}; ratio {self.ratio:g}"
+        kept = f"{self.agreement:.2f} of full prefill's tokens, {self.prompts} checks"
+        return f"{self.status}: {kept}; ratio {self.ratio:g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "summary": self.summary}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +244,7 @@ class BlendReport:
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense, selection and refining passes included) / (T * L)
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
-    quality: QualityReport | None = None  # None: no target was set
+    quality: QualityReport | None = None  # None: no target chose the ratio
     tokens_refined: int = 0  # part of tokens_reused: recomputed after the first token (blend/refine.py)
     full_prefill_s: float | None = None  # estimate for the same prompt; None: method full, or no cost model
     scores: torch.Tensor | None = field(default=None, compare=False, repr=False)
@@ -326,7 +340,7 @@ class BlendReport:
         """Fields, counts and properties as JSON, without what is as long as the prompt: see `explain`."""
         derived = {name for name, value in vars(BlendReport).items() if isinstance(value, Count | property)}
         names = derived.union(each.name for each in fields(self)) - {"layout", "scores", "states"}
-        quality = asdict(self.quality) if self.quality else None
+        quality = self.quality.to_dict() if self.quality else None
         return {**{name: getattr(self, name) for name in sorted(names)}, "quality": quality}
 
 

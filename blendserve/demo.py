@@ -137,7 +137,7 @@ def print_answer_details(answer: Answer) -> None:
     console.out.print()
     _say(f"from {', '.join(sources)}\n  {_work(answer)}; {speed}")
     if quality := answer.report.quality:
-        _say(f"target {quality.target}: {quality.status}")
+        _say(quality.summary)
 
 
 def compare(engine: Engine, question: str) -> list[DemoRow]:
@@ -228,6 +228,8 @@ def _print_bars(full: Answer, blended: Answer) -> None:
         bars.add_row(name, bar, f"{ttft * 1e3:,.0f} ms", f"{_tokens_run(answer.report):,} tokens computed")
     console.out.print(bars)
     _say(f"{'':{NAME_WIDTH}} first token {times[0] / times[1]:.1f} times sooner; {_work(blended)}")
+    if quality := blended.report.quality:
+        _say(f"{'':{NAME_WIDTH}} {quality.summary}")
 
 
 def _tokens_run(report: BlendReport) -> int:

@@ -27,7 +27,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.loadgen import Body, closed_loop, longest_passages, open_loop, send
 from blendserve.bench.runner import Bench, BenchConfig, Plot
-from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.server_process import FIXED, ServerProcess, serve_command
 from blendserve.config import Config, Positive
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError
@@ -125,7 +125,7 @@ def _server(config: ServingConfig, folder: Path) -> Iterator[tuple[str, Path]]:
         index = folder / "index"
         Engine.build(index, language_reference(), Config(model=config.model_settings)).close()
     model = model_settings(config, folder / "model.yaml")
-    command = serve_command("--index", str(index), "--config", str(model), "--method", "blend", *ROOM)
+    command = serve_command("--index", str(index), "--config", str(model), "--method", "blend", *FIXED, *ROOM)
     with ServerProcess(command, folder / "server.log") as child:
         yield child.url, index
         child.stop()

@@ -27,6 +27,7 @@ from blendserve.models.tokenizer import Tokenizer
 from blendserve.registry import POLICIES
 
 AUTO_MIN_RATIO = 0.05  # of ratio auto without a minimum
+START_RATIO = 0.15  # where nothing sets one, and no evidence chooses one
 
 CheckLayer = Annotated[int, Field(ge=1)]
 
@@ -181,7 +182,7 @@ class ChunkHeadPolicy(Policy):
 
 def make_policy(blend: BlendConfig) -> Policy:
     """The policy of these settings. With ratio auto, its ratio is the least one."""
-    ratio = blend.ratio
+    ratio = START_RATIO if blend.ratio is None else blend.ratio
     if isinstance(ratio, str):
         ratio = float(ratio.partition(":")[2] or AUTO_MIN_RATIO)
     settings = {"ratio": ratio, "refine": blend.refine}

@@ -152,7 +152,7 @@ def _facts(engine: Engine, exit_code: int = 0, report: ReadReport | None = None,
 
 
 @single_command
-@with_settings("model.name", "store.location", "store.codec", "quality.min_agreement")
+@with_settings("model.name", "store.location", "store.codec")
 def precompute(
     index: IndexArg,
     settings: Config,
@@ -164,8 +164,7 @@ def precompute(
 
     The command first prints how many tokens it will compute, and how much disk they need. It skips stored chunks, so
     you can stop it and run it again at any time. At the end it fits a correction prior on a sample of the chunks, if the
-    store has none. If a quality target is set, it also calibrates the ratio (`blendserve calibrate`). The exit code is 1
-    if a chunk is missing at the end.
+    store has none. The exit code is 1 if a chunk is missing at the end.
 
     Several processes or machines with one store (a file or a server): run the same command in each. A process leases
     the chunks that it computes. The others skip these and check them again at the end:
@@ -217,7 +216,7 @@ def precompute(
 def _precompute(
     engine: Engine, index: str, part: tuple[int, int], workers: int | None, ray: str | None
 ) -> PrecomputeReport:
-    """Compute one share of an index's chunks, fit the prior and, with a target, calibrate."""
+    """Compute one share of an index's chunks, and fit the prior."""
     per_token = engine.model.decoder.kv_bytes_per_token
     computing = console.progress("Precomputing", "tokens", per_token)
     fitting = console.progress("Fitting the correction prior", "tokens")
@@ -225,13 +224,8 @@ def _precompute(
         if workers:
             from blendserve.ray.precompute import precompute_index
 
-            report = precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
-        else:
-            report = engine.precompute(None, part, computed, fitted)
-    if part == (0, 1) and engine.config.quality.has_target:
-        with console.progress("Calibrating", "prompts") as measured:
-            engine.calibrate(progress=measured)
-    return report
+            return precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
+        return engine.precompute(None, part, computed, fitted)
 
 
 def _precomputed(report: PrecomputeReport, missing: int, expected_bytes: int) -> Output:

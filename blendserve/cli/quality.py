@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,18 +16,16 @@ from blendserve.console import Output
 from blendserve.errors import InputError
 
 if TYPE_CHECKING:
-    from blendserve.quality.calibration import Calibration
+    from blendserve.quality.evidence import Evidence
 
-DEFAULT = QualityConfig(min_agreement=0.9)  # the target of the table without one in the settings
-COLUMNS = "ratio", "loss", "interval", "KL mean, worst", "of full prefill's time", "meets the target"
+COLUMNS = "ratio", "agreement", "interval", "KL mean, worst", "worse than reuse", "kept"
 
 log = logging.getLogger(__name__)
 
 
 @single_command
 @with_settings(
-    *("model.name", "quality.min_agreement", "quality.max_kl", "quality.violation_rate"),
-    *("retrieve.top_k", "decode.max_new_tokens"),
+    *("model.name", "quality.min_agreement", "retrieve.top_k", "decode.max_new_tokens"),
 )
 def calibrate(
     index: IndexArg,
@@ -38,9 +37,9 @@ def calibrate(
 ) -> Output:
     """Measure how far answers at every recompute ratio are from full prefill, on prompts of an index.
 
-    If quality.min_agreement or quality.max_kl is set, blendserve then uses the cheapest ratio that meets the target with
-    90% confidence. If no ratio does, it answers exactly. One calibration serves every target. Run a stopped command again
-    to resume it. A larger --prompts adds prompts.
+    blendserve uses the least ratio that keeps quality.min_agreement with 90% confidence. `precompute` and a server gather
+    the same evidence in time; this command gathers it at once. It serves every target. Run a stopped command again to
+    resume it. A larger --prompts adds prompts.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
@@ -58,40 +57,30 @@ def calibrate(
         except KeyboardInterrupt:
             log.info("stopped: the measurements are stored; run the same command to resume")
             raise typer.Exit(130) from None
-    return _output(found, settings.quality if settings.quality.has_target else DEFAULT)
+    return _output(found, settings.quality.min_agreement or QualityConfig().min_agreement or 0.0)
 
 
-def _output(found: Calibration, settings: QualityConfig) -> Output:
-    from blendserve.quality.risk import interval, losses_needed  # start-up: numpy
-    from blendserve.quality.target import ERROR, Target
+def _output(found: Evidence, least: float) -> Output:
+    from blendserve.quality.controller import RatioController  # start-up: numpy
+    from blendserve.quality.risk import interval
+    from blendserve.quality.target import ERROR, RATIOS, Target
 
-    target = Target.of(settings)
-    assert target
+    target, weights = Target(1.0 - least), [1.0] * len(found.samples)
     rows, shown = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for ratio, measured in found.losses.items():
-        losses = target.losses(measured)
-        mean, (low, high) = sum(losses) / len(losses), interval(losses, ERROR)
-        keeps = target.p_value(measured) <= ERROR
-        needed = losses_needed(losses, target.limit, ERROR)
-        kls = [loss.kl for loss in measured]
-        mean_kl = sum(kls) / len(kls)
-        of_full = found.seconds[f"{ratio:g}"] / found.seconds["full"]
-        rows.append(
-            {"ratio": ratio, "loss": mean, "low": low, "high": high, "mean_kl": mean_kl, "worst_kl": max(kls)}
-        )
-        rows[-1] |= {"of_full": of_full, "keeps": keeps, "needed": needed}
-        advice = f"not proven; {f'about {needed}' if needed else 'more'} prompts might"
-        advice = advice if mean < target.limit else "no"
-        ends, worst = f"{low:.3f} to {high:.3f}", f"{mean_kl:.3f}, {max(kls):.2f}"
-        cells = (f"{ratio:g}", f"{mean:.3f}", ends, worst, f"{of_full:.2f}")
-        shown.append((*cells, "yes" if keeps else advice))
-    chosen = target.ratio(found.losses)
+    for ratio, losses in zip(RATIOS, found.losses, strict=True):
+        differ, kls = [1.0 - loss.agreement for loss in losses], [loss.kl for loss in losses]
+        agreement, (low, high) = 1.0 - fmean(differ), interval(differ, ERROR)
+        worse = fmean(loss.is_worse for loss in losses)
+        kept = target.p_value(losses, weights) <= ERROR
+        row = {"ratio": ratio, "agreement": agreement, "low": 1.0 - high, "high": 1.0 - low}
+        rows.append({**row, "mean_kl": fmean(kls), "worst_kl": max(kls), "worse": worse, "kept": kept})
+        ends, kl = f"{1.0 - high:.3f} to {1.0 - low:.3f}", f"{fmean(kls):.3f}, {max(kls):.2f}"
+        says = "yes" if kept else "no" if target.seems_missed(losses, weights) else "not proven"
+        shown.append((f"{ratio:g}", f"{agreement:.3f}", ends, kl, f"{worse:.1%}", says))
+    report = RatioController(target, found).report()
 
     def show() -> None:
-        title = f"{target}, largest loss {target.limit:.3f}; {found.prompts} {found.asked} questions"
-        console.table(title, COLUMNS, shown)
-        says = "no ratio meets it: answers are exact" if chosen is None else f"chosen ratio: {chosen:g}"
-        console.out.print(says, markup=False)
+        console.table(f"{target}; {len(found.samples)} prompts", COLUMNS, shown)
+        console.out.print(report.summary, markup=False)
 
-    values = {"target": str(target), "prompts": found.prompts, "questions": found.asked, "chosen": chosen}
-    return Output({**values, "ratios": rows}, show)
+    return Output({**report.to_dict(), "ratios": rows}, show)

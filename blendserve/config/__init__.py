@@ -10,7 +10,6 @@ import os
 from typing import ClassVar
 
 import yaml
-from pydantic import model_validator
 
 from blendserve.config.base import Settings
 from blendserve.config.sections import (
@@ -43,7 +42,6 @@ from blendserve.config.store import (
     StoreConfig,
     ValkeyConfig,
 )
-from blendserve.errors import ConfigError
 
 __all__ = ["ANSWER_TOKENS", "BASIC", "LOOPBACK", "Config", "Settings", "check_binding"]
 __all__ += [
@@ -90,23 +88,6 @@ class Config(Settings):
     decode: DecodeConfig = DecodeConfig()
     serve: ServeConfig = ServeConfig()
     deliver: DeliverConfig = DeliverConfig()
-
-    @model_validator(mode="after")
-    def _one_choice_of_the_ratio(self) -> Config:
-        """Raises ConfigError for a ratio or a method that leaves a target nothing to choose."""
-        if not self.quality.has_target:
-            return self
-        chosen = {
-            "ratio": self.blend.ratio != BlendConfig.model_fields["ratio"].default,
-            "method": self.blend.method == "reuse",
-        }
-        if name := next((name for name, is_chosen in chosen.items() if is_chosen), None):
-            raise ConfigError(
-                f"setting 'blend.{name}' cannot be {getattr(self.blend, name)!r} with a target of quality, whose "
-                f"calibration chooses the ratio: leave out blend.{name}, or quality.min_agreement and quality.max_kl",
-                setting=f"blend.{name}",
-            )
-        return self
 
     def with_environment_key(self) -> Config:
         """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""

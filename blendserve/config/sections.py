@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
 from blendserve.config.base import SECRET, Settings
@@ -121,9 +121,9 @@ class BlendConfig(Settings):
     policy: PolicyName = POLICIES.default
     """Policy that selects the tokens to recompute, with its parameters in brackets: deviation[1,2] selects at these
     layers, step by step."""
-    ratio: Ratio | AutoRatio = 0.05
+    ratio: Ratio | AutoRatio | None = None
     """Fraction of the context tokens to recompute; auto recomputes as many as fit into the loading time, auto:R does the
-    same with at least the fraction R."""
+    same with at least the fraction R. If not set, it is the least one that keeps quality.min_agreement, or 0.15."""
     refine: Ratio = 0.0
     """Fraction of the context tokens to recompute between the first and the second token, so that the rest of the answer
     is closer to full prefill's. For policy query; 0, or less than the ratio, turns this off."""
@@ -134,30 +134,14 @@ class BlendConfig(Settings):
 
 
 class QualityConfig(Settings):
-    """A target for the quality of answers: calibration then chooses the recompute ratio, in place of blend.ratio."""
+    """A target for the quality of answers: evidence then chooses the recompute ratio, unless blend.ratio is set."""
 
-    min_agreement: Annotated[float, Field(ge=0.5, le=0.98)] | None = None
-    """Target: least mean agreement of answers with full prefill, as a fraction of their tokens. Without a calibration,
-    answers are exact."""
-    max_kl: Annotated[float, Field(ge=0.01)] | None = None
-    """Target in place of min_agreement: largest mean KL of an answer to full prefill, in nats."""
-    violation_rate: Annotated[float, Field(ge=0.02, le=0.5)] = 0.1
-    """Largest fraction of answers that may be above max_kl."""
-    check_rate: Ratio = 0.01
-    """Fraction of answers that an idle server compares with full prefill, if there is a target. These checks adjust the
-    ratio; with 0 the ratio stays."""
-
-    @model_validator(mode="after")
-    def _one_target(self) -> QualityConfig:
-        """Raises ValueError for two targets."""
-        if self.min_agreement is not None and self.max_kl is not None:
-            raise ValueError("min_agreement and max_kl exclude each other: set one of them")
-        return self
-
-    @property
-    def has_target(self) -> bool:
-        """Whether calibration chooses the ratio."""
-        return self.min_agreement is not None or self.max_kl is not None
+    min_agreement: Annotated[float, Field(ge=0.5, le=0.98)] | None = 0.9
+    """Target: least mean agreement of answers with full prefill, as a fraction of their tokens; null: no target. At most
+    2% of prompts may be farther from full prefill than with full reuse."""
+    check_share: Ratio = 0.05
+    """Largest fraction of its time that a server compares answers with full prefill, while it is idle. These checks
+    adjust the ratio; with 0 the ratio stays."""
 
 
 class DecodeConfig(Settings):

@@ -183,8 +183,8 @@ class BatchEngine:
         answer, cache, request = sequence.answer, sequence.cache, sequence.request
         assert answer
         assert cache
-        if (choice := request.quality) and request.is_checkable:
-            check = self.engine.quality.answered(choice, blender, request.prompt, request.decode, answer)
+        if choice := request.quality:
+            check = self.engine.quality.answered(choice, blender, request.prompt)
             if check:
                 self.scheduler.submit_idle(check)
         try:

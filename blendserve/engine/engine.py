@@ -27,7 +27,6 @@ from blendserve.engine.request import (
     PreparedRequest,
     Request,
     Search,
-    chooses_work,
     prepare_request,
     split_options,
 )
@@ -38,8 +37,8 @@ from blendserve.forks import begin_computing, is_forked
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
 from blendserve.paths import index_folder
-from blendserve.quality.calibration import PROMPTS, Calibration
 from blendserve.quality.control import QualityControl
+from blendserve.quality.evidence import PROMPTS, Evidence
 from blendserve.registry import CORRECTIONS, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.retrieve.reranker import reranked, reranker_of
@@ -47,6 +46,9 @@ from blendserve.store import KVStore, share_of
 from blendserve.store.base import Progress
 from blendserve.timing import Clock
 
+CHUNKS_PER_PROMPT = (
+    50  # times the chunks of a prompt: to measure one takes 5 times what computing its chunks does
+)
 PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
 
 log = logging.getLogger(__name__)
@@ -177,8 +179,8 @@ class Engine:
     ) -> PrecomputeReport:
         """Compute and store the KV of the index's passages, or of these; what is stored already is skipped.
 
-        Then priors are fitted, if the correction uses them and the store has none (blend/priors.py). `progress` and
-        `learning(tokens done, tokens in all)`.
+        Then priors are fitted, if the correction uses them and the store has none (blend/priors.py). About a tenth of the
+        time gathers evidence for the target of quality. `progress` and `learning(tokens done, tokens in all)`.
 
         shard (i, n): only the i-th of n shares, for as many processes to compute side by side, each on its own GPU or
         machine; they may write to one store. A chunk's share depends on its tokens alone. Raises StoreError; what was
@@ -188,6 +190,9 @@ class Engine:
         chunks = self.chunks(passages, shard)
         report = self.blender.writer.precompute(chunks, progress)
         self.learn(chunks, learning)
+        prompts = report.computed // CHUNKS_PER_PROMPT // self.config.retrieve.top_k
+        if prompts and self.quality.target and passages is None:
+            self.calibrate(limit=prompts)
         return report
 
     def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
@@ -201,11 +206,12 @@ class Engine:
         prompts: int = PROMPTS,
         questions: Sequence[str] = (),
         progress: Progress | None = None,
-    ) -> Calibration:
-        """Measure what every ratio loses on prompts of the index, so that a target of quality can choose one.
+        limit: int | None = None,
+    ) -> Evidence:
+        """Measure what every ratio loses on prompts of the index: evidence by which the ratio is chosen.
 
-        questions: users' own; without any, some are made of the passages. `progress(prompts done, prompts in all)`; what
-        was measured stays if it is stopped. Raises InputError, StoreError, ConfigError.
+        questions: users' own; without any, some are made of the passages. limit: of prompts to measure now.
+        `progress(prompts done, prompts in all)`; what was measured stays if it is stopped. Raises InputError, StoreError.
         """
         arguments.check_count(prompts, "prompts")
         begin_computing()
@@ -215,7 +221,7 @@ class Engine:
         def lay_out(question: str) -> Prompt:
             return self.prepare(Request(question, blend={"method": "blend"})).prompt
 
-        return self.quality.calibrate(self._index(), lay_out, prompts, asked, progress)
+        return self.quality.calibrate(self._index(), lay_out, prompts, asked, progress, limit)
 
     def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
@@ -270,15 +276,11 @@ class Engine:
         request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)
         arguments.check_near(prepared.blend, self.store, self.config.store)
-        if self.quality.target is None:
-            return prepared
         is_retrieved = request.passages is None and not prepared.prompt.is_plain
         own = () if self.index is None else (self.index,)
         searched = own if indexes is None else indexes
-        choice = self.quality.choose(
-            prepared.blend, searched if is_retrieved else (), chooses_work(request.blend)
-        )
-        return replace(prepared, blend=choice.blend, quality=choice)
+        choice = self.quality.choose(prepared.blend, request.blend, searched if is_retrieved else ())
+        return replace(prepared, blend=choice.blend, quality=choice) if choice else prepared
 
     def run(self, request: PreparedRequest) -> AnswerStream:
         """Prefill, and choose the first token: by the model's own forward, never blended, if it fails the gate.

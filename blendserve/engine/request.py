@@ -123,12 +123,6 @@ class PreparedRequest:
         """The most tokens that prompt and answer can have."""
         return len(self.prompt) + self.decode.answer_tokens
 
-    @property
-    def is_checkable(self) -> bool:
-        """Whether its answer can be compared with full prefill's: by the model's own probabilities alone."""
-        rules = self.rules
-        return not (rules.grammar or rules.ignores_end or rules.changes_logits)
-
 
 def prepare_request(
     request: Request,
@@ -242,12 +236,6 @@ def require_room(n_tokens: int, room: int, answer: int = 1, at_least: bool = Fal
     """Raises PromptTooLong if a prompt and its answer need more than `room`. at_least: the prompt may be longer."""
     if n_tokens > room - answer:
         raise PromptTooLong(n_tokens, room, answer, at_least)
-
-
-def chooses_work(options: Options) -> bool:
-    """Whether options for a request say what is recomputed, so that no target does. Method auto leaves it open."""
-    names = ("method", "policy", "ratio", "refine", "correction", "near")
-    return any(options.get(name) not in (None, "auto") for name in names)
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

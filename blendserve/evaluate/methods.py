@@ -24,7 +24,7 @@ from blendserve.registry import CODECS, CORRECTIONS, FULL_REUSE, POLICIES, codec
 Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
 
 FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
-DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().ratio}"
+DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@0.05"
 NO_CORRECTION = FULL_REUSE["correction"]
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
@@ -61,7 +61,7 @@ class MethodSpec:
     def ratio(self) -> float | None:
         """The recompute ratio; None where the method has none."""
         has_one = self.kind == "blend" and has_ratio(self.blend.policy)
-        return float(self.blend.ratio) if has_one else None
+        return float(self.blend.ratio or 0.0) if has_one else None
 
     @property
     def uncoded(self) -> str:

@@ -1,42 +1,43 @@
 """Keeps the target of one engine: chooses the ratio before a prefill, and checks answers while the engine is idle.
 
-A share of answers is checked. It is drawn without regard to the question or the answer. A check measures the ratio that
-served and its neighbours. It holds token ids in memory until it ran, and keeps none.
+One answer at a time is checked: the next one after a rest, so that checks take at most `quality.check_share` of the
+time. A check measures all ratios. It holds the prompt's token ids in memory until it ran, and keeps none.
 """
 
 from __future__ import annotations
 
-import random
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig, Config, DecodeConfig
-from blendserve.core import Answer, Prompt, QualityReport, Steps, T, TokenIds, run
-from blendserve.errors import ConfigError, InputError, StoreError
+from blendserve.blend.policies import takes
+from blendserve.config import BlendConfig, Config
+from blendserve.core import Prompt, QualityReport, Steps, run
+from blendserve.errors import InputError, StoreError
 from blendserve.models.loader import LoadedModel
-from blendserve.quality.calibration import PROMPTS, Calibration, digest, make_questions, owner_of
-from blendserve.quality.controller import LEVELS, RatioController
-from blendserve.quality.fidelity import Verifier, with_end
-from blendserve.quality.target import RATIOS, Loss, Target
+from blendserve.quality.controller import RatioController
+from blendserve.quality.evidence import PROMPTS, Evidence, Sample, hash_of, make_questions, owner_of
+from blendserve.quality.fidelity import Verifier
+from blendserve.quality.target import LEVELS, RATIOS, Loss, Target
 from blendserve.retrieve import VectorIndex
 from blendserve.store import ChunkKey
 from blendserve.store.base import Progress
 
-MAX_PENDING = 64  # answers; of more, which ones stay is drawn
-CALIBRATED_TOKENS = 32  # of a calibration's answer, at most: longer ones cost more than they tell
+MEASURED_TOKENS = 32  # of full prefill's answer, at most: longer ones cost more than they tell
+WORK = ("policy", "ratio", "refine", "correction", "near")  # options that say what is recomputed
 SAVED_EVERY = 8  # prompts of a calibration
-EXACT = "kept: answers are exact"
-NO_INDEX = "answered exactly: only questions over the passages of an index are calibrated"
-OFF = "off: the request says what is recomputed"
 
 CheckListener = Callable[[str, Loss | None, float], None]
-"""(result, loss, seconds): called after a check with the result done, lost (a chunk had left the store) or dropped (too
-many were pending), and with the loss if a ratio served the answer."""
+"""(result, loss, seconds): called after a check with the result done or lost (a chunk had left the store), and with the
+loss if a ratio served the answer."""
+
+log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
@@ -44,112 +45,115 @@ class Choice(NamedTuple):
 
     blend: BlendConfig
     report: QualityReport
-    controller: RatioController | None = None  # None: its answer is not checked
+    place: Place | None = None  # None: its answer is not checked
+    passages: int = 0  # of the index; 0: they are the request's own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where evidence is gathered: one index, or all passages that come with requests."""
+
+    controller: RatioController
+    owner: str  # of the evidence in the store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCheck:
-    """A served answer that waits for its check."""
+    """An answered prompt that waits for its check."""
 
     choice: Choice
-    controller: RatioController
+    place: Place
     verifier: Verifier
-    tokens: TokenIds  # of the answer, with an end token if it ended with one
     keys: frozenset[ChunkKey]
 
 
 class QualityControl:
     """The target of one engine. Call `answered` and run its steps on the model's thread, the rest on any thread."""
 
-    def __init__(self, config: Config, model: LoadedModel, blender: Blender) -> None:
-        """Raises ConfigError for a target of a model whose chunks are reused whole."""
-        self._config, self._model, self._blender = config, model, blender
-        self.target = Target.of(config.quality)
-        if self.target:
-            self._require_ratios()
+    def __init__(
+        self,
+        config: Config,
+        model: LoadedModel,
+        blender: Blender,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """clock: gives seconds; decides when the next answer is checked."""
+        self._config, self._model, self._blender, self._clock = config, model, blender, clock
+        self.target = _target(config, model)
         self.on_check: list[CheckListener] = []
-        self._controllers: dict[str, RatioController] = {}  # by path of the index
-        self._pending: list[PendingCheck] = []
-        self._n_offered = 0  # since none was pending
+        # By path of the index ("": requests' own passages), and whether the correction has a prior.
+        self._places: dict[tuple[str, bool], Place] = {}
+        self._pending: PendingCheck | None = None
+        self._next_check = 0.0 if config.quality.check_share else math.inf  # not while one is pending
         self._lock = threading.Lock()  # of these three
-        self._rng = random.Random()
         blender.fetcher.on_delete.append(self._forget)
 
-    def choose(self, blend: BlendConfig, indexes: Sequence[VectorIndex], is_explicit: bool = False) -> Choice:
-        """Choose what keeps the target in one request to an engine that has one.
+    def choose(
+        self, blend: BlendConfig, asked: Mapping[str, object], indexes: Sequence[VectorIndex]
+    ) -> Choice | None:
+        """Choose what keeps the target in one request; None if there is none, or the request says what is recomputed.
 
-        indexes: that the passages are from; none if they are the request's own. is_explicit: the request says itself what
-        is recomputed.
+        asked: what the request says of BlendConfig; methods auto and blend leave the ratio open. indexes: that the
+        passages are from; none if they are the request's own.
         """
-        assert self.target
-        report = QualityReport(str(self.target), None, "", OFF)
-        if is_explicit:
-            return Choice(blend, report)
-        if blend.method in ("full", "prefix"):
-            return Choice(blend, replace(report, status=EXACT))
-        if not indexes:
-            return Choice(blend.with_values(method="prefix"), replace(report, status=NO_INDEX))
-        controllers = [self._controller(index, self.target) for index in indexes]
-        chosen = max(controllers, key=lambda controller: LEVELS.index(controller.ratio))
-        report = chosen.report()
+        is_chosen = any(asked.get(name) is not None for name in WORK)
+        if self.target is None or is_chosen or asked.get("method") not in (None, "auto", "blend"):
+            return None
+        places = [self._place(index, self.target) for index in indexes or (None,)]
+        chosen = max(places, key=lambda place: LEVELS.index(place.controller.ratio))
+        report = chosen.controller.report()
         values = {"method": "prefix"} if report.ratio is None else {"ratio": report.ratio}
-        is_checked = len(controllers) == 1 and chosen.checked_ratios
-        return Choice(blend.with_values(**values), report, chosen if is_checked else None)
+        blend = blend.with_values(**values)
+        if len(places) > 1:
+            return Choice(blend, report)
+        return Choice(blend, report, chosen, len(indexes[0]) if indexes else 0)
 
-    def answered(
-        self, choice: Choice, blender: Blender, prompt: Prompt, decode: DecodeConfig, answer: Answer
-    ) -> Steps[None] | None:
-        """Draw whether to check an answer -> the steps of one more check, to be run while the engine is idle."""
-        if choice.controller is None or self._rng.random() >= self._config.quality.check_rate:
+    def answered(self, choice: Choice, blender: Blender, prompt: Prompt) -> Steps[None] | None:
+        """Return the steps of a check of this answer, to be run while the engine is idle; None: it is not checked."""
+        if choice.place is None or prompt.is_plain:  # a plain prompt's own KV is kept for its next turn
             return None
-        tokens = answer.token_ids
-        if answer.stop_sequence is None:
-            tokens = with_end(self._model, tokens, decode)
-        if not tokens:
-            return None
-        keys = frozenset(blender.key(chunk.ids) for chunk in prompt.chunks)
-        decode = decode.with_values(max_new_tokens=len(tokens))
-        verifier = Verifier(self._model, blender, prompt, decode, in_short_steps=True)
-        pending = PendingCheck(choice, choice.controller, verifier, tokens, keys)
         with self._lock:
-            self._n_offered = self._n_offered + 1 if self._pending else 1
-            if len(self._pending) < MAX_PENDING:
-                self._pending.append(pending)
-                return self._check()
-            if (at := self._rng.randrange(self._n_offered)) < MAX_PENDING:
-                self._pending[at] = pending
-        self._tell("dropped", None, 0.0)
-        return None
+            if self._clock() < self._next_check:
+                return None
+            self._next_check = math.inf
+            keys = frozenset(blender.key(chunk.ids) for chunk in prompt.chunks)
+            self._pending = PendingCheck(choice, choice.place, self._verifier(prompt, blender), keys)
+        return self._check()
 
     def _forget(self, keys: Collection[ChunkKey]) -> None:
-        """Drop the checks of answers over chunks that were deleted."""
-        deleted = frozenset(keys)
+        """Drop the check of an answer over chunks that were deleted."""
         with self._lock:
-            self._pending = [pending for pending in self._pending if not pending.keys & deleted]
+            if self._pending and self._pending.keys & frozenset(keys):
+                self._pending = None
 
     def _check(self) -> Steps[None]:
-        """Check one pending answer."""
+        """Check the pending answer."""
         with self._lock:
-            pending = self._pending.pop() if self._pending else None
-        if pending is None:
-            return
-        start, choice = time.perf_counter(), pending.choice
-        served, method = choice.report.ratio, self._config.blend.method
-        losses: dict[float, Loss] = {}
+            pending, self._pending = self._pending, None
+        start = self._clock()
         try:
-            for ratio in pending.controller.checked_ratios:
-                blend = choice.blend.with_values(method=method, ratio=ratio)
-                done = yield from pending.verifier.prefill(blend)
-                if done.missing:
-                    raise StoreError("a chunk of the prompt has been evicted")
-                answer = pending.tokens if ratio == served else None
-                losses[ratio] = (yield from pending.verifier.verify(done, answer)).loss
+            if pending:
+                yield from self._checked(pending)
+        finally:
+            now = self._clock()
+            with self._lock:
+                self._next_check = now + (now - start) * (1.0 / self._config.quality.check_share - 1.0)
+
+    def _checked(self, pending: PendingCheck) -> Steps[None]:
+        start, (choice, place) = self._clock(), (pending.choice, pending.place)
+        try:
+            losses = yield from pending.verifier.measure(self._blends(choice.blend))
         except StoreError:
-            self._tell("lost", None, time.perf_counter() - start)
+            self._tell("lost", None, self._clock() - start)
             return
-        pending.controller.add(served, losses)
-        loss = None if served is None else losses.get(served)
-        self._tell("done", loss, time.perf_counter() - start)
+        served = choice.report.ratio
+        sample = Sample(tuple(losses), choice.passages)
+        place.controller.add(served, sample)
+        try:
+            place.controller.evidence.save(self._blender.store, place.owner)
+        except StoreError as error:
+            log.warning("a check was not stored: %s", error)
+        self._tell("done", None if served is None else sample.at(served), self._clock() - start)
 
     def _tell(self, result: str, loss: Loss | None, seconds: float) -> None:
         for listener in self.on_check:
@@ -162,94 +166,89 @@ class QualityControl:
         prompts: int = PROMPTS,
         questions: Sequence[str] = (),
         progress: Progress | None = None,
-    ) -> Calibration:
+        limit: int | None = None,
+    ) -> Evidence:
         """Measure prompts of an index and store their losses; those of an earlier run count.
 
-        lay_out: question -> prompt. questions: users' own; without any, one is made of each of as many passages. Raises
-        InputError, StoreError, ConfigError.
+        lay_out: question -> prompt. questions: users' own; without any, one is made of each of as many passages.
+        limit: of prompts to measure now. Raises InputError, StoreError.
         """
-        self._require_ratios()
         if not len(index):
             raise InputError(
                 "there is nothing to calibrate: open an index that has passages", setting="index"
             )
         store, owner = self._blender.store, self._owner(index)
-        found = Calibration.load(store, owner)
-        most = max(prompts, found.prompts if found else 0)
-        chosen = list(islice(questions or make_questions(index.passages), most))
-        if found is None or not found.continues(chosen, len(index)):
-            found = Calibration.empty(len(index), "given" if questions else "made")
-            chosen = chosen[:prompts]
-        for n in range(found.prompts, len(chosen)):
-            losses, seconds = self.losses(lay_out(chosen[n]))
-            found = found.with_prompt(losses, seconds, digest(chosen[: n + 1]))
-            if found.prompts % SAVED_EVERY == 0:
+        found = Evidence.load(store, owner) or Evidence()
+        chosen = list(islice(questions or make_questions(index.passages), prompts))
+        measured = {sample.question for sample in found.samples}
+        left = [question for question in chosen if hash_of(question) not in measured]
+        left = left[:limit]
+        for n, question in enumerate(left, 1):
+            losses = self.losses(lay_out(question))
+            found = found.plus(Sample(tuple(losses), len(index), hash_of(question)))
+            if n % SAVED_EVERY == 0:
                 found.save(store, owner)
             if progress:
-                progress(found.prompts, len(chosen))
+                progress(n, len(left))
         found.save(store, owner)
         with self._lock:
-            self._controllers.pop(str(index.path), None)  # it begins anew
+            self._places.pop(self._path(index), None)  # it begins anew
         return found
 
-    def losses(self, prompt: Prompt) -> tuple[dict[float, Loss], dict[str, float]]:
-        """Measure one prompt at every ratio -> losses, and seconds of each prefill. Missing chunks are stored first."""
-        blend = self._config.blend.with_values(method="blend")
-        n = min(self._config.decode.answer_tokens, CALIBRATED_TOKENS)
-        decode = self._config.decode.with_values(temperature=0.0, max_new_tokens=n, stop=())
+    def losses(self, prompt: Prompt) -> list[Loss]:
+        """Measure one prompt at each of RATIOS. Missing chunks are stored first."""
         self._blender.writer.precompute([chunk.ids for chunk in prompt.chunks])
-        verifier = Verifier(self._model, self._blender, prompt, decode)
-        losses, seconds = dict[float, Loss](), dict[str, float]()
+        return run(self._verifier(prompt, self._blender).measure(self._blends(self._config.blend)))
 
-        def timed(name: str, steps: Steps[T]) -> T:
-            start = time.perf_counter()
-            done = run(steps)
-            seconds[name] = time.perf_counter() - start
-            return done
+    def _blends(self, blend: BlendConfig) -> list[BlendConfig]:
+        return [blend.with_values(method="blend", ratio=ratio) for ratio in RATIOS]
 
-        timed("full", verifier.full())
-        for ratio in RATIOS:
-            done = timed(f"{ratio:g}", verifier.prefill(blend.with_values(ratio=ratio)))
-            losses[ratio] = run(verifier.verify(done)).loss
-        return losses, seconds
+    def _verifier(self, prompt: Prompt, blender: Blender) -> Verifier:
+        n = min(self._config.decode.answer_tokens, MEASURED_TOKENS)
+        decode = self._config.decode.with_values(temperature=0.0, max_new_tokens=n, stop=())
+        return Verifier(self._model, blender, prompt, decode, in_short_steps=True)
 
-    def calibration(self, index: VectorIndex) -> Calibration | None:
-        """Return the stored calibration of an index; None if it has none that fits. Raises StoreError."""
-        found = Calibration.load(self._blender.store, self._owner(index))
-        return found if found and found.fits(len(index)) else None
+    def evidence(self, index: VectorIndex | None) -> Evidence:
+        """Return the stored evidence of an index, or of requests' own passages. Raises StoreError."""
+        return Evidence.load(self._blender.store, self._owner(index)) or Evidence()
 
     def controllers(self) -> list[tuple[str, RatioController]]:
-        """Return the controllers of all indexes that were asked for, with the index's name."""
+        """Return the controllers of all indexes that were asked for, with the index's name; "": own passages."""
         with self._lock:
-            return [(path.rpartition("/")[2], found) for path, found in self._controllers.items()]
+            return [(path.rpartition("/")[2], place.controller) for (path, _), place in self._places.items()]
 
-    def _controller(self, index: VectorIndex, target: Target) -> RatioController:
-        """Return an index's controller. It reads its calibration once; without the store, it has none."""
-        path = str(index.path)
+    def _place(self, index: VectorIndex | None, target: Target) -> Place:
+        """Return where an index's evidence is gathered. It is read once; without the store, there is none."""
+        path = self._path(index)
         with self._lock:
-            if found := self._controllers.get(path):
+            if found := self._places.get(path):
                 return found
+        owner = self._owner(index)
         try:
-            calibration = self.calibration(index)  # without the lock: other indexes are asked for meanwhile
-        except StoreError:  # answers are exact until it can be read
-            return RatioController(target, None)
+            evidence = self.evidence(index)  # without the lock: other indexes are asked for meanwhile
+        except StoreError:  # asked again next time
+            return Place(RatioController(target), owner)
+        passages = 0 if index is None else len(index)
+        made = Place(RatioController(target, evidence, passages), owner)
         with self._lock:
-            return self._controllers.setdefault(path, RatioController(target, calibration))
+            return self._places.setdefault(path, made)
 
-    def _owner(self, index: VectorIndex) -> str:
-        """Return the name of an index's calibration in the store: a hash of whatever changes the answers."""
+    def _path(self, index: VectorIndex | None) -> tuple[str, bool]:
+        return "" if index is None else str(index.path), self._blender.priors.current() is not None
+
+    def _owner(self, index: VectorIndex | None) -> str:
+        """Return the name of an index's evidence in the store: a hash of whatever changes the answers."""
         config, blender = self._config, self._blender
-        blend, key = config.blend, blender.key
-        work = (blend.policy, blend.correction, blend.near, blend.refine, blender.priors.hash())
-        rest = key.dtype, config.store.codec, config.model.decode_weights, config.retrieve.top_k
-        prompt = key.context, config.prompt.model_dump()
-        return owner_of(index.path.name, key.fingerprint, work, rest, prompt)
+        blend, has_prior = config.blend, blender.priors.current() is not None
+        work = (blend.policy, blend.correction, blend.near, blend.refine, has_prior)
+        rest = config.store.codec, config.model.decode_weights, config.retrieve.top_k
+        prompt = blender.key.context, config.prompt.model_dump()
+        name = "" if index is None else index.path.name
+        return owner_of(name, blender.key.fingerprint, work, rest, prompt)
 
-    def _require_ratios(self) -> None:
-        """Raises ConfigError for a model whose chunks are reused whole."""
-        if self._model.decoder.recurrent:
-            raise ConfigError(
-                f"there is no ratio to choose for {self._model.name}: chunks of recurrent layers are reused whole; leave "
-                "out quality.min_agreement and quality.max_kl",
-                setting="quality.min_agreement",
-            )
+
+def _target(config: Config, model: LoadedModel) -> Target | None:
+    """The target of the settings; None if they, or the model, leave no ratio to choose."""
+    least, blend = config.quality.min_agreement, config.blend
+    is_open = blend.ratio is None and blend.method in ("auto", "blend") and takes(blend.policy, "ratio")
+    return Target(1.0 - least) if least is not None and is_open and not model.decoder.recurrent else None

@@ -1,94 +1,82 @@
-"""The ratio that keeps a target over one index: calibration chooses it, checks of answered requests adjust it.
+"""The ratio that keeps a target over one index, by all evidence: calibrations, and checks of answered requests.
 
-    alarm of the ratio that serves            -> the next larger one, or exact answers        at once
-    proof that the next smaller one keeps it  -> that one                                     by checks alone
-
-The j-th step down needs a p-value of ERROR / 2^j, so all of them together err with that probability.
+proof at all ratios from the largest down to this one     -> the least of them
+no proof                                                  -> the start, or the next larger one that seems to keep it
+alarm: the ratio that serves loses more than it did       -> the next larger one at once; older evidence is dropped
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
 
+from blendserve.blend.policies import START_RATIO
 from blendserve.core import QualityReport
-from blendserve.quality.calibration import Calibration
+from blendserve.quality.evidence import Evidence, Sample
 from blendserve.quality.risk import Detector, interval
-from blendserve.quality.target import ERROR, RATIOS, Loss, Target
+from blendserve.quality.target import ERROR, LEVELS, RATIOS, WORSE, Loss, Target
 
-KEPT_CHECKS = 1_000  # latest ones, at each ratio
-MIN_CHECKS = 30  # between two steps up
-LEVELS: tuple[float | None, ...] = (*RATIOS, None)  # None: exact answers
+MIN_CHECKS = 30  # between two alarms; after one, older evidence is dropped
 
 
 class RatioController:
     """Controls the ratio of one target over one index. Thread-safe."""
 
-    def __init__(self, target: Target, calibration: Calibration | None) -> None:
-        """calibration: None if the index has none; answers are then exact."""
-        self.target, self._calibration = target, calibration
+    def __init__(self, target: Target, evidence: Evidence | None = None, passages: int = 0) -> None:
+        """passages: of the index."""
+        self.target, self.evidence, self._passages = target, evidence or Evidence(), passages
         self._lock = threading.Lock()
-        self.ratio = target.ratio(calibration.losses) if calibration else None
+        self._start: float | None = START_RATIO  # without proof, no ratio below serves
         self.checks = self.alarms = self.changes = 0
         self.checked_at = 0.0  # Unix time of the last check
-        self._steps_down, self._was_raised = 0, False
         self._report: QualityReport | None = None  # since the last check: every answer has it
-        self._restart()
+        self._choose()
 
-    def _restart(self) -> None:
-        """Counts of checks begin anew, as another ratio serves."""
-        self._losses = {ratio: deque[Loss](maxlen=KEPT_CHECKS) for ratio in RATIOS}
-        self._detector, self._since = Detector(self.target.limit), 0
+    def _choose(self) -> None:
+        weights = self.evidence.weights(self._passages)
+        self.ratio = self.target.ratio(self.evidence.losses, weights, self._start)
+        self._detectors, self._since = [Detector(self.target.limit), Detector(WORSE)], 0
 
-    @property
-    def checked_ratios(self) -> tuple[float, ...]:
-        """The ratios that a check measures: the one that serves, the next smaller and the next larger one."""
-        if self._calibration is None:
-            return ()
-        at = LEVELS.index(self.ratio)
-        return tuple(ratio for ratio in LEVELS[max(0, at - 1) : at + 2] if ratio is not None)
-
-    def add(self, ratio: float | None, losses: Mapping[float, Loss]) -> None:
-        """A check of an answer that was served with `ratio` (None: exactly). losses: of `checked_ratios`."""
+    def add(self, ratio: float | None, sample: Sample) -> None:
+        """A check of an answer that was served with `ratio` (None: exactly)."""
         with self._lock:
             self.checks, self.checked_at, self._report = self.checks + 1, time.time(), None
-            if ratio != self.ratio:  # served before the last change
-                return
-            self._since += 1
-            for at, loss in losses.items():
-                self._losses[at].append(loss)
-            served = [losses[ratio]] if ratio is not None else []
-            has_risen = any(map(self._detector.add, self.target.losses(served)))
-            if has_risen and self._since >= MIN_CHECKS:
+            self.evidence, self._passages = self.evidence.plus(sample), sample.passages
+            before, detectors, since = self.ratio, self._detectors, self._since + 1
+            if (
+                ratio is not None
+                and ratio == before
+                and self._has_risen(sample.at(ratio))
+                and since >= MIN_CHECKS
+            ):
                 self.alarms += 1
-                self._change(+1)
-            elif self._may_step_down():
-                self._steps_down += 1
-                self._change(-1)
+                self.evidence = self.evidence.latest(MIN_CHECKS)
+                self._start = LEVELS[max(LEVELS.index(ratio) + 1, LEVELS.index(START_RATIO))]
+            self._choose()
+            if self.ratio == before:
+                self._detectors, self._since = detectors, since
+            else:
+                self.changes += 1
 
-    def _may_step_down(self) -> bool:
-        at = LEVELS.index(self.ratio)
-        if at == 0 or self._calibration is None:
-            return False
-        smaller = LEVELS[at - 1]
-        assert smaller is not None
-        error = ERROR * 0.5 ** (self._steps_down + 1)
-        return self.target.p_value([*self._losses[smaller]]) <= error
+    def _has_risen(self, loss: Loss) -> bool:
+        differs, is_worse = self._detectors
+        alarms = differs.add(1.0 - loss.agreement), is_worse.add(float(loss.is_worse))
+        return any(alarms)
 
-    def _change(self, step: int) -> None:
-        self.ratio = LEVELS[LEVELS.index(self.ratio) + step]
-        self.changes += 1
-        self._was_raised = step > 0
-        self._restart()
+    def losses(self) -> tuple[list[Loss], list[float]]:
+        """Losses at the ratio that serves, each with its weight; none of exact answers."""
+        if self.ratio is None:
+            return [], []
+        return self.evidence.losses[RATIOS.index(self.ratio)], self.evidence.weights(self._passages)
 
     def interval(self) -> tuple[float, float, float] | None:
-        """Mean of what the target limits, by checks since the last change, and its interval; None without checks."""
-        if self.ratio is None or not (losses := self.target.losses([*self._losses[self.ratio]])):
+        """Mean share of tokens that differ at the ratio that serves, and its interval; None without evidence."""
+        losses, weights = self.losses()
+        if not sum(weights):
             return None
-        return (sum(losses) / len(losses), *interval(losses, ERROR))
+        differ = [1.0 - loss.agreement for loss in losses]
+        mean = sum(weight * x for weight, x in zip(weights, differ, strict=True)) / sum(weights)
+        return (mean, *interval(differ, ERROR, weights))
 
     def report(self) -> QualityReport:
         """What an answer's report says."""
@@ -97,23 +85,15 @@ class RatioController:
             return self._report
 
     def _made_report(self) -> QualityReport:
-        found, made = self.interval(), self._calibration
-        report = QualityReport(str(self.target), self.ratio, "not calibrated", "")
-        if made is None:
-            return replace(report, status="answered exactly: run `blendserve calibrate INDEX`")
-        basis = (
-            f"calibrated on {made.prompts} {made.asked} questions, {made.made}; {self.checks} answers checked"
-        )
-        report = replace(report, basis=basis, status=self._status())
-        if not found:
-            return report
-        mean, low, high = (1.0 - x if self.target.max_kl is None else x for x in found)
-        return replace(report, estimate=mean, interval=(min(low, high), max(low, high)))
-
-    def _status(self) -> str:
-        if self._was_raised:
-            return "raised to exact answers" if self.ratio is None else f"raised to {self.ratio:g}"
+        least, prompts = self.target.min_agreement, round(sum(self.evidence.weights(self._passages)))
         if self.ratio is None:
-            return "answered exactly: no ratio keeps the target"
-        proven = self.target.p_value([*self._losses[self.ratio]]) <= ERROR
-        return "kept" if proven else "not yet known"
+            return QualityReport("answered exactly", least, None, prompts)
+        found, (losses, weights) = self.interval(), self.losses()
+        if found is None:
+            return QualityReport("no evidence yet", least, self.ratio, prompts)
+        mean, low, high = found
+        worse = sum(weight * loss.is_worse for loss, weight in zip(losses, weights, strict=True)) / sum(
+            weights
+        )
+        status = "kept" if self.target.p_value(losses, weights) <= ERROR else "not yet proven"
+        return QualityReport(status, least, self.ratio, prompts, 1.0 - mean, (1.0 - high, 1.0 - low), worse)

@@ -17,12 +17,13 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.prefill import PassResult
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, Steps, TokenIds
+from blendserve.errors import StoreError
 from blendserve.models.forward import Row, append, feed
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import DecodeRunner, append_each, decode_each
-from blendserve.quality.target import Loss
+from blendserve.quality.target import NO_WORSE, Loss
 
 Append = Callable[[DecoderModel, Sequence[Row]], Tensor]
 """Run rows, append their KV -> logits [B, V]"""
@@ -133,6 +134,29 @@ class Verifier:
         temperature = 0.0 if self._decode.is_greedy else self._decode.temperature
         end = self._model.end_tokens
         return Verified(loss(along, own, answer, end, temperature), answer, tuple(choices(along, end)))
+
+    def measure(self, blends: Sequence[BlendConfig]) -> Steps[list[Loss]]:
+        """Compare methods with full prefill along its own answer, and with full reuse -> the loss of each.
+
+        Raises StoreError, also for a chunk that the store has not.
+        """
+        full = yield from self.full()
+        answer = yield from self.greedy(full)
+        along = yield from self._forced(full.cache, full.logits, answer, append_each)
+        end, losses, reuse_kl = self._model.end_tokens, list[Loss](), 0.0
+        for blend in (blends[0].with_values(method="reuse"), *blends):
+            done = yield from self.prefill(blend)
+            if done.missing:
+                raise StoreError("a chunk of the prompt has been evicted: raise store.cap_gb")
+            if len(done.to_refine):
+                done = yield from done.refine(self._model.decoder, self._prompt.ids)
+            own = yield from self._forced(done.result.cache, done.result.logits, answer, decode_each)
+            found = loss(along, own, choices(own, end), end)
+            if blend.method == "reuse":
+                reuse_kl = found.kl
+                continue
+            losses.append(found._replace(is_worse=found.kl > reuse_kl + NO_WORSE))
+        return losses
 
     def verify_served(self, blend: BlendConfig, tokens: TokenIds) -> Steps[Verified]:
         """Compare an answer that these settings gave, as `with_end` has it. Raises StoreError."""

@@ -8,8 +8,6 @@ by their aGRAPA). Neither assumes a distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -19,14 +17,22 @@ SHARES = (
     1.0,
 )  # of aGRAPA's stake: two bettors; the whole one is too much where most losses are 0 and some 1
 MAX_STAKE = 0.9  # of what would lose the whole capital
+RARER = (
+    (0.0, 0.6),
+    (0.25, 0.2),
+    (0.5, 0.2),
+)  # bettors on rare events: of the limit, and capital at the start
 FACTORS = (1.5, 2.0, 3.0, 5.0)  # times the limit: rises that the detector looks for
 FALSE_ALARM = 0.002  # alarms for each check while the mean is at its limit, at most
 
 Floats = NDArray[np.float64]
 
 
-def capital(losses: ArrayLike, limits: ArrayLike) -> Floats:
-    """The capital [g] after each loss [n], betting that the mean is below each of `limits` [g] -> [n, g]."""
+def capital(losses: ArrayLike, limits: ArrayLike, weights: ArrayLike = 1.0) -> Floats:
+    """The capital [g] after each loss [n], betting that the mean is below each of `limits` [g] -> [n, g].
+
+    weights: in [0, 1], of each loss [n]: shares of its stake.
+    """
     x, limit = np.asarray(losses, float)[:, None], np.atleast_1d(np.asarray(limits, float))
     n = np.arange(1, len(x) + 1)[:, None]
     mean = (0.5 + np.cumsum(x, axis=0)) / (n + 1)
@@ -34,32 +40,43 @@ def capital(losses: ArrayLike, limits: ArrayLike) -> Floats:
     mean, variance = (np.vstack([[[start]], of[:-1]]) for start, of in ((0.5, mean), (0.25, variance)))
     gap = limit - mean  # by the losses before
     stakes = (np.clip(share * gap / (variance + gap**2), 0.0, MAX_STAKE / (1.0 - limit)) for share in SHARES)
-    bettors = [np.cumprod(1.0 + stake * (limit - x), axis=0) for stake in stakes]
+    weight = np.broadcast_to(np.asarray(weights, float), len(x))[:, None]
+    bettors = [np.cumprod(1.0 + weight * stake * (limit - x), axis=0) for stake in stakes]
     return np.asarray(np.mean(bettors, axis=0), float)
 
 
-def p_value(losses: ArrayLike, limit: float) -> float:
+def p_value(losses: ArrayLike, limit: float, weights: ArrayLike = 1.0) -> float:
     """How surprising these losses would be if their mean were `limit` or more; 1 for none."""
-    most = float(capital(losses, limit).max()) if np.size(losses) else 1.0
+    most = float(capital(losses, limit, weights).max()) if np.size(losses) else 1.0
     return 1.0 / max(1.0, most)
 
 
-def interval(losses: ArrayLike, error: float) -> tuple[float, float]:
+def p_value_of_share(cases: ArrayLike, limit: float, weights: ArrayLike = 1.0) -> float:
+    """The same for cases, 0 or 1, and a small limit of their share: 128 without a 1 prove a limit of 2% with p = 0.1.
+
+    The bettors stake on probabilities that are known before: their capital is the likelihood ratio (Wald's test).
+    """
+    if not np.size(cases):
+        return 1.0
+    x = np.asarray(cases, float)
+    weight = np.broadcast_to(np.asarray(weights, float), len(x))
+    total = np.zeros(len(x))
+    for factor, start in RARER:
+        gain = np.where(x > 0, factor, (1.0 - factor * limit) / (1.0 - limit))
+        total += start * np.cumprod(1.0 + weight * (gain - 1.0))
+    return 1.0 / max(1.0, float(total.max()))
+
+
+def interval(losses: ArrayLike, error: float, weights: ArrayLike = 1.0) -> tuple[float, float]:
     """The means that losses leave possible: the true one lies outside, at any time, with probability at most `error`."""
     if not np.size(losses):
         return 0.0, 1.0
     x, most = np.asarray(losses, float), 2.0 / error
-    below = capital(x, GRID).max(axis=0) < most  # not refuted from above
-    above = capital(1.0 - x, 1.0 - GRID).max(axis=0) < most
+    below = capital(x, GRID, weights).max(axis=0) < most  # not refuted from above
+    above = capital(1.0 - x, 1.0 - GRID, weights).max(axis=0) < most
     left = GRID[below & above]
     low, high = (left[0], left[-1]) if len(left) else (x.mean(), x.mean())
     return (0.0 if low == GRID[0] else float(low)), (1.0 if high == GRID[-1] else float(high))
-
-
-def losses_needed(losses: Sequence[float], limit: float, error: float) -> int | None:
-    """About how many losses like these would prove their mean below the limit; None: none would."""
-    grown = float(np.log(capital(losses, limit)[-1, 0])) if losses else 0.0
-    return int(np.ceil(len(losses) * np.log(1.0 / error) / grown)) if grown > 0 else None
 
 
 class Detector:

@@ -2,65 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from blendserve.config import QualityConfig
-from blendserve.quality.risk import p_value
+from blendserve.quality.risk import p_value, p_value_of_share
 
-ERROR = 0.1  # probability that what a calibration promises does not hold
-RATIOS = (0.0, 0.02, 0.05, 0.15, 0.3)  # that a target may choose; above them answers are exact
+ERROR = 0.1  # probability that what is called kept is not
+RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5)  # that a target may choose; above them answers are exact
+LEVELS: tuple[float | None, ...] = (*RATIOS, None)  # None: exact answers
+WORSE = 0.02  # largest share of prompts on which full reuse is nearer to full prefill
+NO_WORSE = 0.01  # nats: a KL that is larger than full reuse's by less changes no answer
+MIN_PROMPTS = 16  # before a ratio without proof counts as missed
 
 
 class Loss(NamedTuple):
-    """How one answer differs from full prefill, at the answer's own tokens."""
+    """How far a method is from full prefill on one prompt, at the tokens of one answer."""
 
     # Share of the tokens that full prefill would have chosen; of sampled ones, the common probability.
     agreement: Annotated[float, Field(ge=0, le=1)]
     kl: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # mean KL(full || method), nats
+    is_worse: bool = False  # whether full reuse is nearer, by more than NO_WORSE
 
 
 class Target(NamedTuple):
-    """A limit of the mean loss of answers, with the loss in [0, 1]."""
+    """A limit of the mean share of tokens that differ from full prefill's. At most WORSE of prompts may be worse."""
 
     limit: float
-    max_kl: (
-        float | None
-    )  # the loss is 1 for an answer with a larger KL and 0 for others; None: it is 1 - agreement
 
-    @classmethod
-    def of(cls, settings: QualityConfig) -> Target | None:
-        """Return the target of the settings, if they have one."""
-        if settings.min_agreement is not None:
-            return cls(1.0 - settings.min_agreement, None)
-        return None if settings.max_kl is None else cls(settings.violation_rate, settings.max_kl)
+    @property
+    def min_agreement(self) -> float:
+        return 1.0 - self.limit
 
-    def losses(self, of: Sequence[Loss]) -> list[float]:
-        """Return the losses that the target limits, in [0, 1]."""
-        if self.max_kl is None:
-            return [1.0 - loss.agreement for loss in of]
-        return [float(loss.kl > self.max_kl) for loss in of]
+    def p_value(self, losses: Sequence[Loss], weights: Sequence[float]) -> float:
+        """Compute the p-value of the claim that the target is missed: of either bound."""
+        differ = [1.0 - loss.agreement for loss in losses]
+        worse = [float(loss.is_worse) for loss in losses]
+        return max(p_value(differ, self.limit, weights), p_value_of_share(worse, WORSE, weights))
 
-    def p_value(self, of: Sequence[Loss]) -> float:
-        """Compute the p-value of the claim that the target is missed."""
-        return p_value(self.losses(of), self.limit)
+    def seems_missed(self, losses: Sequence[Loss], weights: Sequence[float]) -> bool:
+        """Whether these losses are above a bound, without proof. A single prompt that is worse tells nothing."""
+        n = sum(weights)
+        differ = sum(weight * (1.0 - loss.agreement) for loss, weight in zip(losses, weights, strict=True))
+        worse = sum(weight * loss.is_worse for loss, weight in zip(losses, weights, strict=True))
+        return n >= MIN_PROMPTS and (differ > self.limit * n or worse > max(1.0, WORSE * n))
 
-    def ratio(self, losses: Mapping[float, Sequence[Loss]]) -> float | None:
+    def ratio(
+        self, losses: Sequence[Sequence[Loss]], weights: Sequence[float], start: float | None
+    ) -> float | None:
         """Return the least ratio that provably keeps the target; None: only exact answers do.
 
+        losses: of each of RATIOS. start: without proof, the least ratio from this one on that does not seem to miss it.
         Ratios are tested from the largest down to the first that fails, so all tests together err with probability
         ERROR (fixed sequence testing, as Learn then Test: Angelopoulos et al., arXiv 2110.01052, section 2).
         """
-        chosen: float | None = None
-        for ratio in sorted(losses, reverse=True):
-            if self.p_value(losses[ratio]) > ERROR:
+        proven: float | None = None
+        for ratio, of in zip(reversed(RATIOS), reversed(losses), strict=True):
+            if self.p_value(of, weights) > ERROR:
                 break
-            chosen = ratio
-        return chosen
+            proven = ratio
+        if proven is not None:
+            return proven
+        for ratio, of in zip(RATIOS, losses, strict=True):
+            if start is not None and ratio >= start and not self.seems_missed(of, weights):
+                return ratio
+        return None
 
     def __str__(self) -> str:
-        if self.max_kl is None:
-            return f"agreement >= {1.0 - self.limit:g}"
-        return f"KL above {self.max_kl:g} in at most {self.limit:.0%} of answers"
+        return f"agreement >= {self.min_agreement:g}, at most {WORSE:.0%} of prompts worse than full reuse"

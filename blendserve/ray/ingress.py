@@ -19,7 +19,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import prepare_request
-from blendserve.errors import ConfigError, InputError, ShuttingDown
+from blendserve.errors import InputError, ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
 from blendserve.ray.cluster import cluster, worker_config
@@ -54,12 +54,7 @@ class RayEngineClient(EngineClient):
         prompts: PromptBuilder,
         replicas: Replicas,
     ) -> None:
-        """The replicas are their opener's to close. Raises ConfigError for a target, which replicas do not share yet."""
-        if config.quality.has_target:
-            raise ConfigError(
-                "a target of quality needs one process: leave out quality.min_agreement and quality.max_kl on a cluster",
-                setting="quality.min_agreement",
-            )
+        """The replicas are their opener's to close. They share no evidence yet: blend.ratio applies."""
         self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
         config = config.replace("blend", defaults_for(config.blend, self._facts))
         super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)

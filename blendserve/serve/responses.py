@@ -138,7 +138,7 @@ def _found(handle: RequestHandle) -> dict[str, str]:
     """The headers that say what was found in a plain prompt, and how a target of quality stands, if there is one."""
     n_tokens = sum(len(run.span) for run in handle.runs)
     matched = {MATCHED: f"spans={len(handle.runs)}; tokens={n_tokens}"} if handle.runs else {}
-    return matched | ({QUALITY: handle.quality.status} if handle.quality else {})
+    return matched | ({QUALITY: handle.quality.summary} if handle.quality else {})
 
 
 def figures(answer: Answer) -> dict[str, Any]:

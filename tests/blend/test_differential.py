@@ -174,7 +174,7 @@ def check(case: Case) -> None:
     corrupt = sum(prompt.chunks[i].ids in case.damaged for i in case.looked_up)
     assert (report.chunks_hit, report.chunks_corrupt) == (sum(stored) - corrupt, corrupt)
     assert report.chunks_missing == len(stored) - sum(stored)
-    n_chosen = budget(case, start, float(case.blend.ratio))
+    n_chosen = budget(case, start, float(case.blend.ratio or 0.0))
     if case.blend.policy == "query" and 0 < n_chosen < int(start.reusable.sum()):
         n_scored = len(prompt.suffix)
     row_layers = sum(map(len, cache.rows)) + n_scored * decoder.n_layers
@@ -231,7 +231,7 @@ def check_selection(
     case: Case, start: Start, rows: Sequence[Tensor], deviations: Sequence[Tensor], scores: Tensor | None
 ) -> None:
     """Rows that must be computed are never dropped; others are as many as the policy's formula says, and the best."""
-    blend, n_layers, ratio = case.blend, len(rows) - 1, float(case.blend.ratio)
+    blend, n_layers, ratio = case.blend, len(rows) - 1, float(case.blend.ratio or 0.0)
     n, n_reusable = budget(case, start, ratio), int(start.reusable.sum())
     chosen = [at[start.reusable[at]] for at in rows]
     for at in rows:

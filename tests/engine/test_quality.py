@@ -1,9 +1,9 @@
-"""Targets of quality: calibrated, served, checked while the server is idle, and exact where nothing is known."""
+"""Targets of quality: calibrated, served, and checked while the server is idle."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,32 @@ import pytest
 import torch
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.policies import make_policy
+from blendserve.blend.policies import START_RATIO, make_policy
 from blendserve.config import BlendConfig, ServeConfig
 from blendserve.core import Passage, Prompt, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Observer, Request
-from blendserve.errors import ConfigError, InputError, StoreUnavailable
-from blendserve.kv import stacked
+from blendserve.errors import InputError, StoreUnavailable
 from blendserve.models import forward
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
-from blendserve.quality.calibration import make_questions
+from blendserve.models.runner import append
 from blendserve.quality.control import QualityControl
 from blendserve.quality.controller import RatioController
-from blendserve.quality.fidelity import Verifier
-from blendserve.quality.target import RATIOS, Loss
+from blendserve.quality.evidence import make_questions
+from blendserve.quality.fidelity import Verifier, kl
+from blendserve.quality.target import NO_WORSE, RATIOS, Loss
 from blendserve.store import MemoryStore
 from tests.support.blending import assert_near, model_kv, model_says, some_ids
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, toy_engine, toy_model
 from tests.support.http import DOCUMENTS, index
 from tests.support.models import BLEND_KINDS, HYBRIDS, tiny_decoder
 
-TARGET = {"min_agreement": 0.6, "check_rate": 1.0}
-GOOD, BAD = Loss(0.99, 0.01), Loss(0.2, 1.0)
+TARGET = {"min_agreement": 0.6, "check_share": 1.0}
+GOOD, BAD, WORSE = Loss(0.99, 0.01), Loss(0.2, 1.0), Loss(0.99, 0.2, is_worse=True)
+MEASURED = 140
 
 
 def engine(folder: Path, **sections: Any) -> Engine:
@@ -55,36 +56,47 @@ def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dic
 
     def make(found: dict[float, Loss], **sections: Any) -> Engine:
         made = engine(tmp_path, **sections)
-        times = dict.fromkeys(["full", *(f"{ratio:g}" for ratio in RATIOS)], 1.0)
         with monkeypatch.context() as measuring:
-            measuring.setattr(QualityControl, "losses", lambda *_: (found, times))
-            made.calibrate(100, [f"Question {n}?" for n in range(100)])
+            measuring.setattr(QualityControl, "losses", lambda *_: [found[ratio] for ratio in RATIOS])
+            made.calibrate(MEASURED, [f"Question {n}?" for n in range(MEASURED)])
         return made
 
     return make
 
 
-def test_losses_are_those_of_asking_full_prefill_token_by_token(tmp_path: Path) -> None:
-    made = engine(tmp_path)
-    for question, refined in zip(QUESTIONS, (0.0, 0.0, 0.5, 0.5), strict=True):
-        made = engine(tmp_path, blend={"refine": refined})
-        prompt = made.prepare(Request(question, blend={"method": "blend"})).prompt
-        found, seconds = made.quality.losses(prompt)
-        assert set(found) == set(RATIOS)
-        assert min(seconds.values()) > 0
-        for ratio in (0.0, 0.3):
-            answer = made.answer(question, method="blend", ratio=ratio)
+def test_losses_are_those_along_the_answer_of_full_prefill(tmp_path: Path) -> None:
+    for refined in (0.0, 0.5):
+        made = engine(tmp_path, blend={"refine": refined, "method": "blend"})
+        blends = {r: {"method": "blend", "ratio": r} for r in RATIOS} | {"reuse": {"method": "reuse"}}
+        for question in QUESTIONS[:2]:
+            prompt = made.prepare(Request(question)).prompt
+            found = dict(zip(RATIOS, made.quality.losses(prompt), strict=True))
+            answer = made.answer(question, method="full")
             end = min(made.model.end_tokens)
             tokens = [*answer.token_ids, *([end] if answer.finish_reason == "stop" else [])]
             own = OwnDecoding(made.model.decoder)
-            logits = [own.feed(prompt.ids), *(own.feed((token,)) for token in tokens[:-1])]
-            chosen = [int(row.argmax()) for row in logits]
-            agreed = [
-                a == b or {a, b} <= set(made.model.end_tokens) for a, b in zip(chosen, tokens, strict=True)
-            ]
-            assert found[ratio].agreement == pytest.approx(sum(agreed) / len(agreed))
-            if all(agreed):
-                assert answer.token_ids == made.answer(question, method="full").token_ids
+            full = torch.stack([own.feed(prompt.ids), *(own.feed((token,)) for token in tokens[:-1])])
+            kls = dict[Any, float]()
+            for name, changes in blends.items():
+                given = given_logits(made, prompt, made.config.blend.with_values(**changes), tokens)
+                kls[name] = sum(kl(full, given)) / len(tokens)
+                if isinstance(name, float):
+                    assert found[name].agreement == pytest.approx(
+                        float((full.argmax(-1) == given.argmax(-1)).double().mean())
+                    )
+                    assert found[name].kl == pytest.approx(kls[name], abs=1e-4)
+            assert all(found[r].is_worse == (kls[r] > kls["reuse"] + NO_WORSE) for r in RATIOS)
+
+
+def given_logits(made: Engine, prompt: Prompt, blend: BlendConfig, tokens: list[int]) -> torch.Tensor:
+    """Decode these tokens, one by one, over the cache of a method -> logits [n, V]."""
+    cache, decoder = KVCache(made.model.decoder, len(prompt) + len(tokens)), made.model.decoder
+    done = made.blender.run(prompt, blend, cache)
+    rows = [done.result.logits]
+    if len(done.to_refine):
+        run(done.refine(decoder, prompt.ids))
+    rows += [append(decoder, cache, len(prompt) + i, [token])[0] for i, token in enumerate(tokens[:-1])]
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("name", BLEND_KINDS)
@@ -134,64 +146,124 @@ def test_sampled_answers_agree_by_the_probability_that_is_common(tmp_path: Path)
     assert found.loss.agreement == pytest.approx(1 - float((p - q).abs().sum()) / 2, abs=1e-6)
 
 
-def test_without_a_calibration_answers_are_exact_and_say_so(tmp_path: Path) -> None:
+def test_without_evidence_answers_start_at_the_safe_ratio_and_say_so(tmp_path: Path) -> None:
     made = engine(tmp_path)
     made.precompute()
-    answer = made.answer(QUESTIONS[0])
-    assert (answer.report.method, answer.report.blended) == ("prefix", False)
-    assert answer.report.quality
-    assert answer.report.quality.ratio is None
-    assert answer.report.to_dict()["quality"]["target"] == answer.report.quality.target
-    assert answer.token_ids == made.answer(QUESTIONS[0], method="full").token_ids
-    choice = made.prepare(Request(QUESTIONS[0])).quality
-    assert choice
-    assert choice.controller is None  # nothing to check
-    assert toy_engine().answer(QUESTIONS[0], PASSAGES).report.quality is None
+    for passages in (None, PASSAGES):
+        report = made.answer(QUESTIONS[0], passages).report
+        assert (report.method, report.ratio) == ("blend", START_RATIO)
+        assert report.quality
+        assert (report.quality.ratio, report.quality.prompts, report.quality.agreement) == (
+            START_RATIO,
+            0,
+            None,
+        )
+        assert report.to_dict()["quality"]["summary"] == report.quality.summary
 
 
-def test_a_calibrated_ratio_serves_questions_over_the_index_alone(calibrated: Any) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"quality": {"min_agreement": None}},
+        {"blend": {"ratio": 0.05}},
+        {"blend": {"ratio": START_RATIO}},
+        {"blend": {"method": "reuse"}},
+        {"blend": {"method": "prefix"}},
+        {"blend": {"policy": "all"}},
+    ],
+)
+def test_settings_that_say_what_is_recomputed_leave_no_target(tmp_path: Path, sections: Any) -> None:
+    made = engine(tmp_path, **{"quality": {"min_agreement": 0.6}, **sections})
+    assert made.answer(QUESTIONS[0]).report.quality is None
+    assert made.answer(QUESTIONS[0], method="auto").report.quality is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ratio": 0.3}, {"method": "full"}, {"correction": "none"}, {"policy": "random"}, {"refine": 0.2}],
+)
+def test_requests_that_say_what_is_recomputed_have_no_promise(calibrated: Any, options: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    asked = made.answer(QUESTIONS[0], **options).report
+    assert asked.quality is None
+    assert asked.ratio == options.get("ratio", asked.ratio)
+    for method in ("auto", "blend"):
+        assert made.answer(QUESTIONS[0], method=method).report.quality.ratio == 0.0
+
+
+def test_evidence_of_an_index_serves_questions_over_it_alone(calibrated: Any) -> None:
     made = calibrated({r: GOOD if r >= 0.05 else BAD for r in RATIOS})
     made.precompute()
     report = made.answer(QUESTIONS[0]).report
     assert (report.method, report.ratio, report.quality.ratio) == ("blend", 0.05, 0.05)
-    own = made.answer(QUESTIONS[0], PASSAGES).report  # not measured
-    assert (own.method, own.quality.ratio) == ("prefix", None)
-    asked = made.answer(QUESTIONS[0], ratio=0.3).report  # explicit options win
-    assert (asked.ratio, asked.quality.ratio, asked.quality.estimate) == (0.3, None, None)
+    assert made.answer(QUESTIONS[0], PASSAGES).report.quality.ratio == START_RATIO  # not measured
     config = made.config.replace("quality.min_agreement", 0.95)
     stricter = Engine(config, made.model, made.store, made.index).answer(QUESTIONS[0]).report
-    assert (stricter.method, stricter.blended) == ("blend", True)  # one calibration serves every target
+    assert (stricter.method, stricter.ratio) == ("blend", 0.05)  # the same evidence serves every target
     assert stricter.quality
-    assert stricter.quality.target != report.quality.target
+    assert stricter.quality.min_agreement == pytest.approx(0.95)
 
 
-def test_a_calibration_is_void_where_answers_are_made_otherwise(calibrated: Any) -> None:
+def test_where_no_ratio_is_kept_answers_are_exact(calibrated: Any) -> None:
+    for bad in (BAD, WORSE):
+        made = calibrated(dict.fromkeys(RATIOS, bad))
+        made.precompute()
+        report = made.answer(QUESTIONS[0]).report
+        assert (report.method, report.exact, report.quality.ratio) == ("prefix", True, None)
+
+
+def test_evidence_of_other_answers_is_not_used(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     for changes in ({"correction": "none"}, {"policy": "random"}, {"near": True}, {"refine": 0.2}):
         config = made.config.model_copy(update={"blend": made.config.blend.with_values(**changes)})
         other = Engine(config, made.model, made.store, made.index)
-        assert other.answer(QUESTIONS[0]).report.method == "prefix"
+        quality = other.answer(QUESTIONS[0]).report.quality
+        assert quality
+        assert quality.prompts == 0
     again = Engine(made.config, made.model, made.store, made.index)
     assert again.answer(QUESTIONS[0]).report.ratio == 0.0
-    made.add([{"text": f"More text about number {n}.", "title": f"T{n}"} for n in range(8)])
+
+
+def test_evidence_fades_as_the_index_grows(calibrated: Any) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    n = len(made.index)
+    made.add([{"text": f"More text about number {i}.", "title": f"T{i}"} for i in range(n)])
     grown = Engine(made.config, made.model, made.store, made.index)
-    assert grown.answer(QUESTIONS[0]).report.method == "prefix"
+    report = grown.answer(QUESTIONS[0]).report
+    assert report.quality
+    assert report.quality.prompts == pytest.approx(MEASURED * n / len(made.index), abs=1)
+    assert report.ratio == START_RATIO
 
 
-def test_answers_are_exact_while_the_store_of_calibrations_is_out_of_reach(
+def test_evidence_is_read_once_the_store_can_be_reached(
     calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     again = Engine(made.config, made.model, made.store, made.index)
     with monkeypatch.context() as broken:
         broken.setattr(again.store.blobs, "current", Mock(side_effect=StoreUnavailable("gone")))
-        assert again.answer(QUESTIONS[0]).report.method == "prefix"
+        assert again.answer(QUESTIONS[0]).report.ratio == START_RATIO
     assert again.answer(QUESTIONS[0]).report.ratio == 0.0
+
+
+def test_precompute_gathers_evidence_by_what_it_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QualityControl, "losses", lambda *_: [GOOD] * len(RATIOS))
+    made = engine(tmp_path, retrieve={"top_k": 1})
+    made.precompute()
+    assert not made.quality.evidence(made.index).samples  # too few chunks
+    text = "Words about number {0}, which is {0}. " * 9
+    made.add([{"text": text.format(n), "title": f"T{n}"} for n in range(150)])
+    made.precompute()
+    assert len(made.quality.evidence(made.index).samples) == 3
+    made.precompute()
+    assert len(made.quality.evidence(made.index).samples) == 3
 
 
 def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, asked = engine(tmp_path), list[str]()
-    monkeypatch.setattr(QualityControl, "losses", lambda *_: (dict.fromkeys(RATIOS, GOOD), {"full": 1.0}))
+    monkeypatch.setattr(QualityControl, "losses", lambda *_: [GOOD] * len(RATIOS))
 
     def lay_out(question: str) -> Prompt:
         if len(asked) == 11:
@@ -206,16 +278,18 @@ def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch:
         calibrate(16, questions)
     done = list(asked)
     asked.clear()
-    assert calibrate(16, questions).prompts == 16
+    assert len(calibrate(16, questions).samples) == 16
     assert asked == questions[8:]  # every eighth prompt is a save
     assert done[:8] == questions[:8]
-    assert calibrate(16, questions).prompts == 16
+    assert len(calibrate(16, questions).samples) == 16
     assert asked == questions[8:]
-    assert calibrate(5, questions).prompts == 16  # nothing is lost
+    assert len(calibrate(5, questions).samples) == 16  # nothing is lost
     asked.clear()
-    others = [*questions[:3], "Another question?"]
-    assert calibrate(4, others).prompts == 4  # losses of other questions are not mixed with these
-    assert asked == others
+    assert len(calibrate(4, [*questions[:3], "Another question?"]).samples) == 17
+    assert asked == ["Another question?"]
+    asked.clear()
+    assert len(calibrate(16, [f"New {n}?" for n in range(16)], limit=2).samples) == 19
+    assert asked == ["New 0?", "New 1?"]
 
 
 def test_questions_are_made_of_titles_or_of_words_each_passage_once() -> None:
@@ -274,14 +348,31 @@ def test_a_served_answer_is_checked_while_nothing_else_runs(calibrated: Any) -> 
     told, batch = listener(made), served(made)
     answer = ask(batch, QUESTIONS[0])
     assert controller(made).checks == 0
-    assert idle(batch) > 3 * made.model.decoder.n_layers  # passes at three ratios and full prefill, by layers
+    assert idle(batch) > len(RATIOS) * made.model.decoder.n_layers  # passes at all ratios, by layers
     assert controller(made).checks == 1
     ((result, loss, seconds),) = [call.args for call in told.call_args_list]
     assert (result, seconds > 0) == ("done", True)
-    expected, _ = made.quality.losses(made.prepare(Request(QUESTIONS[0])).prompt)
-    assert loss.agreement == pytest.approx(expected[0.05].agreement)
-    assert loss.kl == pytest.approx(expected[0.05].kl, abs=1e-3)
+    expected = made.quality.losses(made.prepare(Request(QUESTIONS[0])).prompt)
+    assert loss == expected[RATIOS.index(0.05)]
     assert answer.report.quality.ratio == 0.05
+    again = Engine(made.config, made.model, made.store, made.index)
+    assert again.quality.evidence(made.index).samples[-1].losses == tuple(expected)
+
+
+def test_checks_of_requests_with_passages_of_their_own_are_evidence_for_them(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+    batch = served(made)
+    request = made.prepare(Request(QUESTIONS[0], PASSAGES))
+    made.answer(QUESTIONS[0], PASSAGES)
+    check = made.quality.answered(request.quality, made.blender, request.prompt) if request.quality else None
+    assert check
+    batch.scheduler.submit_idle(check)
+    idle(batch)
+    assert len(made.quality.evidence(None).samples) == 1
+    assert not made.quality.evidence(made.index).samples
+    plain = made.prepare(Request("", plain="A plain prompt, which is not short."))
+    assert plain.quality
+    assert made.quality.answered(plain.quality, made.blender, plain.prompt) is None
 
 
 def test_a_request_interrupts_a_check(calibrated: Any) -> None:
@@ -295,7 +386,7 @@ def test_a_request_interrupts_a_check(calibrated: Any) -> None:
     assert ask(batch, QUESTIONS[1]).token_ids == expected
     assert controller(made).checks == 0
     idle(batch)
-    assert controller(made).checks == 2
+    assert controller(made).checks == 1
 
 
 def test_losses_above_the_limit_raise_the_ratio_of_later_requests(
@@ -303,35 +394,34 @@ def test_losses_above_the_limit_raise_the_ratio_of_later_requests(
 ) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     made.precompute()
-    batch = served(made)
-    real, lossy = Blender.prefill, [True]
+    request = made.prepare(Request(QUESTIONS[0]))
 
-    def broken(self: Blender, prompt: Any, blend: BlendConfig, cache: Any = None, *rest: Any) -> Any:
-        """Blended answers come from a cache of zeros."""
-        done = yield from real(self, prompt, blend, cache, *rest)
-        if lossy and blend.method == "blend" and make_policy(blend).ratio < 0.15:
-            stacked(done.result.cache.values)[:, :, : len(prompt) - 8].zero_()
-        return done
+    def measure(self: Verifier, blends: Sequence[BlendConfig]) -> Any:
+        yield
+        return [BAD if make_policy(blend).ratio < 0.15 else GOOD for blend in blends]
 
-    monkeypatch.setattr(Blender, "prefill", broken)
-    for n in range(100):
-        ask(batch, QUESTIONS[n % 4])
-        idle(batch)
-    assert controller(made).ratio == 0.15
-    assert made.prepare(Request(QUESTIONS[0])).blend.ratio == 0.15
+    monkeypatch.setattr(Verifier, "measure", measure)
+    for _ in range(100):
+        assert request.quality
+        check = made.quality.answered(request.quality, made.blender, request.prompt)
+        assert check
+        run(check)
+        request = made.prepare(Request(QUESTIONS[0]))
+    assert controller(made).alarms == 1
+    assert (controller(made).ratio, request.blend.ratio) == (0.15, 0.15)
 
 
-def test_a_deleted_document_takes_the_checks_that_quote_it_along(calibrated: Any) -> None:
+def test_a_deleted_document_takes_the_check_that_quotes_it_along(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD))
     made.precompute()
     told, batch = listener(made), served(made)
-    answers = [ask(batch, question) for question in QUESTIONS]
-    quoted = answers[0].passages[0]
-    left = [a for a in answers if quoted.text not in {p.text for p in a.passages}]
-    made.delete(quoted.doc_id)
+    made.delete(ask(batch, QUESTIONS[0]).passages[0].doc_id)
     idle(batch)
-    assert controller(made).checks == len(left) < len(answers)
-    assert {call.args[0] for call in told.call_args_list} <= {"done"}  # at once, not when it runs
+    assert controller(made).checks == 0
+    assert not told.called
+    ask(batch, QUESTIONS[1])
+    idle(batch)
+    assert controller(made).checks == 1
 
 
 def test_a_chunk_that_was_evicted_makes_a_check_lost(calibrated: Any) -> None:
@@ -379,45 +469,40 @@ def test_no_token_of_a_checked_request_is_kept(calibrated: Any) -> None:
     assert not has_prompt()
 
 
-def checks(made: Engine, n: int, **blend: Any) -> int:
-    """Answer a question, and tell of the answer n times -> number of checks that are pending."""
-    request, answer = made.prepare(Request(QUESTIONS[0], blend=blend)), made.answer(QUESTIONS[0], **blend)
+@pytest.mark.parametrize(("share", "rest"), [(0.0, None), (0.05, 19.0), (1.0, 0.0)])
+def test_checks_take_a_share_of_the_time(tmp_path: Path, share: float, rest: float | None) -> None:
+    now = [0.0]
+    made = engine(tmp_path, quality={**TARGET, "check_share": share})
+    made.precompute()
+    made.quality = QualityControl(made.config, made.model, made.blender, clock=lambda: now[0])
+    request = made.prepare(Request(QUESTIONS[0]))
     assert request.quality
-    about = request.quality, made.blender, request.prompt, request.decode, answer
-    return sum(made.quality.answered(*about) is not None for _ in range(n))
+    answered = partial(made.quality.answered, request.quality, made.blender, request.prompt)
+    first = answered()
+    if rest is None or first is None:
+        assert (rest, first) == (None, None)
+        return
+    assert answered() is None  # one at a time
+    next(first)
+    now[0] += 2.0
+    run(first)
+    if rest:
+        now[0] += 2.0 * rest - 0.1
+        assert answered() is None
+        now[0] += 0.2
+    assert answered()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_a_share_of_answers_is_checked(calibrated: Any, share: float) -> None:
-    made = calibrated(dict.fromkeys(RATIOS, GOOD), quality={**TARGET, "check_rate": share})
-    told = listener(made)
-    drawn = checks(made, 2_000) + told.call_count
-    assert drawn == pytest.approx(2_000 * share, abs=100 * (share > 0))
-    assert checks(made, 2_000, ratio=0.1) == 0  # no target
-    assert checks(made, 2_000, method="prefix") == 0  # exact
-
-
-def test_more_answers_than_may_wait_are_drawn_from(calibrated: Any) -> None:
-    made = calibrated(dict.fromkeys(RATIOS, GOOD))
-    told = listener(made)
-    assert checks(made, 200) == 64
-    assert [call.args[0] for call in told.call_args_list] == ["dropped"] * 136
-
-
-def test_passages_of_a_separator_have_no_promise(calibrated: Any) -> None:
+def test_passages_of_a_separator_are_the_requests_own(calibrated: Any) -> None:
     made = calibrated(dict.fromkeys(RATIOS, GOOD), prompt={"separator": " # # "})
     made.precompute()
     assert made.answer(QUESTIONS[0]).report.quality.ratio == 0.0
     report = made.answer(f"{PASSAGES[0].text} # # {QUESTIONS[0]}").report
-    assert (report.method, report.quality.ratio) == ("prefix", None)
+    assert report.quality.ratio == START_RATIO
 
 
-@pytest.mark.parametrize("target", [{"min_agreement": 0.9}, {"max_kl": 0.1}])
-def test_a_model_whose_chunks_are_reused_whole_has_no_target(target: Any) -> None:
+def test_a_model_whose_chunks_are_reused_whole_has_no_target() -> None:
     model = replace(toy_model(), decoder=tiny_decoder(HYBRIDS[0]))
-    config = CONFIG.with_values(quality=target)
-    with pytest.raises(ConfigError) as error:
-        Engine(config, model, MemoryStore(2**20))
-    assert error.value.setting == "quality.min_agreement"
-    with Engine(CONFIG, model, MemoryStore(2**20)) as other:
-        assert other.config.blend.ratio == 0.0
+    with Engine(CONFIG, model, MemoryStore(2**20)) as made:
+        assert made.quality.target is None
+        assert made.config.blend.ratio == 0.0

@@ -31,7 +31,7 @@ GROUND = (
     "forks.py",
 )  # nouns, settings and names
 SIDE_ROOMS = (
-    *("retrieve/", "fetch/", "store/", "kernels/", "blend/prefix_cache.py"),
+    *("retrieve/", "fetch/", "store/", "kernels/", "quality/", "blend/prefix_cache.py"),
     *("engine/arguments.py", "engine/gate.py", "engine/sampler.py"),
     *("blend/priors.py", "blend/loader.py", "blend/policies.py", "blend/corrections.py"),
     *("models/model.py", "models/kv_cache.py"),

@@ -1,198 +1,197 @@
-"""Choice of a ratio, the record of a calibration, and changes by checks."""
+"""Choice of a ratio, the record of evidence, and changes by checks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.config import Config, QualityConfig
+from blendserve.blend.policies import START_RATIO
+from blendserve.config import Config
 from blendserve.errors import ConfigError
-from blendserve.quality.calibration import KIND, Calibration, owner_of
-from blendserve.quality.controller import LEVELS, MIN_CHECKS, RatioController
-from blendserve.quality.target import RATIOS, Loss, Target
+from blendserve.quality.controller import MIN_CHECKS, RatioController
+from blendserve.quality.evidence import KEPT, KIND, Evidence, Sample, owner_of
+from blendserve.quality.target import RATIOS, WORSE, Loss, Target
 from blendserve.store import MemoryStore
 
-TARGET = Target(0.1, None)
-PROMPTS = 128
+TARGET = Target(0.1)
+PROMPTS = 300
+PASSAGES = 100
+SAME = (0.0,) * len(RATIOS)
 
 
-def losses(*agreements: float) -> dict[float, tuple[Loss, ...]]:
-    """The same loss for every prompt, at each ratio."""
-    return {r: (Loss(a, 1 - a),) * PROMPTS for r, a in zip(RATIOS, agreements, strict=True)}
+def sample(agreements: Sequence[float], worse: Sequence[float] = SAME, n: int = 0) -> Sample:
+    """Of the n-th prompt, if a share of `worse` of all are worse."""
+    each = zip(agreements, worse, strict=True)
+    losses = (Loss(a, 1 - a, int((n + 1) * w) > int(n * w)) for a, w in each)
+    return Sample(tuple(losses), PASSAGES)
 
 
-def calibration(*agreements: float) -> Calibration:
-    return Calibration(losses(*agreements), 100, "made")
+def evidence(agreements: Sequence[float], worse: Sequence[float] = SAME, prompts: int = PROMPTS) -> Evidence:
+    return Evidence(tuple(sample(agreements, worse, n) for n in range(prompts)))
 
 
-def controller(*agreements: float) -> RatioController:
-    return RatioController(TARGET, calibration(*agreements))
+def controller(*agreements: float, prompts: int = PROMPTS, passages: int = PASSAGES) -> RatioController:
+    return RatioController(TARGET, evidence(agreements, prompts=prompts), passages)
 
 
-def check(made: RatioController, n: int, agreements: Mapping[float, float]) -> None:
-    for _ in range(n):
-        made.add(made.ratio, {r: Loss(agreements[r], 0.1) for r in made.checked_ratios})
+def check(made: RatioController, n: int, agreements: Sequence[float], worse: Sequence[float] = SAME) -> None:
+    for i in range(n):
+        made.add(made.ratio, sample(agreements, worse, i))
 
 
 @pytest.mark.parametrize(
     ("agreements", "ratio"),
     [
-        ((0.8, 0.85, 0.96, 0.97, 0.99), 0.05),
-        ((0.99, 0.85, 0.96, 0.97, 0.99), 0.05),  # smaller ones are not looked at behind one that fails
+        ((0.8, 0.96, 0.96, 0.97, 0.99), 0.05),
+        ((0.99, 0.85, 0.96, 0.97, 0.99), 0.15),  # smaller ones are not looked at behind one that fails
         ((0.96, 0.96, 0.96, 0.97, 0.99), 0.0),
+        ((0.5, 0.6, 0.7, 0.8, 0.96), 0.5),
         ((0.8, 0.85, 0.86, 0.87, 0.88), None),
-        ((0.99, 0.99, 0.99, 0.99, 0.89), None),
     ],
 )
 def test_the_least_ratio_above_which_all_keep_the_target_is_chosen(
     agreements: tuple[float, ...], ratio: float | None
 ) -> None:
-    assert TARGET.ratio(losses(*agreements)) == ratio
     assert controller(*agreements).ratio == ratio
 
 
-def test_a_limit_of_kl_counts_answers_above_it() -> None:
-    target, of = Target(0.1, 0.1), [Loss(0.5, 0.05)] * 100
-    assert target.losses([Loss(1.0, 0.2), Loss(0.0, 0.1)]) == [1.0, 0.0]
-    assert target.p_value(of) < 0.1
-    assert target.p_value([*of, *[Loss(1.0, 0.2)] * 20]) < target.p_value([Loss(1.0, 0.2)] * 20 + of)
+@pytest.mark.parametrize(
+    ("worse", "ratio"), [((0.3, 0.1, 0.0, 0.0, 0.0), 0.15), ((0.3, 0.1, 0.1, 0.1, 0.1), None), (SAME, 0.0)]
+)
+def test_prompts_that_are_worse_than_full_reuse_count_whatever_the_mean_is(
+    worse: tuple[float, ...], ratio: float | None
+) -> None:
+    assert RatioController(TARGET, evidence([0.99] * 5, worse), PASSAGES).ratio == ratio
 
 
-def test_without_a_calibration_answers_are_exact_and_nothing_changes_that() -> None:
-    made = RatioController(TARGET, None)
-    assert made.ratio is None
-    assert made.checked_ratios == ()
-    for _ in range(300):
-        made.add(None, {})
-    assert made.ratio is None
-    assert made.report().interval is None
+def test_without_proof_the_ratio_is_the_start_or_the_next_that_is_not_missed() -> None:
+    assert controller(*[0.99] * 5, prompts=0).ratio == START_RATIO
+    assert controller(*[0.99] * 5, prompts=100).ratio == START_RATIO  # too few for the second bound
+    assert controller(*[0.99] * 5, prompts=128).ratio == 0.0
+    assert controller(0.5, 0.5, 0.8, 0.88, 0.93, prompts=100).ratio == 0.5
+    assert controller(*[0.5] * 5, prompts=100).ratio is None
+    assert controller(*[0.5] * 5, prompts=5).ratio == START_RATIO  # too few to tell
+    worse = (0.1, 0.1, 0.1, 0.02, 0.0)
+    assert RatioController(TARGET, evidence([0.95] * 5, worse, 60), PASSAGES).ratio == 0.3
+
+
+def test_old_prompts_weigh_what_their_index_is_of_the_one_now() -> None:
+    good = [0.99] * 5
+    assert controller(*good, prompts=140).ratio == 0.0
+    assert controller(*good, prompts=140, passages=2 * PASSAGES).ratio == START_RATIO
+    assert controller(*good, prompts=300, passages=2 * PASSAGES).ratio == 0.0
+    assert controller(*good, prompts=140, passages=PASSAGES // 2).ratio == 0.0
+    assert controller(*good, passages=3 * PASSAGES).report().prompts == PROMPTS / 3
 
 
 def test_an_alarm_raises_the_ratio_and_proof_lowers_it() -> None:
-    made = controller(0.8, 0.85, 0.96, 0.97, 0.99)
-    assert made.checked_ratios == (0.02, 0.05, 0.15)
-    check(made, MIN_CHECKS - 1, dict.fromkeys(RATIOS, 0.5))
+    made = controller(0.8, 0.96, 0.97, 0.98, 0.99)
     assert made.ratio == 0.05
-    check(made, 1, dict.fromkeys(RATIOS, 0.5))
-    assert (made.ratio, made.alarms, made.changes) == (0.15, 1, 1)
-    made.add(0.05, {0.05: Loss(0.0, 1.0)})  # served before the change
-    check(made, 2 * MIN_CHECKS, dict.fromkeys(RATIOS, 0.5))
-    assert made.ratio is None
-    assert made.checked_ratios == (0.3,)
-    check(made, 50, dict.fromkeys(RATIOS, 0.85))
-    assert made.ratio is None
-    check(made, 1_000, dict.fromkeys(RATIOS, 0.99))
+    check(made, MIN_CHECKS - 1, [0.5] * 5)
+    assert made.ratio == 0.05
+    check(made, 1, [0.5] * 5)
+    assert (made.alarms, made.changes) == (1, 1)
+    assert made.ratio is None  # the checks since then say that no ratio keeps it
+    check(made, 400, [0.99] * 5)
     assert made.ratio == 0.0
-    assert made.changes == 3 + len(RATIOS)
 
 
-def test_each_step_down_needs_twice_the_proof() -> None:
-    steps = list[int]()
-    made, n = controller(*[0.5] * len(RATIOS)), 0
-    while made.ratio != 0.0:
-        before, n = made.ratio, n + 1
-        check(made, 1, dict.fromkeys(RATIOS, 0.95))
-        if made.ratio != before:
-            steps, n = [*steps, n], 0
-    assert len(steps) == len(RATIOS)
-    assert steps == sorted(steps)
-    assert steps[0] < steps[-1]
+def test_after_an_alarm_no_smaller_ratio_serves_without_proof() -> None:
+    made = controller(*[0.99] * 5)
+    n = 0
+    while not made.alarms:
+        check(made, 1, [0.5, 0.99, 0.99, 0.99, 0.99])
+        n += 1
+    assert n <= 100
+    assert made.ratio == START_RATIO
+    made = controller(0.5, 0.5, 0.5, 0.96, 0.99)
+    while not made.alarms:
+        check(made, 1, [0.99, 0.99, 0.99, 0.5, 0.99])
+    assert made.ratio == 0.5
+    made.add(0.3, sample([0.0] * 5))  # served before the change
+    assert made.alarms == 1
 
 
-def test_the_report_has_the_estimate_and_its_interval_in_terms_of_the_target() -> None:
-    made = controller(0.8, 0.85, 0.96, 0.97, 0.99)
-    assert made.report().estimate is None
-    check(made, 100, dict.fromkeys(RATIOS, 0.95) | {0.02: 0.5})
-    report = made.report()
-    assert report.estimate == pytest.approx(0.95)
+def test_prompts_that_turn_worse_set_off_the_alarm_too() -> None:
+    made = controller(*[0.99] * 5)
+    for n in range(100):
+        check(made, 1, [0.99] * 5, [0.3 if n % 3 == 0 else 0.0, 0, 0, 0, 0])
+        made.add(made.ratio, sample([0.99] * 5, [1.0, 0, 0, 0, 0])) if n % 3 == 0 else None
+        if made.alarms:
+            break
+    assert made.alarms
+    assert made.ratio != 0.0
+
+
+def test_the_report_says_what_is_kept() -> None:
+    fresh = RatioController(TARGET).report()
+    assert (fresh.agreement, fresh.ratio, fresh.prompts) == (None, START_RATIO, 0)
+    report = controller(0.8, 0.85, 0.94, 0.97, 0.99).report()
+    assert report.agreement == pytest.approx(0.94)
     assert report.interval
-    assert report.interval[0] < 0.95 < report.interval[1]
-    assert report.ratio == 0.05
+    assert report.interval[0] < 0.94 < report.interval[1]
+    assert (report.ratio, report.worse, report.prompts) == (0.15, 0.0, PROMPTS)
+    assert "0.94" in report.summary
+    assert "0.15" in report.summary
+    few = controller(0.8, 0.85, 0.94, 0.97, 0.99, prompts=20).report()
+    exact = controller(*[0.5] * 5).report()
+    assert len({each.status for each in (fresh, report, few, exact)}) == 4
+    assert exact.to_dict()["summary"] == exact.summary
 
 
-def test_a_calibration_is_read_as_it_was_stored_and_replaces_the_one_before() -> None:
+def test_evidence_is_read_as_it_was_stored_and_replaces_what_was_before() -> None:
     store = MemoryStore(2**20)
     owner = owner_of("docs", "model", "query", 0.5)
-    assert Calibration.load(store, owner) is None
-    for made in (calibration(*[0.5] * 5), calibration(*[0.75] * 5)):
+    assert Evidence.load(store, owner) is None
+    for made in (evidence([0.5] * 5), evidence([0.75] * 5)):
         made.save(store, owner)
-        assert Calibration.load(store, owner) == made
+        assert Evidence.load(store, owner) == made
     assert len(store.blobs.list()) == 1
     for other in (
         ("books", "model", "query", 0.5),
         ("docs", "m2", "query", 0.5),
         ("docs", "model", "none", 0.5),
     ):
-        assert Calibration.load(store, owner_of(*other)) is None
+        assert Evidence.load(store, owner_of(*other)) is None
 
 
-def test_a_prompt_is_added_at_every_ratio() -> None:
-    made = Calibration.empty(10, "made")
-    assert made.prompts == 0
-    for _ in range(2):
-        made = made.with_prompt({r: Loss(1 - r, r) for r in RATIOS}, {"full": 2.0, "0.05": 0.5})
-    assert made.prompts == 2
-    assert made.seconds == {"full": 4.0, "0.05": 1.0}
-    assert made.losses[0.15] == (Loss(0.85, 0.15),) * 2
-    assert made.fits(15)
-    assert not made.fits(16)
+def test_the_newest_prompts_are_kept() -> None:
+    made, last = evidence([0.5] * 5, prompts=KEPT), sample([0.75] * 5)
+    made = made.plus(last)
+    assert len(made.samples) == KEPT
+    assert made.samples[-1] == last
+    assert made.latest(3).samples == made.samples[-3:]
 
 
 @given(st.data())
-def test_a_damaged_record_is_no_calibration(data: st.DataObject) -> None:
-    whole = calibration(*[0.5] * 5).to_bytes()
+def test_a_damaged_record_is_no_evidence(data: st.DataObject) -> None:
+    whole = evidence([0.5] * 5).to_bytes()
     values = json.loads(whole)
-    damage = data.draw(st.sampled_from(["cut", "ratio", "loss", "kl", "short", "passages", "none"]))
-    if damage == "ratio":
-        del values["losses"][data.draw(st.sampled_from(sorted(values["losses"])))]
-    elif damage in ("loss", "kl"):
-        at = data.draw(st.integers(0, PROMPTS - 1))
-        values["losses"]["0.05"][at] = [1.5, 0.1] if damage == "loss" else [0.5, float("nan")]
+    damage = data.draw(st.sampled_from(["cut", "agreement", "kl", "short", "passages", "none"]))
+    losses, passages, question = values[data.draw(st.integers(0, PROMPTS - 1))]
+    if damage in ("agreement", "kl"):
+        losses[2] = [1.5, 0.1, False] if damage == "agreement" else [0.5, float("nan"), False]
     elif damage == "short":
-        values["losses"]["0.15"].pop()
+        losses.pop()
     elif damage == "passages":
-        values["passages"] = "many"
-    raw = json.dumps([] if damage == "none" else values).encode()
+        values[0] = [losses, "many", question]
+    assert passages == PASSAGES
+    raw = json.dumps({} if damage == "none" else values).encode()
     raw = whole[: data.draw(st.integers(0, len(whole) - 1))] if damage == "cut" else raw
     with pytest.raises(ValueError):  # noqa: PT011  any reason will do
-        Calibration.from_bytes(raw)
+        Evidence.from_bytes(raw)
     store = MemoryStore(2**22)
     store.blobs.put(KIND, "owner", raw)
-    assert Calibration.load(store, "owner") is None
+    assert Evidence.load(store, "owner") is None
 
 
-@pytest.mark.parametrize(
-    ("values", "setting"),
-    [
-        ({"quality": {"min_agreement": 0.9, "max_kl": 0.1}}, "quality"),
-        ({"quality": {"min_agreement": 0.9}, "blend": {"ratio": 0.2}}, "blend.ratio"),
-        ({"quality": {"max_kl": 0.1}, "blend": {"ratio": "auto"}}, "blend.ratio"),
-        ({"quality": {"min_agreement": 0.9}, "blend": {"method": "reuse"}}, "blend.method"),
-        ({"quality": {"min_agreement": 0.99}}, "quality.min_agreement"),
-        ({"quality": {"max_kl": 0.001}}, "quality.max_kl"),
-    ],
-)
-def test_settings_that_leave_a_target_nothing_to_choose_are_refused(
-    values: dict[str, Any], setting: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        Config(**values)
-    assert error.value.setting == setting
-    assert LEVELS[-1] is None
-
-
-def test_a_target_is_a_limit_of_one_of_two_losses() -> None:
-    assert Target.of(QualityConfig()) is None
-    agreement = Target.of(QualityConfig(min_agreement=0.75))
-    kl = Target.of(QualityConfig(max_kl=0.2, violation_rate=0.05))
-    assert agreement
-    assert kl
-    assert (agreement.limit, kl.limit) == (0.25, 0.05)
-    answers = [Loss(0.5, 0.3), Loss(1.0, 0.1)]
-    assert agreement.losses(answers) == [0.5, 0.0]
-    assert kl.losses(answers) == [1.0, 0.0]
+def test_a_target_outside_its_range_is_refused() -> None:
+    for value in (0.4, 0.99):
+        with pytest.raises(ConfigError) as error:
+            Config(quality={"min_agreement": value})
+        assert error.value.setting == "quality.min_agreement"
+    assert 0 < WORSE < 1

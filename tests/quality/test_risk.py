@@ -13,12 +13,13 @@ from blendserve.quality.risk import (
     FALSE_ALARM,
     GRID,
     MAX_STAKE,
+    RARER,
     SHARES,
     Detector,
     capital,
     interval,
-    losses_needed,
     p_value,
+    p_value_of_share,
 )
 
 LIMIT, ERROR, TRIALS = 0.1, 0.1, 1_000
@@ -97,12 +98,48 @@ def test_an_interval_holds_the_mean_at_every_time(rng: np.random.Generator) -> N
     assert interval([], error) == (0.0, 1.0)
 
 
-def test_more_losses_of_the_kind_prove_what_is_forecast() -> None:
-    losses = [0.05, 0.1, 0.0, 0.09] * 5
-    needed = losses_needed(losses, LIMIT, ERROR)
-    assert needed
-    assert p_value(losses, LIMIT) > ERROR >= p_value([0.05, 0.1, 0.0, 0.09] * needed, LIMIT)
-    assert losses_needed([0.3] * 20, LIMIT, ERROR) is None
+def naive_likelihood_ratio(cases: Sequence[bool], limit: float) -> float:
+    """The largest capital of bettors on a share of 0, a quarter and half of the limit."""
+    most, money = 1.0, dict(RARER)
+    for case in cases:
+        for factor in money:
+            p = factor * limit
+            money[factor] *= p / limit if case else (1 - p) / (1 - limit)
+        most = max(most, sum(money.values()))
+    return most
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.floats(0.02, 0.3))
+def test_a_rare_event_is_bet_on_by_its_likelihood(cases: list[bool], limit: float) -> None:
+    assert p_value_of_share(cases, limit) == pytest.approx(1 / naive_likelihood_ratio(cases, limit))
+
+
+def test_a_share_at_its_limit_is_accepted_no_more_often_than_promised(rng: np.random.Generator) -> None:
+    accepted = sum(p_value_of_share(rng.random(1_000) < 0.02, 0.02) <= ERROR for _ in range(TRIALS))
+    assert accepted <= TRIALS * ERROR + 3 * (TRIALS * ERROR) ** 0.5
+    assert p_value_of_share([0.0] * 128, 0.02) <= ERROR < p_value_of_share([0.0] * 127, 0.02)
+    assert p_value_of_share([0.0] * 329 + [1.0], 0.02) <= ERROR  # looked at before the last
+    assert p_value_of_share([1.0] + [0.0] * 329, 0.02) <= ERROR
+    assert p_value_of_share([], 0.02) == 1.0
+
+
+@given(LOSSES, st.floats(0.02, 0.5))
+def test_weights_are_shares_of_a_stake(losses: list[float], limit: float) -> None:
+    none, half = np.zeros(len(losses)), np.full(len(losses), 0.5)
+    assert capital(losses, limit, none)[-1, 0] == pytest.approx(1.0)
+    ones = capital(losses, limit, np.ones(len(losses)))
+    assert ones == pytest.approx(capital(losses, limit))
+    first = capital(losses[:1], limit, half[:1])[0, 0] - 1
+    assert first == pytest.approx((capital(losses[:1], limit)[0, 0] - 1) / 2)
+    cases = [loss > 0.5 for loss in losses]
+    assert p_value_of_share(cases, limit, none) == 1.0
+    assert interval(losses, ERROR, none) == (0.0, 1.0)
+
+
+def test_half_a_weight_needs_about_twice_the_prompts() -> None:
+    n = next(n for n in range(1, 500) if p_value([0.05] * n, LIMIT) <= ERROR)
+    m = next(m for m in range(1, 500) if p_value([0.05] * m, LIMIT, [0.5] * m) <= ERROR)
+    assert 1.4 * n < m < 2.2 * n
 
 
 def checks_to_alarm(rng: np.random.Generator, share: float, limit: float, most: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from blendserve.blend.policies import START_RATIO
 from blendserve.quality.control import QualityControl
 from blendserve.quality.target import RATIOS, Loss
 from tests.support.engines import QUESTIONS
@@ -18,9 +19,8 @@ HEADER = "x-blendserve-quality"
 
 def calibrate(server: Server, monkeypatch: pytest.MonkeyPatch, agreement: float) -> None:
     """As if every prompt of collection a had lost that much at every ratio."""
-    measured = dict.fromkeys(RATIOS, Loss(agreement, 0.01)), {"full": 1.0}
-    monkeypatch.setattr(QualityControl, "losses", lambda *_: measured)
-    server.engine.calibrate(100, [f"Question {n}?" for n in range(100)])
+    monkeypatch.setattr(QualityControl, "losses", lambda *_: [Loss(agreement, 0.01)] * len(RATIOS))
+    server.engine.calibrate(140, [f"Question {n}?" for n in range(140)])
 
 
 def asked(server: Client, **fields: Any) -> Any:
@@ -32,29 +32,29 @@ def asked(server: Client, **fields: Any) -> Any:
 
 
 def test_a_promise_is_reported_checked_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, engine={"quality": {"min_agreement": 0.6, "check_rate": 1.0}}) as server:
-        exact = asked(server)
-        assert exact.json()["report"]["blended"] is False
-        assert exact.json()["report"]["quality"]["ratio"] is None
-        calibrate(server, monkeypatch, 0.99)
+    with serving(tmp_path, engine={"quality": {"min_agreement": 0.6, "check_share": 1.0}}) as server:
         server.warm(OWN)
+        assert asked(server).json()["report"]["quality"]["ratio"] == START_RATIO
+        eventually(lambda: not server.backend.scheduler.has_work)
+        calibrate(server, monkeypatch, 0.99)
         first = asked(server)
         assert first.json()["report"]["quality"]["ratio"] == 0.0
-        assert first.headers[HEADER] == first.json()["report"]["quality"]["status"]
-        eventually(lambda: server.sample("quality_checks_total", result="done") > 0)
+        assert first.headers[HEADER] == first.json()["report"]["quality"]["summary"]
+        eventually(lambda: server.sample("quality_checked_at", collection="a") > 1.7e9)
         eventually(lambda: not server.backend.scheduler.has_work)
         checks = server.sample("quality_checks_total", result="done")
         assert server.sample("quality_limit", collection="a") == pytest.approx(0.4)
         assert server.sample("quality_ratio", collection="a") == 0.0
         assert server.sample("quality_kl_count") == checks
-        assert server.sample("quality_checked_at", collection="a") > 1.7e9
         assert server.sample("quality_check_seconds_total") > 0
         report = asked(server).json()["report"]["quality"]
-        assert report["interval"][0] <= report["estimate"] <= report["interval"][1]
-        assert report["estimate"] == pytest.approx(1 - server.sample("quality_loss", collection="a"), abs=0.5)
-        assert asked(server, collections=["a", "b"]).json()["report"]["quality"]["ratio"] is None
+        assert report["interval"][0] <= report["agreement"] <= report["interval"][1]
+        assert report["agreement"] == pytest.approx(
+            1 - server.sample("quality_loss", collection="a"), abs=0.1
+        )
+        assert asked(server, collections=["a", "b"]).json()["report"]["quality"]["ratio"] == START_RATIO
         chosen = asked(server, ratio=0.3)
-        assert (chosen.json()["report"]["ratio"], chosen.json()["report"]["quality"]["ratio"]) == (0.3, None)
+        assert (chosen.json()["report"]["ratio"], chosen.json()["report"]["quality"]) == (0.3, None)
         assert asked(server, method="auto").json()["report"]["quality"]["ratio"] == 0.0
 
 
@@ -77,7 +77,8 @@ def test_an_answer_is_compared_with_full_prefill_on_request(client: Client) -> N
     assert "check" not in client.ask(passages=OWN)
 
 
-def test_without_a_target_nothing_is_said_of_one(client: Client) -> None:
-    response = asked(client, collections=None)
-    assert HEADER not in response.headers
-    assert response.json()["report"]["quality"] is None
+def test_without_a_target_nothing_is_said_of_one(tmp_path: Path) -> None:
+    with serving(tmp_path, engine={"quality": {"min_agreement": None}}) as server:
+        response = asked(server)
+        assert HEADER not in response.headers
+        assert response.json()["report"]["quality"] is None

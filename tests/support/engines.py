@@ -15,6 +15,7 @@ from blendserve.config import (
     Config,
     DecodeConfig,
     PromptConfig,
+    QualityConfig,
     ServeConfig,
     StoreConfig,
 )
@@ -39,6 +40,7 @@ CONFIG = Config(
     prompt=PromptConfig(system="Be brief.", instruction="Read."),
     store=StoreConfig(location="memory"),
     blend=BlendConfig(method="blend"),
+    quality=QualityConfig(check_share=0.0),  # a report does not depend on when a check runs
     decode=DecodeConfig(max_new_tokens=12),
 )
 PASSAGES = tuple(

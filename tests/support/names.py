@@ -11,7 +11,6 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +258,7 @@ def _has_attribute(root: str, rest: str) -> bool:
         )
     owner = OBJECTS[root]
     if first == "quality" and more:
-        return more in {field.name for field in fields(QualityReport)}
+        return more in dir(QualityReport)
     return first in dir(owner)
 
 

@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { el } from "./dom.js";
-import { about, count, ms, percent, qualityText, several } from "./format.js";
+import { about, count, ms, percent, several } from "./format.js";
 import { mark, markdown } from "./markdown.js";
 import { stageView } from "./stages.js";
 import { plainView, tokenView } from "./tokens.js";
@@ -90,7 +90,7 @@ export function makeAnswer(root, { run, follow }) {
         el("li", { id: "exactness", "data-exact": String(report.exact) }, exactness(report)),
         el("li", {}, `${several(tokens, "token")} generated, ${timings.tokens_per_second.toFixed(0)} per second${reason === "length" ? ", up to max_tokens" : ""}.`),
         report.correction && report.blended ? el("li", {}, `Policy ${report.policy}, correction ${report.correction}, ratio ${report.ratio}.`) : null,
-        report.quality ? el("li", { id: "quality" }, qualityText(report.quality)) : null,
+        report.quality ? el("li", { id: "quality" }, report.quality.summary) : null,
       ),
       ...(report.chunks_missing && passages.length ? [missing(report)] : []),
     ];

@@ -37,12 +37,6 @@ export function times(x) {
   return `${x.toFixed(x < 9.95 ? 1 : 0)}×`;
 }
 
-/** A target of quality, how it stands, and what checks say. */
-export function qualityText({ target, status, basis, estimate, interval }) {
-  const shown = interval ? `: ${estimate.toFixed(2)} (${interval.map((end) => end.toFixed(2)).join(" to ")})` : "";
-  return `Target ${target}: ${status}${shown}${basis ? `; ${basis}` : ""}.`;
-}
-
 export function several(n, one, many = `${one}s`) {
   return `${count(n)} ${n === 1 ? one : many}`;
 }

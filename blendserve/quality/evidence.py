@@ -1,0 +1,112 @@
+"""What prompts of one index lost at each ratio, as calibrations and checks measured it. A store keeps it as a blob.
+
+It has no text and no tokens. Whatever changes the answers changes the owner under which it is stored: model, prompt,
+policy, correction, codec. So other evidence is not found any more. Evidence serves every target.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+from pydantic import TypeAdapter
+
+from blendserve.core import Passage
+from blendserve.errors import CorruptBlob
+from blendserve.quality.target import RATIOS, Loss
+from blendserve.store import KVStore
+
+KIND = "quality"  # in the place of a codec's name
+PROMPTS = 128  # that can prove a target
+KEPT = 1_000  # prompts
+QUOTED_WORDS = 12  # of a passage without a title
+
+
+class Sample(NamedTuple):
+    """One prompt."""
+
+    losses: tuple[Loss, ...]  # at each of RATIOS
+    passages: int = 0  # of the index then; 0: the passages were the request's own
+    question: str = ""  # hash of a calibration's question; "" for an answered request
+
+    def at(self, ratio: float) -> Loss:
+        """Return the loss at one of RATIOS."""
+        return self.losses[RATIOS.index(ratio)]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Measured prompts, the newest last."""
+
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def losses(self) -> list[list[Loss]]:
+        """The losses of all prompts, for each of RATIOS."""
+        return [[sample.losses[i] for sample in self.samples] for i in range(len(RATIOS))]
+
+    def weights(self, passages: int) -> list[float]:
+        """Return the weight of each prompt for an index of this size: the share of the index that it was drawn from."""
+        return [min(1.0, sample.passages / passages) if passages else 1.0 for sample in self.samples]
+
+    def plus(self, sample: Sample) -> Evidence:
+        """The evidence with one more prompt, without the oldest one of too many."""
+        return Evidence((*self.samples, sample)[-KEPT:])
+
+    def latest(self, n: int) -> Evidence:
+        """The newest n prompts alone."""
+        return Evidence(self.samples[-n:])
+
+    @classmethod
+    def load(cls, store: KVStore, owner: str) -> Evidence | None:
+        """Read an owner's evidence from a store; None if there is none that can be read. Raises StoreUnavailable."""
+        hash = store.blobs.current(KIND, owner)
+        try:
+            raw = None if hash is None else store.blobs.get(hash)
+            return None if raw is None else cls.from_bytes(raw)
+        except (ValueError, CorruptBlob):
+            return None
+
+    def save(self, store: KVStore, owner: str) -> None:
+        """Store the evidence in the place of the owner's before. Raises StoreError."""
+        before = store.blobs.current(KIND, owner)
+        now = store.blobs.put(KIND, owner, self.to_bytes())
+        if before not in (None, now):
+            store.blobs.delete(before)
+
+    def to_bytes(self) -> bytes:
+        return RECORD.dump_json(self.samples)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Evidence:
+        """Raises ValueError for anything but evidence."""
+        samples = RECORD.validate_json(raw)
+        if any(len(sample.losses) != len(RATIOS) for sample in samples):
+            raise ValueError("its losses are incomplete")
+        return cls(samples)
+
+
+RECORD = TypeAdapter(tuple[Sample, ...])
+
+
+def hash_of(question: str) -> str:
+    """A hash of a question, which evidence does not keep."""
+    return xxhash.xxh3_64_hexdigest(question.encode())
+
+
+def owner_of(index: str, fingerprint: str, *settings: object) -> str:
+    """Return the name of evidence in a store. settings: whatever changes the answers."""
+    return f"{fingerprint}/{xxhash.xxh3_64_hexdigest(repr((index, settings)).encode())}"
+
+
+def make_questions(passages: Sequence[Passage]) -> Iterator[str]:
+    """Yield a question about each passage, in random order: of its title or, without one, of words in its middle."""
+    for n in random.Random(0).sample(range(len(passages)), len(passages)):
+        passage = passages[n]
+        words = passage.text.split()
+        start = max(0, (len(words) - QUOTED_WORDS) // 2)
+        quoted = " ".join(words[start : start + QUOTED_WORDS])
+        yield f"What is said about {passage.title}?" if passage.title else f'Which passage says "{quoted}"?'
