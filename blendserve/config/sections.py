@@ -66,6 +66,9 @@ class RuntimeConfig(Settings):
     decode_weights: Literal["model", "int8"] = "model"
     """Weights for decoding on a CPU: the model's own, or an int8 copy, which is faster and approximate. Prefill and
     stored KV always use the model's own."""
+    decode_inputs: Literal["exact", "int8"] = "exact"
+    """What quantised weights are multiplied with while decoding: inputs as they are, or rounded to int8 in groups of 32,
+    which is faster and approximate."""
 
 
 class ModelConfig(RuntimeConfig):

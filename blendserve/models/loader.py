@@ -34,7 +34,7 @@ from blendserve.models.checkpoint import (
 )
 from blendserve.models.dequantised import read_as_config
 from blendserve.models.memory import available_on, check_fits, weight_bytes
-from blendserve.models.model import DecoderModel
+from blendserve.models.model import DecoderModel, Decoding
 from blendserve.models.packing import (
     Weights,
     bytes_of,
@@ -87,8 +87,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
         else:
             as_is = _read_as_is(config)
             model = _pack(*as_is, config.name, dtype) if as_is else _load_dense(config, dtype, device)
-        if config.decode_weights == "int8":
-            decode_in_int8(model.decoder)
+        how = Decoding(config.decode_weights == "int8", config.decode_inputs == "int8")
+        if any(how):
+            decode_in_int8(model.decoder, how)
     return model
 
 

@@ -241,7 +241,8 @@ class QualityControl:
         config, blender = self._config, self._blender
         blend, has_prior = config.blend, blender.priors.current() is not None
         work = (blend.policy, blend.correction, blend.near, blend.refine, has_prior)
-        rest = config.store.codec, config.model.decode_weights, config.retrieve.top_k
+        decoding = config.model.decode_weights, config.model.decode_inputs
+        rest = config.store.codec, decoding, config.retrieve.top_k
         prompt = blender.key.context, config.prompt.model_dump()
         name = "" if index is None else index.path.name
         return owner_of(name, blender.key.fingerprint, work, rest, prompt)

@@ -14,7 +14,7 @@ from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of
-from blendserve.kernels.packed import KINDS, PackedMatrix
+from blendserve.kernels.packed import KINDS, UNIT, PackedMatrix
 from blendserve.kernels.selfcheck import cpu_status
 from blendserve.models.weights import QuantisedMatrix
 from tests.support.kernel_switches import threads
@@ -88,6 +88,26 @@ def test_few_rows_are_multiplied_by_the_numbers_unrounded(kind: str, packer: Lev
     for n in range(1, FEW + 1):
         with threads(1 + n % 3):
             assert torch.equal(bindings.packed_linear(packer, x[:n], found, None), together[:n])
+
+
+@EACH_KIND
+@torch.inference_mode()
+def test_rows_in_int8_are_those_rounded_in_groups_of_32(kind: str, packer: Level) -> None:
+    matrix = random_blocks(kind)
+    found, exact = strips(packer, matrix), matrix.dequantise().double()
+    x = torch.randn(FEW, INPUTS, generator=torch.Generator().manual_seed(0)).to(dtype_of(packer))
+    x[1, 64:96] = 0
+    groups = x.float().view(FEW, -1, UNIT)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = ((groups / scales.clamp_min(1e-30)).round() * scales).view_as(x)
+    together = bindings.packed_linear(packer, x, found, None, int8_rows=True)
+    # of bf16 output; a tie of a row's number may be rounded to the other side
+    assert distance(together, rounded.double() @ exact.T) <= 1e-3 + torch.finfo(x.dtype).eps / 2
+    for n in (1, 2, 5, 7):
+        with threads(1 + n % 3):
+            assert torch.equal(
+                bindings.packed_linear(packer, x[:n], found, None, int8_rows=True), together[:n]
+            )
 
 
 @EACH_KIND

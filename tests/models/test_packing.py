@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blendserve.config import ModelConfig
+from blendserve.errors import ConfigError
 from blendserve.kernels.packed import PackedMatrix
 from blendserve.kernels.selfcheck import widest
 from blendserve.kv import stacked
@@ -17,11 +18,11 @@ from blendserve.models import forward
 from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.model import DecoderModel
+from blendserve.models.model import DecoderModel, Decoding
 from blendserve.models.native import native_layers
 from blendserve.models.packing import pack_weights
 from blendserve.models.reference import model_forward
-from blendserve.models.runner import append_each, native_decoder
+from blendserve.models.runner import append_each, decode_each, decode_in_int8, native_decoder
 from tests.support.kernel_switches import loop_over_kernels_of_steps, plain_torch
 from tests.support.models import wide_model
 
@@ -103,6 +104,26 @@ def test_steps_and_halves_of_layers_equal_the_layer_loop(name: str, dtype: torch
     found = outcome(run_rows, 20)
     with patch.object(forward, "native_layers", lambda *_: None):
         assert all(map(torch.equal, found, outcome(run_rows, 20)))
+
+
+@EACH_DTYPE
+@torch.inference_mode()
+def test_int8_inputs_are_for_answers_over_quantised_weights_alone(dtype: torch.dtype) -> None:
+    reference, int8 = wide_model("qwen3-window", dtype), Decoding(int8_inputs=True)
+    with pytest.raises(ConfigError) as error:
+        decode_in_int8(DecoderModel.of(reference), int8)
+    assert error.value.setting == "model.decode_inputs"
+    model = DecoderModel(
+        reference.config, pack_weights(reference.state_dict(), dtype, in_q8_0=True), lambda: reference
+    )
+    decode_in_int8(model, int8)
+
+    def logits(step: Any) -> torch.Tensor:
+        cache = KVCache(model, 40)
+        return torch.as_tensor(step(model, [Row(cache, at, 1 + at) for at in range(5)]))
+
+    exact, approximate = logits(append_each), logits(decode_each)
+    assert 0 < distance(approximate, exact) < 0.1
 
 
 def test_any_model_is_quantised_to_q8_0_when_it_is_loaded(tmp_path: Path) -> None:

@@ -124,19 +124,22 @@ def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return _linear(loaded(level).linear, x, weight, weight.stride(0), bias)
 
 
-def packed_linear(level: Level, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """ops.packed_linear."""
-    return _linear(loaded(level).packed_linear, x, weight, 0, bias)
+def packed_linear(
+    level: Level, x: Tensor, weight: PackedMatrix, bias: Tensor | None, int8_rows: bool = False
+) -> Tensor:
+    """ops.packed_linear. int8_rows: few rows are rounded to int8 in groups of UNIT."""
+    return _linear(loaded(level).packed_linear, x, weight, 0, bias, int8_rows)
 
 
 def _linear(
-    run: Callable[..., int], x: Tensor, weight: Tensor | PackedMatrix, w_row: int, bias: Tensor | None
-) -> Tensor:
+    run: Callable[..., int], x: Tensor, weight: Tensor | PackedMatrix, w_row: int, bias: Tensor | None,
+    int8_rows: bool = False,
+) -> Tensor:  # fmt: skip
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype)
     run(
         pointer(x), *matrix(weight), pointer(bias), pointer(out), 0,
-        x.stride(0), w_row, outputs, rows, outputs, inputs, False, team.size(),
+        x.stride(0), w_row, outputs, rows, outputs, inputs, int8_rows, team.size(),
     )  # fmt: skip
     return out
 

@@ -53,6 +53,12 @@ class DecodeWeights:
     residual_scale: float | None
 
     @property
+    def has_quantised(self) -> bool:
+        """Whether any matrix is quantised."""
+        matrices = (self.head[0], *(x for layer in self.layers for x in layer.matrices))
+        return any(isinstance(x, PackedMatrix) for x in matrices)
+
+    @property
     def tensors(self) -> list[Weight]:
         parts = [x for layer in self.layers for part in layer for x in part]
         return [x for x in (*parts, self.norm, *self.head) if x is not None]
