@@ -191,8 +191,12 @@ class Engine:
         report = self.blender.writer.precompute(chunks, progress)
         self.learn(chunks, learning)
         prompts = report.computed // CHUNKS_PER_PROMPT // self.config.retrieve.top_k
-        if prompts and self.quality.target and passages is None:
-            self.calibrate(limit=prompts)
+        if prompts and self.quality.target and passages is None and shard == (0, 1):
+            log.info("Comparing answers with full prefill (%d prompts)", min(prompts, PROMPTS))
+            try:
+                self.calibrate(limit=prompts)
+            except StoreError as error:
+                log.warning("no evidence of the quality was gathered: %s", error)
         return report
 
     def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -34,8 +35,8 @@ WORK = ("policy", "ratio", "refine", "correction", "near")  # options that say w
 SAVED_EVERY = 8  # prompts of a calibration
 
 CheckListener = Callable[[str, Loss | None, float], None]
-"""(result, loss, seconds): called after a check with the result done or lost (a chunk had left the store), and with the
-loss if a ratio served the answer."""
+"""(result, loss, seconds): called after a check with the result done or lost (a chunk had left the store, or there was no
+memory), and with the loss if a ratio served the answer."""
 
 log = logging.getLogger(__name__)
 
@@ -143,14 +144,18 @@ class QualityControl:
         start, (choice, place) = self._clock(), (pending.choice, pending.place)
         try:
             losses = yield from pending.verifier.measure(self._blends(choice.blend))
-        except StoreError:
+        except (StoreError, MemoryError, RuntimeError) as error:  # torch has no memory: RuntimeError
+            log.info("an answer was not checked: %s", error)
             self._tell("lost", None, self._clock() - start)
             return
         served = choice.report.ratio
         sample = Sample(tuple(losses), choice.passages)
-        place.controller.add(served, sample)
+        store, stored = self._blender.store, None
+        with suppress(StoreError):
+            stored = Evidence.load(store, place.owner)
+        place.controller.add(served, sample, stored)
         try:
-            place.controller.evidence.save(self._blender.store, place.owner)
+            place.controller.evidence.save(store, place.owner)
         except StoreError as error:
             log.warning("a check was not stored: %s", error)
         self._tell("done", None if served is None else sample.at(served), self._clock() - start)
@@ -179,7 +184,7 @@ class QualityControl:
             )
         store, owner = self._blender.store, self._owner(index)
         found = Evidence.load(store, owner) or Evidence()
-        chosen = list(islice(questions or make_questions(index.passages), prompts))
+        chosen = list(islice(dict.fromkeys(questions or make_questions(index.passages)), prompts))
         measured = {sample.question for sample in found.samples}
         left = [question for question in chosen if hash_of(question) not in measured]
         left = left[:limit]

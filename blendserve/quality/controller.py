@@ -37,11 +37,14 @@ class RatioController:
         self.ratio = self.target.ratio(self.evidence.losses, weights, self._start)
         self._detectors, self._since = [Detector(self.target.limit), Detector(WORSE)], 0
 
-    def add(self, ratio: float | None, sample: Sample) -> None:
-        """A check of an answer that was served with `ratio` (None: exactly)."""
+    def add(self, ratio: float | None, sample: Sample, stored: Evidence | None = None) -> None:
+        """A check of an answer that was served with `ratio` (None: exactly).
+
+        stored: the evidence as the store has it, in place of the own: another process may have added to it.
+        """
         with self._lock:
             self.checks, self.checked_at, self._report = self.checks + 1, time.time(), None
-            self.evidence, self._passages = self.evidence.plus(sample), sample.passages
+            self.evidence, self._passages = (stored or self.evidence).plus(sample), sample.passages
             before, detectors, since = self.ratio, self._detectors, self._since + 1
             if (
                 ratio is not None

@@ -19,7 +19,7 @@ from blendserve.blend.policies import START_RATIO, make_policy
 from blendserve.config import BlendConfig, ServeConfig
 from blendserve.core import Passage, Prompt, run
 from blendserve.engine.batch_engine import BatchEngine
-from blendserve.engine.engine import Engine
+from blendserve.engine.engine import CHUNKS_PER_PROMPT, Engine
 from blendserve.engine.request import Completed, Observer, Request
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.models import forward
@@ -255,10 +255,11 @@ def test_precompute_gathers_evidence_by_what_it_computed(
     assert not made.quality.evidence(made.index).samples  # too few chunks
     text = "Words about number {0}, which is {0}. " * 9
     made.add([{"text": text.format(n), "title": f"T{n}"} for n in range(150)])
+    n_computed = made.precompute().computed
+    n_measured = len(made.quality.evidence(made.index).samples)
+    assert 0 < n_measured == n_computed // CHUNKS_PER_PROMPT
     made.precompute()
-    assert len(made.quality.evidence(made.index).samples) == 3
-    made.precompute()
-    assert len(made.quality.evidence(made.index).samples) == 3
+    assert len(made.quality.evidence(made.index).samples) == n_measured
 
 
 def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +374,33 @@ def test_checks_of_requests_with_passages_of_their_own_are_evidence_for_them(tmp
     plain = made.prepare(Request("", plain="A plain prompt, which is not short."))
     assert plain.quality
     assert made.quality.answered(plain.quality, made.blender, plain.prompt) is None
+
+
+def test_evidence_that_another_process_gathered_meanwhile_is_kept(
+    calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, BAD))
+    made.precompute()
+    batch = served(made)
+    ask(batch, QUESTIONS[0])
+    monkeypatch.setattr(QualityControl, "losses", lambda *_: [GOOD] * len(RATIOS))
+    other = Engine(made.config, made.model, made.store, made.index)
+    other.calibrate(9, [f"Another question {n}?" for n in range(9)])
+    idle(batch)
+    stored = made.quality.evidence(made.index)
+    assert len(stored.samples) == MEASURED + 9 + 1
+    assert controller(made).evidence == stored
+
+
+def test_a_check_without_memory_is_lost(calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = calibrated(dict.fromkeys(RATIOS, GOOD))
+    made.precompute()
+    told, batch = listener(made), served(made)
+    ask(batch, QUESTIONS[0])
+    monkeypatch.setattr(Verifier, "full", Mock(side_effect=RuntimeError("not enough memory")))
+    idle(batch)
+    assert [call.args[0] for call in told.call_args_list] == ["lost"]
+    assert controller(made).checks == 0
 
 
 def test_a_request_interrupts_a_check(calibrated: Any) -> None:
