@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import xxhash
@@ -24,6 +25,7 @@ from blendserve.models import fast_load
 from blendserve.models.chat_templates import choose
 from blendserve.models.checkpoint import (
     CONFIG,
+    GENERATION,
     check_folder,
     check_hub,
     check_settings,
@@ -43,7 +45,7 @@ from blendserve.models.packing import (
     packed_bytes,
     packed_reference,
 )
-from blendserve.models.quantised_folder import METHODS, QuantisedFolder
+from blendserve.models.quantised_folder import DENSE_TYPES, dequantised_model, is_quantised, read_blocks
 from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.recurrent import SEAM
 from blendserve.models.reference import TextTower
@@ -85,7 +87,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         if config.name.startswith(RANDOM):
             model = _load_random(config.name, dtype, device)
         else:
-            as_is = _read_as_is(config)
+            as_is = _read_as_is(config) or _folder_as_is(config)
             model = _pack(*as_is, config.name, dtype) if as_is else _load_dense(config, dtype, device)
         how = Decoding(config.decode_weights == "int8", config.decode_inputs == "int8")
         if any(how):
@@ -115,19 +117,51 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return _tokenizer(_checked_source(config.name))
 
 
+def _stays_quantised(config: ModelConfig) -> bool:
+    """Whether kernels can read quantised weights, and may."""
+    device = _device(config.device)
+    if config.weights != "as-is" or device.type != "cpu":
+        return False
+    if widest("pack", _dtype(config.dtype, device)) is None:
+        log.info("%s is dequantised: there are no kernels for its weights on this machine", config.name)
+        return False
+    return True
+
+
 def _read_as_is(config: ModelConfig) -> tuple[fast_load.Start, Mapping[str, Weights]] | None:
     """A GGUF file whose weights stay as they are; None for what is no such file, or must be converted."""
-    device = _device(config.device)
-    if config.weights != "as-is" or not config.name.lower().endswith(".gguf") or device.type != "cpu":
-        return None
-    if widest("pack", _dtype(config.dtype, device)) is None:
-        log.info("%s is converted: there are no kernels for its weights on this machine", config.name)
+    if not config.name.lower().endswith(".gguf") or not _stays_quantised(config):
         return None
     try:
         return read_as_config(Path(config.name))
     except ModelUnsupported as error:
         log.info("%s: it is converted", error)
         return None
+
+
+def _folder_as_is(config: ModelConfig) -> tuple[fast_load.Start, Mapping[str, Weights]] | None:
+    """A folder of GPTQ, AWQ or compressed-tensors whose weights stay quantised; None for others, and for families whose
+    layers are not all in the decoder."""
+    folder = Path(config.name)
+    if not (folder / CONFIG).is_file() or not is_quantised(about := read_json(folder / CONFIG)):
+        return None
+    if about.get("model_type") not in DENSE_TYPES or not _stays_quantised(config):
+        return None
+    from transformers import GenerationConfig
+
+    check_folder(folder)
+    with quiet():
+        own, tokenizer = _supported_config(str(folder)), _tokenizer(folder)
+        has_file = (folder / GENERATION).is_file()
+        generation: Any = (
+            GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(own)
+        )
+        del own.quantization_config
+        weights = read_blocks(
+            folder, about["quantization_config"], own, _dtype(config.dtype, _device(config.device))
+        )
+    ends = end_tokens(SimpleNamespace(generation_config=generation), tokenizer)
+    return fast_load.Start(own.to_dict(), tokenizer, ends, None), weights
 
 
 def _pack(
@@ -308,8 +342,8 @@ def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = _tokenizer(source)
         is_tower = config.model_type in TOWERS
         auto: Any = AutoModelForImageTextToText if is_tower else AutoModelForCausalLM
-        if (getattr(config, "quantization_config", None) or {}).get("quant_method") in METHODS:
-            return _dequantised(source, config, dtype), tokenizer
+        if is_quantised(config.to_dict()):
+            return dequantised_model(source, config, dtype), tokenizer
         if quantisation := getattr(config, "quantization_config", None):
             quantisation["dequantize"] = True
         model, found = auto.from_pretrained(
@@ -319,27 +353,6 @@ def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
         if quantisation:
             model = model.to(dtype)  # dequantised weights are bf16, whatever was asked for
         return TextTower(model) if is_tower else model, tokenizer
-
-
-def _dequantised(source: str, config: Any, dtype: torch.dtype) -> Any:
-    """transformers' model with plain weights, of a folder or hub id that quantised_folder.py reads."""
-    from huggingface_hub import snapshot_download
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
-    weights = QuantisedFolder(folder, config.quantization_config, keeps_blocks=False)
-    log.info("%s: its weights are dequantised to %s", source, str(dtype).removeprefix("torch."))
-    del config.quantization_config
-    auto: Any = AutoModelForCausalLM
-    with no_init_weights():
-        model = auto.from_config(config, dtype=dtype)
-    tensors = {name: cast(Tensor, x).to(dtype) for name, x in weights.items()}
-    if config.tie_word_embeddings:
-        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
-    found = model.load_state_dict(tensors, strict=False, assign=True)
-    check_weights({**found._asdict(), "mismatched_keys": ()}, source)
-    return model
 
 
 def _supported_config(source: str) -> Any:

@@ -7,9 +7,10 @@ the bit; Q4_1 with its minimum, -zero * scale, rounded to fp16, which is finer t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,8 +18,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from blendserve.errors import ModelError
+from blendserve.models.checkpoint import check_weights
+from blendserve.models.gguf_model import ROWS
 from blendserve.models.weights import QuantisedMatrix
 
+log = logging.getLogger(__name__)
+
+# Families whose layers are in the decoder, without modules of transformers.
+DENSE_TYPES = {row.model_type for row in ROWS.values()} | {"mistral", "olmo3"}
 METHODS = {"gptq", "awq", "compressed-tensors"}
 BLOCK = 32
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of the codes in a word
@@ -44,6 +51,12 @@ OTHERS = {
         "input_global_scale",
     ),
 }
+
+
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names one of METHODS."""
+    about = config.get("quantization_config")
+    return isinstance(about, Mapping) and about.get("quant_method") in METHODS
 
 
 class Codes(NamedTuple):
@@ -125,15 +138,20 @@ class QuantisedFolder(Mapping[str, "Tensor | QuantisedMatrix"]):
         return iter(self._names)
 
     def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
-        base, _, part = name.rpartition(".")
-        if part != "weight" or base not in self._marked:
+        if not self.is_marked(name):
             return self._tensor(name)
+        base = name.removesuffix(".weight")
         stored = self._files.get(name)
         if stored is not None and self._tensor(name).is_floating_point():  # FP8
             return self._scaled(base)
         read = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed_tensors}
         codes = read[self._method](base)
         return (codes.in_blocks() if self._keeps_blocks else None) or codes.dequantise()
+
+    def is_marked(self, name: str) -> bool:
+        """Whether these weights are stored quantised."""
+        base, _, part = name.rpartition(".")
+        return part == "weight" and base in self._marked
 
     def _check(self) -> None:
         about, why = self._about, ""
@@ -213,3 +231,58 @@ class QuantisedFolder(Mapping[str, "Tensor | QuantisedMatrix"]):
             scale = scale.repeat_interleave(each, dim)
         made: Tensor = weight * scale[: weight.shape[0], : weight.shape[1]]
         return made
+
+
+def read_blocks(
+    folder: Path, about: Mapping[str, Any], config: Any, dtype: torch.dtype
+) -> dict[str, Tensor | QuantisedMatrix]:
+    """A folder's weights, those that blocks cannot hold in this dtype. config: transformers'. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        shapes = {name: tuple(x.shape) for name, x in auto.from_config(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    stored = QuantisedFolder(folder, about, keeps_blocks=True)
+    weights, n_dense = dict[str, Tensor | QuantisedMatrix](), 0
+    for name in stored:
+        x = stored[name]
+        n_dense += isinstance(x, Tensor) and stored.is_marked(name)
+        weights[name] = x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    if n_dense:
+        log.info("%s: %d matrices are dequantised, as blocks do not hold them", folder, n_dense)
+    both = shapes.keys() & weights.keys()
+    other = [
+        (name, weights[name].shape, shapes[name])
+        for name in both
+        if tuple(weights[name].shape) != shapes[name]
+    ]
+    found = {
+        "missing_keys": shapes.keys() - both,
+        "unexpected_keys": weights.keys() - both,
+        "mismatched_keys": other,
+    }
+    check_weights(found, folder)
+    return {name: weights[name] for name in sorted(both)}
+
+
+def dequantised_model(source: str, config: Any, dtype: torch.dtype) -> Any:
+    """transformers' model with plain weights, of a folder or hub id of one of METHODS."""
+    from huggingface_hub import snapshot_download
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
+    weights = QuantisedFolder(folder, config.quantization_config, keeps_blocks=False)
+    log.info("%s: its weights are dequantised to %s", source, str(dtype).removeprefix("torch."))
+    del config.quantization_config
+    auto: Any = AutoModelForCausalLM
+    with no_init_weights():
+        model = auto.from_config(config, dtype=dtype)
+    tensors = {name: cast(Tensor, x).to(dtype) for name, x in weights.items()}
+    if config.tie_word_embeddings:
+        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    found = model.load_state_dict(tensors, strict=False, assign=True)
+    check_weights({**found._asdict(), "mismatched_keys": ()}, source)
+    return model

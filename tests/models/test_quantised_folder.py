@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blendserve.config import ModelConfig
+from blendserve.core import run
 from blendserve.errors import ModelError
-from blendserve.models.loader import load_model
+from blendserve.kernels.selfcheck import widest
+from blendserve.models.forward import feed
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.quantised_folder import QuantisedFolder
 from blendserve.models.weights import QuantisedMatrix
 from tests.support.models import config, from_config
@@ -153,7 +157,11 @@ def test_fp8_is_scaled_by_matrix_output_or_block(shape: tuple[int, ...], tmp_pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    model = from_config(config("llama", hidden_size=64, vocab_size=len(bundled_tokenizer())))
+    model = from_config(
+        config(
+            "llama", hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=len(bundled_tokenizer())
+        )
+    )
     model.save_pretrained(tmp_path)
     bundled_tokenizer().save_pretrained(tmp_path)
     return tmp_path
@@ -161,7 +169,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 def test_a_quantised_folder_is_loaded(method: str, folder: Path) -> None:
-    """As the same folder with the plain numbers, and again from its second start on."""
+    """As the same folder with the plain numbers, twice; and with its weights as they are."""
     name = folder / "model.safetensors"
     whole, stored, plain = load_file(name), {}, {}
     for called, x in whole.items():
@@ -177,15 +185,30 @@ def test_a_quantised_folder_is_loaded(method: str, folder: Path) -> None:
         }
         stored |= {part: x.contiguous() for part, x in parts[method].items()}
     save_file(plain, name, {"format": "pt"})
-    expected = load_model(ModelConfig(name=str(folder), dtype="float32", device="cpu")).decoder.reference
+    expected = load(folder)
     save_file(stored, name, {"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": method, "bits": 4}
     (folder / "config.json").write_text(json.dumps(settings))
     for _ in range(2):
-        found = load_model(ModelConfig(name=str(folder), dtype="float32", device="cpu")).decoder.reference
-        for called, x in expected.state_dict().items():
-            assert torch.equal(found.state_dict()[called], x), called
+        found = load(folder, weights="bf16")
+        for called, x in expected.decoder.reference.state_dict().items():
+            assert torch.equal(found.decoder.reference.state_dict()[called], x), called
+    held = load(folder)
+    ids = list(range(3, 60))
+    said, found_says = (run(feed(x.decoder, KVCache(x.decoder, len(ids)), ids)) for x in (expected, held))
+    assert torch.allclose(said, found_says, atol=0.01 * float(said.abs().max()))
+    assert held.end_tokens == expected.end_tokens
+    if widest("pack", torch.float32):
+        assert held.weight_bytes < expected.weight_bytes
+        damaged = {called: x for called, x in stored.items() if "layers.1.self_attn.k_proj" not in called}
+        save_file(damaged, name, {"format": "pt"})
+        with pytest.raises(ModelError):
+            load(folder)
+
+
+def load(folder: Path, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(name=str(folder), dtype="float32", device="cpu", **settings))
 
 
 @pytest.mark.parametrize(
