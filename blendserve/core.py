@@ -11,7 +11,7 @@ Shape letters, used in every signature and trailing comment of the package:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from math import isnan
@@ -46,6 +46,7 @@ class Document:
     text: str
     title: str = ""
     id: str = ""  # "" = derived from title and text
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)  # JSON values, for filters
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,18 @@ class Selection:
     """Which passages a search may find."""
 
     min_score: float = -1.0  # least similarity to the question
+    filter: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the document's metadata: a value, or one of a list
+    tags: tuple[str, ...] | None = (
+        None  # the metadata field `tags` of its document has one of these; None: any
+    )
+
+    @property
+    def conditions(self) -> list[tuple[str, Sequence[Any]]]:
+        """Fields of metadata, each with values of which the document must have one."""
+        own = {name: each if isinstance(each, list) else [each] for name, each in self.filter.items()}
+        return [*own.items(), *([] if self.tags is None else [("tags", self.tags)])]
 
 
 @dataclass(frozen=True, slots=True)

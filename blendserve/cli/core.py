@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from blendserve import console
 from blendserve.cli.options import (
+    MANY,
     IndexArg,
     IndexOpt,
     JsonOpt,
@@ -30,7 +31,7 @@ from blendserve.paths import check_output_folder, index_folder
 
 if TYPE_CHECKING:
     from blendserve.blend.precompute import PrecomputeEstimate, PrecomputeReport
-    from blendserve.core import TokenIds
+    from blendserve.core import Document, TokenIds
     from blendserve.engine.engine import Engine
     from blendserve.retrieve import ReadReport
 
@@ -44,6 +45,12 @@ CorpusArg = Annotated[
     ),
 ]
 StrictOpt = Annotated[bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")]
+TagOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tag", help="Tag of these documents, for keys that may read only some. Repeatable.", metavar=MANY
+    ),
+]
 index = make_app("Build and update indexes of documents.")
 
 
@@ -79,7 +86,9 @@ def demo(
 
 @index.command()
 @with_settings("model.name", "retrieve.chunk_tokens", "retrieve.embedder", "retrieve.index")
-def build(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False) -> Output:
+def build(
+    corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False, tag: TagOpt = None
+) -> Output:
     """Build an index of a corpus.
 
     An existing index of the same name is replaced. The command lists the files that it did not read, and why.
@@ -89,7 +98,7 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOp
 
     check_output_folder(index_folder(index))
     report = ReadReport()
-    documents = list(read_documents(corpus, report, strict))
+    documents = [_tagged(document, tag) for document in read_documents(corpus, report, strict)]
     with console.progress("Embedding", "windows") as update:
         engine = Engine.build(index, documents, settings, update)
     with engine:
@@ -98,7 +107,9 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOp
 
 @index.command()
 @with_settings("model.name")
-def add(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False) -> Output:
+def add(
+    corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False, tag: TagOpt = None
+) -> Output:
     """Add the new documents of a corpus to an index.
 
     A document with a known id and new text replaces the old one. Unchanged documents are skipped. The command lists the
@@ -109,11 +120,16 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt 
 
     check_output_folder(index_folder(index))
     report = ReadReport()
-    documents = list(read_documents(corpus, report, strict))
+    documents = [_tagged(document, tag) for document in read_documents(corpus, report, strict)]
     with Engine.open(index, settings) as engine:
         with console.progress("Embedding", "windows") as update:
             added = engine.add(documents, update)
         return _facts(engine, report=report, added=added)
+
+
+def _tagged(document: Document, tags: list[str] | None) -> Document:
+    """The document with these tags in place of its own, if any are given."""
+    return replace(document, metadata={**document.metadata, "tags": tags}) if tags else document
 
 
 @index.command()

@@ -100,6 +100,12 @@ def create(
     collection: list[str] | None = option(
         None, "Collection that the key may use. Repeatable. [default: all collections]", metavar=MANY
     ),
+    tag: list[str] | None = option(
+        None,
+        "Tag of documents that the key may read, by their metadata field `tags`. Repeatable. It can change none. "
+        "[default: all documents]",
+        metavar=MANY,
+    ),
     read_only: bool = option(False, "Forbid changes of documents, pins and stored KV.", "--read-only"),
     admin: bool = option(
         False, "Allow /metrics and other admin routes, and pins without a quota.", "--admin"
@@ -122,6 +128,7 @@ def create(
         admin=admin,
         max_concurrent=max_concurrent,
         max_per_minute=max_per_minute,
+        tags=tuple(tag) if tag else None,
     )
     key = KeyFile(file).create(tenant)
     return Output({"name": name, "key": key}, key)
@@ -138,11 +145,12 @@ def list_keys(file: FileOpt = KEYS) -> Output:
             "name": tenant.name,
             "namespace": tenant.namespace,
             "collections": tenant.collections,
+            "tags": tenant.tags,
             "rights": [word for word, on in (("read-only", tenant.read_only), ("admin", tenant.admin)) if on],
         }
         for tenant in KeyFile(file).read().values()
     ]
-    columns = ("name", "namespace", "collections", "rights")
+    columns = ("name", "namespace", "collections", "tags", "rights")
     return console.listing("keys", found, str(file), columns, none="all")
 
 

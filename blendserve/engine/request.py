@@ -68,6 +68,7 @@ class Request:
     passages: tuple[Passage, ...] | None = None  # the asker's own; None = retrieved
     top_k: int | None = None
     min_score: float | None = None  # least similarity of a retrieved passage
+    filter: Options = field(default_factory=dict)  # metadata of its document: a value, or one of a list
     history: tuple[ChatMessage, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
@@ -193,7 +194,8 @@ def follow_up(messages: Sequence[str]) -> tuple[str, ...]:
 def _retrieve(request: Request, config: RetrieveConfig, search: Search) -> tuple[tuple[Passage, ...], float]:
     """The passages of all queries in turns, and the best score of the first query's; -1 where it has none."""
     top_k = config.top_k if request.top_k is None else request.top_k
-    selection = Selection(config.min_score if request.min_score is None else request.min_score)
+    least = config.min_score if request.min_score is None else request.min_score
+    selection = Selection(least, request.filter)
     found = [search(query, top_k, selection) for query in request.queries or (request.question,)]
     best = max((passage.score or 0.0 for passage in found[0]), default=-1.0)
     return in_turns(found, top_k), best

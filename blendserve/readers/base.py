@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_TEXT = 32_000_000  # bytes of a text file, and characters of any document: 8 million tokens
 MAX_FILE = 512_000_000  # bytes of any other file, and of all that an archive unpacks to
@@ -20,6 +20,7 @@ class Content(NamedTuple):
     title: str | None = None  # None: the file's name
     id: str | None = None  # None: the file's name; "": derived from title and text
     note: str = ""  # for the report of what was read: an encoding that was detected, attachments left out
+    metadata: Mapping[str, Any] | None = None  # fields of the document, for filters
 
 
 class Unreadable(Exception):

@@ -36,9 +36,9 @@ def record(value: object, n: int) -> Content:
     if not isinstance(value, Mapping):
         raise Unreadable(f"{_start(repr(value))} is not an object: {FORM}", line=n)
     more = value.get("metadata")
-    title = (
-        more.get("title") if value.get("title") is None and isinstance(more, Mapping) else value.get("title")
-    )
+    if more is not None and not isinstance(more, Mapping):
+        raise Unreadable(f"its `metadata` is no object: {_start(repr(more))}", line=n, setting="metadata")
+    title = more.get("title") if more and value.get("title") is None else value.get("title")
     text = next((value[name] for name in TEXT_FIELDS if value.get(name) is not None), None)
     if text is None:
         raise Unreadable(f"has no `text`: {FORM}", line=n, setting="text")
@@ -55,7 +55,10 @@ def record(value: object, n: int) -> Content:
             raise Unreadable(f"its `{name}` {NUL}", line=n, setting=name)
     if not text.strip():
         raise Unreadable("its `text` is blank: give it text or remove it", line=n, setting="text")
-    return Content(text, (title or "").strip(), fields["id"] or "")
+    metadata = {
+        str(key): field for key, field in (more or {}).items() if field is not None and key != "title"
+    }
+    return Content(text, (title or "").strip(), fields["id"] or "", metadata=metadata)
 
 
 def _is_whole(file: IO[bytes]) -> bool:

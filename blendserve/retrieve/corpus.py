@@ -200,7 +200,8 @@ def _document(content: Content, name: str, n: int) -> Document:
     """The n-th document of a file."""
     title = Path(name).with_suffix("").as_posix() if content.title is None else content.title
     numbered = name if n == 1 else f"{name}#{n}"
-    return Document(content.text, title, numbered if content.id is None else content.id)
+    id = numbered if content.id is None else content.id
+    return Document(content.text, title, id, content.metadata or {})
 
 
 def _with_log(documents: Iterator[Document], path: Path, report: ReadReport) -> Iterator[Document]:

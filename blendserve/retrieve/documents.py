@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,23 +24,28 @@ def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Itera
         raise CorpusError(f"documents cannot be {repr(objects)[:40]}: give a list of documents or texts")
     for n, item in enumerate(objects, 1):
         if isinstance(item, Document):
-            item = {"text": item.text, "title": item.title, "id": item.id}
+            item = {"text": item.text, "title": item.title, "id": item.id, "metadata": item.metadata}
         try:
             content = record({"text": item} if isinstance(item, str) else item, n)
         except Unreadable as error:
             message = f"documents[{n - 1}]: {error.reason}"
             raise CorpusError(message, setting=error.setting, line=n) from None
-        yield Document(content.text, content.title or "", content.id or "")
+        yield Document(content.text, content.title or "", content.id or "", content.metadata or {})
 
 
 def document_id(document: Document) -> str:
     """The document's own id, else a digest of its title and text."""
-    return document.id or content_digest(document)[:16]
+    return document.id or _digest(document.title, document.text)[:16]
 
 
 def content_digest(document: Document) -> str:
-    """32 hex digits that change when the title or the text does."""
+    """32 hex digits that change when the title, the text or the metadata does."""
+    metadata = json.dumps(document.metadata, sort_keys=True, default=str) if document.metadata else ""
+    return _digest(document.title, document.text, *filter(None, [metadata]))
+
+
+def _digest(*parts: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for part in (document.title.encode(), document.text.encode()):
+    for part in map(str.encode, parts):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

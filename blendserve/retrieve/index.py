@@ -125,14 +125,16 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.select_passages(rows)
 
-    def scan(self, n: int) -> Iterator[list[Passage]]:
-        """All passages, at most n at a time; those that are deleted meanwhile may be left out."""
+    def scan(self, n: int, selection: Selection = ANY) -> Iterator[list[Passage]]:
+        """All passages, at most n at a time; not those that are deleted meanwhile. selection: by metadata."""
+        condition, values = tables.selected(selection, "p.document")
         with self._reading() as (_, vectors, _):
             numbers = vectors.numbers.tolist()
         for at in range(0, len(numbers), n):
             some = numbers[at : at + n]
             with self.database.read() as rows:
-                passages = tables.select_passages(rows, "p.number BETWEEN ? AND ?", some[0], some[-1])
+                within = f"p.number BETWEEN ? AND ? AND {condition}"
+                passages = tables.select_passages(rows, within, some[0], some[-1], *values)
             yield passages
 
     def passages_of(self, doc_ids: Iterable[str]) -> list[Passage]:
@@ -145,10 +147,10 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.select_passages(rows, "p.hash = ?", tables.text_hash(passage))
 
-    def documents(self) -> list[tuple[str, str, int]]:
-        """Id, title and number of passages of each document, in the order they were added."""
+    def documents(self, selection: Selection = ANY) -> list[tuple[str, str, int]]:
+        """Id, title and number of passages of each document, in the order they were added. selection: by metadata."""
         with self.database.read() as rows:
-            return tables.list_documents(rows)
+            return tables.list_documents(rows, selection)
 
     def __len__(self) -> int:
         with self._reading() as (_, vectors, _):
@@ -185,16 +187,13 @@ class VectorIndex:
                     f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
                 )
             depth = max(DEPTH, top_k)
-            near = vectors.best(query, min(depth, len(vectors.numbers)))
-            by_words = words.best(question, depth, vectors.texts)
+            allowed = tables.selected_passages(rows, selection)
+            near = vectors.best(query, min(depth, len(vectors.numbers)), allowed)
+            by_words = words.best(question, depth, vectors.texts, allowed)
             scores = near | vectors.scores(query, [n for n in by_words if n not in near])
-            numbers = sorted(scores)
+            numbers = sorted(n for n, score in scores.items() if score >= selection.min_score)
             passages = tables.select_passages(rows, f"p.number IN ({', '.join(map(str, numbers))})")
-        found = {
-            n: replace(p, score=scores[n])
-            for n, p in zip(numbers, passages, strict=True)
-            if scores[n] >= selection.min_score
-        }
+        found = {n: replace(p, score=scores[n]) for n, p in zip(numbers, passages, strict=True)}
         return Candidates(
             [found[n] for n in near if n in found],
             [(score, found[n]) for n, score in by_words.items() if n in found],
@@ -325,7 +324,8 @@ class VectorIndex:
                 passages.append(passage)
                 texts.append((passage.title, passage.text))
                 yield
-            cut.append(EmbeddedDocument(doc_id, document.title, content_digest(document), texts, ()))
+            digest = content_digest(document)
+            cut.append(EmbeddedDocument(doc_id, document.title, digest, texts, (), document.metadata))
         windows = iter((yield from self.embedder.cut(passages)))
         return [(document, [next(windows) for _ in document.texts]) for document in cut]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -31,15 +31,18 @@ class Line:
     digest: str
     texts: list[tuple[str, str]]  # title and text of its passages
     windows: list[Annotated[int, Field(ge=1)]]  # number of vectors of each passage
+    metadata: dict[str, list[Any]]
 
 
 def to_files(index: VectorIndex) -> dict[str, bytes]:
     """The files of an index, by name; the same for the same contents."""
     manifest, lines, vectors = index.manifest, list[str](), list[bytes]()
     with index.database.read() as rows:
+        metadata = tables.all_metadata(rows)
         for document, passages in tables.documents_with_vectors(rows):
             windows = [len(content) // (4 * manifest.dimension) for *_, content in passages]
-            line = Line(*document, [(title, text) for title, text, _ in passages], windows)
+            texts = [(title, text) for title, text, _ in passages]
+            line = Line(*document, texts, windows, metadata.get(document[0], {}))
             lines.append(json.dumps(asdict(line), ensure_ascii=False) + "\n")
             vectors += [content for *_, content in passages]
     return {
@@ -72,7 +75,8 @@ def parse_files(files: Mapping[str, bytes]) -> Contents:
     of_passages = iter(np.split(vectors, np.cumsum(windows, dtype=int)[:-1]))
     return manifest, [
         EmbeddedDocument(
-            line.id, line.title, line.digest, line.texts, [next(of_passages) for _ in line.texts]
+            *(line.id, line.title, line.digest, line.texts),
+            *([next(of_passages) for _ in line.texts], line.metadata),
         )
         for line in lines
     ]

@@ -14,14 +14,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from blendserve.core import Passage
+from blendserve.core import Passage, Selection
 from blendserve.errors import IndexMismatch
 from blendserve.retrieve.terms import pack
 
-FORMAT = 5
+FORMAT = 6
 KEPT_JOBS = 100  # of each namespace
 REBUILD = "build it again with `blendserve index build`"
-CONTENTS = ("vectors", "passages", "documents", "manifest")  # tables; those that refer to others first
+CONTENTS = (
+    "vectors",
+    "metadata",
+    "passages",
+    "documents",
+    "manifest",
+)  # tables; those that refer to others first
 # A number is never used twice: a larger one was added later.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS manifest (settings TEXT NOT NULL, stamp TEXT NOT NULL, revision INTEGER NOT NULL);
@@ -38,6 +44,11 @@ CREATE INDEX IF NOT EXISTS passages_of_text ON passages (hash);
 CREATE TABLE IF NOT EXISTS vectors (
     passage INTEGER PRIMARY KEY REFERENCES passages ON DELETE CASCADE, content BLOB NOT NULL, hash INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS metadata (
+    name TEXT NOT NULL, value TEXT NOT NULL, document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
+    PRIMARY KEY (name, value, document)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS metadata_of_document ON metadata (document);
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, namespace TEXT NOT NULL, state TEXT NOT NULL
 )
@@ -86,6 +97,7 @@ class EmbeddedDocument(NamedTuple):
     digest: str  # of title and text
     texts: Sequence[tuple[str, str]]  # title and text of its passages
     vectors: Sequence[np.ndarray]  # of each passage: [windows, dimension] float32
+    metadata: Mapping[str, Any]
 
     @property
     def passages(self) -> list[Passage]:
@@ -133,6 +145,9 @@ def insert(rows: Rows, document: EmbeddedDocument) -> None:
     rows.execute("UPDATE manifest SET revision = revision + 1")
     values = document.id, document.title, document.digest
     number = rows.execute("INSERT INTO documents (id, title, digest) VALUES (?, ?, ?)", values).lastrowid
+    for name, value in document.metadata.items():
+        for each in value if isinstance(value, list) else [value]:
+            rows.execute("INSERT OR IGNORE INTO metadata VALUES (?, ?, ?)", (name, _json(each), number))
     for n, (passage, vectors) in enumerate(zip(document.passages, document.vectors, strict=True)):
         row = (
             number,
@@ -196,6 +211,34 @@ def read_words(rows: Rows, after: int) -> Iterator[tuple[int, bytes]]:
     return rows.execute("SELECT number, words FROM passages WHERE number > ? ORDER BY number", (after,))
 
 
+def selected(selection: Selection, document: str) -> tuple[str, list[str]]:
+    """A condition of SQL for a column with numbers of documents, and its values. Without metadata, it is always true."""
+    terms, values = ["1"], list[str]()
+    for name, wanted in selection.conditions:
+        marks = ", ".join("?" * len(wanted))
+        terms.append(f"{document} IN (SELECT document FROM metadata WHERE name = ? AND value IN ({marks}))")
+        values += [name, *map(_json, wanted)]
+    return " AND ".join(terms), values
+
+
+def selected_passages(rows: Rows, selection: Selection) -> np.ndarray | None:
+    """The numbers of the passages whose documents have the metadata, ascending; None if all have."""
+    if not selection.conditions:
+        return None
+    condition, values = selected(selection, "document")
+    found = rows.execute(f"SELECT number FROM passages WHERE {condition} ORDER BY number", values).fetchall()
+    return np.array(found, np.int64).reshape(-1)
+
+
+def all_metadata(rows: Rows) -> dict[str, dict[str, list[Any]]]:
+    """The metadata of documents that have some, by id: the values of each field."""
+    found = dict[str, dict[str, list[Any]]]()
+    query = "SELECT d.id, m.name, m.value FROM metadata m JOIN documents d ON d.number = m.document"
+    for doc_id, name, value in rows.execute(f"{query} ORDER BY d.number, m.name, m.value"):
+        found.setdefault(doc_id, {}).setdefault(name, []).append(json.loads(value))
+    return found
+
+
 def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], list[tuple[str, str, bytes]]]]:
     """Id, title and digest of each document in the order they were added; title, text and vectors of its passages."""
     query = (
@@ -206,13 +249,14 @@ def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], l
         yield document, [row[3:] for row in passages]
 
 
-def list_documents(rows: Rows) -> list[tuple[str, str, int]]:
-    """Id, title and number of passages of each document, in the order they were added."""
+def list_documents(rows: Rows, selection: Selection) -> list[tuple[str, str, int]]:
+    """Id, title and number of passages of each selected document, in the order they were added."""
+    condition, values = selected(selection, "d.number")
     query = (
         "SELECT d.id, d.title, count(p.number) FROM documents d LEFT JOIN passages p ON p.document = d.number "
-        "GROUP BY d.number ORDER BY d.number"
+        f"WHERE {condition} GROUP BY d.number ORDER BY d.number"
     )
-    return list(rows.execute(query))
+    return list(rows.execute(query, values))
 
 
 def save_job(rows: Rows, job: Mapping[str, Any]) -> None:
@@ -241,6 +285,12 @@ def text_hash(passage: Passage) -> int:
 def _passage(doc_id: str, place: int, title: str, text: str) -> Passage:
     """The passage at a place of its document, as chunker.py makes it."""
     return Passage(text=text, title=title, id=f"{doc_id}:{place}", doc_id=doc_id)
+
+
+def _json(value: Any) -> str:
+    """Equal for equal values: 1 and 1.0 are."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True, default=str)
 
 
 def _hash(content: bytes) -> int:

@@ -6,7 +6,7 @@ changed in place: threads may search the old ones meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,10 @@ SAVED_VECTORS = 1000  # a saved graph lacks at most that many, which are inserte
 SAVED_SHARE = 0.1  # or this share of all
 GONE_SHARE = 0.25  # of vectors whose passages are gone; above it, all are loaded anew
 SCORE_DIGITS = 6  # the rest depends on the order of float32 sums: such scores are equal
+
+
+Ranked = Iterable[tuple[float, int, int]]
+"""Score, passage number and text hash of vectors, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +107,32 @@ class Vectors:
                 other.unlink(missing_ok=True)
         return replace(self, n_saved=len(self.owner))
 
-    def best(self, query: np.ndarray, k: int) -> dict[int, float]:
-        """Passage number -> best score: the k best passages of different texts, and their equals in score."""
+    def best(self, query: np.ndarray, k: int, allowed: np.ndarray | None) -> dict[int, float]:
+        """Passage number -> best score: the k best passages of different texts, and their equals in score.
+
+        allowed: numbers of passages; those are compared exactly.
+        """
+        if allowed is not None:
+            at = np.flatnonzero(np.isin(self.owner, allowed))
+            ranked = self._ranked(self.found.reconstruct_batch(at) @ query, at)
+            return self._distinct(ranked, k)[0]
         fetch = 2 * k + 8
         while True:
-            best: dict[int, float] = {}
-            texts: dict[int, float] = {}
-            for score, number, text in self._nearest(query, fetch):  # best first
-                last = best.setdefault(number, round(score, SCORE_DIGITS))
-                texts.setdefault(text, last)
-            least = [*texts.values(), 0.0][min(k, len(texts)) - 1]
-            if fetch >= len(self.owner) or (len(texts) > k and least > last):
-                return {number: score for number, score in best.items() if score >= least}
+            best, is_whole = self._distinct(self._nearest(query, fetch), k)
+            if fetch >= len(self.owner) or is_whole:
+                return best
             fetch *= 4
+
+    @staticmethod
+    def _distinct(ranked: Ranked, k: int) -> tuple[dict[int, float], bool]:
+        """The k best passages of different texts, and their equals in score; whether there are others behind them."""
+        best, texts, last = dict[int, float](), dict[int, float](), 0.0
+        for score, number, text in ranked:
+            last = best.setdefault(number, round(score, SCORE_DIGITS))
+            texts.setdefault(text, last)
+        least = [*texts.values(), 0.0][min(k, len(texts)) - 1]
+        is_whole = len(texts) > k and least > last
+        return {number: score for number, score in best.items() if score >= least}, is_whole
 
     def scores(self, query: np.ndarray, numbers: Sequence[int]) -> dict[int, float]:
         """The scores of these passages."""
@@ -128,19 +145,21 @@ class Vectors:
             )
         return found
 
-    def _nearest(self, query: np.ndarray, fetch: int) -> Iterator[tuple[float, int, int]]:
-        """Score, passage number and text hash of about the `fetch` nearest vectors; of all, compared exactly."""
+    def _nearest(self, query: np.ndarray, fetch: int) -> Ranked:
+        """About the `fetch` nearest vectors; of all, compared exactly."""
         if fetch >= len(self.owner):
-            scores = self.found.reconstruct_n(0, len(self.owner)) @ query
-            order = np.argsort(-scores, kind="stable")
-            scores = scores[order]
-        else:
-            options: Any = None
-            if isinstance(self.found, faiss.IndexHNSWFlat):
-                options = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, fetch))  # type: ignore[attr-defined]  # not in its stubs
-            found = self.found.search(query[None], fetch, params=options)
-            scores, order = (row[0][found[1][0] >= 0] for row in found)  # HNSW may reach fewer
-        owner = self.owner[order]
+            return self._ranked(self.found.reconstruct_n(0, len(self.owner)) @ query)
+        options: Any = None
+        if isinstance(self.found, faiss.IndexHNSWFlat):
+            options = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, fetch))  # type: ignore[attr-defined]  # not in its stubs
+        found = self.found.search(query[None], fetch, params=options)
+        scores, at = (row[0][found[1][0] >= 0] for row in found)  # HNSW may reach fewer
+        return self._ranked(scores, at)
+
+    def _ranked(self, scores: np.ndarray, at: np.ndarray | None = None) -> Ranked:
+        """Vectors with their scores, the best first. at: which vectors; default: all."""
+        order = np.argsort(-scores, kind="stable")
+        scores, owner = scores[order], self.owner[order if at is None else at[order]]
         at = np.minimum(np.searchsorted(self.numbers, owner), len(self.numbers) - 1)
         is_left = self.numbers[at] == owner
         return zip(

@@ -49,6 +49,9 @@ class CacheSelection(Caller):
         index = self.find(body.collection)[1]
         chosen = index.passages if body.documents is None else index.passages_of(set(body.documents))
         ids = None if body.ids is None else set(body.ids)
+        if self.tenant.tags is not None:
+            seen = {row[0] for row in index.documents(self.tenant.selection)}
+            chosen = [p for p in chosen if p.doc_id in seen]
         return [p for p in chosen if ids is None or p.id in ids]
 
     @property

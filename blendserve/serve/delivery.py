@@ -94,11 +94,15 @@ class DeliveryBackend(ServiceBackend):
 
     def collections(self, tenant: Tenant) -> list[Collection]:
         """The collections that a tenant may use. Raises StoreError."""
-        return [c for name, c in self.catalog.collections().items() if tenant.may_use(name)]
+        return [
+            c
+            for name, c in self.catalog.collections().items()
+            if tenant.may_use(name) and tenant.tags is None
+        ]
 
     def collection(self, tenant: Tenant, name: str) -> Collection:
         """Raises NotFound: the same error after the same work, whether it is missing or hidden from this key."""
-        found, allowed = self.catalog.collections().get(name), tenant.may_use(name)
+        found, allowed = self.catalog.collections().get(name), tenant.may_use(name) and tenant.tags is None
         if found is None or not allowed:
             raise not_found()
         return found

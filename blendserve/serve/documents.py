@@ -170,7 +170,7 @@ class ListQuery(Caller):
     ) -> Steps[list[Passage]]:
         """The passages with the text in one of their fields."""
         text, found = self.search.strip().casefold(), list[Passage]()
-        for some in index.scan(PASSAGES_PER_STEP):
+        for some in index.scan(PASSAGES_PER_STEP, self.tenant.selection):
             yield
             found += [p for p in some if not text or any(text in field.casefold() for field in fields(p))]
         return found
@@ -271,9 +271,8 @@ async def list_documents(query: ListDep) -> dict[str, Any]:
 
     def find() -> Steps[list[tuple[str, str, int]]]:
         yield
-        return [
-            row for row in index.documents() if not text or any(text in part.casefold() for part in row[:2])
-        ]
+        rows = index.documents(query.tenant.selection)
+        return [row for row in rows if not text or any(text in part.casefold() for part in row[:2])]
 
     found = await query.on_index(find)
     data = [{"id": id, "title": title, "passages": n} for id, title, n in query.page(found)]

@@ -29,7 +29,7 @@ async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTena
     names = None if body.collections is None else tuple(body.collections)
     config = client.config.retrieve
     least = config.min_score if body.min_score is None else body.min_score
-    arguments = tenant, names, body.question, body.top_k or config.top_k, Selection(least)
+    arguments = tenant, names, body.question, body.top_k or config.top_k, Selection(least, body.filter or {})
     found = await client.collections.executor.run(tenant.name, client.collections.search, *arguments)
     return {"passages": [asdict(passage) for passage in found], **client.notices.as_extras(body)}
 

@@ -176,6 +176,7 @@ class TenantCollections:
             raise InputError("this server has no collections to retrieve from: send `passages`")
         chosen = self.names(tenant) if names is None else dict.fromkeys(names)
         found = [self.find(tenant, name)[0] for name in chosen]
+        selection = replace(selection, tags=tenant.tags)
         return reranked(partial(self._library.search, found), self._reranker)(question, top_k, selection)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from blendserve.config import HttpConfig
+from blendserve.core import Selection
 from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied, RateLimited
 
 BYTES_PER_S = 8 << 20  # of one tenant's bodies: parsing them takes a tenth of the event loop's time
@@ -45,6 +46,14 @@ class Tenant:
     admin: bool = False  # may read /metrics, which covers all tenants, and pin without a quota
     max_concurrent: int | None = None
     max_per_minute: int | None = None
+    tags: tuple[str, ...] | None = (
+        None  # reads documents with one of them, and changes none; None: all documents
+    )
+
+    @property
+    def selection(self) -> Selection:
+        """The documents that it may read."""
+        return Selection(tags=self.tags)
 
     def may_use(self, collection: str) -> bool:
         """Whether the key covers a collection."""
@@ -52,7 +61,7 @@ class Tenant:
 
     def require_write_access(self) -> None:
         """Raises PermissionDenied."""
-        if self.read_only:
+        if self.read_only or self.tags is not None:
             raise PermissionDenied("this API key is read-only: use a key with write access")
 
 
@@ -71,7 +80,8 @@ class KeyFile:
         try:
             keys = json.loads(self.path.read_text())["keys"] if self.path.exists() else []
             for key in keys:
-                key["collections"] = None if key["collections"] is None else tuple(key["collections"])
+                for name in ("collections", "tags"):
+                    key[name] = None if key.get(name) is None else tuple(key[name])
             return {str(key.pop("sha256")): Tenant(**key) for key in keys}
         except (OSError, ValueError, KeyError, TypeError):
             message = f"key file {self.path} cannot be read: restore it, or delete it and create new keys"

@@ -256,7 +256,7 @@ class MessagesRequest(CountRequest):
     def query(self, chat: Chat) -> QueryRequest:
         """The request to the engine. Raises InputError for passages and collections."""
         options = self.x_blendserve or BlendOptions()
-        for name in ("passages", "collections", "top_k", "min_score"):
+        for name in ("passages", "collections", "top_k", "min_score", "filter"):
             if getattr(options, name) is not None:
                 raise InputError(
                     f"x_blendserve.{name}: this route retrieves nothing: send search_result or document blocks",

@@ -72,7 +72,7 @@ def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
         raise InputError(text, setting="chat_template_kwargs")
     *history, asked = body.in_words()
     query = replace(query, question=asked.text, history=tuple(history), queries=follow_up(said))
-    if not has_passages and query.top_k is None and query.min_score is None:
+    if not has_passages and query.top_k is None and query.min_score is None and not query.filter:
         query = replace(query, small_talk=plain)
     return Asked.of(context, body, served, [query])
 

@@ -15,6 +15,7 @@ from blendserve.serve.engine_client import QueryRequest
 from blendserve.serve.fields import (
     MAX_ITEMS,
     Body,
+    JsonObject,
     Label,
     Name,
     Names,
@@ -37,6 +38,12 @@ class PassageIn(Body):
 
 
 Passages = Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)]
+Scalar = Label | bool | int | float
+Filter = Annotated[
+    dict[Label, Scalar | Annotated[list[Scalar], Field(min_length=1, max_length=MAX_ITEMS)]],
+    Field(max_length=16),
+]
+"""Fields of a document's metadata, each with its value, or a list of which it has one."""
 
 
 class BlendFields(Body):
@@ -58,6 +65,7 @@ class BlendOptions(BlendFields):
 
     top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
     min_score: Similarity | None = None
+    filter: Filter | None = None
     collections: Names | None = None
     passages: Passages | None = None
 
@@ -97,6 +105,7 @@ class Question(Body):
             passages=None if passages is None else tuple(passage.passage() for passage in passages),
             top_k=options.top_k,
             min_score=options.min_score,
+            filter=options.filter or {},
             blend=options.blend,
             decode={**sampling, "max_new_tokens": self.token_limit, "stop": stop or None},
             collections=None if options.collections is None else tuple(options.collections),
@@ -127,6 +136,7 @@ class RetrieveRequest(Body):
     question: Annotated[Text, Field(pattern=r"\S")]
     top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
     min_score: Similarity | None = None
+    filter: Filter | None = None
     collections: Names | None = None
 
 
@@ -183,9 +193,10 @@ class DocumentIn(Body):
     text: Annotated[Text, Field(min_length=1)]
     title: Label = ""
     id: Label = ""
+    metadata: JsonObject = Field(default_factory=dict)
 
     def document(self) -> Document:
-        return Document(self.text, self.title.strip(), self.id)
+        return Document(self.text, self.title.strip(), self.id, self.metadata)
 
 
 class DocumentsRequest(Body):
