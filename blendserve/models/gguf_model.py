@@ -176,6 +176,8 @@ def _config(gguf: Gguf, architecture: str, row: Row) -> dict[str, Any]:
     if not (heads > 0 and 0 < layers <= MAX_LAYERS):
         raise ValueError(f"it has {heads} heads and {layers} layers")
     kv_heads = read("attention.head_count_kv", heads)
+    if read("expert_count", 0):
+        raise ModelUnsupported(f"{gguf.path} has a mixture of experts, which is not read", path=gguf.path)
     fused = gguf.tensors.get("blk.0.attn_qkv.weight")
     rows, parts = (
         (fused.shape[0], heads + 2 * kv_heads)
@@ -304,7 +306,7 @@ class GgufTensors(Mapping[str, Weights]):
         if not config["tie_word_embeddings"]:
             ends["output"] = "lm_head", {(config["vocab_size"], config["hidden_size"])}
         self._heads = {x: config[f"num_{name}_heads"] for x, name in (("q", "attention"), ("k", "key_value"))}
-        roles = _roles(family, config)
+        roles, self._missing = _roles(family, config), list[str]()
         called = {own: name for name, own in row.called.items()}
         self._names: dict[str, str] = {}
         self._add(ends, "", "")
@@ -313,10 +315,12 @@ class GgufTensors(Mapping[str, Weights]):
                 {called.get(x, x): about for x, about in roles.items()}, f"blk.{l}.", f"model.layers.{l}."
             )
         left = gguf.tensors.keys() - {*self._names.values(), "rope_freqs.weight"}
-        if left:
+        if left:  # experts, or parts that are fused
             raise ModelUnsupported(
-                f"{gguf.path} has weights {min(left)!r}, for which there is no place", path=gguf.path
+                f"{gguf.path} has weights {min(left)!r}, which are not read", path=gguf.path
             )
+        if self._missing:
+            raise ValueError(f"it has no weights {self._missing[0]}")
 
     def _add(self, roles: Roles, of_file: str, ours: str) -> None:
         for role, (name, shapes) in roles.items():
@@ -324,7 +328,8 @@ class GgufTensors(Mapping[str, Weights]):
             if found is None and role in self._row.optional:
                 continue
             if found is None:
-                raise ValueError(f"it has no weights {of_file}{role}.weight")
+                self._missing.append(f"{of_file}{role}.weight")
+                continue
             if found.shape not in shapes:
                 raise ValueError(f"weights {of_file}{role}.weight have shape {found.shape}")
             self._names[f"{ours}{name}.weight"] = f"{of_file}{role}.weight"

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from blendserve.errors import ModelUnsupported
 from blendserve.models.gguf import Gguf
-from blendserve.models.pre_tokenizers import set_pre_tokenizer
+from blendserve.models.pre_tokenizers import WHOLE_TOKENS, set_pre_tokenizer
 from blendserve.models.tokenizer import Tokenizer
 
 CONTROL, USER_DEFINED = 3, 4  # token types
@@ -37,7 +37,8 @@ def read_tokenizer(gguf: Gguf, architecture: str) -> Tokenizer:
     else:
         raise ModelUnsupported(f"{gguf.path} has a tokenizer {kind!r}, which is not read", path=gguf.path)
     _add_special(backend, metadata, special)
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS  # as in llama.cpp
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", by_default)
     _set_ends(backend, special.get("bos_token") if adds_bos else None)
     (eos,) = token_ids(metadata, "eos") or {None}
     if eos is None and "tokenizer.ggml.eos_token_id" in metadata:

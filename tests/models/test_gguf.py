@@ -1,4 +1,4 @@
-"""GGUF files: the bundled one converted as by transformers, a user's by transformers itself, or refused."""
+"""GGUF files dequantised into a folder: the bundled one and users', as by transformers, or refused."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(file: Path) -> LoadedModel:
-    return load_model(ModelConfig(name=str(file), dtype="float32", device="cpu"))
+    return load_model(ModelConfig(name=str(file), dtype="float32", device="cpu", weights="bf16"))
 
 
 @pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below

@@ -92,6 +92,17 @@ def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) ->
     check_equal(found, {called: theirs[called] for called in found}, arch)
 
 
+def test_what_the_table_lacks_is_unsupported_and_not_damaged(tmp_path: Path) -> None:
+    model = tiny("llama")
+    file = write_model(tmp_path / "tiny.gguf", model, "llama", more={"llama.expert_count": 8})
+    with pytest.raises(ModelUnsupported):
+        read_gguf(file)
+    data = file.read_bytes().replace(b"llama.expert_count", b"llama.unknown_key_")
+    file.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(ModelUnsupported):
+        read_gguf(file)
+
+
 def split(file: Path, count: int) -> list[Path]:
     """The same tensors in several files, the metadata in the first."""
     read = gguf.GGUFReader(file)

@@ -82,6 +82,14 @@ def test_byte_level_gives_the_ids_of_transformers(adds_bos: bool, tmp_path: Path
     check_equal(ours, theirs)
 
 
+def test_a_file_that_says_nothing_of_bos_has_it_as_in_llama_cpp(tmp_path: Path) -> None:
+    for pre, first in (("llama-bpe", 1), ("qwen2", None)):
+        more = {"tokenizer.ggml.add_bos_token": None, "tokenizer.ggml.pre": pre}
+        start, _ = read_gguf(write_model(tmp_path / "tiny.gguf", tiny("qwen2"), "qwen2", more=more))
+        (found,) = start.tokenizer("b")["input_ids"][:-1] or (None,)
+        assert found == first
+
+
 @pytest.mark.nightly  # transformers takes a minute
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_the_bundled_files_give_the_ids_of_transformers(name: str, tmp_path: Path) -> None:

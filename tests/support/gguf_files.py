@@ -129,7 +129,7 @@ def write_model(
 ) -> Path:
     """Write the model's configuration and weights, matrices in this form, and a vocabulary.
 
-    more: metadata in place of those of a byte-level tokenizer with one merge.
+    more: metadata in place of those of a byte-level tokenizer with one merge; None = there is none.
     """
     writer = gguf.GGUFWriter(file, arch)
     _write_settings(writer, arch, model.config)
@@ -262,10 +262,11 @@ def _write_tokens(writer: Any, made: Any, tokens: Tokens, more: Mapping[str, Any
     writer.add_token_types(types)
     if "tokenizer.ggml.model" not in more:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_pre(more.get("tokenizer.ggml.pre", "gpt-2"))
         writer.add_token_merges(["a b"])
     writer.add_bos_token_id(made.bos_token_id)
     writer.add_eos_token_id(made.eos_token_id)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
     for key, value in {"tokenizer.ggml.add_bos_token": False, **more}.items():
-        kinds[type(value)](key, value)
+        if value is not None and key != "tokenizer.ggml.pre":
+            kinds[type(value)](key, value)
