@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -65,6 +65,7 @@ class PrecomputeEstimate:
     chunks: int
     tokens: int
     bytes: int  # as stored, about
+    seconds: float  # of computing, about
 
 
 @dataclass(slots=True)
@@ -118,11 +119,11 @@ class ChunkWriter:
         stored = self._fetcher.locate(keys, remote=True)
         return [ids for key, ids in keys.items() if key not in stored]
 
-    def estimate(self, chunks: Iterable[TokenIds]) -> PrecomputeEstimate:
-        """Return what `precompute` would add to the store for these chunks."""
+    def estimate(self, chunks: Iterable[TokenIds], seconds: Callable[[int], float]) -> PrecomputeEstimate:
+        """Return what `precompute` would add to the store for these chunks. seconds: of computing one of n tokens."""
         lengths = [len(ids) for ids in self.missing(chunks)]
         n_bytes = sum(self.expected_bytes(length) for length in lengths)
-        return PrecomputeEstimate(len(lengths), sum(lengths), n_bytes)
+        return PrecomputeEstimate(len(lengths), sum(lengths), n_bytes, sum(map(seconds, lengths)))
 
     def delete(self, chunks: Iterable[TokenIds]) -> int:
         """Delete chunks and their copies -> number deleted."""

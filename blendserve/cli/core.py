@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
     from blendserve.retrieve import ReadReport
 
+LONG_S = 120.0  # of a run whose time is told in minutes, with what makes it shorter
+
 log = logging.getLogger(__name__)
 CorpusArg = Annotated[
     Path,
@@ -226,7 +228,7 @@ def precompute(
             raise typer.Exit(130) from None
         if engine.blender.priors.current() is None:
             log.info(no_prior(engine.config, sum(map(len, {*chunks}))))
-        return _precomputed(report, engine.missing(shard=part), expected.bytes)
+        return _precomputed(report, engine.missing(shard=part), expected)
 
 
 def _precompute(
@@ -244,14 +246,15 @@ def _precompute(
         return engine.precompute(None, part, computed, fitted)
 
 
-def _precomputed(report: PrecomputeReport, missing: int, expected_bytes: int) -> Output:
+def _precomputed(report: PrecomputeReport, missing: int, expected: PrecomputeEstimate) -> Output:
     """What `precompute` prints. missing: chunks that are not stored at its end."""
     rate = report.tokens / report.seconds if report.seconds else 0.0
     text = (
         f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
         f"{report.bytes / 1e6:,.0f} MB decoded), {report.skipped} already stored, {missing} missing"
     )
-    values = {**asdict(report), "expected_bytes": expected_bytes}
+    values = {**asdict(report), "expected_bytes": expected.bytes}
+    values["expected_seconds"] = round(expected.seconds, 1)
     values |= {"tokens_per_second": round(rate, 1), "missing": missing}
     return Output(values, text, int(missing > 0))
 
@@ -269,15 +272,23 @@ def no_prior(config: Config, n_tokens: int) -> str:
 
 def _estimate(engine: Engine, chunks: Sequence[TokenIds]) -> PrecomputeEstimate:
     """Log what a run will compute and the room that this needs in the store, and return it."""
-    found = engine.blender.writer.estimate(chunks)
+    from blendserve.blend.cost import chunk_work  # torch and all the rest: seconds
+
+    costs, n_before = engine.blender.planner.calibrate(), len(engine.prompts.kv_context)
+    found = engine.blender.writer.estimate(chunks, lambda n: costs.seconds(chunk_work(n, n_before)))
     config = engine.config.store
     if found.chunks:
         log.info(
-            "%d chunks to compute: %d tokens, about %s as %s",
+            "%d chunks to compute: %d tokens, about %s as %s and %s of this machine",
             found.chunks,
             found.tokens,
             decimal(found.bytes),
             config.codec,
+            _time(found.seconds),
+        )
+    if found.seconds > LONG_S:
+        log.info(
+            "compute fewer: `precompute` by --shard on several machines, or leave chunks to their first request"
         )
     stats = engine.store.stats(config.namespace)
     room = max(0, stats.cap_bytes - stats.pinned_bytes)
@@ -287,6 +298,10 @@ def _estimate(engine: Engine, chunks: Sequence[TokenIds]) -> PrecomputeEstimate:
             decimal(room),
         )
     return found
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < LONG_S else f"{seconds / 60:.0f} min"
 
 
 def _shard(text: str) -> tuple[int, int]:

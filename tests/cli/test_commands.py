@@ -121,9 +121,11 @@ def test_files_that_were_not_read_are_listed_and_strict_stops_at_the_first(tmp_p
 def test_precompute_says_what_it_needs_before_it_starts(tmp_path: Path) -> None:
     index = tmp_path / "index"
     assert cli("index", "build", write_corpus(tmp_path / "corpus.jsonl", 3), index).code == 0
-    expected = cli("precompute", index, "--json").json()["expected_bytes"]
+    first, second = (cli("precompute", index, "--json").json() for _ in range(2))
+    expected = first["expected_bytes"]
     assert expected == cli("store", "stats", index, "--json").json()["raw_bytes"]
-    assert cli("precompute", index, "--json").json()["expected_bytes"] == 0
+    assert first["expected_seconds"] > 0
+    assert (second["expected_bytes"], second["expected_seconds"]) == (0, 0)
     full = cli("precompute", index, "--store", tmp_path / "small", "--set", "store.cap_gb=0.000001")
     assert (full.code, decimal(expected) in full.err) == (2, True)
 
