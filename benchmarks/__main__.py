@@ -21,6 +21,7 @@ BENCHES = {  # name, also that of the module -> help
     "near_duplicates": "Ask about passages that were edited after they were cached.",
     "run_offsets": "Compare runs from inside of stored chunks with full prefill.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
+    "quantised": "Run a GGUF file as it is, in bf16 and by llama.cpp; and what decoding loses.",
     "ray_routing": "Route by chunk affinity on a Ray cluster, against Ray's default.",
     "plain": "Find stored text in the prompts of unchanged clients.",
     "traffic": "Learn from plain prompts, and keep conversations with agents.",

@@ -46,7 +46,15 @@ from tests.support.http import Server
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "benchmarks.noisy_neighbor"
-SEVERAL_PROCESSES = ("delivery", "sharing", "cpu_contention", "startup", "engines", "ray_routing")
+SEVERAL_PROCESSES = (
+    "delivery",
+    "sharing",
+    "cpu_contention",
+    "startup",
+    "engines",
+    "quantised",
+    "ray_routing",
+)
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
 ELSEWHERE = {
     "serving",
