@@ -50,23 +50,24 @@ class Words:
 
     numbers: np.ndarray  # [passages] int64, ascending
     lengths: np.ndarray  # [passages] words
+    places: np.ndarray  # [largest number + 2] int32: in these arrays, -1 for passages that are gone
     segments: Sequence[WordSegment]
 
     @classmethod
     def load(cls, rows: Rows, numbers: np.ndarray, before: Words | None) -> Words:
         """Count the words of passages. before: those of an earlier state of the same index."""
-        known = before or cls(np.zeros(0, np.int64), np.zeros(0, np.int64), ())
+        none = np.zeros(0, np.int64)
+        known = before or cls(none, none, none, ())
         last = int(known.numbers[-1]) if len(known.numbers) else 0
         segment, new, lengths = _read(rows, last)
         segments = [*known.segments, *([segment] if len(new) else [])]
         while len(segments) > 1 and len(segments[-2].hashes) < MERGED * len(segments[-1].hashes):
             segments[-2:] = [segments[-2].merge(segments[-1])]
         is_left = np.isin(known.numbers, numbers)
-        return cls(
-            np.concatenate([known.numbers[is_left], new]),
-            np.concatenate([known.lengths[is_left], lengths]),
-            segments,
-        )
+        numbers = np.concatenate([known.numbers[is_left], new])
+        places = np.full(2 + int(numbers.max(initial=-1)), -1, np.int32)
+        places[numbers] = np.arange(len(numbers))
+        return cls(numbers, np.concatenate([known.lengths[is_left], lengths]), places, segments)
 
     def best(self, question: str, k: int, texts: np.ndarray, allowed: np.ndarray | None) -> dict[int, float]:
         """Passage number -> score: the k best passages of different texts that have a word of the question.
@@ -97,18 +98,18 @@ class Words:
 
     def _passages(self, hash: int) -> tuple[np.ndarray, np.ndarray]:
         """Places of the passages with a word, and how often each has it; of many passages, not of most of them."""
-        numbers, counts = [np.zeros(0, np.int64)], [np.zeros(0)]
+        numbers, counts = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint8)]
         for segment in self.segments:
             start = np.searchsorted(segment.hashes, np.uint32(hash), "left")
             end = np.searchsorted(segment.hashes, np.uint32(hash), "right")
-            numbers.append(segment.numbers[start:end].astype(np.int64))
-            counts.append(segment.counts[start:end].astype(np.float64))
+            numbers.append(segment.numbers[start:end])
+            counts.append(segment.counts[start:end])
         all_numbers = np.concatenate(numbers)
         if MANY <= len(self.numbers) < 2 * len(all_numbers):
-            return np.zeros(0, np.int64), np.zeros(0)
-        places = np.minimum(np.searchsorted(self.numbers, all_numbers), max(0, len(self.numbers) - 1))
-        is_left = self.numbers[places] == all_numbers if len(self.numbers) else np.zeros(0, bool)
-        return places[is_left], np.concatenate(counts)[is_left]
+            return np.zeros(0, np.int32), np.zeros(0)
+        places = self.places[np.minimum(all_numbers, len(self.places) - 1)]  # the last is no passage's
+        is_left = places >= 0
+        return places[is_left], np.concatenate(counts)[is_left].astype(np.float64)
 
 
 def _read(rows: Rows, after: int) -> tuple[WordSegment, np.ndarray, np.ndarray]:
