@@ -12,6 +12,7 @@ import torch
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
+from blendserve.blend.policies import AUTO_MIN_RATIO
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Span, Steps, run
 from blendserve.errors import ConfigError
@@ -259,7 +260,7 @@ def test_an_automatic_ratio_is_as_much_as_hides_behind_loading() -> None:
         again = blender.run(PROMPT, blend.with_values(ratio=done.report.ratio))
         assert torch.equal(done.result.logits, again.result.logits)
         ratios.append(done.report.ratio)
-    assert ratios[0] == blend.ratio
+    assert ratios[0] == AUTO_MIN_RATIO
     assert ratios[0] < ratios[1]
 
 
