@@ -23,7 +23,16 @@ from blendserve.core import Prompt, QualityReport, Steps, run
 from blendserve.errors import InputError, StoreError
 from blendserve.models.loader import LoadedModel
 from blendserve.quality.controller import RatioController
-from blendserve.quality.evidence import PROMPTS, Evidence, Sample, hash_of, make_questions, owner_of
+from blendserve.quality.evidence import (
+    PROMPTS,
+    SHIPPED,
+    Evidence,
+    Sample,
+    hash_of,
+    make_questions,
+    owner_of,
+    read_shipped,
+)
 from blendserve.quality.fidelity import Verifier
 from blendserve.quality.target import LEVELS, RATIOS, Loss, Target
 from blendserve.retrieve import VectorIndex
@@ -214,8 +223,19 @@ class QualityControl:
         return Verifier(self._model, blender, prompt, decode, in_short_steps=True)
 
     def evidence(self, index: VectorIndex | None) -> Evidence:
-        """Return the stored evidence of an index, or of requests' own passages. Raises StoreError."""
-        return Evidence.load(self._blender.store, self._owner(index)) or Evidence()
+        """Return the stored evidence of an index, or of requests' own passages. Raises StoreError.
+
+        An index without any begins with what the package has of a bundled model: as old, as its index was smaller.
+        """
+        if found := Evidence.load(self._blender.store, self._owner(index)):
+            return found
+        shipped = {} if index is None else read_shipped(SHIPPED)
+        return shipped.get(self.shipped_owner, Evidence())
+
+    @property
+    def shipped_owner(self) -> str:
+        """The name of this model's evidence, with these settings, in the package."""
+        return owner_of("", self._model.name, *self._settings())
 
     def controllers(self) -> list[tuple[str, RatioController]]:
         """Return the controllers of all indexes that were asked for, with the index's name; "": own passages."""
@@ -243,14 +263,16 @@ class QualityControl:
 
     def _owner(self, index: VectorIndex | None) -> str:
         """Return the name of an index's evidence in the store: a hash of whatever changes the answers."""
-        config, blender = self._config, self._blender
-        blend, has_prior = config.blend, blender.priors.current() is not None
-        work = (blend.policy, blend.correction, blend.near, blend.refine, has_prior)
-        decoding = config.model.decode_weights, config.model.decode_inputs
-        rest = config.store.codec, decoding, config.retrieve.top_k
-        prompt = blender.key.context, config.prompt.model_dump()
-        name = "" if index is None else index.path.name
-        return owner_of(name, blender.key.fingerprint, work, rest, prompt)
+        name, key = "" if index is None else index.path.name, self._blender.key
+        return owner_of(name, key.fingerprint, key.context, *self._settings())
+
+    def _settings(self) -> tuple[object, ...]:
+        """What changes the answers of a model."""
+        config, has_prior = self._config, self._blender.priors.current() is not None
+        blend = config.blend
+        work = blend.policy, blend.correction, blend.near, blend.refine, has_prior
+        rest = config.store.codec, config.model.decode_weights, config.retrieve.top_k
+        return work, rest, config.prompt.model_dump()
 
 
 def _target(config: Config, model: LoadedModel) -> Target | None:

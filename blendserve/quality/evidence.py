@@ -6,9 +6,11 @@ policy, correction, codec. So other evidence is not found any more. Evidence ser
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
@@ -90,6 +92,23 @@ class Evidence:
 
 
 RECORD = TypeAdapter(tuple[Sample, ...])
+SHIPPED = Path(__file__).with_name("shipped.json")  # of bundled models; scripts/ship_evidence.py writes it
+
+
+def read_shipped(file: Path) -> dict[str, Evidence]:
+    """Read evidence by owner from a file that `write_shipped` wrote."""
+    found = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return {owner: Evidence(RECORD.validate_python(samples)) for owner, samples in found.items()}
+
+
+def write_shipped(file: Path, evidence: Mapping[str, Evidence]) -> None:
+    """Write evidence by owner to a file, rounded."""
+    made = {owner: json.loads(found.to_bytes(), parse_float=_rounded) for owner, found in evidence.items()}
+    file.write_text(json.dumps(made, separators=(",", ":")) + "\n", "utf-8")
+
+
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.4g}")
 
 
 def hash_of(question: str) -> str:

@@ -29,7 +29,7 @@ from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append
 from blendserve.quality.control import QualityControl
 from blendserve.quality.controller import RatioController
-from blendserve.quality.evidence import make_questions
+from blendserve.quality.evidence import Evidence, Sample, make_questions
 from blendserve.quality.fidelity import Verifier, kl
 from blendserve.quality.target import NO_WORSE, RATIOS, Loss
 from blendserve.store import MemoryStore
@@ -222,6 +222,25 @@ def test_evidence_of_other_answers_is_not_used(calibrated: Any) -> None:
         assert quality.prompts == 0
     again = Engine(made.config, made.model, made.store, made.index)
     assert again.answer(QUESTIONS[0]).report.ratio == 0.0
+
+
+def test_an_index_begins_with_the_evidence_that_ships_for_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(tmp_path)
+    made.precompute()
+    n = len(made.index or ())
+    shipped = Evidence(tuple(Sample((GOOD,) * len(RATIOS), n // 2) for _ in range(100)))
+    name = made.quality.shipped_owner
+    monkeypatch.setattr("blendserve.quality.control.read_shipped", lambda file: {name: shipped})
+    report = made.answer(QUESTIONS[0]).report.quality
+    assert report
+    assert report.prompts == round(100 * (n // 2) / n)
+    own = made.answer(QUESTIONS[0], PASSAGES).report.quality
+    assert own
+    assert own.prompts == 0
+    other = Engine(made.config.replace("retrieve.top_k", 2), made.model, made.store, made.index)
+    assert not other.quality.evidence(made.index).samples
 
 
 def test_evidence_fades_as_the_index_grows(calibrated: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,16 @@ from blendserve.blend.policies import START_RATIO
 from blendserve.config import Config
 from blendserve.errors import ConfigError
 from blendserve.quality.controller import MIN_CHECKS, RatioController
-from blendserve.quality.evidence import KEPT, KIND, Evidence, Sample, owner_of
+from blendserve.quality.evidence import (
+    KEPT,
+    KIND,
+    SHIPPED,
+    Evidence,
+    Sample,
+    owner_of,
+    read_shipped,
+    write_shipped,
+)
 from blendserve.quality.target import RATIOS, WORSE, Loss, Target
 from blendserve.store import MemoryStore
 
@@ -157,6 +167,18 @@ def test_evidence_is_read_as_it_was_stored_and_replaces_what_was_before() -> Non
         ("docs", "model", "none", 0.5),
     ):
         assert Evidence.load(store, owner_of(*other)) is None
+
+
+def test_shipped_evidence_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "shipped.json"
+    assert read_shipped(file) == {}
+    made = {"a": evidence([0.5] * 5, prompts=3), "b": evidence([0.75] * 5, [0.5] * 5, prompts=2)}
+    write_shipped(file, made)
+    assert read_shipped(file) == made
+    write_shipped(file, {"a": Evidence((sample([1 / 3] * 5),))})
+    ((read, *_),) = (found.samples for found in read_shipped(file).values())
+    assert read.at(0.15).agreement == pytest.approx(1 / 3, abs=1e-4)
+    assert read_shipped(SHIPPED)
 
 
 def test_the_newest_prompts_are_kept() -> None:
