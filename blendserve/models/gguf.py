@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import BlendserveError, ModelError, ModelUnsupported
+from blendserve.kernels.packed import KINDS
 from blendserve.models.checkpoint import first_line
 from blendserve.models.weights import QuantisedMatrix
 
@@ -33,17 +34,7 @@ PLAIN = {
     1: torch.float16,
     30: torch.bfloat16,
 }  # by the numbers of `enum ggml_type` in ggml.h
-BLOCKS = {  # -> name in the package gguf, weights and bytes of a block
-    **{
-        2: ("Q4_0", 32, 18),
-        3: ("Q4_1", 32, 20),
-        6: ("Q5_0", 32, 22),
-        7: ("Q5_1", 32, 24),
-        8: ("Q8_0", 32, 34),
-    },
-    **{10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)},
-    **{14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136)},
-}
+BLOCKS = {kind.form: (name, kind.inputs, kind.n_bytes) for name, kind in KINDS.items()}
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 
 
@@ -171,8 +162,6 @@ class _Reader:
             at += LENGTH.size
             texts.append(str(data[at : at + length], "utf-8"))
             at += length
-        if at > len(data):
-            raise ValueError("it ends within a text")
         self._at = at
         return texts
 
