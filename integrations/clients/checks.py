@@ -9,6 +9,14 @@ from typing import Any
 
 URL, MODEL = os.environ["BASE_URL"], os.environ["MODEL"]
 OPENAI = f"{URL}/v1"
+ASKED = "Ann is 31 years old and lives in Rome. Who is she, and how old?"
+# Without an example a model of 135 million parameters repeats a schema that stands in its prompt.
+EXAMPLE = f"""Example:
+Input: Tom is 20 years old and lives in Paris. Who is he, and how old?
+Output: {{"name": "Tom", "age": 20}}
+
+Input: {ASKED}
+Output: """
 PERSON = {
     "type": "object",
     "properties": {
@@ -18,7 +26,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ASKED = "Ann is 31 years old and lives in Rome. Who is she, and how old?"
 
 
 def check(name: str, feature: Callable[[], Any]) -> None:

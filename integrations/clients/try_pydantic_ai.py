@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["pydantic-ai-slim[openai]"]
 # ///
-from checks import ASKED, MODEL, check
+from checks import ASKED, EXAMPLE, MODEL, check
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -16,4 +16,5 @@ model = OpenAIChatModel(MODEL)
 check("text", lambda: Agent(model).run_sync(ASKED).output)
 check("text, responses", lambda: Agent(OpenAIResponsesModel(MODEL)).run_sync(ASKED).output)
 for kind in (ToolOutput, NativeOutput, PromptedOutput):
-    check(kind.__name__, lambda: Agent(model, output_type=kind(Person)).run_sync(ASKED).output)
+    asked = EXAMPLE if kind is PromptedOutput else ASKED  # it sends json_object, and the schema in the prompt
+    check(kind.__name__, lambda: Agent(model, output_type=kind(Person)).run_sync(asked).output)

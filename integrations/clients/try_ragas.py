@@ -4,7 +4,7 @@
 # ragas imports a module that langchain-community 0.4 no longer has.
 import asyncio
 
-from checks import ASKED, MODEL, check
+from checks import ASKED, EXAMPLE, MODEL, check
 from langchain_core.prompt_values import StringPromptValue
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
@@ -19,15 +19,6 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=150)
 
 
-# It sends no schema, but json_object; without an example a model of 135 million parameters repeats the schema.
-PROMPT = f"""Example:
-Input: Tom is 20 years old and lives in Paris. Who is he, and how old?
-Output: {{"name": "Tom", "age": 20}}
-
-Input: {ASKED}
-Output: """
-
-
 def similarity():
     embeddings = embedding_factory("openai", model=MODEL, client=AsyncOpenAI())
     scored = SemanticSimilarity(embeddings=embeddings).ascore(
@@ -36,7 +27,7 @@ def similarity():
     return 0.5 < asyncio.run(scored).value <= 1
 
 
-check("llm_factory", lambda: llm_factory(MODEL, client=OpenAI()).generate(PROMPT, Person))
+check("llm_factory", lambda: llm_factory(MODEL, client=OpenAI()).generate(EXAMPLE, Person))
 check(
     "LangChain's model",
     lambda: (
