@@ -32,7 +32,7 @@ from blendserve.evaluate.tasks import f1
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append_each
 from blendserve.quality.controller import RatioController
-from blendserve.quality.evidence import Sample
+from blendserve.quality.evidence import MeasuredPrompt
 from blendserve.quality.fidelity import Verifier, choices, forced, kl
 from blendserve.quality.target import NO_WORSE, RATIOS, Loss, Target
 
@@ -114,13 +114,13 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def losses(question: dict[str, Any]) -> Sample:
+def losses(question: dict[str, Any]) -> MeasuredPrompt:
     """What a check of this question would have measured."""
     reuse, found = question["methods"]["reuse"]["kl"], list[Loss]()
     for ratio in RATIOS:
         given = question["methods"][f"{ratio:g}"]
         found.append(Loss(given["agreement"], given["kl"], given["kl"] > reuse + NO_WORSE))
-    return Sample(tuple(found))
+    return MeasuredPrompt(tuple(found))
 
 
 def promised(asked: Sequence[dict[str, Any]]) -> list[str]:

@@ -36,7 +36,7 @@ from blendserve.evaluate.datasets import load
 from blendserve.kv import map_layers
 from blendserve.quality.control import QualityControl
 from blendserve.quality.controller import RatioController
-from blendserve.quality.evidence import Sample, make_questions
+from blendserve.quality.evidence import MeasuredPrompt, make_questions
 from blendserve.quality.fidelity import Verifier
 from blendserve.quality.risk import interval
 from blendserve.quality.target import Loss
@@ -169,7 +169,7 @@ def _drift(config: QualityConfig, engine: Engine, questions: Sequence[str]) -> G
                 served = controller.ratio
                 prompt = engine.prepare(Request(question, blend={"method": "blend"})).prompt
                 assert engine.index is not None
-                sample = Sample(tuple(engine.quality.losses(prompt)), len(engine.index))
+                sample = MeasuredPrompt(tuple(engine.quality.losses(prompt)), len(engine.index))
                 loss = Loss(1.0, 0.0) if served is None else sample.at(served)
                 found["before" if served == first else "behind"].append(loss)
                 controller.add(served, sample)

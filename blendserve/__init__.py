@@ -13,8 +13,9 @@ import blendserve.threads  # noqa: F401  before anything that loads torch: its O
 from blendserve.cpu_cap import tell_libraries
 
 if TYPE_CHECKING:
+    from blendserve.answer import Answer, Timings
     from blendserve.config import Config
-    from blendserve.core import Answer, BlendReport, Document, Passage, Timings
+    from blendserve.core import BlendReport, Document, Passage
     from blendserve.engine.engine import Engine
     from blendserve.engine.generate import AnswerStream
     from blendserve.errors import BlendserveError
@@ -35,7 +36,8 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "core": ("Answer", "BlendReport", "Document", "Passage", "Timings"),
+    "answer": ("Answer", "Timings"),
+    "core": ("BlendReport", "Document", "Passage"),
     "config": ("Config",),
     "engine.engine": ("Engine",),
     "errors": ("BlendserveError",),

@@ -18,8 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from blendserve import console
+from blendserve.answer import Answer
 from blendserve.config import Config
-from blendserve.core import Answer, BlendReport
+from blendserve.core import BlendReport
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing

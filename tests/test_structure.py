@@ -14,7 +14,10 @@ from blendserve import registry
 from blendserve.cli.app import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-BASE = "core errors kv extras config registry timing console paths provenance threads forks machine cpu_cap routing"
+BASE = (
+    "answer core errors kv extras config registry timing console paths provenance threads forks machine cpu_cap "
+    "routing"
+)
 LAYERS = [  # from the ground up; of one layer, packages do not import each other both ways
     *(
         BASE,

@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from blendserve.answer import Answer
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.workload import check_room, make_workload
@@ -25,7 +26,7 @@ from blendserve.blend.layout import lay_out
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig, Positive
-from blendserve.core import Answer, Prompt, Steps, TokenIds, run
+from blendserve.core import Prompt, Steps, TokenIds, run
 from blendserve.engine.generate import AnswerStream, TokenSequence
 from blendserve.engine.request import PreparedRequest
 from blendserve.models.kv_cache import KVCache

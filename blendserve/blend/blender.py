@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blendserve.answer import TokenLogprob
 from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, chunk_shape, placed
 from blendserve.blend.cost import CostModel
 from blendserve.blend.layout import Layout, lay_out, usable_chunks
@@ -31,7 +32,7 @@ from blendserve.blend.runs import (
     reuse_in_prompt,
 )
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Prompt, Steps, TokenIds, TokenLogprob, run
+from blendserve.core import BlendReport, Prompt, Steps, TokenIds, run
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.fetch.fetcher import COMPUTED, Fetch, Hold, KVFetcher
 from blendserve.fetch.incoming import ChunkRequest

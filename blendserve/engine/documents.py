@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.blend.precompute import ChunkWriter
-from blendserve.core import Passage, Selection
+from blendserve.core import Passage, PassageFilter
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
@@ -82,7 +82,7 @@ class Collections:
         return cls(found)
 
     def search(
-        self, names: Iterable[str], question: str, top_k: int, selection: Selection = ANY
+        self, names: Iterable[str], question: str, top_k: int, selection: PassageFilter = ANY
     ) -> list[Passage]:
         """The passages nearest to the question over several collections, best first."""
         filled = [self.collections[name] for name in names if len(self.collections[name])]

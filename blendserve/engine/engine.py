@@ -12,11 +12,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from blendserve.answer import Answer
 from blendserve.blend.blender import Blender
 from blendserve.blend.policies import defaults_for
 from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.config import Config
-from blendserve.core import Answer, Document, Passage, Prompt, TokenIds, run
+from blendserve.core import Document, Passage, Prompt, TokenIds, run
 from blendserve.engine import arguments
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.documents import Documents, token_counter
@@ -46,9 +47,6 @@ from blendserve.store import KVStore, share_of
 from blendserve.store.base import Progress
 from blendserve.timing import Clock
 
-CHUNKS_PER_PROMPT = (
-    50  # times the chunks of a prompt: to measure one takes 5 times what computing its chunks does
-)
 PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
 
 log = logging.getLogger(__name__)
@@ -190,13 +188,8 @@ class Engine:
         chunks = self.chunks(passages, shard)
         report = self.blender.writer.precompute(chunks, progress)
         self.learn(chunks, learning)
-        prompts = report.computed // CHUNKS_PER_PROMPT // self.config.retrieve.top_k
-        if prompts and self.quality.target and passages is None and shard == (0, 1):
-            log.info("Comparing answers with full prefill (%d prompts)", min(prompts, PROMPTS))
-            try:
-                self.calibrate(limit=prompts)
-            except StoreError as error:
-                log.warning("no evidence of the quality was gathered: %s", error)
+        if passages is None and shard == (0, 1):
+            self.quality.gather(report.computed, self.calibrate)
         return report
 
     def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from blendserve.answer import Answer, Citation, Timings, TokenLogprob
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, Citation, Steps, Timings, TokenLogprob, run
+from blendserve.core import Steps, run
 from blendserve.engine.drafts import Drafter
 from blendserve.engine.grammar import Guide
 from blendserve.engine.request import Event, PrefillProgress, PreparedRequest, TextDelta

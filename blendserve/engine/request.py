@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from blendserve.answer import Answer, TokenLogprob
 from blendserve.blend.policies import validate_blend
 from blendserve.config import ANSWER_TOKENS, BlendConfig, Config, DecodeConfig, RetrieveConfig
-from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt, Selection, TokenIds, TokenLogprob
+from blendserve.core import BlendReport, Chunk, Passage, PassageFilter, Prompt, TokenIds
 from blendserve.engine.chat import Chat
 from blendserve.engine.grammar import Grammar
 from blendserve.engine.prompt import ChatMessage, PromptBuilder
@@ -24,7 +25,7 @@ from blendserve.registry import nearest
 from blendserve.timing import Clock
 
 Options = Mapping[str, Any]
-Search = Callable[[str, int, Selection], Sequence[Passage]]
+Search = Callable[[str, int, PassageFilter], Sequence[Passage]]
 """(question, top_k, selection) -> the `top_k` best passages of those selected."""
 
 AnyRequest = TypeVar("AnyRequest", bound="Request")
@@ -195,7 +196,7 @@ def _retrieve(request: Request, config: RetrieveConfig, search: Search) -> tuple
     """The passages of all queries in turns, and the best score of the first query's; -1 where it has none."""
     top_k = config.top_k if request.top_k is None else request.top_k
     least = config.min_score if request.min_score is None else request.min_score
-    selection = Selection(least, request.filter)
+    selection = PassageFilter(least, request.filter)
     found = [search(query, top_k, selection) for query in request.queries or (request.question,)]
     best = max((passage.score or 0.0 for passage in found[0]), default=-1.0)
     return in_turns(found, top_k), best

@@ -11,8 +11,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from blendserve.answer import TokenLogprob
 from blendserve.config import DecodeConfig
-from blendserve.core import Prompt, TokenLogprob
+from blendserve.core import Prompt
 from blendserve.engine.grammar import Guide
 from blendserve.engine.request import AnswerRules
 

@@ -151,13 +151,13 @@ class Article(BaseModel):
     """An article of SQuAD."""
 
     class Paragraph(BaseModel):
-        class Asked(BaseModel):
+        class QuestionOfText(BaseModel):
             id: Maybe = ""
             question: Text
             answers: Annotated[list[Text], BeforeValidator(_golds)]
 
         context: Text
-        qas: list[Asked]
+        qas: list[QuestionOfText]
 
     title: Text
     paragraphs: list[Paragraph]

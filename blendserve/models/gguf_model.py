@@ -50,7 +50,7 @@ BIASES = "attention_bias", "mlp_bias"
 
 
 @dataclass(frozen=True)
-class Row:
+class Dense:
     """One architecture."""
 
     model_type: str  # transformers'
@@ -107,32 +107,32 @@ GRANITE = {
 }
 # fmt: off
 ROWS = {
-    "llama": Row("llama", turns_pairs=True, flags=BIASES),
-    "mistral3": Row("ministral3", turns_pairs=True),
-    "smollm3": Row("smollm3", turns_pairs=True, flags=BIASES, full_every=1, more=_smollm3),
-    "arcee": Row("arcee", turns_pairs=True, flags=BIASES, activation=RELU_2),
-    "granite": Row("granite", turns_pairs=True, flags=BIASES, settings=GRANITE),
-    "olmo": Row("olmo", **LAYER_NORM, turns_pairs=True, flags=("attention_bias",),
+    "llama": Dense("llama", turns_pairs=True, flags=BIASES),
+    "mistral3": Dense("ministral3", turns_pairs=True),
+    "smollm3": Dense("smollm3", turns_pairs=True, flags=BIASES, full_every=1, more=_smollm3),
+    "arcee": Dense("arcee", turns_pairs=True, flags=BIASES, activation=RELU_2),
+    "granite": Dense("granite", turns_pairs=True, flags=BIASES, settings=GRANITE),
+    "olmo": Dense("olmo", **LAYER_NORM, turns_pairs=True, flags=("attention_bias",),
                 settings={"clip_qkv": "attention.clamp_kqv"}, optional=("attn_norm", "ffn_norm", "output_norm")),
-    "olmo2": Row("olmo2", flags=("attention_bias",), full_every=4, more=_olmo2),
-    "qwen2": Row("qwen2", full_every=1),
-    "qwen3": Row("qwen3", flags=("attention_bias",), full_every=1),
-    "seed_oss": Row("seed_oss", flags=(*BIASES, "attention_out_bias"), called={"post_attention_norm": "ffn_norm"}),
-    "ernie4_5": Row("ernie4_5", flags=("use_bias",)),
-    "exaone4": Row("exaone4", full_every=4),
-    "glm4": Row("glm4", flags=("attention_bias",), more=_glm4),
-    "phi3": Row("phi3"),
-    "phi2": Row("phi", **LAYER_NORM, activation=GELU_NEW),
-    "stablelm": Row("stablelm", **LAYER_NORM, flags=("use_qkv_bias", "qk_layernorm")),
-    "starcoder2": Row("starcoder2", eps="norm_epsilon", activation=GELU, flags=("use_bias",)),
-    "nemotron": Row("nemotron", adds_one=True, eps="norm_eps", activation=RELU_2, flags=BIASES),
-    "jais2": Row("jais2", **LAYER_NORM, activation=RELU_2, flags=BIASES),
-    "command-r": Row("cohere", **COHERE, flags=("attention_bias", "use_qk_norm"),
+    "olmo2": Dense("olmo2", flags=("attention_bias",), full_every=4, more=_olmo2),
+    "qwen2": Dense("qwen2", full_every=1),
+    "qwen3": Dense("qwen3", flags=("attention_bias",), full_every=1),
+    "seed_oss": Dense("seed_oss", flags=(*BIASES, "attention_out_bias"), called={"post_attention_norm": "ffn_norm"}),
+    "ernie4_5": Dense("ernie4_5", flags=("use_bias",)),
+    "exaone4": Dense("exaone4", full_every=4),
+    "glm4": Dense("glm4", flags=("attention_bias",), more=_glm4),
+    "phi3": Dense("phi3"),
+    "phi2": Dense("phi", **LAYER_NORM, activation=GELU_NEW),
+    "stablelm": Dense("stablelm", **LAYER_NORM, flags=("use_qkv_bias", "qk_layernorm")),
+    "starcoder2": Dense("starcoder2", eps="norm_epsilon", activation=GELU, flags=("use_bias",)),
+    "nemotron": Dense("nemotron", adds_one=True, eps="norm_eps", activation=RELU_2, flags=BIASES),
+    "jais2": Dense("jais2", **LAYER_NORM, activation=RELU_2, flags=BIASES),
+    "command-r": Dense("cohere", **COHERE, flags=("attention_bias", "use_qk_norm"),
                      optional=("attn_q_norm", "attn_k_norm")),
-    "cohere2": Row("cohere2", **COHERE, full_every=4),
-    "gemma": Row("gemma", **GEMMA),
-    "gemma2": Row("gemma2", **GEMMA, full_every=2, settings=CAPS, more=partial(_gemma_scale, 46)),
-    "gemma3": Row("gemma3_text", **GEMMA, full_every=6, settings=CAPS, more=partial(_gemma_scale, 62)),
+    "cohere2": Dense("cohere2", **COHERE, full_every=4),
+    "gemma": Dense("gemma", **GEMMA),
+    "gemma2": Dense("gemma2", **GEMMA, full_every=2, settings=CAPS, more=partial(_gemma_scale, 46)),
+    "gemma3": Dense("gemma3_text", **GEMMA, full_every=6, settings=CAPS, more=partial(_gemma_scale, 62)),
 }
 # fmt: on
 
@@ -169,7 +169,7 @@ def _setting(gguf: Gguf, architecture: str, name: str, *default: Any) -> Any:
     return value
 
 
-def _config(gguf: Gguf, architecture: str, row: Row) -> dict[str, Any]:
+def _config(gguf: Gguf, architecture: str, row: Dense) -> dict[str, Any]:
     """The fields of config.json that a decoder reads, and those by which transformers makes the same model."""
     read = partial(_setting, gguf, architecture)
     heads, layers = read("attention.head_count"), read("block_count")
@@ -295,7 +295,7 @@ def _roles(family: Family, config: Mapping[str, Any]) -> Roles:
 class GgufTensors(Mapping[str, Weights]):
     """A file's weights by transformers' names."""
 
-    def __init__(self, gguf: Gguf, row: Row, config: Mapping[str, Any]) -> None:
+    def __init__(self, gguf: Gguf, row: Dense, config: Mapping[str, Any]) -> None:
         """Raises ValueError for weights that are missing or of another shape than config says; ModelUnsupported."""
         self._gguf, self._row = gguf, row
         family = FAMILIES[config["model_type"]]

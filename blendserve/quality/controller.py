@@ -12,7 +12,7 @@ import time
 
 from blendserve.blend.policies import START_RATIO
 from blendserve.core import QualityReport
-from blendserve.quality.evidence import Evidence, Sample
+from blendserve.quality.evidence import Evidence, MeasuredPrompt
 from blendserve.quality.risk import Detector, interval
 from blendserve.quality.target import ERROR, LEVELS, RATIOS, WORSE, Loss, Target
 
@@ -37,7 +37,7 @@ class RatioController:
         self.ratio = self.target.ratio(self.evidence.losses, weights, self._start)
         self._detectors, self._since = [Detector(self.target.limit), Detector(WORSE)], 0
 
-    def add(self, ratio: float | None, sample: Sample, stored: Evidence | None = None) -> None:
+    def add(self, ratio: float | None, sample: MeasuredPrompt, stored: Evidence | None = None) -> None:
         """A check of an answer that was served with `ratio` (None: exactly).
 
         stored: the evidence as the store has it, in place of the own: another process may have added to it.

@@ -27,7 +27,7 @@ KEPT = 1_000  # prompts
 QUOTED_WORDS = 12  # of a passage without a title
 
 
-class Sample(NamedTuple):
+class MeasuredPrompt(NamedTuple):
     """One prompt."""
 
     losses: tuple[Loss, ...]  # at each of RATIOS
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 class Evidence:
     """Measured prompts, the newest last."""
 
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[MeasuredPrompt, ...] = ()
 
     @property
     def losses(self) -> list[list[Loss]]:
@@ -54,7 +54,7 @@ class Evidence:
         """Return the weight of each prompt for an index of this size: the share of the index that it was drawn from."""
         return [min(1.0, sample.passages / passages) if passages else 1.0 for sample in self.samples]
 
-    def plus(self, sample: Sample) -> Evidence:
+    def plus(self, sample: MeasuredPrompt) -> Evidence:
         """The evidence with one more prompt, without the oldest one of too many."""
         return Evidence((*self.samples, sample)[-KEPT:])
 
@@ -91,7 +91,7 @@ class Evidence:
         return cls(samples)
 
 
-RECORD = TypeAdapter(tuple[Sample, ...])
+RECORD = TypeAdapter(tuple[MeasuredPrompt, ...])
 SHIPPED = Path(__file__).with_name("shipped.json")  # of bundled models; scripts/ship_evidence.py writes it
 
 

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from blendserve.core import Citation, Passage
+from blendserve.answer import Citation
+from blendserve.core import Passage
 from blendserve.retrieve.structure import sentences
 from blendserve.retrieve.terms import words_of
 from blendserve.retrieve.words import ASKING

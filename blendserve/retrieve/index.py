@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from blendserve.core import Document, Passage, Selection, Steps, run
+from blendserve.core import Document, Passage, PassageFilter, Steps, run
 from blendserve.errors import CorpusError, IndexMismatch, IndexMissing, InputError
 from blendserve.retrieve import tables
 from blendserve.retrieve.chunker import TokenCounter, split
@@ -31,7 +31,7 @@ from blendserve.retrieve.words import Words
 BUILDING = "building"  # folder inside an index: what a long build has saved
 DEPTH = 50  # passages of each ranking that are fused
 RANK_OFFSET = 5  # the larger, the less the first ranks count; chosen on halves of five sets of questions
-ANY = Selection()
+ANY = PassageFilter()
 BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
 
 
@@ -125,7 +125,7 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.select_passages(rows)
 
-    def scan(self, n: int, selection: Selection = ANY) -> Iterator[list[Passage]]:
+    def scan(self, n: int, selection: PassageFilter = ANY) -> Iterator[list[Passage]]:
         """All passages, at most n at a time; not those that are deleted meanwhile. selection: by metadata."""
         condition, values = tables.selected(selection, "p.document")
         with self._reading() as (_, vectors, _):
@@ -147,7 +147,7 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.select_passages(rows, "p.hash = ?", tables.text_hash(passage))
 
-    def documents(self, selection: Selection = ANY) -> list[tuple[str, str, int]]:
+    def documents(self, selection: PassageFilter = ANY) -> list[tuple[str, str, int]]:
         """Id, title and number of passages of each document, in the order they were added. selection: by metadata."""
         with self.database.read() as rows:
             return tables.list_documents(rows, selection)
@@ -166,7 +166,7 @@ class VectorIndex:
         with self.database.read() as rows:
             return tables.with_counts(rows, self.database.manifest(rows))
 
-    def search(self, question: str, top_k: int, selection: Selection = ANY) -> list[Passage]:
+    def search(self, question: str, top_k: int, selection: PassageFilter = ANY) -> list[Passage]:
         """The `top_k` passages that fit the question best (all, if fewer), best first, with `score` set.
 
         Ranks by vectors and by words are fused (`fuse`). Of passages with the same title and text, one is found. Raises
@@ -174,7 +174,7 @@ class VectorIndex:
         """
         return fuse([self.candidates(question, top_k, selection)], top_k)
 
-    def candidates(self, question: str, top_k: int, selection: Selection = ANY) -> Candidates:
+    def candidates(self, question: str, top_k: int, selection: PassageFilter = ANY) -> Candidates:
         """The passages that `search` ranks. Raises as `search`."""
         if not question.strip():
             raise InputError("the question is empty: ask something", setting="question")

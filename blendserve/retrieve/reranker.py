@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from blendserve.core import Passage, Selection
+from blendserve.core import Passage, PassageFilter
 from blendserve.errors import ModelError
 from blendserve.extras import install_hint
 from blendserve.forks import begin_computing
@@ -15,7 +15,7 @@ from blendserve.models.sources import quiet
 
 CANDIDATES = 30  # passages that are found and put in order, unless more are asked for
 
-Search = Callable[[str, int, Selection], list[Passage]]
+Search = Callable[[str, int, PassageFilter], list[Passage]]
 
 
 class Reranker:
@@ -66,7 +66,7 @@ def reranked(search: Search, reranker: Reranker | None) -> Search:
     if reranker is None:
         return search
 
-    def best(question: str, top_k: int, selection: Selection) -> list[Passage]:
+    def best(question: str, top_k: int, selection: PassageFilter) -> list[Passage]:
         found = search(question, max(CANDIDATES, top_k), selection)
         scores = reranker.scores(question, [passage.chunk_text for passage in found])
         order = sorted(range(len(found)), key=lambda n: -scores[n])

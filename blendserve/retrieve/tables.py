@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from blendserve.core import Passage, Selection
+from blendserve.core import Passage, PassageFilter
 from blendserve.errors import IndexMismatch
 from blendserve.retrieve.terms import pack
 
@@ -211,7 +211,7 @@ def read_words(rows: Rows, after: int) -> Iterator[tuple[int, bytes]]:
     return rows.execute("SELECT number, words FROM passages WHERE number > ? ORDER BY number", (after,))
 
 
-def selected(selection: Selection, document: str) -> tuple[str, list[str]]:
+def selected(selection: PassageFilter, document: str) -> tuple[str, list[str]]:
     """A condition of SQL for a column with numbers of documents, and its values. Without metadata, it is always true."""
     terms, values = ["1"], list[str]()
     for name, wanted in selection.conditions:
@@ -221,7 +221,7 @@ def selected(selection: Selection, document: str) -> tuple[str, list[str]]:
     return " AND ".join(terms), values
 
 
-def selected_passages(rows: Rows, selection: Selection) -> np.ndarray | None:
+def selected_passages(rows: Rows, selection: PassageFilter) -> np.ndarray | None:
     """The numbers of the passages whose documents have the metadata, ascending; None if all have."""
     if not selection.conditions:
         return None
@@ -249,7 +249,7 @@ def documents_with_vectors(rows: Rows) -> Iterator[tuple[tuple[str, str, str], l
         yield document, [row[3:] for row in passages]
 
 
-def list_documents(rows: Rows, selection: Selection) -> list[tuple[str, str, int]]:
+def list_documents(rows: Rows, selection: PassageFilter) -> list[tuple[str, str, int]]:
     """Id, title and number of passages of each selected document, in the order they were added."""
     condition, values = selected(selection, "d.number")
     query = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from blendserve.core import Answer
+from blendserve.answer import Answer
 from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"

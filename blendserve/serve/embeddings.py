@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter
 
-from blendserve.core import Passage, Selection, run
+from blendserve.core import Passage, PassageFilter, run
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import Embedder
 from blendserve.serve.auth import LimitedTenantDep
@@ -29,7 +29,13 @@ async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTena
     names = None if body.collections is None else tuple(body.collections)
     config = client.config.retrieve
     least = config.min_score if body.min_score is None else body.min_score
-    arguments = tenant, names, body.question, body.top_k or config.top_k, Selection(least, body.filter or {})
+    arguments = (
+        tenant,
+        names,
+        body.question,
+        body.top_k or config.top_k,
+        PassageFilter(least, body.filter or {}),
+    )
     found = await client.collections.executor.run(tenant.name, client.collections.search, *arguments)
     return {"passages": [asdict(passage) for passage in found], **client.notices.as_extras(body)}
 

@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 from fastapi import Depends
 
+from blendserve.answer import Answer, TokenLogprob
 from blendserve.config import Config, ServeConfig
-from blendserve.core import Answer, Passage, Selection, TokenLogprob
+from blendserve.core import Passage, PassageFilter
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
@@ -166,7 +167,12 @@ class TenantCollections:
         return name, self.indexes[name]
 
     def search(
-        self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int, selection: Selection
+        self,
+        tenant: Tenant,
+        names: tuple[str, ...] | None,
+        question: str,
+        top_k: int,
+        selection: PassageFilter,
     ) -> list[Passage]:
         """The best selected passages of these collections, or of all that the tenant may use. On the executor's thread.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from blendserve.config import HttpConfig
-from blendserve.core import Selection
+from blendserve.core import PassageFilter
 from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied, RateLimited
 
 BYTES_PER_S = 8 << 20  # of one tenant's bodies: parsing them takes a tenth of the event loop's time
@@ -51,9 +51,9 @@ class Tenant:
     )
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> PassageFilter:
         """The documents that it may read."""
-        return Selection(tags=self.tags)
+        return PassageFilter(tags=self.tags)
 
     def may_use(self, collection: str) -> bool:
         """Whether the key covers a collection."""

@@ -13,7 +13,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from blendserve.core import Answer, Prompt
+from blendserve.answer import Answer
+from blendserve.core import Prompt
 from blendserve.engine.chat import Chat
 from blendserve.engine.request import Completed, PrefillDone, TextDelta
 from blendserve.retrieve.structure import sentences

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from blendserve.core import Answer, TokenLogprob
+from blendserve.answer import Answer, TokenLogprob
 from blendserve.engine.request import Completed, PrefillDone, TextDelta, follow_up
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.answer_parts import (

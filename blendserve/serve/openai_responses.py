@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
-from blendserve.core import Answer
+from blendserve.answer import Answer
 from blendserve.engine.request import Completed, TextDelta
 from blendserve.errors import InputError
 from blendserve.serve.answer_parts import (

@@ -11,8 +11,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import blendserve
+from blendserve.answer import Answer
 from blendserve.config import Method
-from blendserve.core import Answer, BlendReport
+from blendserve.core import BlendReport
 from blendserve.engine.chat import Chat
 from blendserve.engine.prompt import ChatMessage
 from blendserve.engine.request import Completed, PrefillDone, PrefillProgress, TextDelta, follow_up

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blendserve import errors
+from blendserve.answer import Answer
 from blendserve.config import Method
-from blendserve.core import Answer
 from blendserve.errors import InputError
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, QueryRequest, RequestHandle

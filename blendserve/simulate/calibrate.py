@@ -13,10 +13,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from blendserve.answer import Answer
 from blendserve.bench.workload import make_workload
 from blendserve.blend.cost import measure as measure_cost_model
 from blendserve.config import Config, ModelConfig, StoreConfig
-from blendserve.core import Answer
 from blendserve.engine.engine import Engine
 from blendserve.models.loader import load_model
 from blendserve.provenance import machine

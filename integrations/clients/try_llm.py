@@ -31,5 +31,5 @@ def llm(*options):
 check("chat, streamed", lambda: llm("-m", "local", ASKED))
 check("chat, whole", lambda: llm("-m", "local", "--no-stream", ASKED))
 check("completion", lambda: llm("-m", "local-completion", "-o", "max_tokens", "9", "Once upon a time"))
-check("--schema", lambda: json.loads(llm("-m", "local", "--schema", "name, age int", ASKED))["age"] >= 0)
-check("--functions", lambda: llm("-m", "local", "--functions", "def today() -> str: return 'Monday'", ASKED))
+check("schema", lambda: json.loads(llm("-m", "local", "--schema", "name, age int", ASKED))["age"] >= 0)
+check("functions", lambda: llm("-m", "local", "--functions", "def today() -> str: return 'Monday'", ASKED))

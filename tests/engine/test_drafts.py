@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blendserve.answer import Answer
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.core import Answer, Chunk, Prompt, TokenIds
+from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.engine import generate
 from blendserve.engine.drafts import LONG, RETRY, SHORT, Drafter
 from blendserve.engine.generate import AnswerStream, TokenSequence, prefill

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from blendserve.blend import precompute, priors
-from blendserve.core import Passage, Selection
+from blendserve.core import Passage, PassageFilter
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import Request
 from blendserve.errors import ConfigError, InputError, PromptTooLong
@@ -112,7 +112,7 @@ def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
 def test_of_retrieved_passages_the_nearest_that_fit_are_used(n_fit: int, warm: Engine) -> None:
     """Unless a client asks for their number. At least one is needed."""
 
-    def search(question: str, top_k: int, selection: Selection) -> list[Passage]:
+    def search(question: str, top_k: int, selection: PassageFilter) -> list[Passage]:
         return list(PASSAGES[:top_k])
 
     n = len(warm.prompts.build(QUESTION, PASSAGES[:n_fit])) + 12

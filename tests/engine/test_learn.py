@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blendserve.answer import Answer
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import BlendConfig, ServeConfig
-from blendserve.core import Answer, Prompt, Run, Span, TokenIds, run
+from blendserve.core import Prompt, Run, Span, TokenIds, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.chat import Chat
 from blendserve.engine.engine import Engine

@@ -19,7 +19,7 @@ from blendserve.blend.policies import START_RATIO, make_policy
 from blendserve.config import BlendConfig, ServeConfig
 from blendserve.core import Passage, Prompt, run
 from blendserve.engine.batch_engine import BatchEngine
-from blendserve.engine.engine import CHUNKS_PER_PROMPT, Engine
+from blendserve.engine.engine import Engine
 from blendserve.engine.request import Completed, Observer, Request
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.models import forward
@@ -27,9 +27,9 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append
-from blendserve.quality.control import QualityControl
+from blendserve.quality.control import CHUNKS_PER_PROMPT, QualityControl
 from blendserve.quality.controller import RatioController
-from blendserve.quality.evidence import Evidence, Sample, make_questions
+from blendserve.quality.evidence import Evidence, MeasuredPrompt, make_questions
 from blendserve.quality.fidelity import Verifier, kl
 from blendserve.quality.target import NO_WORSE, RATIOS, Loss
 from blendserve.store import MemoryStore
@@ -230,7 +230,7 @@ def test_an_index_begins_with_the_evidence_that_ships_for_its_model(
     made = engine(tmp_path)
     made.precompute()
     n = len(made.index or ())
-    shipped = Evidence(tuple(Sample((GOOD,) * len(RATIOS), n // 2) for _ in range(100)))
+    shipped = Evidence(tuple(MeasuredPrompt((GOOD,) * len(RATIOS), n // 2) for _ in range(100)))
     name = made.quality.shipped_owner
     monkeypatch.setattr("blendserve.quality.control.read_shipped", lambda file: {name: shipped})
     report = made.answer(QUESTIONS[0]).report.quality

@@ -19,7 +19,7 @@ from blendserve.quality.evidence import (
     KIND,
     SHIPPED,
     Evidence,
-    Sample,
+    MeasuredPrompt,
     owner_of,
     read_shipped,
     write_shipped,
@@ -33,11 +33,11 @@ PASSAGES = 100
 SAME = (0.0,) * len(RATIOS)
 
 
-def sample(agreements: Sequence[float], worse: Sequence[float] = SAME, n: int = 0) -> Sample:
+def sample(agreements: Sequence[float], worse: Sequence[float] = SAME, n: int = 0) -> MeasuredPrompt:
     """Of the n-th prompt, if a share of `worse` of all are worse."""
     each = zip(agreements, worse, strict=True)
     losses = (Loss(a, 1 - a, int((n + 1) * w) > int(n * w)) for a, w in each)
-    return Sample(tuple(losses), PASSAGES)
+    return MeasuredPrompt(tuple(losses), PASSAGES)
 
 
 def evidence(agreements: Sequence[float], worse: Sequence[float] = SAME, prompts: int = PROMPTS) -> Evidence:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blendserve.core import Document, Selection
+from blendserve.core import Document, PassageFilter
 from blendserve.errors import CorpusError
 from blendserve.retrieve import TokenCounter, VectorIndex, as_documents
 from blendserve.retrieve.published import parse_files, to_files, write_index
@@ -47,7 +47,7 @@ def test_a_filtered_search_is_one_of_the_documents_that_have_it(
     made = [{**each, "tags": ["a"]} if n % 2 else each for n, each in enumerate(given)]
     documents = [Document(f"w{n} text", id=f"d{n}", metadata=each) for n, each in enumerate(made)]
     index = create(tmp_path / "index", *documents)
-    selection = Selection(filter=wanted, tags=tags)
+    selection = PassageFilter(filter=wanted, tags=tags)
     conditions = [*wanted.items(), *([("tags", list(tags))] if tags else [])]
     left = [d for d in documents if all(has({**d.metadata}, *each) for each in conditions)]
     found = index.search("w1 text", 9, selection)
@@ -66,11 +66,11 @@ def test_metadata_is_replaced_deleted_and_published(tmp_path: Path) -> None:
     assert index.add([Document("one", id="d", metadata=final)]).documents == 0
     write_index(tmp_path / "copy", parse_files(to_files(index)))
     for each in (index, VectorIndex.open(tmp_path / "copy", EMBEDDER, COUNTER)):
-        assert each.search("one", 9, Selection(filter={"state": "draft"})) == []
-        for selection in (Selection(filter={"state": "final"}), Selection(tags=("y", "z"))):
+        assert each.search("one", 9, PassageFilter(filter={"state": "draft"})) == []
+        for selection in (PassageFilter(filter={"state": "final"}), PassageFilter(tags=("y", "z"))):
             assert [p.doc_id for p in each.search("one", 9, selection)] == ["d"]
     index.delete("d")
-    assert index.search("one", 9, Selection(filter={"state": "final"})) == []
+    assert index.search("one", 9, PassageFilter(filter={"state": "final"})) == []
 
 
 def test_records_have_metadata() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.core import Document, Selection
+from blendserve.core import Document, PassageFilter
 from blendserve.errors import IndexDamaged
 from blendserve.retrieve import TokenCounter, VectorIndex, words
 from blendserve.retrieve.database import FILE
@@ -68,9 +68,9 @@ def test_a_selection_leaves_out_what_is_less_similar(tmp_path: Path) -> None:
     found = index.search("How much is SKU-4071?", 100)
     least = sorted(passage.score or 0.0 for passage in found)[60]
     kept = [passage for passage in found if (passage.score or 0.0) >= least]
-    selected = index.search("How much is SKU-4071?", 100, Selection(least))
+    selected = index.search("How much is SKU-4071?", 100, PassageFilter(least))
     assert {p.id for p in selected} == {p.id for p in kept}
-    assert index.search("How much is SKU-4071?", 100, Selection(1.0)) == []
+    assert index.search("How much is SKU-4071?", 100, PassageFilter(1.0)) == []
 
 
 def test_damaged_words_are_noticed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import torch
 
+from blendserve.answer import Answer
 from blendserve.config import (
     BlendConfig,
     Config,
@@ -19,7 +20,7 @@ from blendserve.config import (
     ServeConfig,
     StoreConfig,
 )
-from blendserve.core import Answer, Passage
+from blendserve.core import Passage
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.request import (

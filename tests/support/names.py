@@ -17,9 +17,10 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
+from blendserve.answer import Answer, Timings
 from blendserve.cli.app import app
 from blendserve.config import Config, Settings
-from blendserve.core import Answer, BlendReport, QualityReport, Timings
+from blendserve.core import BlendReport, QualityReport
 from blendserve.cost import CostConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import BlendserveError

@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from hypothesis import strategies as st
 
+from blendserve.answer import Answer
 from blendserve.blend.blender import Prefilled
 from blendserve.config import BlendConfig, DecodeConfig, Method
-from blendserve.core import Answer, Chunk, Prompt, Steps
+from blendserve.core import Chunk, Prompt, Steps
 from blendserve.engine.generate import AnswerStream, TokenSequence, prefill
 from blendserve.engine.request import PreparedRequest
 from blendserve.models.loader import LoadedModel
