@@ -21,6 +21,7 @@ from torch import Tensor
 from blendserve.kernels import ops, reference, selfcheck
 from blendserve.kernels.cases import CASES, NAN, RIDGE, SHIFT, Args, Draw
 from blendserve.kernels.cpu import bindings
+from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of
 from blendserve.kernels.cuda import flash, scattered
@@ -242,6 +243,13 @@ def some_of(index: int) -> Callable[[Args, list[int]], tuple[Args, Any]]:
     return lambda args, rows: ((*(x if x is None else x[rows] for x in args[:index]), *args[index:]), rows)
 
 
+def some_packed(args: Args, rows: list[int]) -> tuple[Args, Any]:
+    """Some rows of quantised weights' product: as many as are multiplied the same way, by numbers rounded or not."""
+    if rows and len(args[0]) > FEW:
+        rows = [rows[i % len(rows)] for i in range(max(len(rows), FEW + 1))]
+    return some_of(1)(args, rows)
+
+
 def rolled(index: int) -> Callable[..., Args]:
     """The argument at `index` moved by one along its rows."""
 
@@ -313,7 +321,7 @@ TABLE: dict[str, Operation] = {
     "packed_linear": Operation(
         plain("packed_linear"), packed_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4), rolled(0),
         [{"rows": n, "outs": 576, "depth": 1536, "kind": kind} for n in (40, 100) for kind in ("Q8_0", "Q6_K")],
-        some_of(1),
+        some_packed,
     ),
     "take": Operation(
         plain("take"),
