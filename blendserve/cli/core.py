@@ -254,7 +254,7 @@ def _precomputed(report: PrecomputeReport, missing: int, expected: PrecomputeEst
         f"{report.bytes / 1e6:,.0f} MB decoded), {report.skipped} already stored, {missing} missing"
     )
     values = {**asdict(report), "expected_bytes": expected.bytes}
-    values["expected_seconds"] = round(expected.seconds, 1)
+    values["expected_seconds"] = expected.seconds
     values |= {"tokens_per_second": round(rate, 1), "missing": missing}
     return Output(values, text, int(missing > 0))
 
