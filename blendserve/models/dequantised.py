@@ -18,9 +18,9 @@ from torch import Tensor
 
 from blendserve.models.fast_load import Start
 from blendserve.models.gguf import Gguf, reading
-from blendserve.models.gguf_model import Weights, read_gguf
+from blendserve.models.gguf_model import read_gguf
 from blendserve.models.memory import available_on, check_fits
-from blendserve.models.weights import QuantisedMatrix
+from blendserve.models.weights import QuantisedMatrix, Weights
 
 Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
 Floats = npt.NDArray[np.float32]  # [N, weights of a block]

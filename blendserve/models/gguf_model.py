@@ -23,12 +23,11 @@ from blendserve.models.fast_load import Configuration, Start
 from blendserve.models.gguf import Gguf, reading
 from blendserve.models.gguf_tokenizer import NAMES, read_tokenizer, token_ids
 from blendserve.models.refusals import check_supported
-from blendserve.models.weights import QuantisedMatrix
+from blendserve.models.weights import QuantisedMatrix, Weights
 
 Roles = dict[
     str, tuple[str, set[tuple[int, ...]]]
 ]  # the file's module -> ours, and the shapes its weights may have
-Weights = Tensor | QuantisedMatrix
 # Read(name of a setting below the architecture's, default) -> its number or text. Without a default it must be there.
 Read = Callable[..., Any]
 

@@ -38,7 +38,6 @@ from blendserve.models.dequantised import read_as_config
 from blendserve.models.memory import available_on, check_fits, weight_bytes
 from blendserve.models.model import DecoderModel, Decoding
 from blendserve.models.packing import (
-    Weights,
     bytes_of,
     number_blocks,
     pack_weights,
@@ -53,6 +52,7 @@ from blendserve.models.refusals import TOWERS, check_supported
 from blendserve.models.runner import decode_in_int8
 from blendserve.models.sources import bundled_folder, quiet, source_of
 from blendserve.models.tokenizer import Tokenizer, agree
+from blendserve.models.weights import Weights
 from blendserve.threads import limit_torch
 
 log = logging.getLogger(__name__)

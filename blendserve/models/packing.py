@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from blendserve import console
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels.cpu.bindings import packed, q8_0_blocks, strips_bytes
+from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.ops import take
 from blendserve.kernels.packed import UNIT, PackedMatrix
 from blendserve.kernels.selfcheck import widest
 from blendserve.models.layers import Linear
-from blendserve.models.weights import QuantisedMatrix
+from blendserve.models.weights import QuantisedMatrix, Weights
 
 HUGE_PAGE = 2 << 20
 ROWS = 4096  # that are dequantised at once
-
-Weights = Tensor | QuantisedMatrix
 
 
 def pack_weights(
@@ -52,7 +51,7 @@ def pack_weights(
                 at += sizes[name]
                 _give_back(blocks)
             else:
-                made[name] = (x if isinstance(x, Tensor) else x.dequantise()).to(dtype, copy=True)
+                made[name] = x.to(dtype, copy=True) if isinstance(x, Tensor) else _dense(level, x, dtype)
             update(len(made), len(weights))
     return made
 
@@ -76,8 +75,19 @@ def _kind(name: str, x: Weights, in_q8_0: bool) -> str:
     """The kind of strips of such weights, "" for those that stay dense."""
     if isinstance(x, QuantisedMatrix):
         return x.kind if x.shape[0] % 2 == 0 else ""  # kernels write words of two outputs
-    is_matrix = x.dim() == 2 and "norm" not in name
-    return "Q8_0" if in_q8_0 and is_matrix and x.shape[0] % 2 == x.shape[1] % UNIT == 0 else ""
+    if not in_q8_0 or x.dim() != 2 or "norm" in name:
+        return ""
+    outputs, inputs = x.shape
+    return "Q8_0" if outputs % 2 == 0 and inputs % UNIT == 0 else ""
+
+
+def _dense(level: Level, x: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
+    """Quantised weights that kernels do not multiply, in this dtype."""
+    made = torch.empty(x.shape, dtype=dtype)
+    for at in range(0, len(made), ROWS):
+        blocks = x.blocks[at : at + ROWS]
+        made[at : at + ROWS] = packed(level, x.kind, (len(blocks), x.shape[1]), blocks).numbers()
+    return made
 
 
 def _huge(n_bytes: int) -> Tensor:

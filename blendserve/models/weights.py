@@ -23,3 +23,6 @@ class QuantisedMatrix:
         from gguf import GGMLQuantizationType, dequantize  # optional
 
         return torch.from_numpy(dequantize(self.blocks, GGMLQuantizationType[self.kind]).reshape(self.shape))
+
+
+Weights = Tensor | QuantisedMatrix

@@ -16,10 +16,10 @@ from blendserve.core import run
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models.fast_load import Configuration
 from blendserve.models.forward import feed
-from blendserve.models.gguf_model import ROWS, Weights, read_gguf
+from blendserve.models.gguf_model import ROWS, read_gguf
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.models.weights import QuantisedMatrix
+from blendserve.models.weights import QuantisedMatrix, Weights
 
 gguf = pytest.importorskip("gguf", reason="it writes the files")
 

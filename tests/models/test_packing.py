@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -55,6 +56,22 @@ def run(model: LoadedModel) -> list[torch.Tensor]:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_an_odd_vocabulary_is_dequantised_without_the_package_gguf(tmp_path: Path) -> None:
+    """Kernels write two outputs at once."""
+    from tests.support.gguf_files import MODELS, tiny, write_model
+
+    model = tiny("llama-untied", vocab_size=97)
+    file = str(write_model(tmp_path / "odd.gguf", model, MODELS["llama-untied"][0], "Q8_0"))
+    dense = load(file, torch.float32, weights="bf16")
+    with patch.dict(sys.modules, gguf=None):
+        packed = load(file, torch.float32)
+    assert isinstance(packed.decoder.tensors[DOWN], PackedMatrix)
+    head = packed.decoder.tensors["lm_head.weight"]
+    assert isinstance(head, torch.Tensor)
+    assert torch.equal(head.bfloat16().float(), dense.decoder.tensors["lm_head.weight"])
+    assert distance(run(packed)[0], run(dense)[0]) < 0.05
 
 
 @EACH_DTYPE
