@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blendserve.models.fast_load import Start
-from blendserve.models.gguf import Gguf, reading
+from blendserve.models.gguf import reading
 from blendserve.models.gguf_model import read_gguf
 from blendserve.models.memory import available_on, check_fits
 from blendserve.models.weights import QuantisedMatrix, Weights
@@ -85,8 +85,7 @@ def write_folder(file: Path, into: Path) -> Start:
 def read_as_config(file: Path) -> tuple[Start, Mapping[str, Weights]]:
     """`read_gguf`, with the configuration as transformers has it; of other families than llama it lacks defaults."""
     start, weights = read_gguf(file)
-    name = Gguf(file).metadata.get("general.name")
-    config = {"_model_name_or_path": name, "dtype": "bfloat16", **start.config}
+    config = {"dtype": "bfloat16", **start.config}
     if config["model_type"] == "llama":
         config |= LLAMA_DEFAULTS
     if len(start.end_tokens) > 1:

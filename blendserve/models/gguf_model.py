@@ -151,6 +151,7 @@ def read_gguf(file: Path) -> tuple[Start, Mapping[str, Weights]]:
         if row is None:
             raise ModelUnsupported(f"{file} has architecture {architecture!r}, which has no row", path=file)
         config = _config(gguf, architecture, row)
+        config["_model_name_or_path"] = gguf.metadata.get("general.name")
         check_supported(Configuration(**config))
         tensors = GgufTensors(gguf, row, config)
         tokenizer = read_tokenizer(gguf, architecture)
