@@ -164,7 +164,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """How a target of quality stands over the passages of an answer. Filled by quality/controller.py."""
+    """The state of a quality target for the passages of an answer. Filled by quality/controller.py."""
 
     status: str  # no evidence yet | not yet proven | kept | answered exactly
     min_agreement: float  # the target: least mean share of full prefill's tokens

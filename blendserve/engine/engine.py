@@ -177,8 +177,8 @@ class Engine:
     ) -> PrecomputeReport:
         """Compute and store the KV of the index's passages, or of these; what is stored already is skipped.
 
-        Then priors are fitted, if the correction uses them and the store has none (blend/priors.py). About a tenth of the
-        time gathers evidence for the target of quality. `progress` and `learning(tokens done, tokens in all)`.
+        Then priors are fitted, if the correction uses them and the store has none (blend/priors.py). Then evidence
+        for the target of quality is gathered (quality/control.py). `progress` and `learning(tokens done, tokens in all)`.
 
         shard (i, n): only the i-th of n shares, for as many processes to compute side by side, each on its own GPU or
         machine; they may write to one store. A chunk's share depends on its tokens alone. Raises StoreError; what was

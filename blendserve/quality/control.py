@@ -43,7 +43,7 @@ MEASURED_TOKENS = 32  # of full prefill's answer, at most: longer ones cost more
 WORK = ("policy", "ratio", "refine", "correction", "near")  # options that say what is recomputed
 SAVED_EVERY = 8  # prompts of a calibration
 CHUNKS_PER_PROMPT = (
-    50  # times the chunks of a prompt: to measure one takes 5 times what computing its chunks does
+    50  # times the chunks of a prompt: to measure one is estimated to take 5 times what its chunks took
 )
 
 CheckListener = Callable[[str, Loss | None, float], None]
@@ -177,9 +177,10 @@ class QualityControl:
             listener(result, loss, seconds)
 
     def gather(self, chunks: int, calibrate: Callable[..., object]) -> None:
-        """Calibrate after so many chunks were computed, for about a tenth of their time; not without a target.
+        """Calibrate after so many chunks were computed: one prompt for CHUNKS_PER_PROMPT times `top_k` of them.
 
-        calibrate: the engine's. What it cannot store is logged: the chunks are stored.
+        Without a target, nothing is measured. calibrate: the engine's. What it cannot store is logged: the chunks are
+        stored.
         """
         prompts = min(PROMPTS, chunks // CHUNKS_PER_PROMPT // self._config.retrieve.top_k)
         if not (prompts and self.target):

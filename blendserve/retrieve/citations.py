@@ -52,7 +52,7 @@ class Citer:
         return [self._citation(n, said, len(sentence)) for _, n in sorted(found)[:MOST]]
 
     def _citation(self, n: int, said: set[str], length: int) -> Citation:
-        """With the passage's sentence that has most of what is said."""
+        """The citation of a passage, with its sentence that has most of what is said."""
         text = self._passages[n].text
         spans = sentences(text) or [(0, len(text))]
         quote = max(spans, key=lambda span: self._weight(said & set(words_of(text[slice(*span)]))))

@@ -81,9 +81,10 @@ class Manifest:
             ("model", self.reader, self.reader_fingerprint, model),
         ):
             if digest != given:
+                why = ", whose weights or quantisation differ" if given_name == name else ""
                 raise IndexMismatch(
                     f"index {folder} was built with {part} {name!r} ({digest[:8]}), not with {given_name!r} "
-                    f"({given[:8]}): open it with the {part} it was built with, or {REBUILD}",
+                    f"({given[:8]}){why}: open it with the {part} it was built with, or {REBUILD}",
                     setting=part,
                     path=folder,
                 )

@@ -283,7 +283,7 @@ class CompletionRequest(OpenAIRequest):
 
     @property
     def rules(self) -> AnswerRules:
-        """With `echo`, the prompt's tokens get log probabilities, too; with `max_tokens` 0, there is no answer."""
+        """The rules of the answer. `echo`: the prompt's tokens get log probabilities, too; `max_tokens` 0: no answer."""
         scores_prompt = bool(self.echo) and self.logprobs is not None
         return replace(super().rules, scores_prompt=scores_prompt, reads_only=self.max_tokens == 0)
 

@@ -43,7 +43,7 @@ Filter = Annotated[
     dict[Label, Scalar | Annotated[list[Scalar], Field(min_length=1, max_length=MAX_ITEMS)]],
     Field(max_length=16),
 ]
-"""Fields of a document's metadata, each with its value, or a list of which it has one."""
+"""Metadata fields and the value that a document must have; a list allows each of its values."""
 
 
 class BlendFields(Body):
