@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from blendserve.config import CorrectionName, Method, PolicyName, Ratio, Similarity
 from blendserve.core import Document, Passage
 from blendserve.engine.request import AnswerRules
-from blendserve.engine.text_forms import TextForm
+from blendserve.engine.text_forms import FORMS, TextForm
 from blendserve.errors import InputError
 from blendserve.serve.engine_client import QueryRequest
 from blendserve.serve.fields import (
@@ -213,4 +213,4 @@ class CacheRequest(Body):
     collection: Name | None = None
     documents: Names | None = None
     ids: Names | None = None
-    forms: list[TextForm] = Field(["plain"], alias="as", min_length=1)
+    forms: list[TextForm] = Field(["plain"], alias="as", min_length=1, max_length=len(FORMS))
