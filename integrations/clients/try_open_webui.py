@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["open-webui"]
 # ///
-# It brings torch. On Linux that is the CUDA build, of 5 GB: PIP_CONSTRAINT may name a file with another version.
+# limit_s: 1500
 import json
 import os
 import socket
