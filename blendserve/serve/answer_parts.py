@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from blendserve.answer import Answer
+from blendserve.engine.request import Completed, Event, TextDelta
 from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -27,12 +28,23 @@ class AnswerParts(NamedTuple):
 class AnswerParser:
     """Separates the pieces of one answer into parts."""
 
-    def __init__(self, tools: Schemas, is_thinking: bool) -> None:
-        """is_thinking: whether the prompt has begun a thought."""
+    def __init__(self, tools: Schemas, is_thinking: bool | None) -> None:
+        """is_thinking: whether the prompt has begun a thought; None: the answer has none."""
         self._calls = ToolCallParser(tools)
-        self._is_thinking, self._is_first = is_thinking, not is_thinking
+        self._is_thinking, self._is_first = bool(is_thinking), is_thinking is False
         self._is_blank = False  # whether a thought has ended, and nothing was said since
         self._held = ""  # may begin OPEN or CLOSE
+
+    def read(self, event: Event) -> AnswerParts:
+        """The parts that an event makes sure."""
+        if isinstance(event, TextDelta):
+            return self.push(event.text)
+        return self.finish() if isinstance(event, Completed) else AnswerParts()
+
+    def whole(self, text: str) -> AnswerParts:
+        """The parts of a whole answer."""
+        first, last = self.push(text), self.finish()
+        return AnswerParts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
 
     def push(self, piece: str) -> AnswerParts:
         """The parts that are sure."""
@@ -70,13 +82,6 @@ class AnswerParser:
             text = text.lstrip()
             self._is_blank = not text
         return self._calls.push(text)
-
-
-def parse_answer(text: str, tools: Schemas, is_thinking: bool) -> AnswerParts:
-    """The parts of a whole answer."""
-    parser = AnswerParser(tools, is_thinking)
-    first, last = parser.push(text), parser.finish()
-    return AnswerParts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
 
 
 def url_citations(answer: Answer, said: str) -> list[dict[str, Any]]:

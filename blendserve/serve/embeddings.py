@@ -44,12 +44,10 @@ async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTena
 async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
     """The unit vectors of texts, by the embedder of the index. A text longer than its context has its windows' mean."""
     embedder = await client.collections.executor.run(tenant.name, _embedder, client)
-    names = served_names(embedder.name, ())
-    if body.model not in (None, *names, *client.model_names):
-        raise NotFound(f"there is no embedder {body.model!r} here: this server has {names[0]!r}")
+    name = _served("embedder", embedder.name, client, body.model)
     if body.dimensions not in (None, embedder.dimension):
         raise InputError(
-            f"dimensions {body.dimensions}: vectors of {names[0]!r} have {embedder.dimension}: leave it out",
+            f"dimensions {body.dimensions}: vectors of {name!r} have {embedder.dimension}: leave it out",
             setting="dimensions",
         )
     texts, rows, n_tokens = body.texts, list[np.ndarray](), 0
@@ -66,7 +64,7 @@ async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: Limited
     return {
         "object": "list",
         "data": data,
-        "model": names[0],
+        "model": name,
         "usage": usage,
         **client.notices.as_extras(body),
     }
@@ -77,9 +75,7 @@ async def rerank(body: RerankRequest, client: ClientDep, tenant: LimitedTenantDe
     """The documents that fit a query best, best first, by the cross-encoder of the settings; as vLLM's route."""
     if (reranker := client.reranker) is None:
         raise NotFound("this server has no reranker: start it with --set retrieve.reranker=MODEL")
-    names = served_names(reranker.name, ())
-    if body.model not in (None, *names, *client.model_names):
-        raise NotFound(f"there is no reranker {body.model!r} here: this server has {names[0]!r}")
+    name = _served("reranker", reranker.name, client, body.model)
     texts, scores, n_tokens = body.texts, list[float](), 0
     for start in range(0, len(texts), BATCH):
         part = texts[start : start + BATCH]
@@ -90,7 +86,7 @@ async def rerank(body: RerankRequest, client: ClientDep, tenant: LimitedTenantDe
     results = [{"index": i, "relevance_score": scores[i], "document": told[i]} for i in best]
     return {
         "id": f"rerank-{uuid.uuid4().hex}",
-        "model": names[0],
+        "model": name,
         "results": [{k: v for k, v in result.items() if v is not None} for result in results],
         "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         **client.notices.as_extras(body),
@@ -107,6 +103,14 @@ def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[
         rows.append(total / max(float(np.linalg.norm(total)), np.finfo(np.float32).tiny))
         at += len(windows)
     return rows, sum(len(window.ids) for window in flat)
+
+
+def _served(kind: str, model: str, client: EngineClient, asked: str | None) -> str:
+    """The name of a model beside the language model. Raises NotFound where a request names another."""
+    names = served_names(model, ())
+    if asked not in (None, *names, *client.model_names):
+        raise NotFound(f"there is no {kind} {asked!r} here: this server has {names[0]!r}")
+    return names[0]
 
 
 def _embedder(client: EngineClient) -> Embedder:

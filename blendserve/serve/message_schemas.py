@@ -31,7 +31,7 @@ from blendserve.serve.fields import (
     ToolName,
 )
 from blendserve.serve.schemas import BlendOptions
-from blendserve.serve.structured import compiled, forced_call
+from blendserve.serve.structured import InlineFormat, compiled, forced_call
 
 DROPPED = {"thinking", "redacted_thinking"}
 SUPPORTED = {"text", "search_result", "document", "tool_use", "tool_result"}
@@ -218,13 +218,8 @@ class CountRequest(Body):
         return Chat(tuple(messages), tuple(tool.for_template() for tool in self.offered_tools))
 
 
-class JsonFormat(Body):
-    type: Literal["json_schema"]
-    of_answer: JsonObject = Field(alias="schema")
-
-
 class OutputConfig(Body):
-    format: JsonFormat | None = None
+    format: InlineFormat | None = None
 
 
 class Metadata(Body):

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from blendserve.answer import Answer
 from blendserve.core import Prompt
 from blendserve.engine.chat import Chat
-from blendserve.engine.request import Completed, PrefillDone, TextDelta
+from blendserve.engine.request import Completed, PrefillDone
 from blendserve.retrieve.structure import sentences
-from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought
 from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, RequestHandle
 from blendserve.serve.keys import Tenant
@@ -53,13 +53,15 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
 async def count_tokens(body: CountRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, int]:
     """The number of tokens of a prompt, cached or not. Raises PromptTooLong for one of COUNTED contexts."""
     ServedModel.of(client, body.model)
-    chat, _ = body.chat().without_lines(client.http.volatile_lines)
-    return {"input_tokens": len(await _prompt(client, tenant, chat, COUNTED * client.max_tokens))}
+    return {"input_tokens": len(await counted_prompt(client, tenant, body.chat()))}
 
 
-async def _prompt(client: EngineClient, tenant: Tenant, chat: Chat, room: int) -> Prompt:
-    """The prompt alone. Raises InputError, PromptTooLong."""
-    return await client.collections.executor.run(tenant.name, client.prompts.plain, chat, room)
+async def counted_prompt(client: EngineClient, tenant: Tenant, plain: Chat | str) -> Prompt:
+    """The prompt alone. Raises InputError; PromptTooLong for one of COUNTED contexts."""
+    if isinstance(plain, Chat):
+        plain, _ = plain.without_lines(client.http.volatile_lines)
+    room = COUNTED * client.max_tokens
+    return await client.collections.executor.run(tenant.name, client.prompts.plain, plain, room)
 
 
 class MessagesFormat:
@@ -75,8 +77,7 @@ class MessagesFormat:
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
         (handle,), (answer,) = handles, answers
-        is_thinking = begins_thought(self._tokenizer, handle.prompt_ids)
-        thought, text, calls = parse_answer(answer.text, self._tools, is_thinking)
+        thought, text, calls = self._parser(handle).whole(answer.text)
         content = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
         if text and self._citer:
             content += await asyncio.to_thread(lambda: list(self._citer.blocks(text)))
@@ -91,23 +92,25 @@ class MessagesFormat:
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
         (handle,), blocks = handles, Blocks(self._citer)
-        parser = AnswerParser(self._tools, begins_thought(self._tokenizer, handle.prompt_ids))
+        parser = self._parser(handle)
         try:
             async for event in handle.events():
                 if isinstance(event, PrefillDone):
                     usage = {**_input_usage(handle), "output_tokens": 0}
                     message = {**self._message([], usage), "x_blendserve": self._notices}
                     yield {"type": "message_start", "message": message}
-                elif isinstance(event, TextDelta):
-                    for each in blocks.push(parser.push(event.text)):
-                        yield each
-                elif isinstance(event, Completed):
-                    for each in (*blocks.push(parser.finish()), *blocks.end()):
+                for each in blocks.push(parser.read(event)):
+                    yield each
+                if isinstance(event, Completed):
+                    for each in blocks.end():
                         yield each
                     yield self._message_delta(handle, event.answer, blocks.n_calls)
                     yield {"type": "message_stop"}
         except Exception as error:
             yield anthropic_error(error_details(error)[1])
+
+    def _parser(self, handle: RequestHandle) -> AnswerParser:
+        return AnswerParser(self._tools, begins_thought(self._tokenizer, handle.prompt_ids))
 
     def _message(
         self, content: list[dict[str, Any]], usage: dict[str, int], stop: dict[str, str | None] | None = None

@@ -18,13 +18,7 @@ from starlette.responses import Response
 from blendserve.answer import Answer, TokenLogprob
 from blendserve.engine.request import Completed, PrefillDone, TextDelta, follow_up
 from blendserve.errors import InputError, NotFound
-from blendserve.serve.answer_parts import (
-    AnswerParser,
-    AnswerParts,
-    begins_thought,
-    parse_answer,
-    url_citations,
-)
+from blendserve.serve.answer_parts import AnswerParser, begins_thought, url_citations
 from blendserve.serve.auth import TenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, QueryRequest, RequestHandle, merged
 from blendserve.serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIRequest
@@ -211,14 +205,12 @@ class OpenAIFormat:
         return {**whole, "usage": usage_of(handles, answers, self._n), "x_blendserve": extras}
 
     def _choice(self, index: int, answer: Answer, handle: RequestHandle) -> dict[str, Any]:
-        parts = AnswerParts(text=answer.text)
-        if self._is_chat:
-            parts = parse_answer(answer.text, self._tools, self._is_thinking(handle))
+        parts = self._parser(handle).whole(answer.text)
         message = {
             "role": "assistant",
             "content": parts.text or (None if parts.calls else ""),
             "refusal": None,
-            **_annotated(answer, parts),
+            **_annotated(answer, parts.text),
         }
         thoughts = {"reasoning_content": parts.thought} if parts.thought else {}
         whole = {"message": {**message, **thoughts, **_called(parts.calls)}}
@@ -238,41 +230,38 @@ class OpenAIFormat:
         for i in range(len(handles)):
             first = self._chunk(i, {"role": "assistant", "content": ""})
             yield {**first, "x_blendserve": self._context(handles[0])} if i == 0 else first
-        parsers = [AnswerParser(self._tools, self._is_thinking(handle)) for handle in handles]
+        parsers = [self._parser(handle) for handle in handles]
         answers = dict[int, Answer]()
         n_calls = Counter[int]()
         async for i, event in merged(handles):
-            if isinstance(event, TextDelta):
-                parts = parsers[i].push(event.text) if self._is_chat else AnswerParts("", event.text)
-                if parts.thought:
-                    yield self._chunk(i, {"reasoning_content": parts.thought})
-                if parts.text or event.logprobs:
-                    yield self._chunk(i, {"content": parts.text}, logprobs=event.logprobs)
-            elif isinstance(event, Completed):
-                answers[i], parts = event.answer, parsers[i].finish()
-                for name, text in (("reasoning_content", parts.thought), ("content", parts.text)):
-                    if text:
-                        yield self._chunk(i, {name: text})
-            else:
-                if isinstance(event, PrefillDone) and self._echoed:
-                    text, logprobs = self._echo(i, handles[i])
-                    yield self._chunk(i, {"content": text}, logprobs=logprobs)
-                continue
+            if isinstance(event, PrefillDone) and self._echoed:
+                text, logprobs = self._echo(i, handles[i])
+                yield self._chunk(i, {"content": text}, logprobs=logprobs)
+            parts = parsers[i].read(event)
+            logprobs = event.logprobs if isinstance(event, TextDelta) else ()
+            if parts.thought:
+                yield self._chunk(i, {"reasoning_content": parts.thought})
+            if parts.text or logprobs:
+                yield self._chunk(i, {"content": parts.text}, logprobs=logprobs)
             if parts.calls:
                 yield self._chunk(i, _called(parts.calls, n_calls[i]))
                 n_calls[i] += len(parts.calls)
             if isinstance(event, Completed):
-                whole = parse_answer(event.answer.text, self._tools, self._is_thinking(handles[i]))
-                cited = _annotated(event.answer, whole)
-                last = self._chunk(i, cited, _finish_reason(event.answer, n_calls[i]))
+                answers[i] = event.answer
+                said = self._parser(handles[i]).whole(event.answer.text).text
+                last = self._chunk(
+                    i, _annotated(event.answer, said), _finish_reason(event.answer, n_calls[i])
+                )
                 yield {**last, "x_blendserve": figures(event.answer)}
         if self._include_usage:
             usage = usage_of(handles, [answers[i] for i in range(len(handles))], self._n)
             yield {**self._object("chat.completion.chunk", []), "usage": usage}
         yield "[DONE]"
 
-    def _is_thinking(self, handle: RequestHandle) -> bool:
-        return begins_thought(self._client.tokenizer, handle.prompt_ids)
+    def _parser(self, handle: RequestHandle) -> AnswerParser:
+        """Plain completions have no thoughts."""
+        begins = begins_thought(self._client.tokenizer, handle.prompt_ids) if self._is_chat else None
+        return AnswerParser(self._tools, begins)
 
     def _context(self, handle: RequestHandle) -> dict[str, Any]:
         """The passages of the prompt, and notices about the request."""
@@ -320,9 +309,9 @@ def _called(calls: Sequence[Call], start: int | None = None) -> dict[str, Any]:
     return {"tool_calls": entries} if entries else {}
 
 
-def _annotated(answer: Answer, parts: AnswerParts) -> dict[str, Any]:
-    """The field of a message for the passages that it rests on; {} for none."""
-    found = [{"type": "url_citation", "url_citation": each} for each in url_citations(answer, parts.text)]
+def _annotated(answer: Answer, said: str) -> dict[str, Any]:
+    """The field of a message for the passages that what it says rests on; {} for none."""
+    found = [{"type": "url_citation", "url_citation": each} for each in url_citations(answer, said)]
     return {"annotations": found} if found else {}
 
 

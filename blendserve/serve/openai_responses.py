@@ -15,15 +15,9 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from blendserve.answer import Answer
-from blendserve.engine.request import Completed, TextDelta
+from blendserve.engine.request import Completed
 from blendserve.errors import InputError
-from blendserve.serve.answer_parts import (
-    AnswerParser,
-    AnswerParts,
-    begins_thought,
-    parse_answer,
-    url_citations,
-)
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, url_citations
 from blendserve.serve.engine_client import EngineClient, RequestHandle
 from blendserve.serve.fields import (
     MAX_ITEMS,
@@ -40,7 +34,7 @@ from blendserve.serve.openai import Asked, asked_by_chat, usage_of
 from blendserve.serve.openai_schemas import ChatRequest, Function, FunctionName
 from blendserve.serve.responses import ContextDep, StreamEvent, error_details, figures
 from blendserve.serve.schemas import BlendOptions, Passages
-from blendserve.serve.structured import ObjectFormat, TextFormat
+from blendserve.serve.structured import InlineFormat, ObjectFormat, TextFormat
 from blendserve.serve.tool_calls import Call
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -118,15 +112,8 @@ class FunctionChoice(FunctionName):
     type: Literal["function"]
 
 
-class TextSchema(Body):
-    type: Literal["json_schema"]
-    name: Label = ""
-    of_answer: JsonObject = Field(alias="schema")
-    strict: bool | None = None
-
-
 class TextConfig(Body):
-    format: Annotated[TextFormat | ObjectFormat | TextSchema, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | ObjectFormat | InlineFormat, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 
@@ -205,7 +192,7 @@ class ResponsesRequest(Body):
     def _format(self) -> dict[str, Any] | None:
         """The `response_format` of a chat."""
         form = self.text and self.text.format
-        if isinstance(form, TextSchema):
+        if isinstance(form, InlineFormat):
             return {"type": form.type, "json_schema": {"name": form.name, "schema": form.of_answer}}
         return {"type": form.type} if form else None
 
@@ -241,8 +228,7 @@ class ResponsesFormat:
         }
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
-        is_thinking = begins_thought(self._tokenizer, handles[0].prompt_ids)
-        thought, text, calls = parse_answer(answers[0].text, self._tools, is_thinking)
+        thought, text, calls = self._parser(handles[0]).whole(answers[0].text)
         output = [*([_reasoning(thought)] if thought else [])]
         message = _message(text)
         message["content"][0]["annotations"] = _annotations(answers[0], text)
@@ -273,14 +259,13 @@ class ResponsesFormat:
         started = {**self._facts, "status": "in_progress", "output": [], "usage": None}
         for kind in ("created", "in_progress"):
             yield stream.event(kind, response=started)
-        parser = AnswerParser(self._tools, begins_thought(self._tokenizer, handles[0].prompt_ids))
+        parser = self._parser(handles[0])
         try:
             async for event in handles[0].events():
-                if isinstance(event, TextDelta):
-                    for each in stream.push(parser.push(event.text)):
-                        yield each
-                elif isinstance(event, Completed):
-                    for each in (*stream.push(parser.finish()), *stream.end(event.answer)):
+                for each in stream.push(parser.read(event)):
+                    yield each
+                if isinstance(event, Completed):
+                    for each in stream.end(event.answer):
                         yield each
                     ended = self._ended(handles, event.answer, stream.output)
                     yield stream.event(ended["status"], response=ended)
@@ -288,6 +273,9 @@ class ResponsesFormat:
             found = error_details(error)[1]["error"]
             told = {"code": found["code"] or found["type"], "message": found["message"], "param": None}
             yield {"type": "error", "sequence_number": stream.n, **told}
+
+    def _parser(self, handle: RequestHandle) -> AnswerParser:
+        return AnswerParser(self._tools, begins_thought(self._tokenizer, handle.prompt_ids))
 
 
 class Stream:
@@ -377,13 +365,10 @@ def _annotations(answer: Answer, text: str) -> list[dict[str, Any]]:
     return [{"type": "url_citation", **each} for each in url_citations(answer, text)]
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
 def _message(text: str) -> dict[str, Any]:
     names = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
-    return {**names, "status": "completed", "content": [_part(text)]}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {**names, "status": "completed", "content": [part]}
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -60,13 +60,18 @@ class BlendFields(Body):
         return self.model_dump(include=set(BlendFields.model_fields))
 
 
-class BlendOptions(BlendFields):
-    """Options that OpenAI's API does not have. None = the server's setting."""
+class SearchFields(Body):
+    """What is searched for passages. None = the server's setting, and all collections that the key may use."""
 
     top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
     min_score: Similarity | None = None
     filter: Filter | None = None
     collections: Names | None = None
+
+
+class BlendOptions(BlendFields, SearchFields):
+    """Options that OpenAI's API does not have. None = the server's setting."""
+
     passages: Passages | None = None
 
 
@@ -130,14 +135,10 @@ class RagRequest(Question, BlendOptions):
     check: bool = False
 
 
-class RetrieveRequest(Body):
+class RetrieveRequest(SearchFields):
     """POST /v1/rag/retrieve"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
-    top_k: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
-    min_score: Similarity | None = None
-    filter: Filter | None = None
-    collections: Names | None = None
 
 
 def _no_token_ids(given: Any) -> Any:

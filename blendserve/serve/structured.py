@@ -42,9 +42,37 @@ class SchemaFormat(Body):
         return ANY_OBJECT if self.json_schema.of_answer is None else self.json_schema.of_answer
 
 
+class InlineFormat(NamedSchema):
+    """A schema as OpenAI's responses and Anthropic's messages have it."""
+
+    type: Literal["json_schema"]
+    of_answer: JsonObject = Field(alias="schema")
+
+
 AnyFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 Schema = JsonObject | Text  # an object, or its JSON
 Choices = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
+def _of_schema(schema: dict[str, Any] | str) -> Grammar:
+    if isinstance(schema, str):
+        check_json_complexity(schema.encode())  # the body's check does not read texts
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise InputError(f"the schema is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError("the schema is not a JSON object")
+    return Grammar.of_json(found)
+
+
+MAKERS: dict[str, Callable[[Any], Grammar]] = {
+    "json": _of_schema,
+    "regex": Grammar.of_regex,
+    "choice": Grammar.of_choices,
+    "grammar": Grammar.of_lark,
+}
+"""Makes the grammar of a field of vLLM, by its name."""
 
 
 class StructuredOutputs(Body):
@@ -73,26 +101,22 @@ class Structured(Body):
     @property
     def grammar(self) -> Grammar | None:
         """Raises InputError for two of the fields, and for what cannot be compiled."""
-        asked = self.structured_outputs or StructuredOutputs()
-        fields: tuple[tuple[str, Callable[[Any], Grammar], Any], ...] = (
+        form = self.response_format and self.response_format.schema_of_answer
+        asked = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
+        fields: list[tuple[str, Callable[[Any], Grammar], Any]] = [
+            ("response_format", Grammar.of_json, form),
             (
-                "response_format",
+                "structured_outputs.json_object",
                 Grammar.of_json,
-                self.response_format and self.response_format.schema_of_answer,
+                ANY_OBJECT if asked.get("json_object") else None,
             ),
-            ("structured_outputs.json", _of_schema, asked.of_json),
-            ("structured_outputs.regex", Grammar.of_regex, asked.regex),
-            ("structured_outputs.choice", Grammar.of_choices, asked.choice),
-            ("structured_outputs.grammar", Grammar.of_lark, asked.grammar),
-            ("structured_outputs.json_object", Grammar.of_json, ANY_OBJECT if asked.json_object else None),
-            ("guided_json", _of_schema, self.guided_json),
-            ("guided_regex", Grammar.of_regex, self.guided_regex),
-            ("guided_choice", Grammar.of_choices, self.guided_choice),
-            ("guided_grammar", Grammar.of_lark, self.guided_grammar),
-        )
+        ]
+        for kind, make in MAKERS.items():
+            fields.append((f"structured_outputs.{kind}", make, asked.get(kind)))
+            fields.append((f"guided_{kind}", make, getattr(self, f"guided_{kind}")))
         given = [field for field in fields if field[2] is not None]
-        if self.structured_outputs and not any(name.startswith("structured_outputs") for name, *_ in given):
-            names = ", ".join(name.removeprefix("structured_outputs.") for name, *_ in fields[1:6])
+        if asked and not any(name.startswith("structured_outputs") for name, *_ in given):
+            names = ", ".join((*MAKERS, "json_object"))
             raise InputError(f"structured_outputs: send one of {names}", setting="structured_outputs")
         if len(given) > 1:
             names = " and ".join(name for name, *_ in given)
@@ -136,15 +160,3 @@ def forced_call(tools: Iterable[Mapping[str, Any]], name: str | None) -> Grammar
         for call in calls:  # which one it was
             compiled(f"tools.{call['properties']['name']['const']}", Grammar.of_json, call)
         raise
-
-
-def _of_schema(schema: dict[str, Any] | str) -> Grammar:
-    if isinstance(schema, str):
-        check_json_complexity(schema.encode())  # the body's check does not read texts
-    try:
-        found = json.loads(schema) if isinstance(schema, str) else schema
-    except ValueError as error:
-        raise InputError(f"the schema is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError("the schema is not a JSON object")
-    return Grammar.of_json(found)

@@ -11,7 +11,7 @@ from blendserve.errors import InputError
 from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep
 from blendserve.serve.fields import MAX_ITEMS, MAX_TOOLS, Body, Ids, JsonObject, Name, Text
-from blendserve.serve.messages import COUNTED
+from blendserve.serve.messages import counted_prompt
 from blendserve.serve.openai import ServedModel
 from blendserve.serve.openai_schemas import ChatRequest, Message, Tool
 
@@ -43,16 +43,15 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
-    """The tokens of a plain prompt. Raises InputError; PromptTooLong for a chat of COUNTED contexts."""
+    """The tokens of a plain prompt. Raises InputError, PromptTooLong."""
     ServedModel.of(client, body.model)
     plain: Any = body.prompt
     if body.messages is not None:
         chat = ChatRequest.model_construct(
             messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
         )
-        plain, _ = chat.chat().without_lines(client.http.volatile_lines)
-    room = COUNTED * client.max_tokens
-    prompt = await client.collections.executor.run(tenant.name, client.prompts.plain, plain, room)
+        plain = chat.chat()
+    prompt = await counted_prompt(client, tenant, plain)
     return {"count": len(prompt), "max_model_len": client.max_tokens, "tokens": list(prompt.ids)}
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought, parse_answer
+from blendserve.serve.answer_parts import AnswerParser, AnswerParts, begins_thought
 from tests.support.http import MODEL, Server, asked, serving
 from tests.support.messages import URL as MESSAGES
 from tests.support.messages import assembled, body, stream
@@ -47,7 +47,7 @@ def test_text_without_a_thought_stays(text: str, cuts: list[int]) -> None:
 
 @given(WRITTEN, CUTS, st.booleans())
 def test_cuts_change_nothing(text: str, cuts: list[int], is_open: bool) -> None:
-    assert parsed(text, cuts, is_open)[:2] == parse_answer(text, {}, is_open)[:2]
+    assert parsed(text, cuts, is_open)[:2] == AnswerParser({}, is_open).whole(text)[:2]
 
 
 def test_a_thought_that_is_cut_off_is_no_text() -> None:
