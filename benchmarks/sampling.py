@@ -3,7 +3,8 @@
 Each rule chooses from the same logits: `sharp` ones, as after a prompt, and `flat` ones, whose nucleus is much of the
 vocabulary. `sorted` sorts all of it, as a simple sampler does. A grammar costs a token what it costs beyond greedy
 choice; its tokenizer is the model's, with pairs of its tokens as further ones. Then several requests decode at once, with
-a grammar and without: both are as long, and their rate is what the last table compares.
+a grammar and without: both are as long, and their rate is what the third table compares. The last one is the time to
+first token of a prompt that comes while another request decodes, with the log probabilities of every token or without.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms
 from blendserve.bench.runner import Bench, BenchConfig, open_model
 from blendserve.bench.workload import make_workload
 from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, ServeConfig
-from blendserve.core import Prompt
+from blendserve.core import Prompt, TokenIds
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
+from blendserve.engine.generate import TokenSequence
 from blendserve.engine.grammar import Grammar, Guide
 from blendserve.engine.request import AnswerRules, Completed, Event, Failed, PreparedRequest
 from blendserve.engine.sampler import Sampler, draw, logprob_of
@@ -48,6 +50,7 @@ RECORDS: dict[str, Any] = {
 }
 EXAMPLE = '[{"name":"Ada Lovelace","age":36,"tags":["mathematics","engines"]},{"name":"Alan Turing","age":41,"tags":['
 FREE, GUIDED = "none", "JSON schema"
+NEIGHBOUR = 512  # tokens of the answer that a request decodes beside another's prompt
 
 
 class SamplingConfig(BenchConfig):
@@ -57,6 +60,9 @@ class SamplingConfig(BenchConfig):
     tokens: Positive = Field(50, description="Number of tokens that a rule chooses in one measurement.")
     requests: Positive = Field(8, description="Number of requests that decode at once.")
     new_tokens: Positive = Field(64, description="Length of each request's answer, in tokens.")
+    prompt: Positive = Field(
+        1024, description="Length of the prompt whose first token is awaited, in tokens."
+    )
 
 
 def groups(config: SamplingConfig, log: SampleLog) -> Iterator[Group]:
@@ -161,23 +167,63 @@ def write_example(model: LoadedModel, grammar: Grammar | None, n_vocabulary: int
 
 def serving(config: SamplingConfig, model: LoadedModel, grammar: Grammar) -> Iterator[Group]:
     """Requests that decode at once, all with a grammar or none."""
-    ids = make_workload(model, 1, 64, None, config.seed).chunks[0]
+    short, long = (make_workload(model, 1, n, None, config.seed).chunks[0] for n in (64, config.prompt))
+    slot_tokens = max(len(short) + 2 * config.new_tokens, len(long) + 1, len(short) + NEIGHBOUR)
     engine = Engine(Config(), model, MemoryStore(1 << 28))
-    batch = BatchEngine(
-        engine, ServerMetrics(), ServeConfig(slots=config.requests, slot_tokens=64 + 2 * config.new_tokens)
-    )
+    batch = BatchEngine(engine, ServerMetrics(), ServeConfig(slots=config.requests, slot_tokens=slot_tokens))
     batch.scheduler.start()
     try:
         cases = [
-            Case({"grammar": name}, partial(rate, batch, ids, config, AnswerRules(guide, ignores_end=True)))
+            Case({"grammar": name}, partial(rate, batch, short, config, AnswerRules(guide, ignores_end=True)))
             for name, guide in ((FREE, None), (GUIDED, grammar))
         ]
         yield Group({"requests": config.requests, "new_tokens": config.new_tokens}, cases)
+        cases = [
+            Case({"neighbour": name}, partial(beside, batch, long, short, logprobs))
+            for name, logprobs in ((FREE, None), ("20 logprobs", 20))
+        ]
+        yield Group({"prompt": config.prompt}, cases)
     finally:
         batch.scheduler.stop()
 
 
-def rate(batch: BatchEngine, ids: tuple[int, ...], config: SamplingConfig, answer: AnswerRules) -> Metrics:
+def beside(batch: BatchEngine, prompt: TokenIds, neighbour: TokenIds, logprobs: int | None) -> Metrics:
+    """Seconds to the first token of `prompt` while `neighbour` decodes with so many log probabilities a token."""
+    decodes, done = threading.Event(), threading.Event()
+    rules = AnswerRules(ignores_end=True, logprobs=logprobs)
+    other = asked(batch, neighbour, DecodeConfig(max_new_tokens=NEIGHBOUR), rules, lambda _: decodes.set())
+    batch.scheduler.submit(other)
+    decodes.wait()
+    one = asked(
+        batch,
+        prompt,
+        DecodeConfig(max_new_tokens=1),
+        AnswerRules(),
+        lambda event: done.set() if isinstance(event, Completed | Failed) else None,
+    )
+    clock = Clock()
+    batch.scheduler.submit(one)
+    done.wait()
+    elapsed_s = clock.elapsed()
+    assert one.answer is not None
+    assert other.answer is None  # the neighbour decoded all the while
+    batch.scheduler.cancel(other)
+    return {"beside_ttft_s": elapsed_s}
+
+
+def asked(
+    batch: BatchEngine,
+    ids: TokenIds,
+    options: DecodeConfig,
+    rules: AnswerRules,
+    emit: Callable[[Event], None],
+) -> TokenSequence:
+    """A request for an answer to a plain prompt; `emit` is called with its events."""
+    request = PreparedRequest(Prompt((), (), ids), (), BlendConfig(), options, Clock(), rules=rules)
+    return batch.sequence(request, emit)
+
+
+def rate(batch: BatchEngine, ids: TokenIds, config: SamplingConfig, answer: AnswerRules) -> Metrics:
     """Seconds per token of all answers together, from the first token of the last request on."""
     decode = DecodeConfig(max_new_tokens=config.new_tokens, temperature=1.0, drafts=False)
     left, ended, failures = [config.requests], threading.Event(), list[Exception]()
@@ -190,11 +236,8 @@ def rate(batch: BatchEngine, ids: tuple[int, ...], config: SamplingConfig, answe
             if not left[0]:
                 ended.set()
 
-    sequences = []
-    for i in range(config.requests):
-        options = decode.with_values(seed=config.seed + i)
-        request = PreparedRequest(Prompt((), (), ids), (), BlendConfig(), options, Clock(), rules=answer)
-        sequences.append(batch.sequence(request, emit))
+    options = [decode.with_values(seed=config.seed + i) for i in range(config.requests)]
+    sequences = [asked(batch, ids, option, answer, emit) for option in options]
     clock = Clock()
     for sequence in sequences:
         batch.scheduler.submit(sequence)
@@ -214,6 +257,11 @@ TABLES = (
         ms("ms per token", "answers_token_s"),
         Column("throughput / none", "answers_token_s", baseline={"grammar": FREE}),
     ),
+    table(
+        "Beside another request",
+        ms("TTFT ms", "beside_ttft_s"),
+        ratio("/ none", "beside_ttft_s", neighbour=FREE),
+    ),
 )
-TINY = {"vocabulary": 50_000, "tokens": 2, "requests": 2, "new_tokens": 3}
+TINY = {"vocabulary": 50_000, "tokens": 2, "requests": 2, "new_tokens": 3, "prompt": 64}
 BENCH = Bench(SamplingConfig, groups, TABLES, tiny=TINY)

@@ -21,6 +21,7 @@ CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.check)]
 CorrectionWord = Annotated[str, AfterValidator(CORRECTIONS.word)]
 ANSWER_TOKENS = 64  # of an answer whose length nobody sets: enough to look at, and soon measured
 KVContext = Literal["prefix", "primer", "bos", "none"]
+PassageOrder = Literal["best_first", "best_last"]
 
 
 def _separator(text: str) -> str:
@@ -111,6 +112,9 @@ class PromptConfig(Settings):
     date: Annotated[str, AfterValidator(_date)] = "2026-01-01"
     """Date in prompts whose chat template contains one. It is fixed because chunk KV is computed after it: with another
     date all chunks are computed again. Plain prompts use today's date."""
+    order: PassageOrder = "best_first"
+    """Order of retrieved passages: by falling score, or by rising score, with the best one next to the question. Passages
+    that a request brings stay as they are."""
     separator: Annotated[str, AfterValidator(_separator)] = ""
     """Text that separates chunks inside a question, such as ' # # '. The last part is the question, the parts before it
     are chunks. Empty turns this off."""

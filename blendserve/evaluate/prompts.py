@@ -60,6 +60,7 @@ class PromptSource:
             found = tuple(search(example.question, self._config.top_k, ANY))
             seconds = clock.elapsed()
             recall = len({p.title for p in found} & needed) / len(needed) if needed else None
+            found = found[::-1] if self._engine.config.prompt.order == "best_last" else found
         example = replace(example, contexts=permuted(found, example, self._config.seed))
         return self._pasted(example) if self.is_plain else example, recall, seconds
 

@@ -124,6 +124,22 @@ def test_of_retrieved_passages_the_nearest_that_fit_are_used(n_fit: int, warm: E
             warm.prepare(request, search, room=n)
 
 
+def test_retrieved_passages_alone_are_ordered() -> None:
+    """The nearest that fit are used in either order, and a request's own passages stay as they are."""
+
+    def search(question: str, top_k: int, selection: PassageFilter) -> list[Passage]:
+        return list(PASSAGES[:top_k])
+
+    with toy_engine(prompt={"order": "best_last"}) as engine:
+        n = len(engine.prompts.build(QUESTION, PASSAGES[:2])) + 12
+        prepared = engine.prepare(Request(QUESTION), search, room=n)
+        expected = engine.prompts.build(QUESTION, PASSAGES[1::-1])
+        own = engine.prepare(Request(QUESTION, passages=PASSAGES[:2]), search, room=n)
+    assert prepared.passages == PASSAGES[1::-1]
+    assert prepared.prompt == expected
+    assert own.passages == PASSAGES[:2]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "setting"),
     [

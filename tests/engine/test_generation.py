@@ -15,7 +15,7 @@ from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, run
 from blendserve.engine.generate import Detokenizer, generate
 from blendserve.engine.request import AnswerRules
-from blendserve.engine.sampler import Sampler, nucleus_of
+from blendserve.engine.sampler import Sampler, likeliest, nucleus_of, top
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import DecodeRunner
 from tests.support.blending import lay, some_prompt
@@ -104,6 +104,21 @@ def test_sampling_follows_the_nucleus_distribution(temperature: float, top_p: fl
     for token, share in expected.items():
         sigma = (n * share * (1 - share)) ** 0.5
         assert abs(drawn[token] - n * share) <= 4.5 * sigma
+
+
+@pytest.mark.parametrize("n", [1, 40, 64, 1_000, 4_096, 49_152, 151_669])
+@pytest.mark.parametrize("allowed", [1.0, 0.001])
+def test_the_largest_values_are_those_of_the_sorted_vocabulary(n: int, allowed: float) -> None:
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randn(n, generator=generator).bfloat16().float()  # several are equal
+    values[torch.rand(n, generator=generator) > allowed] = -torch.inf
+    for k in {min(k, n) for k in (1, 5, 20, 256)}:
+        found, ids = top(values, k)
+        assert torch.equal(found, values.sort(descending=True).values[:k])
+        assert torch.equal(values[ids], found)
+        assert len(set(ids.tolist())) == k
+    for dtype in (torch.float32, torch.bfloat16):
+        assert likeliest(values.to(dtype)) == values.tolist().index(float(values.max()))
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
