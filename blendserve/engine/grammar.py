@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tokenizers
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from blendserve.errors import InputError
@@ -25,26 +26,11 @@ from blendserve.models.loader import LoadedModel
 # where nothing bounds them.
 MAX_INDENT = 20
 WHITESPACE: Any = {"whitespace_pattern": rf" |\n {{0,{MAX_INDENT}}}"}
-
-
-LITERAL = {
-    "enum",
-    "const",
-    "default",
-    "examples",
-    "allOf",
-    "if",
-    "then",
-    "else",
-}  # fields that _closed leaves alone
-OPEN = {
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "propertyNames",
-    "minProperties",
-}
-OPEN |= {"allOf", "anyOf", "oneOf", "$ref", "if", "not"}  # of an object that may have further properties
+# fields that _closed leaves alone
+LITERAL = {"enum", "const", "default", "examples", "allOf", "if", "then", "else"}
+# fields of an object that may have further properties
+OPEN = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "additionalProperties", "unevaluatedProperties"}
+OPEN |= {"patternProperties", "propertyNames", "minProperties"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +43,12 @@ class Grammar:
     rules: str
 
     def __post_init__(self) -> None:
-        from llguidance import LLMatcher  # not at the top: only constrained answers need it
-
         if message := LLMatcher.validate_grammar(self.rules):
             raise InputError(f"the grammar cannot be compiled: {' '.join(message.split())[:500]}")
 
     @classmethod
     def of_json(cls, schema: Mapping[str, Any]) -> Grammar:
         """JSON that is valid by a JSON schema. Objects have no properties that it does not name."""
-        from llguidance import LLMatcher
-
         try:
             rules = LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=WHITESPACE)
         except (ValueError, RecursionError) as error:  # nested too deeply
@@ -76,8 +58,6 @@ class Grammar:
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
         """A text that matches a regular expression (the syntax of Rust's crate regex) as a whole."""
-        from llguidance import LLMatcher
-
         return cls(LLMatcher.grammar_from_regex(pattern))
 
     @classmethod
@@ -88,8 +68,6 @@ class Grammar:
     @classmethod
     def of_lark(cls, rules: str) -> Grammar:
         """A text by rules in Lark's syntax, as llguidance reads it."""
-        from llguidance import LLMatcher
-
         return cls(LLMatcher.grammar_from_lark(rules))
 
 
@@ -112,8 +90,6 @@ class Guide:
 
     def __init__(self, grammar: Grammar, model: LoadedModel) -> None:
         """Raises InputError for a grammar that is too large to follow, and a tokenizer that llguidance cannot read."""
-        from llguidance import LLMatcher
-
         self._matcher = LLMatcher(_vocabulary(model), grammar.rules, log_level=0)
         self._end = min(model.end_tokens)
         self._matcher.compute_bitmask()  # where the first takes a second, no other request should wait for it
@@ -155,8 +131,6 @@ _lock = threading.Lock()
 
 def _vocabulary(model: LoadedModel) -> Any:
     """llguidance's view of a model's tokenizer; made once, in about a second. Raises InputError."""
-    from llguidance import LLTokenizer
-
     tokenizer = model.tokenizer
     with _lock:
         if tokenizer not in _vocabularies:

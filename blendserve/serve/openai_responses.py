@@ -34,7 +34,7 @@ from blendserve.serve.openai import Asked, asked_by_chat, usage_of
 from blendserve.serve.openai_schemas import ChatRequest, Function, FunctionName
 from blendserve.serve.responses import ContextDep, StreamEvent, error_details, figures
 from blendserve.serve.schemas import BlendOptions, Passages
-from blendserve.serve.structured import InlineFormat, ObjectFormat, TextFormat
+from blendserve.serve.structured import InlineFormat, PlainFormat
 from blendserve.serve.tool_calls import Call
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -113,7 +113,7 @@ class FunctionChoice(FunctionName):
 
 
 class TextConfig(Body):
-    format: Annotated[TextFormat | ObjectFormat | InlineFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | InlineFormat, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,14 +16,12 @@ from blendserve.serve.middleware import check_json_complexity
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-    schema_of_answer: ClassVar[Mapping[str, Any] | None] = None
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
 
-
-class ObjectFormat(Body):
-    type: Literal["json_object"]
-    schema_of_answer: ClassVar[Mapping[str, Any]] = ANY_OBJECT
+    @property
+    def schema_of_answer(self) -> Mapping[str, Any] | None:
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class NamedSchema(Body):
@@ -49,7 +47,7 @@ class InlineFormat(NamedSchema):
     of_answer: JsonObject = Field(alias="schema")
 
 
-AnyFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+AnyFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 Schema = JsonObject | Text  # an object, or its JSON
 Choices = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ITEMS)]
 
