@@ -204,7 +204,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
             publish(model, config, workload, store)
-        settings = {"store": {"location": str(folder / "kv")}, "deliver": {"memory_mb": 4096}}
+        settings = {"store": {"location": str(folder / "kv")}}
         (folder / "collection.yaml").write_text(yaml.safe_dump(settings))
         serve = ["collection", "serve", "--port", "0", "-c", str(folder / "collection.yaml")]
         command = [sys.executable, "-m", "blendserve", *serve]

@@ -30,7 +30,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.config import ModelConfig, Positive
+from blendserve.config import Arithmetic, ModelConfig, Positive
 from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import BUNDLED
@@ -119,8 +119,8 @@ def _start(
 ) -> tuple[str, Callable[[None], Metrics]]:
     config, engine, context, threads, file = task
     n, numbers = config.new_tokens, torch.ones(READ if engine == MEMORY else 0)
-    weights = "int8" if engine == OURS_INT8 else "model"
-    model = load_model(ModelConfig(name=config.model, threads=threads, decode_weights=weights))
+    decode: Arithmetic = "int8" if engine == OURS_INT8 else "exact"
+    model = load_model(ModelConfig(name=config.model, threads=threads, decode=decode))
     check_room(model, context + n, "the context with its new tokens")
     ids = make_workload(model, 1, context, None, config.seed).chunks[0]
     done = prefilled(model.decoder, ids, n)

@@ -75,7 +75,7 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
                 if neighbor == "yes":
                     model = httpx.get(f"{url}/v1/models", headers=bearer(hostile)).raise_for_status().json()
                     task = {"url": url, "key": hostile, "model": model["data"][0]["id"]}
-                    task |= {"max_body": ServeConfig().max_body_kb * 1024, "connections": CONNECTIONS}
+                    task |= {"max_body": ServeConfig.max_body, "connections": CONNECTIONS}
                     client = stack.enter_context(WorkerProcess(attacking, task))
                 metrics = asyncio.run(window(config, url, regular, body, draw, facts, client))
                 for kind, statuses in (client.call("end") if client else {}).items():

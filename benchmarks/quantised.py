@@ -32,7 +32,7 @@ from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out
 from blendserve.blend.policies import defaults_for
 from blendserve.blend.prefill import PrefillPlan, blend_prefill
-from blendserve.config import BlendConfig, ModelConfig, Positive, Ratio
+from blendserve.config import Arithmetic, BlendConfig, ModelConfig, Positive, Ratio
 from blendserve.core import Prompt, run
 from blendserve.errors import ConfigError
 from blendserve.kernels.packed import KINDS
@@ -44,7 +44,7 @@ from blendserve.store.view import TensorView
 from blendserve.timing import Clock
 
 OURS, INT8, BF16, LLAMA = "as it is", "as it is, int8 inputs", "in bf16", "llama.cpp"
-SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, INT8: {"decode_inputs": "int8"}, BF16: {"weights": "bf16"}}
+SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, INT8: {"decode": "int8"}, BF16: {"weights": "bf16"}}
 SHAPES = {  # architecture, layers, hidden and inner size, heads, kv heads, dims of a head, vocabulary
     "tiny": ("qwen3", 2, 256, 512, 4, 2, 64, 49_152),
     "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
@@ -52,7 +52,7 @@ SHAPES = {  # architecture, layers, hidden and inner size, heads, kv heads, dims
     "llama-3.2-3b": ("llama", 28, 3072, 8192, 24, 8, 128, 128_256),
 }
 SPEED, FIDELITY = "speed", "fidelity"
-INPUTS: tuple[Literal["exact", "int8"], ...] = "exact", "int8"
+INPUTS: tuple[Arithmetic, ...] = "exact", "int8"
 SCALE = 2e-4  # of random blocks
 Shape = Literal["tiny", "qwen3-0.6b", "qwen3-1.7b", "llama-3.2-3b"]
 Kind = Literal["Q4_K_M", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
@@ -221,11 +221,11 @@ def _run_llama(llama: LlamaCpp, ids: tuple[int, ...], n: int, _: None) -> Metric
 
 
 @torch.inference_mode()
-def losses(file: Path, inputs: Literal["exact", "int8"], n: int) -> Metrics:
+def losses(file: Path, inputs: Arithmetic, n: int) -> Metrics:
     """KL of decoded steps to the file's weights in fp32, and how often both name the same token."""
     exact = load_model(ModelConfig(name=str(file), dtype="float32"))
     try:
-        model = load_model(ModelConfig(name=str(file), decode_inputs=inputs))
+        model = load_model(ModelConfig(name=str(file), decode=inputs))
     except ConfigError as error:
         console.note(str(error))
         return {}

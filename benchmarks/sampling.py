@@ -171,10 +171,11 @@ def serving(config: SamplingConfig, model: LoadedModel, grammar: Grammar) -> Ite
     slot_tokens = max(len(short) + 2 * config.new_tokens, len(long) + 1, len(short) + NEIGHBOUR)
     engine = Engine(Config(), model, MemoryStore(1 << 28))
     batch = BatchEngine(engine, ServerMetrics(), ServeConfig(slots=config.requests, slot_tokens=slot_tokens))
+    rules = AnswerRules(ignores_end=True, drafts=False)
     batch.scheduler.start()
     try:
         cases = [
-            Case({"grammar": name}, partial(rate, batch, short, config, AnswerRules(guide, ignores_end=True)))
+            Case({"grammar": name}, partial(rate, batch, short, config, replace(rules, grammar=guide)))
             for name, guide in ((FREE, None), (GUIDED, grammar))
         ]
         yield Group({"requests": config.requests, "new_tokens": config.new_tokens}, cases)
@@ -225,7 +226,7 @@ def asked(
 
 def rate(batch: BatchEngine, ids: TokenIds, config: SamplingConfig, answer: AnswerRules) -> Metrics:
     """Seconds per token of all answers together, from the first token of the last request on."""
-    decode = DecodeConfig(max_new_tokens=config.new_tokens, temperature=1.0, drafts=False)
+    decode = DecodeConfig(max_new_tokens=config.new_tokens, temperature=1.0)
     left, ended, failures = [config.requests], threading.Event(), list[Exception]()
 
     def emit(event: Event) -> None:

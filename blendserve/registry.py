@@ -10,7 +10,7 @@ A dataclass may have parameters, its fields with defaults. A word gives them in 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -24,13 +24,24 @@ MANY = 12  # names that a message lists
 class Registry:
     """Names of one kind of thing; the first is the default."""
 
-    def __init__(self, kind: str, entries: Mapping[str, str], group: str = "") -> None:
-        """entries: name -> "module:attribute". group: of entry points with further ones; "" for none."""
+    def __init__(
+        self, kind: str, entries: Mapping[str, str], group: str = "", for_research: Collection[str] = ()
+    ) -> None:
+        """entries: name -> "module:attribute". group: of entry points with further ones; "" for none.
+
+        for_research: names that measurements need and no user, so that no help offers them.
+        """
         self.kind, self._entries, self._group = kind, dict(entries), group
+        self._for_research = frozenset(for_research)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The names that a user chooses from."""
+        return tuple(name for name in self._entries if name not in self._for_research)
 
     @property
     def default(self) -> str:
@@ -158,6 +169,7 @@ POLICIES = Registry(
         "all": "blendserve.blend.policies:AllPolicy",
     },
     "blendserve.policies",
+    for_research=("random", "none", "all"),
 )
 CORRECTIONS = Registry(
     "correction",
@@ -168,6 +180,7 @@ CORRECTIONS = Registry(
         "none": "blendserve.blend.corrections:NoCorrection",
     },
     "blendserve.corrections",
+    for_research=("ridge", "shift", "none"),
 )
 
 _CODE = (

@@ -12,22 +12,21 @@ from typing import Any
 
 import typer
 
-from blendserve.cli.app import app
+from blendserve.cli.app import RESEARCH_COMMANDS, app
 from blendserve.cli.options import choices_of, shown
 from blendserve.config import Config, DeliverConfig, HttpConfig, Settings
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 WIDTH = 96  # and four spaces before
 MARKER = "<!-- Generated from here on by scripts/make_reference.py; a test compares. -->"
-RESEARCH = ("evaluate", "bench", "simulate", "cost")  # commands that measure; all others are for users
 
 
 def pages() -> dict[str, str]:
     """The text below MARKER of each page, by the page's name in docs/reference."""
     root: Any = typer.main.get_command(app)
     commands = list(_commands("blendserve", root))
-    research = [(name, command) for name, command in commands if name.split()[1] in RESEARCH]
-    user = [(name, command) for name, command in commands if name.split()[1] not in RESEARCH]
+    research = [(name, command) for name, command in commands if name.split()[1] in RESEARCH_COMMANDS]
+    user = [(name, command) for name, command in commands if name.split()[1] not in RESEARCH_COMMANDS]
     root_help = f"## `blendserve`\n\n{_help('blendserve', root)}\n\n"
     settings = _table(("setting", "default", "description"), list(_settings(Config())))
     return {

@@ -56,7 +56,6 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
         ({"store": {"kind": "lmbd"}}, "store.kind"),
         ({"store": {"location": "ftp://host/docs"}}, "store.location"),
         ({"store": {"location": "https://host"}}, "store.location"),
-        ({"store": {"admission": 1}}, "store.admission"),
         ({"retrieve": {"top_k": "six"}}, "retrieve.top_k"),
         ({"retrieve": {"min_score": -2}}, "retrieve.min_score"),
     ],
@@ -98,9 +97,9 @@ def test_a_location_names_its_kind_of_store(location: str, kind: str, folder: Pa
 
 
 def test_settings_are_few() -> None:
-    """73 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
+    """60 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
     assert len(BASIC) <= 15
-    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 73
+    assert sum(line.startswith("| `") for line in pages()["settings.md"].splitlines()) <= 60
 
 
 def test_words_and_variables_are_written_as_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from blendserve.blend.prefill import PassResult, PrefillPlan, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Prompt, Steps, TokenIds, run
 from blendserve.engine.generate import AnswerStream, TokenSequence
-from blendserve.engine.request import PreparedRequest
+from blendserve.engine.request import AnswerRules, PreparedRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
@@ -136,8 +136,9 @@ def _drafts(model: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: dic
     answers: dict[str, Answer] = {}
 
     def decode(name: str) -> Metrics:
-        options = DecodeConfig(max_new_tokens=n, drafts=name == DRAFTS, temperature=0.0 if quotes else 1.0)
-        answers[name] = answer = answer_of(model, ids, done, options)
+        options = DecodeConfig(max_new_tokens=n, temperature=0.0 if quotes else 1.0)
+        rules = AnswerRules(drafts=name == DRAFTS)
+        answers[name] = answer = answer_of(model, ids, done, options, rules)
         seconds = answer.timings.decode / max(1, len(answer.token_ids) - 1)
         return {"token_s": seconds, "tokens_per_pass": answer.timings.tokens_per_pass}
 
@@ -149,10 +150,13 @@ def _drafts(model: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: dic
     return Group({**labels, "answer": "quotes" if quotes else "sampled"}, cases, facts)
 
 
-def answer_of(model: LoadedModel, ids: TokenIds, done: PassResult, decode: DecodeConfig) -> Answer:
+def answer_of(
+    model: LoadedModel, ids: TokenIds, done: PassResult, decode: DecodeConfig, rules: AnswerRules
+) -> Answer:
     """The answer of a request whose prompt is prefilled; the KV after the prompt is overwritten."""
     prompt = Prompt((), (), ids)
-    request = PreparedRequest(prompt, (), BlendConfig(), decode, Clock(model.decoder.device))
+    clock = Clock(model.decoder.device)
+    request = PreparedRequest(prompt, (), BlendConfig(), decode, clock, rules=rules)
     prefill = Prefilled.of(plan_full_prefill(prompt, request.blend), done)
 
     def steps(_: TokenSequence) -> Steps[Prefilled]:

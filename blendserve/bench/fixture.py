@@ -56,7 +56,7 @@ class PromptFixture:
         token to transformers', and the share of the roofline. Raises StoreError.
         """
         self.model, self.workload, self._folder, self._tier = model, workload, folder, tier
-        self._contexts = list(dict.fromkeys(map(_kv_context, methods)))
+        self._contexts = list(dict.fromkeys(method.kv_context for method in methods))
         self._rates = rates
         self._counts = Counts.of(model.decoder) if rates else None
         self._reference = forward(model.decoder, workload.prompt.ids).float() if rates else None
@@ -106,12 +106,12 @@ class PromptFixture:
         self.store, fetcher = open_storage(StoreConfig.model_validate(settings), None, decoder.device)
         self._blenders: dict[KVContext, Blender] = {}
         for context in self._contexts:
-            prompts = PromptBuilder(self.model.tokenizer, PromptConfig(kv_context=context))
+            prompts = PromptBuilder(self.model.tokenizer, PromptConfig(), context)
             self._blenders[context] = make_blender(self.model, prompts, self.store, fetcher=fetcher)
 
     def blender(self, method: MethodSpec) -> Blender:
         """The blender that runs a method."""
-        return self._blenders[_kv_context(method)]
+        return self._blenders[method.kv_context]
 
     def _run_transformers(self) -> dict[str, float]:
         """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
@@ -176,10 +176,6 @@ def forward(decoder: DecoderModel, ids: TokenIds) -> Tensor:
 
 def reads_store(method: MethodSpec) -> bool:
     return method.kind not in (TRANSFORMERS, FULL)
-
-
-def _kv_context(method: MethodSpec) -> KVContext:
-    return method.kv_context or PromptConfig().kv_context
 
 
 @contextmanager

@@ -22,20 +22,17 @@ from blendserve.extras import extra_with, install_hint
 from blendserve.provenance import package_version
 from blendserve.registry import Registry
 
-FILES = {  # command -> its file
-    **{"demo": "core", "doctor": "research", "index": "core", "precompute": "core", "ask": "core"},
-    **{"calibrate": "quality"},
-    **{
-        "evaluate": "research",
-        "serve": "server",
-        "keys": "server",
-        "collection": "collection",
-        "store": "store",
-    },
-    **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
+USER_COMMANDS = {  # command -> its file
+    **{"demo": "core", "index": "core", "precompute": "core", "ask": "core", "serve": "server"},
+    **{"doctor": "research", "store": "store", "codec": "store", "keys": "server"},
+    **{"calibrate": "quality", "collection": "collection"},
 }
+RESEARCH_COMMANDS = {"evaluate": "research", "bench": "bench", "simulate": "research", "cost": "research"}
 log = logging.getLogger(__name__)
-COMMANDS = Registry("command", {name: f"blendserve.cli.{file}:{name}" for name, file in FILES.items()})
+COMMANDS = Registry(
+    "command",
+    {name: f"blendserve.cli.{file}:{name}" for name, file in (USER_COMMANDS | RESEARCH_COMMANDS).items()},
+)
 
 
 class Commands(TyperGroup):
@@ -50,6 +47,13 @@ class Commands(TyperGroup):
         command = typer.main.get_command(COMMANDS.load(cmd_name))
         command.name = cmd_name
         return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Users' commands, then those that measure."""
+        for title, names in (("Commands", USER_COMMANDS), ("Commands for research", RESEARCH_COMMANDS)):
+            rows = [(name, self.get_command(ctx, name).get_short_help_str(68)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 app = make_app(add_completion=True)

@@ -25,7 +25,7 @@ NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
 
 @collection.command()
 @with_settings(
-    *("store.location", "deliver.host", "deliver.port", "deliver.keys", "deliver.memory_mb"),
+    *("store.location", "deliver.host", "deliver.port", "deliver.keys"),
     "deliver.drain_s",
 )
 def serve(settings: Config) -> None:

@@ -206,7 +206,7 @@ def choices_of(field: FieldInfo) -> tuple[str, ...]:
     for check in field.metadata:
         owner = getattr(getattr(check, "func", None), "__self__", None)
         if isinstance(owner, Registry):
-            return owner.names
+            return owner.offered
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 

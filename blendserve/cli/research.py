@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
     plan=Options(EvaluateConfig()),
     settings=Options(
         settings_from(),
-        *("prompt.kv_context", "model.name", "store.location"),
+        *("model.name", "store.location"),
         load=settings_from,
     ),
 )

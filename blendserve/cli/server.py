@@ -26,7 +26,7 @@ keys = make_app("Create, list and revoke API keys of the server.")
 @with_settings(
     *("model.name", "serve.served_model_name", "blend.method", "blend.near", "prompt.separator"),
     *("serve.host", "serve.port", "serve.keys", "serve.api_key", "serve.cors_origins", "serve.slots"),
-    *("serve.slot_tokens", "serve.queue", "serve.drain_s", "serve.log_text"),
+    *("serve.slot_tokens", "serve.max_concurrent", "serve.drain_s", "serve.log_text"),
 )
 def serve(
     settings: Config,

@@ -15,6 +15,7 @@ from blendserve.config.base import Settings
 from blendserve.config.sections import (
     ANSWER_TOKENS,
     LOOPBACK,
+    Arithmetic,
     BlendConfig,
     CorrectionName,
     DecodeConfig,
@@ -46,6 +47,7 @@ from blendserve.config.store import (
 __all__ = ["ANSWER_TOKENS", "BASIC", "LOOPBACK", "Config", "Settings", "check_binding"]
 __all__ += [
     "AdmissionName",
+    "Arithmetic",
     "CorrectionName",
     "KVContext",
     "Method",

@@ -45,6 +45,7 @@ def _date(text: str) -> str:
 
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Arithmetic = Literal["exact", "int8"]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 AutoRatio = Annotated[str, AfterValidator(_auto_ratio)]
 Similarity = Annotated[float, Field(ge=-1.0, le=1.0)]
@@ -64,12 +65,9 @@ class RuntimeConfig(Settings):
     weights: Literal["as-is", "bf16", "q8_0"] = "as-is"
     """Weights in memory: as the file has them, a GGUF file's dequantised to bf16, or any model's quantised to q8_0 at
     load. On a GPU GGUF files are always dequantised."""
-    decode_weights: Literal["model", "int8"] = "model"
-    """Weights for decoding on a CPU: the model's own, or an int8 copy, which is faster and approximate. Prefill and
-    stored KV always use the model's own."""
-    decode_inputs: Literal["exact", "int8"] = "exact"
-    """What quantised weights are multiplied with while decoding: inputs as they are, or rounded to int8 in groups of 32,
-    which is faster and approximate."""
+    decode: Arithmetic = "exact"
+    """Arithmetic of decoding on a CPU: exact, or int8, which is faster and approximate: by a copy of the weights in int8,
+    or for quantised weights by inputs rounded to int8 in groups of 32. Prefill and stored KV are always exact."""
 
 
 class ModelConfig(RuntimeConfig):
@@ -107,8 +105,6 @@ class PromptConfig(Settings):
     """System message."""
     instruction: str = "Read the passages, then answer the question."
     """Instruction before the passages."""
-    kv_context: KVContext = "prefix"
-    """Text that chunk KV is computed after; with prefix, the first chunk of a prompt is exact."""
     date: Annotated[str, AfterValidator(_date)] = "2026-01-01"
     """Date in prompts whose chat template contains one. It is fixed because chunk KV is computed after it: with another
     date all chunks are computed again. Plain prompts use today's date."""
@@ -165,9 +161,6 @@ class DecodeConfig(Settings):
     """Random seed of sampling."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
-    drafts: bool = True
-    """Whether to guess tokens that repeat the prompt or the answer, and verify several per step (prompt lookup). The
-    answer is the same, and faster if it quotes. For models whose decode step is one native call."""
 
     @property
     def answer_tokens(self) -> int:
@@ -233,19 +226,14 @@ class HttpConfig(Settings):
     api_key: Annotated[SecretStr, BeforeValidator(_api_key)] | None = None
     """A single API key with full access, in addition to those of `keys`. `blendserve serve` also reads it from
     BLENDSERVE_API_KEY, so that it is not in the process list."""
-    max_body_kb: Positive = 1024
-    """Largest request body, in KB."""
+    max_body: ClassVar[int] = 1 << 20  # bytes of a request that is no form of files
     body_s: ClassVar[float] = 30.0  # for a request body
     max_concurrent: Positive = 64
-    """Concurrent requests per API key."""
+    """Requests per API key that wait or run; further requests get status 429."""
     max_per_minute: Positive = 6000
     """Requests per minute and API key."""
-    queue: Positive = 64
-    """Queued requests per API key; further requests get status 429."""
     drain_s: NotNegative = 30.0
     """Time after SIGTERM in which running requests may end, in seconds."""
-    log_format: Literal["json", "text"] = "json"
-    """Format of the log: one JSON object or one line of `name=value` pairs for each request and message."""
 
     @property
     def has_keys(self) -> bool:
@@ -275,8 +263,7 @@ class ServeConfig(HttpConfig):
     slot_tokens: Positive | None = None
     """Tokens reserved for prompt and answer of a request; by default the model's context length, or fewer where the KV
     of all slots would take more than half of the available memory."""
-    gap_ms: NotNegative = 50.0
-    """Prefill time after which running requests decode one step, in milliseconds."""
+    gap_s: ClassVar[float] = 0.05  # of a prefill, after which running requests decode one step
     prefill_share: ClassVar[float] = 0.75  # of the time, for a prefill while answers are decoded
     background_share: ClassVar[float] = 0.1  # of the time, for documents and write-back while requests run
     share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load; less on a small machine
@@ -298,8 +285,6 @@ class DeliverConfig(HttpConfig):
 
     port: int = Field(8010, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
-    memory_mb: NotNegative | None = None
-    """Memory for recently delivered chunks, in MB; by default 256, but at most an eighth of what is available."""
     send_s: ClassVar[float] = 30.0  # without progress, after which a client is disconnected
     mb_per_minute: NotNegative = 0.0
     """Limit of MB sent per minute and API key; 0 sets no limit."""

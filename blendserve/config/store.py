@@ -86,7 +86,6 @@ class ValkeyConfig(Settings):
 
     url: Annotated[str, AfterValidator(_server_url)]
     secret_file: Path | None = None
-    ca_file: Path | None = None
     deadline_s: float = 1.0
     in_flight_mb: ClassVar[int] = 256  # of chunks in transfer at a time, about
 
@@ -114,7 +113,6 @@ class KdnConfig(Settings):
     level: str = "auto"
     ttft_ms: float = 0.0
     secret_file: Path | None = None
-    ca_file: Path | None = None
     deadline_s: float = 5.0
     in_flight_mb: ClassVar[int] = 256  # of chunks in one transfer; larger chunks are refused
 
@@ -143,14 +141,10 @@ class StoreBackendConfig(Settings):
     """Maximum size of the KV store, in GB (10^9 bytes). The files are slightly larger. By default 32, but no more than
     the disk has room for; in memory a quarter of what is available. A Valkey server has its own limit, maxmemory; there
     quotas of pins are shares of this size."""
-    admission: AdmissionName = ADMISSIONS.default
-    """Admission policy of a full store: tinylfu admits chunks that are used more often than those they would replace,
-    always admits all."""
+    admission: ClassVar[str] = ADMISSIONS.default  # at the cap
     secret_file: Path | None = None
     """File with the password of a Valkey server or the API key of a delivery service. If not set, the environment
     variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_COLLECTION_KEY is used."""
-    ca_file: Path | None = None
-    """File with the certificate authorities trusted for TLS; by default those of the system."""
     deadline_s: float | None = Field(None, gt=0, le=60)
     """Longest total wait of a request for a server, in seconds; by default 1 for Valkey, 5 for a delivery service."""
     level: str = "auto"
@@ -191,7 +185,7 @@ class StoreBackendConfig(Settings):
 
     def _of_server(self) -> dict[str, Any]:
         """The settings of every kind of server, without unset ones."""
-        return self.model_dump(include={"secret_file", "ca_file", "deadline_s"}, exclude_none=True)
+        return self.model_dump(include={"secret_file", "deadline_s"}, exclude_none=True)
 
     @property
     def cap_bytes(self) -> int:
@@ -226,9 +220,6 @@ class StoreConfig(StoreBackendConfig):
     remote: RemoteConfig | None = None
     """Store shared with other machines. The engine reads chunks from it that its own store lacks, and writes the chunks
     that it computes. It has the settings of `store` from location to ttft_ms."""
-    remote_write: Literal["back", "through"] = "back"
-    """When to write to the remote store: back writes in the background, through writes before a chunk counts as
-    stored."""
     pinned_share: ClassVar[float] = 1 / 2  # of the cap without others' pins, for a key that is not an admin's
     learnt_share: ClassVar[float] = 1 / 8  # of the cap, for what was learnt in a namespace
     prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests

@@ -75,7 +75,7 @@ class BatchEngine:
         engine.blender.prefixes.cap_bytes = plan.conversations
         share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(
-            model, self.pool, config.queue, config.gap_ms / 1e3, share, observer, throttle
+            model, self.pool, config.max_concurrent, config.gap_s, share, observer, throttle
         )
         self._blenders = {engine.config.store.namespace: engine.blender}
         self._scopes = dict[tuple[str, str], Scope]()

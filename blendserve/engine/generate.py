@@ -140,7 +140,7 @@ class TokenSequence:
         """What the next step runs: position of the last token; that token, and a draft of at most `draft_room` more."""
         decode = self.request.decode
         room = min(draft_room, decode.answer_tokens - len(self._tokens) - 1)
-        if room > 0 and decode.drafts:
+        if room > 0 and self.request.rules.drafts:
             if self._drafter is None:
                 self._drafter = Drafter((*self.request.prompt.ids, *self._tokens))
             self._draft = self._drafter.draft(room)

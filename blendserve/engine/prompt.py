@@ -63,8 +63,11 @@ class PromptFrame:
 class PromptBuilder:
     """Lays out prompts for one model."""
 
-    def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
-        """Raises ModelUnsupported for a chat template that does not repeat what it is given."""
+    def __init__(self, tokenizer: Any, config: PromptConfig, kv_context: KVContext = "prefix") -> None:
+        """kv_context: what chunk KV is computed after; with prefix, the first chunk of a prompt is exact.
+
+        Raises ModelUnsupported for a chat template that does not repeat what it is given.
+        """
         self._tokenizer, self._literal, self._config = tokenizer, literal_tokenizer(tokenizer), config
         self._now = datetime.fromisoformat(config.date)
         self._head, self._tail = self._template(())
@@ -74,7 +77,7 @@ class PromptBuilder:
                 "tokenizer another chat_template, or none"
             )
         self.prefix = self._ids(self._head)
-        self.kv_context = self._kv_context(config.kv_context)
+        self.kv_context = self._kv_context(kv_context)
 
     @property
     def writes_date(self) -> bool:

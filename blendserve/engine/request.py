@@ -40,6 +40,7 @@ class AnswerRules:
 
     logprobs: how many likeliest tokens get log probabilities beside each chosen one; None: no token does.
     scores_prompt: whether the prompt's tokens get them, too, by full prefill. reads_only: whether the answer is empty.
+    drafts: whether the next tokens are guessed and several verified per step, which changes no answer (engine/drafts.py).
     """
 
     grammar: Grammar | None = None  # that it follows
@@ -53,6 +54,7 @@ class AnswerRules:
     logprobs: int | None = None
     scores_prompt: bool = False
     reads_only: bool = False
+    drafts: bool = True
 
     @property
     def changes_logits(self) -> bool:

@@ -4,7 +4,7 @@
     POLICY+CORRECTION@RATIO/KV_CONTEXT/CODEC      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
     POLICY+CORRECTION@RATIO~REFINE                query+prior@0.05~0.15: refined after the first token
 
-Only the policy is required. Default: no correction, the run's ratios, the run's `prompt.kv_context`, no codec. POLICY,
+Only the policy is required. Default: no correction, the run's ratios, KV computed after the prefix, no codec. POLICY,
 CORRECTION and CODEC are written like `blend.policy`, `blend.correction` and `store.codec`: deviation[1,2], reuse/int8,
 query@0.15/cachegen@1. An edit (edits.py) may stand in a codec's place: the store then holds the previous revision of each
 passage, as in query@0.15/numbers.
@@ -27,6 +27,7 @@ FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
 DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@0.05"
 NO_CORRECTION = FULL_REUSE["correction"]
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
+OWN_CONTEXT: KVContext = "prefix"  # what the engine computes chunk KV after
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class MethodSpec:
 
     kind: Kind
     blend: BlendConfig
-    kv_context: KVContext | None = None  # None: the run's
+    kv_context: KVContext = OWN_CONTEXT
     codec: str | None = None
     edit: str | None = None
 
@@ -49,7 +50,8 @@ class MethodSpec:
     @property
     def series(self) -> str:
         """The name without the ratio: one line of a plot."""
-        suffixes = "".join(f"/{part}" for part in (self.kv_context, self.codec, self.edit) if part)
+        context = "" if self.kv_context == OWN_CONTEXT else self.kv_context
+        suffixes = "".join(f"/{part}" for part in (context, self.codec, self.edit) if part)
         blend = self.blend
         if self.kind != "blend":
             return f"{self.kind}{suffixes}"
@@ -142,9 +144,9 @@ def _number(text: str) -> float:
         raise ConfigError(f"{text!r} is not a number") from None
 
 
-def _suffixes(word: str, parts: list[str]) -> tuple[KVContext | None, str | None, str | None]:
+def _suffixes(word: str, parts: list[str]) -> tuple[KVContext, str | None, str | None]:
     """KV context, codec and edit; a codec and an edit exclude each other."""
-    kv_context = cast(KVContext, parts.pop(0)) if parts and parts[0] in get_args(KVContext) else None
+    kv_context = cast(KVContext, parts.pop(0)) if parts and parts[0] in get_args(KVContext) else OWN_CONTEXT
     if not parts:
         return kv_context, None, None
     if len(parts) == 1 and edits.is_edit(parts[0]):

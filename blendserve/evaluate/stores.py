@@ -23,7 +23,7 @@ from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError
-from blendserve.evaluate.methods import MethodSpec
+from blendserve.evaluate.methods import OWN_CONTEXT, MethodSpec
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.kv import ChunkKV
 from blendserve.registry import CODECS, CORRECTIONS
@@ -153,7 +153,7 @@ class PromptStores:
         blends = [m for m in self._methods if m.kind == "blend"]
         for context in {m.kv_context for m in blends if CORRECTIONS.load(m.blend.correction).uses_prior}:
             blender = self._raw[context]
-            name = f"priors-{context or 'run'}-{half}.safetensors"
+            name = f"priors-{context}-{half}.safetensors"
             try:
                 priors: Priors | None = Priors.from_bytes((run_dir.path / name).read_bytes(), blender.model)
             except (OSError, ValueError):
@@ -170,13 +170,12 @@ class PromptStores:
         store = coded_copy(self._engine, self._codecs[method.codec] if method.codec else None, keys)
         return self._raw[method.kv_context].over(store, self._engine.config.store.namespace)
 
-    def _over_context(self, context: KVContext | None) -> Blender:
+    def _over_context(self, context: KVContext) -> Blender:
         """The engine's own, or one over the same store with another KV context."""
         engine = self._engine
-        if context is None:
+        if context == OWN_CONTEXT:
             return engine.blender
-        prompt = engine.config.prompt.with_values(kv_context=context)
-        before = PromptBuilder(engine.model.tokenizer, prompt).kv_context
+        before = PromptBuilder(engine.model.tokenizer, engine.config.prompt, context).kv_context
         about = engine.model.decoder, engine.model.fingerprint, engine.store, engine.prompts.prefix, before
         return Blender(*about, engine.config.store.namespace, tokenizer=engine.model.tokenizer)
 

@@ -14,7 +14,7 @@ from blendserve.fetch.copies import open_copies
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.tiered import TieredStore
 from blendserve.machine import fit
-from blendserve.registry import ADMISSIONS, STORES
+from blendserve.registry import STORES
 from blendserve.store import KVStore, MemoryStore, StoreKind
 
 __all__ = ["KVFetcher", "TieredStore", "open_storage", "open_store"]
@@ -58,7 +58,7 @@ def open_store(
             "setting 'store.remote.location' is missing: name a server, a collection, or a folder that machines share",
             setting="store.remote.location",
         )
-    opened = kind.from_config(config, path, read_only, ADMISSIONS.load(config.admission)())
+    opened = kind.from_config(config, path, read_only)
     if not isinstance(opened, KVStore):
         if remote:
             raise ConfigError(
@@ -70,11 +70,7 @@ def open_store(
     if not remote or not far:
         return opened
     try:
-        return TieredStore(
-            opened,
-            far.from_config(remote, remote.path, False, ADMISSIONS.load(remote.admission)()),
-            config.remote_write,
-        )
+        return TieredStore(opened, far.from_config(remote, remote.path, False))
     except BaseException:
         opened.close()
         raise

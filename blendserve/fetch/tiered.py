@@ -1,6 +1,6 @@
 """A machine's own store in front of a remote one: what one machine has computed, all can use.
 
-    put     -> local store, remote store        in the background ("back"), or before it counts ("through")
+    put     -> local store, then in the background the remote store
     delete  -> local store, remote store, and all that waits to be written
 
 This is the writing side; prompts read through the fetcher. A store that fails is left out, and a remote one is not asked
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from blendserve.errors import CorruptBlob, StoreCircuitOpen, StoreError, StoreUnavailable
 from blendserve.fetch.source import RemoteSource, StoreSource
@@ -30,7 +30,6 @@ from blendserve.store.codecs.base import NO_TABLES
 from blendserve.store.last_messages import LastMessages
 
 T = TypeVar("T")
-Write = Literal["back", "through"]
 REST_S = 1.0  # after a failure of the remote store
 
 log = logging.getLogger(__name__)
@@ -43,12 +42,11 @@ class TieredStore(KVStore):
         self,
         local: KVStore,
         remote: KVStore | RemoteSource,
-        write: Write = "back",
         waiting_bytes: int | None = None,
         clock: TimeSource = time,
     ) -> None:
         """remote: a source alone is not written to. waiting_bytes: limit of what waits to be written."""
-        self.local, self._write = local, write
+        self.local = local
         self.kind, self.location, self.read_only = local.kind, local.location, local.read_only
         self.cap_bytes = local.cap_bytes
         self._breaker = Breaker("the remote KV store", REST_S, REST_S, clock.monotonic)
@@ -192,8 +190,6 @@ class TieredStore(KVStore):
         """Whether it is there, or waits to be written."""
         if not self.remote:
             return False
-        if self._write == "through":
-            return self._write_remote(self.remote, key, record, pin)
         # Precomputed chunks wait for room; those of a request do not hold up the next one.
         write = partial(self._write_remote, self.remote, key, record, pin)
         queued = self.queue.add(key, record.n_bytes, write, wait=pin)

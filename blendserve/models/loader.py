@@ -36,7 +36,7 @@ from blendserve.models.checkpoint import (
 )
 from blendserve.models.dequantised import read_as_config
 from blendserve.models.memory import available_on, check_fits, weight_bytes
-from blendserve.models.model import DecoderModel, Decoding
+from blendserve.models.model import DecoderModel
 from blendserve.models.packing import (
     bytes_of,
     number_blocks,
@@ -89,9 +89,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         else:
             as_is = _read_as_is(config) or _folder_as_is(config)
             model = _pack(*as_is, config.name, dtype) if as_is else _load_dense(config, dtype, device)
-        how = Decoding(config.decode_weights == "int8", config.decode_inputs == "int8")
-        if any(how):
-            decode_in_int8(model.decoder, how)
+        if config.decode == "int8":
+            decode_in_int8(model.decoder)
     return model
 
 
@@ -185,7 +184,8 @@ def _pack(
 def _load_dense(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """A model from a folder or the hub; quantised to Q8_0 if that is asked for."""
     source = _checked_source(config.name)
-    n_bytes = weight_bytes(Path(source), dtype, config.decode_weights == "int8")
+    copies = config.decode == "int8" and config.weights != "q8_0"
+    n_bytes = weight_bytes(Path(source), dtype, has_int8_copy=copies)
     check_fits(config.name, n_bytes, available_on(device))
     model = replace(_load(source, config.name, dtype, device), weight_bytes=n_bytes)
     if config.weights != "q8_0":

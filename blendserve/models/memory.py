@@ -53,7 +53,7 @@ def check_fits(name: str, n_bytes: int, available: int) -> None:
         raise ModelError(
             f"the weights of model {name!r} take {_mb(n_bytes)} of memory, and {_mb(available)} are available: "
             "use a smaller model or a machine with more. model.dtype bfloat16 takes half of float32, and "
-            "model.decode_weights int8 adds a copy",
+            "model.decode int8 adds a copy",
             setting="model.name",
         )
 

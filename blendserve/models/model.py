@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,13 +72,6 @@ class Hidden:
 States: TypeAlias = "Tensor | Hidden"  # hidden states of rows [S, E], as the steps below hand them on
 
 
-class Decoding(NamedTuple):
-    """What decoding steps approximate."""
-
-    int8_weights: bool = False  # by a copy in int8
-    int8_inputs: bool = False  # of quantised weights
-
-
 class DecoderModel:
     """The steps of one model. Any number of requests may share it: it keeps nothing of a call but bound native calls."""
 
@@ -92,10 +85,10 @@ class DecoderModel:
         """
         self.family = family = check_supported(config)
         self.config, self.tensors, self._load_reference = config, tensors, load_reference
-        self.decoding = Decoding()  # of answers
+        self.decodes_in_int8 = False  # answers, approximately (runner.py)
         self.can_capture = True  # no capture of a decoding step has failed
         self.native_layers = dict[tuple[bool, int], Any]()  # by few rows and threads (native.py)
-        self.native_decoders = dict[Decoding, Any]()  # (runner.py)
+        self.native_decoders = dict[bool, Any]()  # by whether they are approximate (runner.py)
         self.n_layers = layer_count(config, family)
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         self.query_heads: list[int] = by_layer or [config.num_attention_heads] * self.n_layers

@@ -22,20 +22,19 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import ConfigError
-from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, in_int8, unsupported
+from blendserve.kernels.cpu.decoder import MAX_ROWS, NativeLayers, int8_copy, unsupported
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.kernels.selfcheck import widest
 from blendserve.kv import Layers, map_layers, stacked
 from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache, slots
-from blendserve.models.model import DecoderModel, Decoding
+from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_weights
 from blendserve.models.thread_tuner import Series, ThreadTuner
 
 CHECKED = (0, 299)  # positions of the comparison with the layer loop
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit
 INT8_TOLERANCE = 0.2  # of int8 weights or inputs, at the first position
-EXACT, INT8_WEIGHTS = Decoding(), Decoding(int8_weights=True)
 
 EAGER_STEPS = 4  # before the capture, which costs about as much as three of them
 MIN_NEW_TOKENS = 16  # of an answer for which a capture may pay
@@ -63,15 +62,18 @@ class NativeDecoder:
         return model.scale_logits(self._series.run(lambda: self._native.decode(hidden, tables, caches)))
 
 
-def native_decoder(model: DecoderModel, how: Decoding = EXACT) -> tuple[NativeDecoder | None, str]:
-    """The decoder and what it runs, or None and the reason why the layer loop decodes; made once for each model."""
-    if how not in model.native_decoders:
-        model.native_decoders[how] = _bind(model, how)
-    found: tuple[NativeDecoder | None, str] = model.native_decoders[how]
+def native_decoder(model: DecoderModel, in_int8: bool = False) -> tuple[NativeDecoder | None, str]:
+    """The decoder and what it runs, or None and the reason why the layer loop decodes; made once for each model.
+
+    in_int8: over a copy of the weights in int8, or over quantised weights with inputs in int8.
+    """
+    if in_int8 not in model.native_decoders:
+        model.native_decoders[in_int8] = _bind(model, in_int8)
+    found: tuple[NativeDecoder | None, str] = model.native_decoders[in_int8]
     return found
 
 
-def _bind(model: DecoderModel, how: Decoding) -> tuple[NativeDecoder | None, str]:
+def _bind(model: DecoderModel, in_int8: bool) -> tuple[NativeDecoder | None, str]:
     if model.device.type != "cpu":
         return None, f"the model is on {model.device}"
     level = widest("decode_step", model.dtype)
@@ -81,16 +83,16 @@ def _bind(model: DecoderModel, how: Decoding) -> tuple[NativeDecoder | None, str
         weights = native_weights(model)
     except ValueError as missing:
         return None, str(missing)
-    if reason := unsupported(level, weights, how.int8_weights):
+    rounds_inputs = in_int8 and weights.has_quantised
+    copies_weights = in_int8 and not weights.has_quantised
+    if reason := unsupported(level, weights, copies_weights):
         return None, reason
-    weights = in_int8(weights, level) if how.int8_weights else weights
-    if how.int8_inputs and not weights.has_quantised:
-        return None, "none of its weights are quantised"
-    decoder = NativeDecoder(model, NativeLayers(level, weights, model.rope_tables[0], how.int8_inputs))
-    error = _difference(model, decoder, CHECKED if how == EXACT else CHECKED[:1])
-    if not error <= (TOLERANCE[model.dtype] if how == EXACT else INT8_TOLERANCE):
+    weights = int8_copy(weights, level) if copies_weights else weights
+    decoder = NativeDecoder(model, NativeLayers(level, weights, model.rope_tables[0], rounds_inputs))
+    error = _difference(model, decoder, CHECKED[:1] if in_int8 else CHECKED)
+    if not error <= (INT8_TOLERANCE if in_int8 else TOLERANCE[model.dtype]):
         return None, f"logits differ from the layer loop's by {error:.2g} of the largest"
-    return decoder, f"one {level.title} call a step" + (" over int8 weights" if how.int8_weights else "")
+    return decoder, f"one {level.title} call a step" + (" over int8 weights" if copies_weights else "")
 
 
 @torch.inference_mode()
@@ -127,22 +129,21 @@ def append_each(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
 
 def decode_each(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
     """`append_each` as answers are decoded: exactly, or approximately."""
-    decoder = native_decoder(model, model.decoding)[0] if model.decoding != EXACT else None
+    decoder = native_decoder(model, in_int8=True)[0] if model.decodes_in_int8 else None
     if decoder is None:
         return append_each(model, rows)
     return torch.cat([decoder(rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)])
 
 
-def decode_in_int8(model: DecoderModel, how: Decoding = INT8_WEIGHTS) -> None:
+def decode_in_int8(model: DecoderModel) -> None:
     """Have answers decoded approximately. Raises ConfigError where the model has no such native step."""
-    decoder, reason = native_decoder(model, how)
+    decoder, reason = native_decoder(model, in_int8=True)
     if decoder is None:
-        setting = "model.decode_weights" if how.int8_weights else "model.decode_inputs"
         raise ConfigError(
-            f"{setting}=int8 cannot be used with this model: {reason}; leave it at its default",
-            setting=setting,
+            f"model.decode=int8 cannot be used with this model: {reason}; leave it at exact",
+            setting="model.decode",
         )
-    model.decoding = how
+    model.decodes_in_int8 = True
 
 
 class DecodeRunner:
@@ -189,7 +190,7 @@ class DecodeRunner:
 
         In a native step all rows share the reading of the weights, and no row's logits depend on the others.
         """
-        if self._capture or native_decoder(self._model, self._model.decoding)[0] is None:
+        if self._capture or native_decoder(self._model, self._model.decodes_in_int8)[0] is None:
             return 0
         return max(0, MAX_ROWS // n_requests - 1)
 

@@ -289,7 +289,7 @@ class QualityControl:
         config, has_prior = self._config, self._blender.priors.current() is not None
         blend = config.blend
         work = blend.policy, blend.correction, blend.near, blend.refine, has_prior
-        rest = config.store.codec, config.model.decode_weights, config.retrieve.top_k
+        rest = config.store.codec, config.model.decode, config.retrieve.top_k
         return work, rest, config.prompt.model_dump()
 
 

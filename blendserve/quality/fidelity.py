@@ -166,7 +166,7 @@ class Verifier:
     def _forced(self, cache: KVCache, first: Tensor, answer: TokenIds, step: Append) -> Steps[Tensor]:
         """Run `forced`; a layer a step, if steps are short and weights the model's own."""
         decoder, n = self._model.decoder, len(self._prompt)
-        if self._in_short_steps and not (step is decode_each and any(decoder.decoding)):
+        if self._in_short_steps and not (step is decode_each and decoder.decodes_in_int8):
             rows = decisions(cache, n, answer)
             return torch.cat([first[None], (yield from append(decoder, rows))]) if rows else first[None]
         yield

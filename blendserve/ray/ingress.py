@@ -58,7 +58,7 @@ class RayEngineClient(EngineClient):
         self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
         config = config.replace("blend", defaults_for(config.blend, self._facts))
         super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)
-        retrieval = FairExecutor("retrieval", http.queue, BackgroundThrottle(http.background_share))
+        retrieval = FairExecutor("retrieval", http.max_concurrent, BackgroundThrottle(http.background_share))
         self.collections = TenantCollections(library, retrieval, self.reranker)
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> list[RequestHandle]:

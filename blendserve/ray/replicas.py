@@ -75,7 +75,7 @@ class Replicas(AbstractContextManager["Replicas"]):
         self._deployment = self._serve.deployment(EngineReplica).options(
             name=self._name,
             **count.options(config.slots),
-            max_ongoing_requests=config.slots + config.queue,
+            max_ongoing_requests=config.slots + config.max_concurrent,
             ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
             request_router_config=router_config(
                 request_router_class=router, request_routing_stats_period_s=REPORT_PERIOD_S

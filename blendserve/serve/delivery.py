@@ -29,7 +29,7 @@ from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave
 from blendserve.kdn.catalog import CollectionCatalog, summary
 from blendserve.kdn.publish import set_pins, unpublish
-from blendserve.machine import checked_cap, fit
+from blendserve.machine import fit
 from blendserve.serve.app import create_app
 from blendserve.serve.auth import ServiceBackend, TenantDep, backend_of
 from blendserve.serve.keys import Tenant, TokenBucket
@@ -81,10 +81,9 @@ class DeliveryBackend(ServiceBackend):
         """clock: of how long the catalog's entries are fresh."""
         super().__init__(config, DeliveryMetrics())
         self.catalog = CollectionCatalog(store, now=clock.monotonic)
-        self.executor = FairExecutor("delivery", config.queue)
+        self.executor = FairExecutor("delivery", config.max_concurrent)
         self._sent_mb = TokenBucket()
-        mb = config.memory_mb
-        self._memory_bytes = fit(MEMORY) if mb is None else checked_cap(round(mb * 1e6), "deliver.memory_mb")
+        self._memory_bytes = fit(MEMORY)
         self._bodies = OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody]()  # least recently used first
         self._cached_bytes = 0
 

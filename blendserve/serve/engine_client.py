@@ -253,9 +253,9 @@ class LocalEngineClient(EngineClient):
         engine.quality.on_check.append(metrics.checked)
         throttle = BackgroundThrottle(http.background_share)
         in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
-        retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
+        retrieval = FairExecutor("retrieval", http.max_concurrent, throttle, in_flight, has_other_tenants)
         self.collections = TenantCollections(library, retrieval, self.reranker)
-        self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
+        self.storage = FairExecutor("storage", http.max_concurrent)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
 
     @property

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import re
+import sys
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -57,7 +58,7 @@ class RequestBodyMiddleware:
     def __init__(self, app: ASGIApp, backend: ServiceBackend, max_upload: int = 0) -> None:
         """max_upload: bytes of a form; 0 for a service that takes none."""
         self._app, self._limits, self._max_upload = app, backend.limits, max_upload
-        self._max_bytes, self._timeout_s = backend.http.max_body_kb * 1024, backend.http.body_s
+        self._max_bytes, self._timeout_s = backend.http.max_body, backend.http.body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -303,12 +304,12 @@ def _word(value: Any) -> str:
     )
 
 
-FORMATTERS: dict[str, type[logging.Formatter]] = {"json": JsonFormatter, "text": TextFormatter}
+def log_to_stderr() -> None:
+    """Write the log, one line for each record, in place of the handlers that the command line installed.
 
-
-def log_to_stderr(log_format: str) -> None:
-    """Write the log, one line for each record, in place of the handlers that the command line installed."""
+    A terminal gets `name=value` pairs, a file or a collector JSON.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(FORMATTERS[log_format]())
+    handler.setFormatter(TextFormatter() if sys.stderr.isatty() else JsonFormatter())
     logging.getLogger().handlers = [handler]
     access_log.setLevel(logging.INFO)

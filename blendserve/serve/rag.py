@@ -67,14 +67,14 @@ async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
             "temperature": config.decode.temperature,
         },
         "methods": get_args(Method),
-        "policies": POLICIES.names,
-        "corrections": CORRECTIONS.names,
+        "policies": POLICIES.offered,
+        "corrections": CORRECTIONS.offered,
         "collections": [
             {"name": name, "passages": len(client.collections.find(tenant, name)[1])}
             for name in client.collections.names(tenant)
         ],
         "slot_tokens": client.max_tokens,
-        "max_body_bytes": client.http.max_body_kb * 1024,
+        "max_body_bytes": client.http.max_body,
         "max_upload_bytes": client.http.max_upload_mb * 1_000_000,
         "key": {"needed": client.keys.are_needed, "admin": tenant.admin, "read_only": tenant.read_only},
     }

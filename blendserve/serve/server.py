@@ -103,7 +103,7 @@ def run(engine: Engine, library: Collections, serve: ServeConfig, page_key: str 
 def listen(app: FastAPI, backend: ServiceBackend, page_key: str = "") -> None:
     """Serve an application until told to stop, with the log on stderr. Raises ConfigError for an address without keys."""
     check_binding(backend.http)
-    log_to_stderr(backend.http.log_format)
+    log_to_stderr()
     HttpServer(app, backend, page_key).run()
 
 

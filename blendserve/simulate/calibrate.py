@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import ClassVar
 
 import numpy as np
 import yaml
@@ -30,6 +31,12 @@ DEADLINE_S = 30.0  # of the server on this machine
 SETS = 5  # of chunks, each requested once
 FETCHES = 2  # rounds of fetching every set: a fetch takes little time, so it needs more tries
 QUESTION = "What do these passages say about it?"
+
+
+class PlainLRU(StoreConfig):
+    """A store that admits everything, as the simulation's caches do by default."""
+
+    admission: ClassVar[str] = "always"
 
 
 def pool_size(request_chunks: int) -> int:
@@ -59,16 +66,15 @@ class CalibratedNode:
     def open(self, namespace: str, memory: int, disk: int) -> Engine:
         """An engine with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
         chunk_bytes = self._chunk_tokens * self.model.decoder.kv_bytes_per_token
-        remote = {"location": self.url, "admission": "always", "deadline_s": DEADLINE_S}
-        store = StoreConfig(
+        remote = {"location": self.url, "deadline_s": DEADLINE_S}
+        store = PlainLRU(
             location="memory",
             cap_gb=(disk * chunk_bytes + 1) / 1e9,
-            admission="always",
             namespace=namespace,
             memory_bytes=memory * chunk_bytes,
             remote=remote if self.url else None,
         )
-        return Engine.open(Config(store=store.model_dump()), model=self.model)
+        return Engine.open(Config(store=store), model=self.model)
 
     def answer(self, engine: Engine, chunks: Sequence[int]) -> tuple[Answer, float]:
         """The answer to a request for chunks of the pool, and the seconds after its first token."""

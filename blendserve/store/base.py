@@ -24,7 +24,6 @@ from blendserve.store.codecs.base import Miss as Miss
 from blendserve.store.codecs.base import Progress as Progress
 from blendserve.store.key import ChunkKey
 from blendserve.store.ledger import Totals
-from blendserve.store.policies import Admission
 from blendserve.store.record import ChunkRecord, Header
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
@@ -307,9 +306,7 @@ class StoreKind(Protocol):
     persistent: bool  # chunks outlive the process
     needs_folder: bool  # it writes files
 
-    def from_config(
-        self, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
-    ) -> Any:
+    def from_config(self, config: StoreBackendConfig, path: Path | None, read_only: bool) -> Any:
         """A classmethod: open the store -> a KVStore, or a RemoteSource (fetch/source.py) for a kind that is only read.
 
         path: folder of its files; never None for a kind that needs one. Raises StoreUnavailable, StoreVersion.

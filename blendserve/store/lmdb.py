@@ -27,6 +27,7 @@ from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
 from blendserve.machine import checked_cap, free_disk
+from blendserve.registry import ADMISSIONS
 from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import TimeSource
@@ -97,9 +98,7 @@ class LMDBStore(TxnStore):
         self._env = Environment.open(self.path, map_bytes(cap_bytes), read_only)
 
     @classmethod
-    def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
-    ) -> LMDBStore:
+    def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> LMDBStore:
         """A store on a disk that can only be read is opened for reading, with a warning."""
         assert path is not None
         data = path / "data.mdb"
@@ -110,6 +109,7 @@ class LMDBStore(TxnStore):
             cap_bytes = (
                 fits if config.cap_gb is None else checked_cap(cap_bytes, "store.cap_gb", free, "the disk")
             )
+        admission = ADMISSIONS.load(config.admission)()
         try:
             return cls(path, cap_bytes, read_only, admission)
         except StoreUnavailable as error:

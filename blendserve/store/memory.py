@@ -14,6 +14,7 @@ from blendserve import machine
 from blendserve.config import StoreBackendConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.forks import REMEDY, Home
+from blendserve.registry import ADMISSIONS
 from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.policies import Admission
@@ -44,13 +45,11 @@ class MemoryStore(TxnStore):
         self._home = Home()
 
     @classmethod
-    def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
-    ) -> MemoryStore:
+    def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> MemoryStore:
         cap_bytes = machine.available_memory() // SHARE
         if config.cap_gb is not None:
             cap_bytes = machine.checked_cap(config.cap_bytes, "store.cap_gb")
-        return cls(cap_bytes, admission)
+        return cls(cap_bytes, ADMISSIONS.load(config.admission)())
 
     def close(self) -> None:
         if self._home.is_here:

@@ -30,7 +30,7 @@ from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import Buffer, Progress, tables_hash
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import COUNTERS, LedgerEntry, Totals, UsageLog
-from blendserve.store.policies import Admission, Always
+from blendserve.store.policies import Always
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.valkey_client import Client, ValkeyPeer
 from blendserve.store.valkey_layout import BATCH, chunk_name, lease_name, namespace_name, on_chunk
@@ -71,9 +71,7 @@ class ValkeyStore(KVStore):
         self.blobs: ValkeyBlobs = ValkeyBlobs(self)
 
     @classmethod
-    def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
-    ) -> ValkeyStore:
+    def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> ValkeyStore:
         """An unreachable server is logged, and no error: chunks count as missing until it answers."""
         store = cls(config.valkey, config.cap_bytes, read_only)
         with suppress(StoreUnavailable):  # the breaker has logged it, or the user may not ask for INFO

@@ -106,7 +106,7 @@ class ValkeyPeer:
         if "CERTIFICATE_VERIFY_FAILED" in text:
             return (
                 f"has a certificate that is not trusted for this host ({text}): give the name in its certificate in the "
-                f"location, or name the file with its authority in ca_file {HINT}"
+                "location, or the file with its authority in the environment variable SSL_CERT_FILE"
             )
         if isinstance(error, lib.TimeoutError):
             return self.timeout_reason()
@@ -132,9 +132,6 @@ class ValkeyPeer:
             options |= {"socket_connect_timeout": config.deadline_s, "socket_keepalive": True}
         if config.tls:
             options["connection_class"] = _checked_connection(self._lib)
-            if config.ca_file:
-                read_file(config.ca_file, "ca_file")  # valkey-py does not say which file it cannot read
-                options["ssl_ca_certs"] = str(config.ca_file)
         return options
 
     def _is_cluster(self, client: Client) -> bool:

@@ -337,16 +337,16 @@ def called(options: Options, *words: str) -> Any:
 
 def test_options_set_the_fields_they_are_named_after_over_what_a_file_says(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("store: {memory_bytes: 5, codec: int8}")
+    file.write_text("store: {memory_bytes: 5, codec: int8}\nblend: {near: true}")
     base = Config(blend=BlendConfig(ratio=0.3))
     assert called(Options(base, "blend.ratio", "decode.stop")) == base
-    fields = ("blend.ratio", "serve.hosts", "store.location", "store.memory_bytes", "decode.drafts")
+    fields = ("blend.ratio", "serve.hosts", "store.location", "store.memory_bytes", "blend.near")
     options = Options(Config(), *fields, load=Config.load)
-    words = f"-c {file} --ratio auto --hosts a,b --hosts c --store here --memory-bytes 8 --no-drafts"
+    words = f"-c {file} --ratio auto --hosts a,b --hosts c --store here --memory-bytes 8 --no-near"
     got = called(options, *words.split())
     assert (got.blend.ratio, got.serve.hosts) == ("auto", ("a", "b", "c"))
-    assert (got.store.path, got.store.memory_bytes, got.decode.drafts) == (Path("here"), 8, False)
-    assert (got.store.codec, got.decode) == ("int8", DecodeConfig(drafts=False))
+    assert (got.store.path, got.store.memory_bytes, got.blend.near) == (Path("here"), 8, False)
+    assert (got.store.codec, got.decode) == ("int8", DecodeConfig())
     options = Options(Config(), "decode.seed", "decode.stop")
     got = called(options, "--seed", "3", "--stop", "a, b", "--stop", "c")
     assert (got.decode.seed, got.decode.stop) == (3, ("a, b", "c"))

@@ -63,7 +63,7 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("bench ttft --plot {tmp}/none/plot.svg", "{tmp}/none"),
     ("bench ttft --out {tmp}", "{tmp}"),
     ("evaluate --runs {tmp}/fp16.yaml", "{tmp}/fp16.yaml"),
-    ("serve --set serve.qqqq=1", "serve.queue"),
+    ("serve --set serve.slotz=1", "serve.slots"),
     ("serve --set xxxxxxxxxx=1", "nearest"),
 ]
 

@@ -116,15 +116,16 @@ def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["IP:127.0.0.1", "DNS:attacker.example"])
 def test_over_tls_a_service_needs_a_certificate_of_its_name_and_a_known_authority(
-    made: Made, tmp_path: Path, name: str
+    made: Made, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cert, key = certificate(tmp_path, name)
     with Service(made[0], tls={"ssl_certfile": cert, "ssl_keyfile": key}) as service:
-        for ca_file, hits in ((cert, 4 if name.startswith("IP") else 0), (None, 0)):
-            with kdn_store(settings(service.url, ca_file=ca_file)) as store:
+        for hits in (0, 4 if name.startswith("IP") else 0):
+            with kdn_store(settings(service.url)) as store:
                 report = answered(store).report
                 assert report.chunks_hit == hits
                 assert {why["kind"] for why in report.unusable} == (set() if hits else {"unreachable"})
+            monkeypatch.setenv("SSL_CERT_FILE", str(cert))  # from the second round on
 
 
 # What a probe measures

@@ -31,7 +31,7 @@ ANYTHING = st.one_of(
 )
 OPTIONS = (
     *("method", "policy", "ratio", "refine", "correction", "near"),
-    *("max_new_tokens", "temperature", "top_p", "seed", "stop", "drafts", "nonsense"),
+    *("max_new_tokens", "temperature", "top_p", "seed", "stop", "nonsense"),
 )
 
 

@@ -19,7 +19,7 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.engine import generate
 from blendserve.engine.drafts import LONG, RETRY, SHORT, Drafter
 from blendserve.engine.generate import AnswerStream, TokenSequence, prefill
-from blendserve.engine.request import PreparedRequest
+from blendserve.engine.request import AnswerRules, PreparedRequest
 from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
@@ -74,9 +74,10 @@ def model(dtype: torch.dtype) -> LoadedModel:
     return LoadedModel("wide", model, bundled_tokenizer(), "wide", frozenset({5}))
 
 
-def answer(dtype: torch.dtype, **options: Any) -> Answer:
+def answer(dtype: torch.dtype, drafts: bool = True, **options: Any) -> Answer:
     loaded, decode = model(dtype), DecodeConfig(max_new_tokens=NEW, **options)
-    plan = PreparedRequest(PROMPT, (), BlendConfig(method="full"), decode, Clock())
+    rules = AnswerRules(drafts=drafts)
+    plan = PreparedRequest(PROMPT, (), BlendConfig(method="full"), decode, Clock(), rules=rules)
     blender = tiny_blender(MemoryStore(2**20), decoder=loaded.decoder)
     sequence = TokenSequence(plan, loaded, partial(prefill, blender=blender))
     return AnswerStream(sequence).answer()
@@ -154,7 +155,7 @@ def test_threads_get_the_answers_that_each_gets_alone(monkeypatch: pytest.Monkey
     ]
 
     def alone(i: int) -> Answer:
-        return engine.answer(*asked[i], drafts=False, **options[i])
+        return engine.answer(*asked[i], **options[i])
 
     def together(i: int) -> Answer:
         listener = submit(batch, *asked[i], str(i % 3), **options[i])

@@ -86,11 +86,9 @@ def test_a_chunk_is_title_and_text() -> None:
     assert texts == ["", "Title\n\n", "a b\n\n", "T\na\n\n"]
 
 
-def test_chunks_are_computed_behind_the_configured_context() -> None:
+def test_chunks_are_computed_after_each_context() -> None:
     tokenizer = bundled_tokenizer()
-    contexts = {
-        c: PromptBuilder(tokenizer, PromptConfig(kv_context=c)).kv_context for c in get_args(KVContext)
-    }
+    contexts = {c: PromptBuilder(tokenizer, PromptConfig(), c).kv_context for c in get_args(KVContext)}
     prefix, primer = contexts["prefix"], contexts.pop("primer")
     assert contexts == {"prefix": prefix, "bos": prefix[:1], "none": ()}
     assert primer[: len(prefix)] == prefix == PromptBuilder(tokenizer, PromptConfig()).prefix

@@ -35,7 +35,7 @@ from blendserve.evaluate.prompts import PromptSource, open_engine
 from blendserve.evaluate.report import show_all, tables
 from blendserve.evaluate.stores import codec_for, coded_copy, sizes_of
 from blendserve.evaluate.summary import Predictions, summarize
-from blendserve.models.runner import INT8_WEIGHTS, decode_in_int8, native_decoder
+from blendserve.models.runner import decode_in_int8, native_decoder
 from blendserve.store import MemoryStore, read_record
 from tests.support.evaluations import (
     CONFIG,
@@ -148,7 +148,7 @@ def test_only_questions_that_every_method_answered_count(toy: Toy) -> None:
 def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
     """Full prefill decodes with the model's own weights; the prefill of `prefix` is exact, its decoding is in int8."""
     model = tiny_loaded_model.__wrapped__(hidden_size=256, head_dim=64)
-    if native_decoder(model.decoder, INT8_WEIGHTS)[0] is None:
+    if native_decoder(model.decoder, in_int8=True)[0] is None:
         pytest.skip("no native step here: no int8 weights")
     decode_in_int8(model.decoder)
     engine = Engine(CONFIG, model, MemoryStore(2**30))
@@ -286,7 +286,7 @@ def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
     monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     path, methods = write_dataset(tmp_path, 1), ("query", "query+prior", "none+prior/bos")
     outcome = run(tmp_path, path, methods=methods)
-    bos, own = files = [outcome.folder / f"priors-{name}-both.safetensors" for name in ("bos", "run")]
+    bos, own = files = [outcome.folder / f"priors-{name}-both.safetensors" for name in ("bos", "prefix")]
     kls = {line["method"]: line["mean_kl"] for line in predictions(outcome)}
     assert kls["query+prior@0.25"] != kls["query@0.25"]
     fitted, written = [file.read_bytes() for file in files], own.stat().st_mtime_ns

@@ -241,7 +241,7 @@ class FetchMachine(RuleBasedStateMachine):
         self.place.close()
 
 
-@pytest.mark.parametrize(("kind", "units"), [("tiered", 0), ("tiered", 2), ("behind", 0), ("alone", 2)])
+@pytest.mark.parametrize(("kind", "units"), [("tiered", 0), ("tiered", 2), ("alone", 2)])
 def test_any_history(kind: str, units: int, tmp_path: Path) -> None:
     """units: the chunks that copies have room for."""
     explore(partial(FetchMachine, REMOTE_STORES[kind], units * UNIT), tmp_path)

@@ -172,7 +172,7 @@ def test_a_form_without_a_kernel_is_run_by_the_loop_and_named(name: str) -> None
         assert native_layers(decoder, 20) is None
     with pytest.raises(ConfigError) as found:
         decode_in_int8(decoder)
-    assert found.value.setting == "model.decode_weights"
+    assert found.value.setting == "model.decode"
 
 
 @HALVES

@@ -18,7 +18,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
     engine = {"prompt": {"separator": SEPARATOR}, "retrieve": {"chunk_tokens": CHUNK_TOKENS}}
     access: dict[str, Any] = {"keys": folder / "keys.json", "api_key": KEY, "cors_origins": (ORIGIN,)}
-    limits = {"max_body_kb": 64, "slots": 2, "queue": 12}
+    limits = {"slots": 2, "max_concurrent": 12}
     with serving(folder, served_model_name=("public",), engine=engine, **access, **limits) as made:
         yield made
         root = made.with_key(KEY)

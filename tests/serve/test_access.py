@@ -68,7 +68,7 @@ def test_one_tenant_sees_nothing_of_another(server: Server) -> None:
 
 
 def test_too_many_requests_are_429_and_none_that_waits_is_lost(server: Server) -> None:
-    limited, other, most = server.tenant(), server.tenant(), server.serve.queue
+    limited, other, most = server.tenant(), server.tenant(), server.serve.max_concurrent
     with server.busy() as release, ThreadPoolExecutor(most) as pool:
         held = [pool.submit(limited.post, PATH, ASK) for _ in range(most)]
         server.wait_for_load(most)
@@ -271,7 +271,7 @@ def status(connection: socket.socket) -> int:
     ("key", "length", "refused"),
     [
         *((key, length, {401}) for key in ("", "bsk-guess") for length in (LENGTH, CHUNKED)),
-        *((None, f"Content-Length: {n}", {400, 413}) for n in (65537, -1, "9" * 20)),
+        *((None, f"Content-Length: {n}", {400, 413}) for n in (ServeConfig.max_body + 1, -1, "9" * 20)),
     ],
 )
 def test_key_and_length_are_checked_before_the_body_arrives(
@@ -294,7 +294,7 @@ def test_limits_are_checked_before_the_body_arrives(server: Server) -> None:
 
 
 def test_a_body_of_unknown_length_is_cut_at_the_limit(client: Client) -> None:
-    part = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    part = b"%x\r\n%b\r\n" % (ServeConfig.max_body, bytes(ServeConfig.max_body))
     with client.sent(PATH, CHUNKED, body=part + b"1\r\nx\r\n") as connection:
         assert status(connection) == 413
 

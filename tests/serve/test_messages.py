@@ -285,7 +285,7 @@ def test_errors_and_keys_are_anthropics(server: Server, client: Client) -> None:
         400,
         "invalid_request_error",
     )
-    assert kind(client.post(URL, body("long " * 20_000))) == (413, "request_too_large")
+    assert kind(client.post(URL, body("long " * 220_000))) == (413, "request_too_large")
     assert kind(client.get(URL)) == (405, "invalid_request_error")
     limited = server.tenant(max_per_minute=1)
     assert limited.post(COUNT, body()).status_code == 200

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from blendserve.config import HttpConfig
 from tests.support.http import Client, Server, bearer, serving
 from tests.support.waiting import eventually
 
@@ -109,8 +110,9 @@ def test_uploads_need_rights_and_an_existing_collection(server: Server, client: 
         assert client.http.post("/v1/cache/pin", content=content, headers=sent).status_code == 400
 
 
-def test_only_forms_may_be_large(tmp_path: Path, folder: Path) -> None:
-    with serving(tmp_path / "server", max_body_kb=1, max_upload_mb=1) as server:
+def test_only_forms_may_be_large(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpConfig, "max_body", 1024)
+    with serving(tmp_path / "server", max_upload_mb=1) as server:
         assert ended(server, upload(server, {"large.txt": b"a bee " * 20_000}))["state"] == "done"
         assert upload(server, {"large.txt": b"x" * 1_000_001}).status_code == 413
         head = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n'

@@ -32,7 +32,7 @@ capped_kinds = pytest.mark.parametrize("kind", ["memory", "lmdb"])  # a server's
 shared_kinds = pytest.mark.parametrize("kind", SHARED_KINDS)
 
 
-@pytest.fixture(params=[*EVERY_KIND, "tiered", "behind"])
+@pytest.fixture(params=[*EVERY_KIND, "tiered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
     with (STORES | REMOTE_STORES)[request.param](tmp_path, ROOMY).open() as store:
         yield store
@@ -273,7 +273,7 @@ def test_tables_have_room_of_their_own(path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     remote = {"location": str(tmp_path / "far"), "cap_gb": 0.01}
-    layered = {"memory_bytes": 10_000, "remote": remote, "remote_write": "through"}
+    layered = {"memory_bytes": 10_000, "remote": remote}
     default = tmp_path / "default"
     rows: list[tuple[dict[str, Any], Path | None, type[KVStore]]] = [
         ({"location": "memory"}, default, MemoryStore),
@@ -298,12 +298,12 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     assert error.value.setting == "store.remote.location"
 
 
-def test_the_settings_choose_the_admission(tmp_path: Path) -> None:
+def test_a_store_of_the_settings_admits_by_use(tmp_path: Path) -> None:
     cap_gb = 2 * UNIT / 1e9
     with open_store(StoreConfig(cap_gb=cap_gb), tmp_path) as store:
         assert put(store, 0, 1)
         assert not put(store, 2)  # no requests yet
-    with open_store(StoreConfig(cap_gb=cap_gb, admission="always"), tmp_path) as store:
+    with LMDBStore(tmp_path, 2 * UNIT) as store:  # admits everything
         assert put(store, 2)
         assert stored(store) == {1, 2}
         store.pin([key_of(1), key_of(2)])

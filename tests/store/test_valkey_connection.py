@@ -63,7 +63,6 @@ def test_a_missing_client_package_is_unavailable(monkeypatch: pytest.MonkeyPatch
     [
         *((url, {}) for url in ("valkey://127.0.0.1:{}", "valkeys://127.0.0.1:{}", "unix:///nowhere{}")),
         ("valkey://127.0.0.1:{}", {"secret_file": Path("nowhere")}),
-        ("valkeys://127.0.0.1:{}", {"ca_file": Path("nowhere")}),
     ],
 )
 def test_without_a_server_commands_fail_and_requests_miss(url: str, options: dict[str, Path]) -> None:
@@ -129,15 +128,18 @@ def test_credentials_come_from_a_file_or_the_environment(
 
 
 @needs_server
-def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> None:
+def test_tls_follows_the_url_and_trusts_the_authority_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cert, key = certificate(tmp_path)
     with tls_link(shared_server().port, (cert, key)) as link:
         url = link.url.replace("valkey:", "valkeys:") + "/9001"
-        with store(url, ca_file=cert) as trusted:
-            put_kv(trusted, key_of(1), chunk())
-            assert same(read(trusted, key_of(1)), chunk())
         with store(url) as wary, pytest.raises(StoreUnavailable):
             wary.stats()
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        with store(url) as trusted:
+            put_kv(trusted, key_of(1), chunk())
+            assert same(read(trusted, key_of(1)), chunk())
 
 
 @contextmanager
@@ -175,7 +177,8 @@ def test_a_trusted_certificate_of_another_name_gets_no_password(
     ):
         server.config_set("cluster-announce-port", other.port)
         first = honest if found_by == "the cluster" else other
-        with store(f"valkeys://127.0.0.1:{first.port}", ca_file=trusted) as opened:
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+        with store(f"valkeys://127.0.0.1:{first.port}") as opened:
             if name == "IP:127.0.0.1":
                 assert put_kv(opened, key_of(1), chunk())
             else:

@@ -33,7 +33,7 @@ from tests.support.scheduler_requests import FaultyModel
 from tests.support.toy import toy_llama, toy_model
 from tests.support.waiting import eventually
 
-SLOTS, QUEUE = 2, 3
+SLOTS, MOST = 2, 4
 REFUSED = (429, 503)
 LEFT_S = 30.0  # in which all that ended requests occupy must be free
 DEFAULT = {"question": QUESTIONS[0], "passages": OWN[:3]}
@@ -127,7 +127,7 @@ class ServerMachine(RuleBasedStateMachine):
             return made
 
         self.engine.prepare = gated
-        http = ServeConfig(slots=SLOTS, queue=QUEUE, max_concurrent=6)
+        http = ServeConfig(slots=SLOTS, max_concurrent=MOST)
         self.client = LocalEngineClient(self.engine, Collections({}), http)
         self.app, self.sent = create_engine_app(self.client), list[Life]()
 

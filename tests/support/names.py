@@ -53,7 +53,7 @@ FOREIGN = frozenset(  # names of other programs, by program
         *("--head", "--address", "--generate", "--kv-transfer-config"),  # Ray and vLLM
         "--fingerprint",  # blendserve-moq
         *("/data", "/data/cache", "/docs", "/redoc", "/v1"),  # a folder of the image; pages that are absent
-        *("/none", "/prefix", "/primer"),  # ends of method strings
+        *("/none", "/primer"),  # ends of method strings
         *("/v1/responses", "guided_json", "output_config"),  # said to be missing
         *("model.forward", "meta.title", "tokenizer.ggml.pre", "index.as_query_engine", "pipeline.connect"),
         *(

@@ -23,7 +23,7 @@ from blendserve.errors import StoreFull
 from blendserve.fetch.copies import Copies
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.source import StoreSource
-from blendserve.fetch.tiered import TieredStore, Write
+from blendserve.fetch.tiered import TieredStore
 from blendserve.fetch.write_queue import write_behind
 from blendserve.kv import ChunkKV
 from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore
@@ -223,13 +223,11 @@ class OnServer(Place):
 
 
 class Tiered(Place):
-    """A small store on disk, and another machine's: chunks are written to both at once."""
-
-    write: Write = "through"
+    """A small store on disk, and another machine's, to which chunks are written in the background."""
 
     def open(self) -> TieredStore:
         self.near, far = self.own(), self._far()
-        return TieredStore(self.near, far, self.write, waiting_bytes=2 * UNIT, clock=self.clock)
+        return TieredStore(self.near, far, waiting_bytes=2 * UNIT, clock=self.clock)
 
     def other(self) -> KVStore:
         return LMDBStore(self.folder / "far", ROOMY, clock=self.clock)
@@ -247,16 +245,6 @@ class Tiered(Place):
         return self.far
 
 
-class Behind(Tiered):
-    """A small store in memory, and another machine's: chunks are written there in the background."""
-
-    lasts = False
-    write = "back"
-
-    def own(self) -> KVStore:
-        return MemoryStore(self.cap * 3 // 5, clock=self.clock)
-
-
 class Alone(Tiered):
     """Another machine's store alone."""
 
@@ -269,7 +257,7 @@ class Alone(Tiered):
 
 
 STORES: dict[str, type[Place]] = {"memory": InMemory, "lmdb": OnDisk, "valkey": OnServer}
-REMOTE_STORES: dict[str, type[Tiered]] = {"tiered": Tiered, "behind": Behind, "alone": Alone}
+REMOTE_STORES: dict[str, type[Tiered]] = {"tiered": Tiered, "alone": Alone}
 EVERY_KIND = [pytest.param(kind, marks=needs_server if kind == "valkey" else ()) for kind in STORES]
 SHARED_KINDS = [pytest.param("lmdb"), pytest.param("valkey", marks=needs_server)]  # between processes
 

@@ -77,7 +77,7 @@ class DeliveryClient:
         self._config = config
         self._make: Callable[[], http.client.HTTPConnection] = partial(http.client.HTTPConnection, *where)
         if parts.scheme == "https":
-            self._make = partial(http.client.HTTPSConnection, *where, context=_context(config))
+            self._make = partial(http.client.HTTPSConnection, *where, context=ssl.create_default_context())
         secret = config.secret_file
         key = read_file(secret, "secret_file").strip() if secret else os.environ.get(KEY, "")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -275,7 +275,7 @@ class KdnPeer:
             case ssl.SSLCertVerificationError():
                 return (
                     f"has a certificate that no authority known here vouches for ({error.verify_message}): name the "
-                    f"file with that authority's certificate in ca_file {HINT}"
+                    "file with that authority's certificate in the environment variable SSL_CERT_FILE"
                 )
             case OSError():
                 why = error.strerror or type(error).__name__
@@ -309,13 +309,3 @@ def _reply(response: http.client.HTTPResponse) -> Reply:
         if last - start + 1 != length or not match:
             raise InvalidReply("a partial reply without a valid Content-Range")
     return Reply(response, length, start, total, response.headers.get("ETag", ""))
-
-
-def _context(config: KdnConfig) -> ssl.SSLContext:
-    """Raises PeerUnusable for a CA file that cannot be read."""
-    try:
-        return ssl.create_default_context(cafile=str(config.ca_file) if config.ca_file else None)
-    except OSError as error:
-        raise PeerUnusable(
-            f"cannot be asked, as the file {config.ca_file} cannot be read ({error.strerror}): correct ca_file {HINT}"
-        ) from None

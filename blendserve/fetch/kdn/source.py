@@ -34,7 +34,6 @@ from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import UNREACHABLE, Undecodable
 from blendserve.store.key import ChunkKey
-from blendserve.store.policies import Admission
 from blendserve.store.view import RecordView
 
 AUTO = "auto"
@@ -73,9 +72,7 @@ class KdnSource:
         self._looking = threading.Lock()
 
     @classmethod
-    def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
-    ) -> KdnSource:
+    def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> KdnSource:
         """A service that cannot be reached is logged, and no error: chunks count as missing until it answers."""
         source = cls(config.kdn)
         with suppress(StoreUnavailable):  # the breaker has logged it

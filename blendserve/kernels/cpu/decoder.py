@@ -79,7 +79,7 @@ def unsupported(level: Level, weights: DecodeWeights, int8: bool = False) -> str
     return ""
 
 
-def in_int8(weights: DecodeWeights, level: Level) -> DecodeWeights:
+def int8_copy(weights: DecodeWeights, level: Level) -> DecodeWeights:
     """A copy whose matrices are Q8_0: half of bf16's bytes."""
 
     def pack(weight: Weight) -> Weight:

@@ -28,7 +28,6 @@ from blendserve.fetch.kdn.manifest import MAX_HEADER_BYTES, Collection
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.store import record
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.policies import Admission
 from blendserve.store.record import Header
 
 REST_S = 5.0
@@ -60,9 +59,7 @@ class MoqSource(KdnSource):
         self._rest_until = 0.0
 
     @classmethod
-    def from_config(
-        cls, config: StoreBackendConfig, path: Path | None, read_only: bool, admission: Admission
-    ) -> MoqSource:
+    def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> MoqSource:
         """A service or relay that cannot be reached is logged, and no error. Raises ConfigError without a relay."""
         service, _, query = config.location.removeprefix("moq+").partition("?")
         options = {name: values[-1] for name, values in parse_qs(query).items()}
