@@ -72,7 +72,8 @@ class Life:
         self.left, self.reads = asyncio.Event(), asyncio.Event()
         self.reads.set()
         self.status, self.text, self.is_sound, self.is_broken = 0, b"", True, False
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(raw)).encode()))
         scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http"}
         scope["path"] = path
         scope |= {"raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
