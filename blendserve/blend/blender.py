@@ -138,7 +138,8 @@ class Blender:
 
     def for_scope(self, scope: str, learns: bool) -> Blender:
         """The same for one client's plain prompts: with its own prefixes, and what was learnt from it, if it `learns`."""
-        other, key = copy(self), self.key.learnt_by(scope)
+        other = copy(self)
+        key = self.key.learnt_by(scope)
         other._owner = f"{self.key.namespace}\0{scope}"
         if learns:
             other._learnt_finder = finder = RunFinder(self.store, key)
@@ -156,7 +157,8 @@ class Blender:
         """
         if not prompt.is_plain or prompt.runs or blend.method in ("full", "prefix"):
             return prompt
-        n_cached, stop = self.n_cached(prompt, blend), len(prompt.prefix)
+        n_cached = self.n_cached(prompt, blend)
+        stop = len(prompt.prefix)
         runs = [run for finder in self._finders for run in finder.in_prompt(prompt.ids, n_cached, stop)]
         return Prompt.plain(prompt.ids, best_cover(runs, MIN_SPAN), prompt.texts)
 
@@ -201,10 +203,12 @@ class Blender:
         if blend.method == "full":
             return (yield from self._run_plan(plan_full_prefill(prompt, blend), cache, clock))
         prompt = prompt if prefix_kv else self.match(prompt, blend)
-        n, exact = len(prompt.prefix), self._is_exact(prompt, blend)
+        n = len(prompt.prefix)
+        exact = self._is_exact(prompt, blend)
         prefix = PrefixKV(placed(self.model, prefix_kv), n, n) if prefix_kv else None
         prefix = prefix or (yield from self.prefixes.get(self._owner, prompt.prefix, exact=exact))
-        policy, requests = self._policy(prompt, blend), self._requests(prompt, blend)
+        policy = self._policy(prompt, blend)
+        requests = self._requests(prompt, blend)
         ids = {request.key: prompt.chunks[i].ids for i, request in requests.items()}
 
         def compute(request: ChunkRequest) -> ChunkKV:
@@ -263,7 +267,8 @@ class Blender:
         keys = {i: request.key for i, request in requests.items()}
         found = {i: fetch.views.get(key) or fetch.misses[key] for i, key in keys.items()}
         sources = {i: fetch.source.get(key, "") for i, key in keys.items()}
-        view, n_kept = TensorView(prefix.kv, is_placed=True), prefix.n_kept
+        view = TensorView(prefix.kv, is_placed=True)
+        n_kept = prefix.n_kept
         layout = lay_out(prompt, view, found, sources, first_is_exact=first_is_exact, n_kept=n_kept)
         if prompt.runs:
             layout = reuse_in_prompt(layout, fetch, self._token_saves_s(prompt, blend, [0]))

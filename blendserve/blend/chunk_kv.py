@@ -110,7 +110,8 @@ class ChunkComputer:
     def prepare(self) -> Steps[ChunkKV]:
         """The KV of the context, computed once."""
         if self._prepared is None:
-            model, kv = self.model, _empty(self.model, ())
+            model = self.model
+            kv = _empty(self.model, ())
             if self.context:
                 kv = (yield from ChunkComputer(model, (), is_moved=False).steps([self.context]))[0]
             self._prepared = kv, placed(model, kv).keys
@@ -178,7 +179,8 @@ class _StackPass(LayerPass):
     ) -> None:
         """context_keys, context_values [L, K, F, D], keys after RoPE. is_moved: as of ChunkComputer."""
         self._model, self._context, self._is_moved = model, (context_keys, context_values), is_moved
-        lengths, n_context = [kv.n_tokens for kv in out], context_keys[model.attention_layer].shape[1]
+        lengths = [kv.n_tokens for kv in out]
+        n_context = context_keys[model.attention_layer].shape[1]
         starts = [0, *accumulate(lengths)]
         self._out = list(zip(out, starts, strict=False))
         self._stack = ChunkStack([n for n in lengths if n], n_context, model.device)
@@ -204,7 +206,8 @@ class _StackPass(LayerPass):
         return attend_chunks(q, *own, context, self._model.specs[l], self._stack)
 
     def recur(self, l: int, x: Tensor) -> Tensor:
-        mixer, parts = self._model.mixer(l), list[Tensor]()
+        mixer = self._model.mixer(l)
+        parts = list[Tensor]()
         before = mixer.after(mixer.empty, self._context[0][l], self._context[1][l])
         for kv, at in self._out:
             rows = x[at : at + kv.n_tokens]

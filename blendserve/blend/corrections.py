@@ -88,7 +88,8 @@ class FittedCorrection(Correction, ABC):
         tokens = self._partition(rows)._replace(keys=fresh[0], values=fresh[1])
         if not len(tokens.recomputed_index) and self.prior is None:
             return False
-        prior, depth = self.prior(l) if self.prior else None, l / (len(self.ropes) - 1)
+        prior = self.prior(l) if self.prior else None
+        depth = l / (len(self.ropes) - 1)
         share = sum(tokens.recomputed_per_chunk) / max(1, sum(map(len, self.spans)))
         keys, values = (x[:, self._here] for x in stored)
         params = self.params(keys.shape[-1] + values.shape[-1], depth, prior is not None, share)
@@ -176,7 +177,8 @@ def partition(rows: Rows, spans: Sequence[Span], by_place: bool = False) -> Reco
     at, device = rows.host, rows.device.device
     edges = torch.searchsorted(at, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
     which = torch.cat([torch.arange(*edge) for edge in edges])
-    tokens, start = torch.cat([torch.arange(s.start, s.stop) for s in spans]), spans[0].start
+    tokens = torch.cat([torch.arange(s.start, s.stop) for s in spans])
+    start = spans[0].start
     others = tokens[~torch.isin(tokens, at)]
     sizes = [last - first for first, last in edges]
     left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]

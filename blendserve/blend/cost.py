@@ -55,10 +55,13 @@ def count_work(layout: Layout, policy: Policy, n_layers: int) -> Work:
     passes, rows, pairs, loaded = count_rows(layout, selected)
     if policy.is_scored(layout):
         scoring = n_scoring_rows(layout)
-        rows, pairs, passes = rows + scoring, pairs + scoring * layout.n_tokens, passes + 1
+        rows = rows + scoring
+        pairs = pairs + scoring * layout.n_tokens
+        passes = passes + 1
     if policy.check_layers and selected:
         dense = min(1.0, max(policy.check_layers) / n_layers) * (layout.n_reusable - selected)
-        rows, pairs = rows + dense, pairs + dense * _mean_keys(layout)
+        rows = rows + dense
+        pairs = pairs + dense * _mean_keys(layout)
     return Work(passes, rows, pairs, loaded)
 
 
@@ -152,7 +155,8 @@ def measure(
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """An x >= 0 [n] with a small |a x - b|, a [m, n], b [m]: least squares, again without the columns below 0."""
-    x, columns = np.zeros(a.shape[1]), np.arange(a.shape[1])
+    x = np.zeros(a.shape[1])
+    columns = np.arange(a.shape[1])
     while len(columns):
         fitted = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
         if (fitted >= 0).all():
@@ -191,7 +195,8 @@ def _timed(
 ) -> Iterator[tuple[Work, float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
     layout = synthetic_prompt(model, rows, keys)
-    plain, scored = BlendConfig(**FULL_REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
+    plain = BlendConfig(**FULL_REUSE)
+    scored = BlendConfig(policy=POLICIES.default, ratio=0.15)
     has_choice = keys and rows < room // 20 and not model.recurrent
     for blend in (plain, scored) if has_choice else (plain,):
         start = clock()

@@ -78,7 +78,8 @@ class DonorIndex:
         """Refresh the index in the background; the first caller waits a moment for it."""
         now = time.monotonic()
         with self._lock:
-            is_first, is_due = not self._next_refresh, now >= self._next_refresh
+            is_first = not self._next_refresh
+            is_due = now >= self._next_refresh
             if is_due:
                 self._next_refresh = now + REFRESH_S
         if is_due:

@@ -169,7 +169,8 @@ class Layout:
             cut = len(span)  # the map is of the tokens from the n-th on, to the last one
             if offset <= n and offset + len(span) == view.n_tokens:
                 cut = min(n - offset, len(span))
-            middle, is_seam = span.start + cut, cut < len(span)
+            middle = span.start + cut
+            is_seam = cut < len(span)
             yield replace(segment, span=Span(span.start, middle), state=State.FRESH, is_seam=is_seam)
             yield replace(segment, span=Span(middle, span.stop), offset=offset + cut)
 
@@ -253,7 +254,8 @@ def with_runs(layout: Layout, segment: Segment, runs: Sequence[Run], fetch: Fetc
         at = Span(segment.span.start + run.span.start, segment.span.start + run.span.stop)
         if done < at.start:
             yield replace(segment, span=Span(done, at.start))
-        view, miss = fetch.views.get(run.donor), segment.miss or fetch.misses.get(run.donor)
+        view = fetch.views.get(run.donor)
+        miss = segment.miss or fetch.misses.get(run.donor)
         state = layout.state_at(at.start, run.offset) if view else State.FRESH
         found = replace(segment, span=at, state=state, view=view, offset=run.offset, donor=run.donor)
         yield replace(found, source=fetch.source.get(run.donor, ""), miss=miss)

@@ -78,7 +78,8 @@ class Planner:
 
     def _estimates(self, layout: Layout, policy: Policy) -> dict[Method, float]:
         """Seconds that each method is expected to take."""
-        costs, n_layers = self.calibrate(), self._model.n_layers
+        costs = self.calibrate()
+        n_layers = self._model.n_layers
         layouts = {method: layout.for_method(method, policy.recomputes) for method in METHODS}
         return {m: costs.seconds(count_work(layouts[m], policy, n_layers)) for m in METHODS}
 
@@ -98,7 +99,8 @@ class Planner:
         self, prompt: Prompt, blend: BlendConfig, keys: Mapping[int, ChunkKey], context: TokenIds
     ) -> dict[int, ChunkRequest]:
         """Requests for chunks by number, with the time that each saves, and takes to compute after `context`."""
-        token_s, costs = self.token_saves_s(prompt, blend, keys, context == prompt.prefix), self.calibrate()
+        token_s = self.token_saves_s(prompt, blend, keys, context == prompt.prefix)
+        costs = self.calibrate()
         requests: dict[int, ChunkRequest] = {}
         for i, key in keys.items():
             n = len(prompt.chunks[i])
@@ -111,7 +113,8 @@ def choose_method(estimates: Mapping[Method, float]) -> tuple[Method, str]:
     exact = min((m for m in estimates if m != "blend"), key=lambda m: estimates[m])
     if estimates["blend"] < MIN_SPEEDUP * estimates[exact]:
         return "blend", ""
-    exact_ms, blend_ms = estimates[exact] * 1e3, estimates["blend"] * 1e3
+    exact_ms = estimates[exact] * 1e3
+    blend_ms = estimates["blend"] * 1e3
     return exact, f"{exact!r} was estimated to take {exact_ms:.0f} ms, blending {blend_ms:.0f} ms"
 
 
@@ -132,6 +135,7 @@ def overlapped_ratio(
         return costs.seconds(count_rows(layout, selected)._replace(loaded=0.0))
 
     loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
-    least, most = compute(floor), compute(highest)
+    least = compute(floor)
+    most = compute(highest)
     room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
     return floor + min(1.0, max(0.0, room)) * (highest - floor)

@@ -77,7 +77,8 @@ class Policy:
 
     def select(self, layout: Layout, scores: Tensor | None = None) -> Tensor:
         """Reusable positions that enter layer 0, ascending; with check layers all, unless none is recomputed."""
-        positions, selection = layout.reusable.nonzero()[:, 0], self.selection(layout)
+        positions = layout.reusable.nonzero()[:, 0]
+        selection = self.selection(layout)
         if selection.n == 0:
             return positions[:0]
         if selection.n == len(positions) or self.check_layers:

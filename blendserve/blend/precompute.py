@@ -93,7 +93,8 @@ class PrecomputeRun:
             self.progress(self.done, self.total)
 
     def report(self, distinct: int, left: int) -> PrecomputeReport:
-        skipped, seconds = distinct - self.computed - left, time.perf_counter() - self.start
+        skipped = distinct - self.computed - left
+        seconds = time.perf_counter() - self.start
         return PrecomputeReport(distinct, self.computed, skipped, self.tokens, self.bytes, seconds, left)
 
 
@@ -160,7 +161,8 @@ class ChunkWriter:
             # The lease may have found that nothing can be written now.
             leased = [ids for ids in granted if self._admits(ids)]
             n_stored = sum(self._put(kv) for ids in leased if (kv := admitted[ids].kv))
-            todo, start = [ids for ids in leased if not admitted[ids].kv], time.perf_counter()
+            todo = [ids for ids in leased if not admitted[ids].kv]
+            start = time.perf_counter()
             for stack in in_stacks(todo, self.chunks.stack_tokens):
                 n_stored += sum(map(self._put, (yield from self.chunks.steps(stack))))
             self._measured(start, sum(map(len, todo)))
@@ -200,8 +202,11 @@ class ChunkWriter:
 
     def _compute(self, todo: Sequence[TokenIds], run: PrecomputeRun, anyway: bool) -> list[TokenIds]:
         """Compute, store and pin chunks -> the ones that other processes compute. anyway: compute these as well."""
-        computing, left = deque[TokenIds](), list[TokenIds]()
-        start, before, most = time.perf_counter(), run.tokens, self.chunks.stack_tokens
+        computing = deque[TokenIds]()
+        left = list[TokenIds]()
+        start = time.perf_counter()
+        before = run.tokens
+        most = self.chunks.stack_tokens
         with ExitStack() as leases:
 
             def mine() -> Iterator[TokenIds]:

@@ -83,10 +83,12 @@ def blend_prefill(
     layout, policy = plan.layout, plan.policy
     n, device = layout.n_tokens, model.device
     validate_blend(plan.blend, model)
-    cache, clock = cache or KVCache(model, n), clock or Clock(device)
+    cache = cache or KVCache(model, n)
+    clock = clock or Clock(device)
     cache.forget_states()
     ids = torch.tensor(layout.prompt.ids, dtype=torch.long, device=device)
-    ropes, spans = model.rope(torch.arange(n, device=device)), layout.spans(State.REUSED)
+    ropes = model.rope(torch.arange(n, device=device))
+    spans = layout.spans(State.REUSED)
     with closing(KVLoader(model, cache, layout.loaded, ropes, clock)) as loader:
         load_s, scores = clock.seconds["load"], None
         with clock.stage("select"):
@@ -161,7 +163,9 @@ class _BlendPass(LayerPass):
 
     def recur(self, l: int, x: Tensor) -> Tensor:
         self._row_layers += len(self.rows)
-        mixer, maps, parts = self._model.mixer(l), self._loader.state_maps(l), list[Tensor]()
+        mixer = self._model.mixer(l)
+        maps = self._loader.state_maps(l)
+        parts = list[Tensor]()
         state, done = mixer.empty, 0
         for start, stop, is_mapped in self._stretches:
             if is_mapped:
@@ -183,7 +187,8 @@ class _BlendPass(LayerPass):
 
     def _run(self, rows: Rows) -> None:
         """These rows go on."""
-        self._running, self._plans = rows, plan_layers(rows, self._model.attention_forms)
+        self._running = rows
+        self._plans = plan_layers(rows, self._model.attention_forms)
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None: all. Waits for a GPU's choice."""
@@ -213,7 +218,8 @@ def _stretches(layout: Layout, active: Tensor, seam: int) -> Iterator[tuple[int,
     runs[active] = True
     for segment in layout.segments:
         start, stop = segment.span.start, segment.span.stop
-        n_running, offset = int(runs[start:stop].sum()), 0 if segment.chunk is None else seam
+        n_running = int(runs[start:stop].sum())
+        offset = 0 if segment.chunk is None else seam
         if n_running not in (0, stop - start):
             raise ConfigError(
                 "setting 'blend.policy' names a policy that recomputes some tokens of a chunk: with recurrent layers "
@@ -251,7 +257,8 @@ class SuffixPass(LayerPass):
     def __init__(self, layout: Layout, loader: KVLoader) -> None:
         self._loader, self._cache, model = loader, loader.cache, loader.model
         self._specs, self._n = model.specs, layout.n_tokens
-        n, start = layout.n_tokens, layout.n_tokens - n_scoring_rows(layout)
+        n = layout.n_tokens
+        start = layout.n_tokens - n_scoring_rows(layout)
         self.rows = slice(start, n)
         at = torch.arange(start, n)
         absent = layout.fresh & (torch.arange(n) < start)

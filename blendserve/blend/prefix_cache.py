@@ -100,7 +100,8 @@ class PrefixCache:
 
     def _longest(self, owner: str, ids: TokenIds, exact: bool) -> tuple[int, PrefixKV | None]:
         """Tokens in common with the cached prefix that has most, and it; None = the engine's own."""
-        n, longest = self._n_common(ids, self._own.context), None
+        n = self._n_common(ids, self._own.context)
+        longest = None
         with self._lock:
             for key, prefix in self._cached.items():
                 m = self._n_common(ids, key[1]) if key[0] == owner else 0

@@ -109,7 +109,8 @@ def _shapes(model: KVModel) -> dict[str, tuple[int, ...]]:
     lead: tuple[int, ...] = (model.n_kv_layers - 1,) if model.has_equal_layers else ()
     found = dict[str, tuple[int, ...]]()
     for l, (heads, *dims) in enumerate(model.kv_shapes[1:2] if lead else model.kv_shapes[1:], 1):
-        name, shape = "" if lead else f".{l}", (*lead, heads, sum(dims))
+        name = "" if lead else f".{l}"
+        shape = (*lead, heads, sum(dims))
         found |= {f"weights{name}": (*shape, sum(dims)), f"constants{name}": shape}
     return found
 
@@ -125,14 +126,16 @@ class StoredPriors:
         digest = xxhash.xxh3_64_hexdigest(str((prefix, context)).encode())
         self._owner = f"{fingerprint}/{digest}"
         self._priors: Priors | None = None
-        self._lock, self._is_loaded = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._is_loaded = False
 
     def current(self) -> Priors | None:
         """None if the store has none that can be used. The store is asked once."""
         with self._lock:
             if not self._is_loaded:
                 with suppress(StoreError):  # out of reach: asked again next time
-                    self._priors, self._is_loaded = self._load(), True
+                    self._priors = self._load()
+                    self._is_loaded = True
             return self._priors
 
     def hash(self) -> bytes | None:
@@ -177,17 +180,21 @@ class PriorStore(StoredPriors):
 
         `progress(tokens done, tokens in all)`.
         """
-        model, first = self._model, int(self._context == self._prefix)  # the first chunk is exact, then
+        model = self._model
+        first = int(self._context == self._prefix)  # the first chunk is exact, then
         prompts = prompts_of(list(dict.fromkeys(chunks)), self._prefix, model.context_limit)
-        total, done = sum(map(len, prompts)), 0
+        total = sum(map(len, prompts))
+        done = 0
         if total < MIN_TOKENS:
             return None
-        computer, fit = ChunkComputer(model, self._context), LeastSquares(model)
+        computer = ChunkComputer(model, self._context)
+        fit = LeastSquares(model)
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
             cache = run(blend_prefill(model, PrefillPlan.of(lay_out(prompt), full))).cache
             alone = computer.stream([chunk.ids for chunk in prompt.chunks[first:]])
-            spans, ropes = prompt.spans[first:], model.rope(torch.arange(len(prompt), device=model.device))
+            spans = prompt.spans[first:]
+            ropes = model.rope(torch.arange(len(prompt), device=model.device))
             within = [partial(_layer_at, model, cache, ropes, span) for span in spans]
             fit.add(spans, [TensorView(kv).layer for kv in alone], within)
             done += len(prompt)
@@ -199,7 +206,8 @@ def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list
     """Chunks in random order, each once: prompts of at most `limit` tokens, FIT_TOKENS of chunks in all."""
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(0)).tolist()
     groups: list[list[TokenIds]] = [[]]
-    left, room = FIT_TOKENS, min(limit, MAX_PROMPT_TOKENS) - len(prefix)
+    left = FIT_TOKENS
+    room = min(limit, MAX_PROMPT_TOKENS) - len(prefix)
     for ids in (chunks[n] for n in order):
         if left <= 0:
             break

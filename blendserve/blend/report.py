@@ -35,7 +35,8 @@ def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) 
 
 def _spans(plan: PrefillPlan, result: PassResult) -> Iterator[PromptSpan]:
     """The segments of the layout. All spans of a passage have the same reason."""
-    layout, recomputed = plan.layout, result.recomputed.tolist()
+    layout = plan.layout
+    recomputed = result.recomputed.tolist()
     learnt = {run.donor for run in layout.prompt.runs if run.is_learnt}
     reused = "corrected" if result.corrected else "reused"
     pairs = zip(_parts(layout), layout.segments, strict=True)
@@ -134,7 +135,8 @@ def _why_used(s: Segment) -> str:
 def _why_near(segments: Sequence[Segment], error: str) -> str:
     """Why a passage starts from text of other chunks, or why not. error: why a similar chunk could not be used."""
     used = [s for s in segments if s.state is not State.FRESH]
-    miss, n_donors = segments[0].miss, len({s.donor for s in used})
+    miss = segments[0].miss
+    n_donors = len({s.donor for s in used})
     reason = "It was not in the store"
     if miss and miss.kind != "absent":
         reason = f"It could not be used ({miss.detail})"

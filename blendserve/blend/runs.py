@@ -127,7 +127,8 @@ def _best_donors(hits: Sequence[Hit], most: int) -> list[ChunkKey]:
     numbers: dict[ChunkKey, int] = {}
     donors = np.array([numbers.setdefault(hit.key, len(numbers)) for hit in hits], np.int64)
     _, places = np.unique([hit.place for hit in hits], return_inverse=True)
-    keys, found = list(numbers), list[ChunkKey]()
+    keys = list(numbers)
+    found = list[ChunkKey]()
     is_left = np.ones(len(hits), bool)
     while is_left.any() and len(found) < most:
         best = int(np.bincount(donors[is_left]).argmax())
@@ -203,7 +204,8 @@ def best_cover(runs: Iterable[Run], least: int) -> tuple[Run, ...]:
         options += [(ends[m][0] + stop - stops[m], ends[m][1] - 1, m) for m in overlapping]
         ends.append(max(options))
         best.append(max(best[n], (*ends[n][:2], n)))
-    cover, n = list[Run](), best[-1][2]
+    cover = list[Run]()
+    n = best[-1][2]
     while n >= 0:
         run, before = ordered[n], ends[n][2]
         cut = max(0, stops[before] - run.span.start) if before >= 0 else 0
@@ -226,7 +228,8 @@ def _requests(runs: Iterable[Run], token_saves_s: float | None) -> list[ChunkReq
 
 def reuse_in_prompt(layout: Layout, fetch: Fetch, token_saves_s: float | None) -> Layout:
     """The layout of a plain prompt with the KV of its runs. A run is fresh if its donor cannot be read."""
-    prompt, segments = layout.prompt, list[Segment]()
+    prompt = layout.prompt
+    segments = list[Segment]()
     fetch.extend(donor_requests(prompt, token_saves_s))
     runs = [_moved(run, -len(prompt.prefix)) for run in prompt.runs]
     for segment in layout.segments:
@@ -245,7 +248,8 @@ def reuse_in_chunks(layout: Layout, fetch: Fetch, finder: RunFinder, token_saves
     if not missing:
         return layout
     equal = finder.in_chunks(missing)
-    errors, lost = {i: dict[ChunkKey, str]() for i in missing}, set[ChunkKey]()
+    errors = {i: dict[ChunkKey, str]() for i in missing}
+    lost = set[ChunkKey]()
     while True:
         runs = {i: choose_runs(found, MIN_RUN, lost) for i, found in equal.items()}
         fetch.extend(_requests((run for found in runs.values() for run in found), token_saves_s))

@@ -68,7 +68,9 @@ class Selection:
 
         No fewer than LEAST_RECOMPUTED of each reused chunk, unless the share is 0.
         """
-        n_found, reused, is_plain = 0, Counter[int](), self.layout.prompt.is_plain
+        n_found = 0
+        reused = Counter[int]()
+        is_plain = self.layout.prompt.is_plain
         for segment in segments:
             if segment.state is State.FRESH:
                 continue
