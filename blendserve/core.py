@@ -200,9 +200,8 @@ class PromptSpan(Span):
     reason: str  # why the prefix, passage, text or suffix started from what it did, as a sentence
     chunk: int | None = None  # number of the passage
     begins_chunk: bool = False
-    lookup: str = (
-        ""  # of the passage: hit | absent | corrupt | unreachable | slow link | codec | level | tables
-    )
+    # of the passage: hit | absent | corrupt | unreachable | slow link | codec | level | tables
+    lookup: str = ""
     source: str = ""  # of KV, used or not: memory | local | remote | computed | near
     recomputed: TokenIds = ()  # positions that the policy chose; none unless it is moved
     is_lossy: bool = False  # exact, but for the loss of its codec

@@ -31,9 +31,8 @@ class BlendserveError(Exception):
     line: the number of the line or record in `path`, from 1
     """
 
-    public: ClassVar[str] = (
-        ""  # what clients of a server read in place of the message; "": the message itself
-    )
+    # what clients of a server read in place of the message; "": the message itself
+    public: ClassVar[str] = ""
 
     def __init__(
         self, message: str = "", *, setting: str | None = None, path: object = None, line: int | None = None

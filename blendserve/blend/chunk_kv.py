@@ -49,9 +49,8 @@ class ChunkKeys:
     dtype: str
     context: TokenIds  # which every chunk's KV is computed after
     namespace: str = ""
-    scope: str | None = (
-        None  # whose prompts the chunks were learnt from; None: of chunks that were precomputed
-    )
+    # whose prompts the chunks were learnt from; None: of chunks that were precomputed
+    scope: str | None = None
 
     def __call__(self, ids: TokenIds) -> ChunkKey:
         fields = self.fingerprint, self.context, ids, self.dtype

@@ -61,9 +61,8 @@ class Segment:
     is_short: bool = False  # fresh, as its stored chunk has fewer than LEAST_REUSED tokens
     is_seam: bool = False  # fresh, as a state map begins behind it
     donor: ChunkKey | None = None  # the stored chunk that the view belongs to, of a run
-    miss: Miss | None = (
-        None  # why the chunk's own KV, or that of a chunk found in a plain prompt, is not here
-    )
+    # why the chunk's own KV, or that of a chunk found in a plain prompt, is not here
+    miss: Miss | None = None
 
     @property
     def is_placed(self) -> bool:

@@ -65,7 +65,8 @@ def check_shard(shard: object) -> tuple[int, int]:
 
 def chunks_within(passages: Iterable[Passage], prompts: PromptBuilder, limit: int) -> list[TokenIds]:
     """The chunks of passages. limit: tokens of a prompt. Raises InputError for a passage that fits no prompt."""
-    room, found = max(0, limit - len(prompts.kv_context)), list[TokenIds]()
+    room = max(0, limit - len(prompts.kv_context))
+    found = list[TokenIds]()
     for passage in passages:
         if least := prompts.at_least([passage.title, passage.text], room):
             raise InputError(

@@ -40,7 +40,8 @@ LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a sha
 
 def plan_memory(model: LoadedModel, config: ServeConfig, store: StoreConfig) -> MemoryPlan:
     """What a server of a loaded model takes beside it. Raises ConfigError for slots that do not fit."""
-    n_tokens, mb = tokens_of_slots(model.decoder, config.slots, config.slot_tokens), config.conversations_mb
+    n_tokens = tokens_of_slots(model.decoder, config.slots, config.slot_tokens)
+    mb = config.conversations_mb
     kept = fit(CONVERSATIONS) if mb is None else checked_cap(round(mb * 1e6), "serve.conversations_mb")
     return MemoryPlan(
         weights=model.weight_bytes,
@@ -67,13 +68,15 @@ class BatchEngine:
     def __init__(self, engine: Engine, observer: Observer, config: ServeConfig) -> None:
         """Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
-        model, plan = engine.model, plan_memory(engine.model, config, engine.config.store)
+        model = engine.model
+        plan = plan_memory(engine.model, config, engine.config.store)
         log.info("Memory: %s", plan)
         self.engine, self.fetcher = engine, engine.fetcher
         self.pool = CachePool(model.decoder, config.slots, plan.slot_tokens)
         self.fetcher.copies.shared.cap_bytes = plan.shared
         engine.blender.prefixes.cap_bytes = plan.conversations
-        share, throttle = config.prefill_share, BackgroundThrottle(config.background_share)
+        share = config.prefill_share
+        throttle = BackgroundThrottle(config.background_share)
         self.scheduler = Scheduler(
             model, self.pool, config.max_concurrent, config.gap_s, share, observer, throttle
         )

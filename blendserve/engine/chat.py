@@ -98,7 +98,8 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
     """
     if chat.tools and "tools" not in (choose(tokenizer.chat_template, True) or ""):
         chat = chat.in_words()
-    controls, marks = control_tokens(tokenizer), dict[str, str]()
+    controls = control_tokens(tokenizer)
+    marks = dict[str, str]()
     nonce = secrets.token_hex(8)
 
     def mark(found: re.Match[str]) -> str:
@@ -108,7 +109,10 @@ def chat_ids(tokenizer: Any, chat: Chat, tokenize: Tokenize) -> tuple[TokenIds, 
     given = chat.messages, chat.tools, chat.variables
     messages, tools, variables = _map_texts(given, lambda text: controls.sub(mark, text))
     rendered = _render(tokenizer, messages, tools, variables)
-    ids, starts, stops, at = list[int](), list[int](), list[int](), 0
+    ids = list[int]()
+    starts = list[int]()
+    stops = list[int]()
+    at = 0
     for part in filter(None, re.split(f"(<{nonce}-[0-9]+>)", rendered)):
         is_control = part in marks
         new, places = tokenize(marks[part] if is_control else part, is_control, len(ids))

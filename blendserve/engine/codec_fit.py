@@ -119,7 +119,8 @@ def fit(
 
     def samples() -> Iterator[Sample]:
         """The chunks with their KV, computed as precompute does, while they are read."""
-        done, total = 0, sum(map(len, chunks))
+        done = 0
+        total = sum(map(len, chunks))
         computer = ChunkComputer(model.decoder, prompts.kv_context)
         for ids, kv in zip(chunks, computer.stream(chunks), strict=True):
             yield ids, kv
@@ -151,7 +152,8 @@ def self_generated_text(
     model: LoadedModel, tokens: int, progress: Progress = lambda done, total: None
 ) -> list[TokenIds]:
     """Texts of `tokens` tokens together, the same each time, to rounding; without end and control tokens."""
-    primer, sample = _primer_cache(model), _sampler(model)
+    primer = _primer_cache(model)
+    sample = _sampler(model)
     texts: list[TokenIds] = []
     while (missing := tokens - TEXT_TOKENS * len(texts)) > 0:
         n = min(BATCH, -(-missing // TEXT_TOKENS))
@@ -193,7 +195,8 @@ def _sampler(model: LoadedModel) -> Callable[[Tensor], list[int]]:
     """Probabilities [n, V] of the vocabulary, or of its front -> a token each, from a seed."""
     added = getattr(model.tokenizer, "added_tokens_decoder", {})
     control = {*model.end_tokens, *(i for i, token in added.items() if token.special)}
-    allowed, random = torch.ones(model.decoder.vocab_size), torch.Generator().manual_seed(0)
+    allowed = torch.ones(model.decoder.vocab_size)
+    random = torch.Generator().manual_seed(0)
     allowed[[i for i in control if i < len(allowed)]] = 0.0
 
     def sample(probabilities: Tensor) -> list[int]:

@@ -292,7 +292,8 @@ class Engine:
             )
         if request.blend.method not in {"auto", "full"}:
             self.gate.require()
-        reference, why = OwnDecoding(self.model.decoder), f"the model fails {self.gate.failure}"
+        reference = OwnDecoding(self.model.decoder)
+        why = f"the model fails {self.gate.failure}"
         sequence = TokenSequence(
             request, self.model, partial(reference_prefill, reference=reference, why=why)
         )
@@ -306,7 +307,8 @@ class Engine:
         """
         view = copy(self)
         view.config = self.config.replace("store.namespace", namespace)
-        view._owns_store, view.blender = False, self.blender.over(self.store, namespace)
+        view._owns_store = False
+        view.blender = self.blender.over(self.store, namespace)
         return view
 
     def close(self) -> None:

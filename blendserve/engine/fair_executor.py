@@ -97,7 +97,9 @@ class BackgroundThrottle:
         self, share: float = BACKGROUND_SHARE, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """share: of the time, that the work keeps while requests are in flight."""
-        self._share, self._clock, self._not_before = share, clock, clock()
+        self._share = share
+        self._clock = clock
+        self._not_before = clock()
 
     @contextmanager
     def charged(self, in_flight: Callable[[], bool]) -> Iterator[None]:
@@ -144,7 +146,8 @@ class FairExecutor:
 
         throttle: of long jobs while a request is in flight anywhere. has_other_tenants: whether another tenant's is.
         """
-        self._waiting, self._queue = FairQueue[_QueuedCall](), queue
+        self._waiting = FairQueue[_QueuedCall]()
+        self._queue = queue
         self._throttle = throttle or BackgroundThrottle()
         self._in_flight = in_flight
         self._has_other_tenants, self._clock = has_other_tenants, clock

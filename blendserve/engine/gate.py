@@ -155,9 +155,11 @@ def _prompt(model: LoadedModel) -> Prompt:
             chunks.append(Chunk(ids(text + "".join(notes))))
         return Prompt(ids(PREFIX, is_start=True), tuple(chunks), ids(QUESTION))
 
-    prompt, n_notes = of_notes(0), 0
+    prompt = of_notes(0)
+    n_notes = 0
     while len(prompt) <= window and len(longer := of_notes(n_notes + 1)) <= limit:
-        prompt, n_notes = longer, n_notes + 1
+        prompt = longer
+        n_notes = n_notes + 1
     return prompt
 
 
@@ -217,9 +219,12 @@ class _GateChecks:
 
     def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""
-        model, kv, start = self.model, self.stored[0], len(self.prompt.prefix)
+        model = self.model
+        kv = self.stored[0]
+        start = len(self.prompt.prefix)
         here = torch.arange(start, start + kv.n_tokens, device=model.device)
-        there, distances = here + model.context_limit - start - kv.n_tokens, []
+        there = here + model.context_limit - start - kv.n_tokens
+        distances = []
         n = kv.n_layers
         for l, keys, a, b in zip(range(n), kv.keys, model.rope(here)[:n], model.rope(there)[:n], strict=True):
             if l in model.recurrent:
@@ -231,7 +236,8 @@ class _GateChecks:
 
     def _first_keys_distance(self, cache: KVCache) -> float:
         """Keys of the chunks in the first attention layer as placed; above recurrent layers, of one chunk."""
-        l, distances = self.model.attention_layer, list[float]()
+        l = self.model.attention_layer
+        distances = list[float]()
         for span in self.prompt.spans[: 1 if l else None]:
             ours, own = (keys[:, span.start : span.stop] for keys in (cache.keys[l], self.own.keys[l]))
             distances.append(_keys_distance(ours, own))
@@ -242,12 +248,14 @@ class _GateChecks:
 
         Not the worst position: in a mixture of experts, rounding alone may send a token to another expert.
         """
-        n, distances = len(self.prompt), []
+        n = len(self.prompt)
+        distances = []
         for ours, own in ((kv.keys, self.own.keys), (kv.values, self.own.values)):
             for mine, theirs in zip(ours[: self.model.n_kv_layers], own, strict=True):
                 if not len(theirs):
                     continue  # of a recurrent layer
-                a, b = mine[:, :n].float(), theirs[:, :n].float()
+                a = mine[:, :n].float()
+                b = theirs[:, :n].float()
                 distances.append(float((a - b).norm() / b.norm().clamp_min(TINY)))
         return _worst(distances)
 

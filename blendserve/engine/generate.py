@@ -152,10 +152,13 @@ class TokenSequence:
         One more than were drafted right, or fewer if the answer ends before.
         """
         draft, self._draft = self._draft, []
-        deltas, self.n_new, self._n_passes = list[TextDelta](), 0, self._n_passes + 1
+        deltas = list[TextDelta]()
+        self.n_new = 0
+        self._n_passes = self._n_passes + 1
         for row, drafted in zip(logits.view(-1, logits.shape[-1]), [*draft, None], strict=True):
             token = self._sampler(row)
-            self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
+            self.n_new = self.n_new + 1
+            self._n_sampled = self._n_sampled + 1
             if self._n_sampled == 1:  # before the answer can end
                 self.ttft = self._token_at = self.request.clock.elapsed()
             deltas.append(self._add(token, row))
@@ -164,7 +167,8 @@ class TokenSequence:
         if self._drafter:
             self._drafter.judge(len(draft), self.n_new - 1)
         now = self.request.clock.elapsed()
-        self.gap_s, self._token_at = (now - self._token_at) / self.n_new, now
+        self.gap_s = (now - self._token_at) / self.n_new
+        self._token_at = now
         return [delta for delta in deltas if delta.text or delta.logprobs]
 
     def _add(self, token: int, logits: Tensor) -> TextDelta:
@@ -197,7 +201,9 @@ class TokenSequence:
         assert self.prefilled
         piece += self._detokenizer.flush()
         self._text += piece
-        report, tokens, passages = self.prefilled.report, tuple(self._tokens), self.request.passages
+        report = self.prefilled.report
+        tokens = tuple(self._tokens)
+        passages = self.request.passages
         ended = reason, self._detokenizer.stop_sequence
         logprobs = tuple(self._logprobs)
         details = logprobs, tuple(self._citations())
@@ -212,7 +218,8 @@ class TokenSequence:
             yield from Citer(request.passages, request.question).cite(self._text)
 
     def _timings(self) -> Timings:
-        seconds, n = self.request.clock.seconds, len(self._tokens)
+        seconds = self.request.clock.seconds
+        n = len(self._tokens)
         decode = self.request.clock.elapsed() - self.ttft
         return Timings(
             **{stage: seconds[stage] for stage in STAGES},
@@ -237,7 +244,9 @@ def prefill(sequence: TokenSequence, blender: Blender) -> Steps[Prefilled]:
 
 def _scored_prefill(request: PreparedRequest, model: DecoderModel, cache: KVCache) -> Steps[Prefilled]:
     """Full prefill that finds the log probabilities of the prompt's tokens."""
-    ids, n_top, found = request.prompt.ids, request.rules.logprobs or 0, list[TokenLogprob]()
+    ids = request.prompt.ids
+    n_top = request.rules.logprobs or 0
+    found = list[TokenLogprob]()
     with request.clock.stage("prefill"):
         hidden = yield from read(model, cache, ids)
         for start in range(0, len(ids), SCORED_ROWS):
@@ -275,12 +284,15 @@ class AnswerStream:
         decode: makes the others; a DecodeRunner over the prefilled cache if None, which runs drafts, too. on_end: called
         after the last one with the chunks that were missing, if any were.
         """
-        request, prefilled, self._draft_room = sequence.request, run(sequence.steps), 0
+        request = sequence.request
+        prefilled = run(sequence.steps)
+        self._draft_room = 0
         self.passages, self.report = request.passages, prefilled.report
         if decode is None:
             cache, n_new = prefilled.result.cache, request.decode.answer_tokens
             runner = DecodeRunner.over(sequence.model.decoder, cache, len(request.prompt), n_new)
-            decode, self._draft_room = runner.step, runner.draft_room(1)
+            decode = runner.step
+            self._draft_room = runner.draft_room(1)
         first = sequence.start(prefilled)
         self.ttft = sequence.ttft
         self._sequence = sequence
@@ -321,7 +333,8 @@ def generate(
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    runner, sampler = DecodeRunner.over(model, cache, length, config.answer_tokens), Sampler(config)
+    runner = DecodeRunner.over(model, cache, length, config.answer_tokens)
+    sampler = Sampler(config)
     for at in range(length, length + config.answer_tokens):
         token = sampler(logits)
         if token in end:

@@ -46,7 +46,8 @@ class LearntChunks:
 
     def admits(self, ids: TokenIds, writer: ChunkWriter) -> bool:
         """Count a chunk that is to be stored by this writer, and delete others for it -> False: it is not learnt."""
-        key, n_bytes = writer.key(ids), writer.expected_bytes(len(ids))
+        key = writer.key(ids)
+        n_bytes = writer.expected_bytes(len(ids))
         if self._bytes is None:
             self._bytes = OrderedDict(writer.stored_bytes())
             self.n_bytes = sum(self._bytes.values())
@@ -97,7 +98,8 @@ class Learner:
 
         start: of what the prefix cache did not have. What stored chunks were found in is left out.
         """
-        ids, found = np.asarray(prompt.ids, np.int64), list[Span]()
+        ids = np.asarray(prompt.ids, np.int64)
+        found = list[Span]()
         for gap in _gaps(prompt, start):
             text = ids[gap.start : gap.stop]
             hits = self._index.find(text)

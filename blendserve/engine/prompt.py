@@ -68,7 +68,9 @@ class PromptBuilder:
 
         Raises ModelUnsupported for a chat template that does not repeat what it is given.
         """
-        self._tokenizer, self._literal, self._config = tokenizer, literal_tokenizer(tokenizer), config
+        self._tokenizer = tokenizer
+        self._literal = literal_tokenizer(tokenizer)
+        self._config = config
         self._now = datetime.fromisoformat(config.date)
         self._head, self._tail = self._template(())
         if self._template(())[0] != self._head:
@@ -97,7 +99,9 @@ class PromptBuilder:
 
         Short texts are not tokenised. Long ones are tokenised piece by piece, as far as decides it: words may be long.
         """
-        stripped, n, piece = [text.strip() for text in texts], 0, LONG * (limit + PIECE)
+        stripped = [text.strip() for text in texts]
+        n = 0
+        piece = LONG * (limit + PIECE)
         if sum(map(len, stripped)) <= LONG * limit:
             return 0
         for text in stripped:

@@ -81,9 +81,8 @@ class Request:
     rules: AnswerRules = field(default_factory=AnswerRules)
     may_fill: bool = False  # whether the answer may fill the context; `decode.max_new_tokens` is a cap then
     queries: tuple[str, ...] = ()  # that retrieve passages, in place of the question
-    small_talk: Chat | None = (
-        None  # the whole prompt, where no passage is as similar as `retrieve.chat_score`
-    )
+    # the whole prompt, where no passage is as similar as `retrieve.chat_score`
+    small_talk: Chat | None = None
 
     def split(self: AnyRequest, separator: str) -> AnyRequest:
         """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
@@ -142,7 +141,8 @@ def prepare_request(
     An answer's length is what the prompt leaves of it, at most. Raises ConfigError, InputError, PromptTooLong, and the
     errors of `search`.
     """
-    blend, decode = config.blend.with_values(**request.blend), config.decode.with_values(**request.decode)
+    blend = config.blend.with_values(**request.blend)
+    decode = config.decode.with_values(**request.decode)
     if request.rules.scores_prompt:
         blend = blend.with_values(method="full")
     validate_blend(blend, model)

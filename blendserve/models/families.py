@@ -50,9 +50,8 @@ class Family:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     norm: NormForm | OtherNorm = RMS  # of all its norms
-    plain_norm: OtherNorm | None = (
-        None  # in its place the norm of queries, keys and embeddings, without weights, and the last
-    )
+    # in its place the norm of queries, keys and embeddings, without weights, and the last
+    plain_norm: OtherNorm | None = None
     post_eps: str | None = None  # setting with the epsilon of the norms after attention and MLP
     names: Mapping[str, str] = field(
         default_factory=dict
@@ -66,15 +65,13 @@ class Family:
     shared_mlp: str | None = None  # an MLP beside the experts, unless config.shared_intermediate_size is 0
     fused_qkv: bool = False  # one qkv_proj instead of three
     recurrent: str | None = None  # the mixer of its recurrent layers
-    side_by_side: bool = (
-        False  # a layer has a mixer beside attention; here it is two layers, the mixer's first
-    )
+    # a layer has a mixer beside attention; here it is two layers, the mixer's first
+    side_by_side: bool = False
     matrix_state: bool = False  # a state changes by a matrix, not by a number of each head
     llama_norms: bool = False  # recurrent layers have norms where Llama has them, in place of those above
     latent: bool = False  # keys and values of all heads are made of one latent (multi-head latent attention)
-    gate: Gate | None = (
-        None  # of attention's output, by head or by dim; q_proj: each head's queries, then its gate
-    )
+    # of attention's output, by head or by dim; q_proj: each head's queries, then its gate
+    gate: Gate | None = None
     qk_norm: Literal["no", "head", "width"] = "no"  # norms before RoPE: of each head, or over all
     v_norm: bool = False  # of each head, without weights
     kv_heads: Callable[[Any, int], int] = _kv_heads  # of a layer

@@ -42,9 +42,8 @@ from blendserve.store.base import Progress
 MEASURED_TOKENS = 32  # of full prefill's answer, at most: longer ones cost more than they tell
 WORK = ("policy", "ratio", "refine", "correction", "near")  # options that say what is recomputed
 SAVED_EVERY = 8  # prompts of a calibration
-CHUNKS_PER_PROMPT = (
-    50  # times the chunks of a prompt: to measure one is estimated to take 5 times what its chunks took
-)
+# times the chunks of a prompt: to measure one is estimated to take 5 times what its chunks took
+CHUNKS_PER_PROMPT = 50
 
 CheckListener = Callable[[str, Loss | None, float], None]
 """(result, loss, seconds): called after a check with the result done or lost (a chunk had left the store, or there was no

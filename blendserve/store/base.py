@@ -287,7 +287,8 @@ class KVStore(ABC):
         self, keys: Iterable[ChunkKey], problem: Callable[[ChunkKey], str], progress: Progress | None
     ) -> VerifyReport:
         """problem: what is wrong with a chunk, "" for a whole one; may raise StoreError."""
-        todo, bad = sorted(keys), list[tuple[str, str]]()
+        todo = sorted(keys)
+        bad = list[tuple[str, str]]()
         for done, key in enumerate(todo, start=1):
             try:
                 what = problem(key)

@@ -12,7 +12,8 @@ class LastMessages:
     """The last messages. Thread-safe."""
 
     def __init__(self, most: int = MOST) -> None:
-        self._most, self._seen = most, OrderedDict[str, None]()
+        self._most = most
+        self._seen = OrderedDict[str, None]()
         self._lock = threading.Lock()
 
     def is_new(self, message: str) -> bool:

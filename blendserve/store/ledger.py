@@ -63,7 +63,8 @@ class UsageLog:
         self._admission, self._clock = admission, clock
         self._notes = Notes()
         self._logged = LastMessages()
-        self._last, self._written = 0, clock.monotonic()
+        self._last = 0
+        self._written = clock.monotonic()
         self._lock = threading.Lock()
 
     def now(self) -> int:
@@ -108,7 +109,8 @@ class UsageLog:
     def drain(self) -> Notes:
         """Remove the notes, for the caller to write; `restore` them if that fails."""
         with self._lock:
-            notes, self._notes = self._notes, Notes()
+            notes = self._notes
+            self._notes = Notes()
             return notes
 
     def drop_uses(self) -> None:

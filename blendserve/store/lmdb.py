@@ -55,9 +55,8 @@ from blendserve.store.txn_store import TxnStore
 
 MIB = 1 << 20
 WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
-TURN_S = (
-    0.1  # that a thread waits for another process at a time, while other threads of its own wait behind it
-)
+# that a thread waits for another process at a time, while other threads of its own wait behind it
+TURN_S = 0.1
 
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,8 @@ class LMDBStore(TxnStore):
         """A store on a disk that can only be read is opened for reading, with a warning."""
         assert path is not None
         data = path / "data.mdb"
-        cap_bytes, free = config.cap_bytes, free_disk(path)
+        cap_bytes = config.cap_bytes
+        free = free_disk(path)
         if free is not None:
             free += data.stat().st_size if data.exists() else 0
             fits = min(cap_bytes, free)
@@ -214,7 +214,8 @@ _opening = threading.RLock()  # taken before `_lock`, and held while files are o
 
 def _renew_lock() -> None:
     global _lock, _opening
-    _lock, _opening = threading.RLock(), threading.RLock()
+    _lock = threading.RLock()
+    _opening = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # Unix alone has forks

@@ -72,7 +72,8 @@ class MemoryStore(TxnStore):
         self._refuse_forked()
         with self._lock:
             if self._readers:  # they keep reading the old dictionary
-                self._data, self._readers = self._data.copy(), 0
+                self._data = self._data.copy()
+                self._readers = 0
             txn = _DictTxn(self._data)
             try:
                 yield txn

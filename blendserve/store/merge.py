@@ -11,7 +11,8 @@ def merge(source: KVStore, into: KVStore, progress: Progress | None = None) -> t
 
     Blobs are copied first, so that no chunk lacks its tables. Raises StoreFull; copied chunks stay.
     """
-    copied, damaged = 0, _merge_blobs(source, into)
+    copied = 0
+    damaged = _merge_blobs(source, into)
     keys = list(source.keys())
     present = into.contains(keys)
     keys = [key for key in keys if key not in present]
@@ -28,7 +29,8 @@ def merge(source: KVStore, into: KVStore, progress: Progress | None = None) -> t
 
 def _merge_blobs(source: KVStore, into: KVStore) -> int:
     """Copy the blobs that `into` lacks; its own stay current -> number of damaged ones."""
-    present, damaged = {info.hash for info in into.blobs.list()}, 0
+    present = {info.hash for info in into.blobs.list()}
+    damaged = 0
     for info in source.blobs.list():
         try:
             if info.hash not in present and (raw := source.blobs.get(info.hash)) is not None:

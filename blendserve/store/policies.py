@@ -69,7 +69,9 @@ class TinyLFU:
     restart a chunk that was looked up once more than its victims is admitted.
     """
 
-    ROWS, WIDTH, TOP = 4, 1 << 15, 15
+    ROWS = 4
+    WIDTH = 1 << 15
+    TOP = 15
     _rows = np.arange(ROWS)
 
     def __init__(self, seed: int | None = None) -> None:

@@ -182,7 +182,8 @@ class SpanIndex:
         # a new list: `find` may be reading the old one
         self._keys = [key for key in self._keys if key is not None]
         self._slots = {key: slot for slot, key in enumerate(self._keys) if key is not None}
-        self._tables, self._filter = tuple(tables), _Filter(tables)
+        self._tables = tuple(tables)
+        self._filter = _Filter(tables)
 
 
 class _Filter:
@@ -248,7 +249,8 @@ def _best(at: Tokens, slots: Tokens, most: int) -> tuple[Tokens, Tokens]:
     is_new = np.ones(len(at), bool)
     is_new[1:] = (np.diff(at) != 0) | (np.diff(slots) != 0)
     at, slots = at[is_new], slots[is_new]
-    numbers, is_first = np.arange(len(at)), np.ones(len(at), bool)
+    numbers = np.arange(len(at))
+    is_first = np.ones(len(at), bool)
     is_first[1:] = np.diff(at) != 0
     rank = numbers - np.maximum.accumulate(np.where(is_first, numbers, 0))
     kept = np.sort(np.lexsort((at, rank))[: min(most, int((rank < MOST).sum()))])

@@ -58,7 +58,8 @@ class TxnSnapshot:
 
     def __init__(self, txn: Txn, usage: UsageLog, trusted: bool) -> None:
         self.txn, self._usage, self._trusted = txn, usage, trusted
-        self._using, self._ended = threading.Lock(), False
+        self._using = threading.Lock()
+        self._ended = False
 
     def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
         raw = self.raw(HEADER + key)
@@ -160,7 +161,8 @@ class TxnStore(KVStore):
     # Leases
 
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
-        now, granted = self._clock.time_ns(), set[ChunkKey]()
+        now = self._clock.time_ns()
+        granted = set[ChunkKey]()
         lease = _LEASE.pack(now, now + round(seconds * 1e9), self._owner.to_bytes())
         try:
             with self._write(REQUEST_WAIT_S) as ledger:
@@ -196,7 +198,8 @@ class TxnStore(KVStore):
         tag = namespace_tag(namespace)
         with self._begin_read() as txn:
             ledger = Ledger(txn)
-            totals, counts = ledger.totals(tag), ledger.counts(tag)
+            totals = ledger.totals(tag)
+            counts = ledger.counts(tag)
         counts.update(self._usage.counts(tag))
         return self._make_stats(totals, counts, namespace)
 
@@ -241,7 +244,9 @@ class TxnStore(KVStore):
         return victims
 
     def _put(self, record: ChunkRecord, pin: bool) -> None:
-        key, header, segments = record.key, record.header_bytes(), record.segments()
+        key = record.key
+        header = record.header_bytes()
+        segments = record.segments()
         with self._write(None if pin else REQUEST_WAIT_S) as ledger:
             before = ledger.entry(key)
             more = record.n_bytes - (before.n_bytes if before else 0)
@@ -265,7 +270,8 @@ class TxnStore(KVStore):
         notes = Notes()
         try:
             with self._begin_write(wait_s) as txn:
-                notes, ledger = self._usage.drain(), Ledger(txn)
+                notes = self._usage.drain()
+                ledger = Ledger(txn)
                 ledger.pull_back(self._usage.now())
                 ledger.write(notes)
                 yield ledger

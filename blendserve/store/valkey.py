@@ -66,7 +66,9 @@ class ValkeyStore(KVStore):
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
         self._usage = UsageLog(Always(), clock)
         self.client = BoundedClient(ValkeyPeer(config), clock=clock)
-        self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
+        self._owner = secrets.token_bytes(16)
+        self._leased = set[ChunkKey]()
+        self._lock = threading.Lock()
         self._closed = False
         self.blobs: ValkeyBlobs = ValkeyBlobs(self)
 
@@ -143,7 +145,8 @@ class ValkeyStore(KVStore):
         return {key for key, is_stored in zip(asked, found, strict=True) if is_stored}
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
+        asked = list(keys)
+        found = dict[ChunkKey, ChunkInfo]()
 
         def ask(pipeline: Client, key: ChunkKey) -> None:
             pipeline.hget(chunk_name(key), layout.HEADER)
@@ -170,7 +173,8 @@ class ValkeyStore(KVStore):
 
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         self._check(writing=True)
-        record, name = record.for_key(key), chunk_name(key)
+        record = record.for_key(key)
+        name = chunk_name(key)
         expires_s, n_fields = self._each([key], lambda p, key: (p.ttl(name), p.hlen(name)))
         layers_before = max(0, n_fields - 1)
 
@@ -243,7 +247,8 @@ class ValkeyStore(KVStore):
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Count the entries; those whose chunks the server has evicted are removed before."""
-        totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
+        totals = Totals()
+        counts = self._usage.counts(namespace_tag(namespace))
         for tag in self._tags(namespace):
             for entry in self._entries(tag).values():
                 totals = totals.add(entry)
@@ -383,7 +388,8 @@ class ValkeyBlobs(BlobStore):
         hash = tables_hash(raw)
         check_room(self.list(), hash, len(raw))
         info = BlobInfo(hash, kind, owner, len(raw), self._store._usage.now() if current else 0)
-        name, about = layout.blob_name(hash), info.to_bytes()
+        name = layout.blob_name(hash)
+        about = info.to_bytes()
         self._store._ask(lambda client: (client.set(name, raw), client.hset(layout.BLOBS, hash, about)))
         return hash
 

@@ -51,7 +51,8 @@ class ValkeyPeer:
     """The server or cluster of the settings. Raises StoreUnavailable if the client's package is missing."""
 
     def __init__(self, config: ValkeyConfig) -> None:
-        self._config, self._lib = config, library()
+        self._config = config
+        self._lib = library()
         self.where, self.server, self.deadline_s = config.where, config.server, config.deadline_s
 
     def connect(self) -> Client:
@@ -90,7 +91,8 @@ class ValkeyPeer:
 
     def explain(self, error: Exception) -> StoreError | str:
         """Our error for one of valkey-py's; a text that follows the server's name if the error opens the breaker."""
-        lib, text = self._lib, str(error)
+        lib = self._lib
+        text = str(error)
         if isinstance(error, PeerUnusable):
             return text
         if isinstance(error, lib.AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):
@@ -124,7 +126,8 @@ class ValkeyPeer:
 
     def _options(self) -> dict[str, Any]:
         """Raises PeerUnusable."""
-        config, password = self._config, os.environ.get(PASSWORD)
+        config = self._config
+        password = os.environ.get(PASSWORD)
         if config.secret_file:
             password = read_file(config.secret_file, "secret_file").strip()
         options: dict[str, Any] = {"password": password or None, "socket_timeout": config.deadline_s}

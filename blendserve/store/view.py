@@ -67,7 +67,8 @@ class _RecordDecoder:
 
     def __init__(self, record: ChunkRecord, codec: Codec) -> None:
         self._record, self._codec = record, codec
-        self._decoder, self._next = codec.decoder(record.shape), 0  # layers are decoded up to here
+        self._decoder = codec.decoder(record.shape)
+        self._next = 0  # layers are decoded up to here
         self._decoding = threading.Lock()
         self._ahead: dict[int, Pair] = {}  # decoded layers that `layer` has not returned yet
 
@@ -110,7 +111,8 @@ class _RecordDecoder:
             raise CorruptRecord(self._record.key, f"layer {l} cannot be decoded: {error}", l) from error
 
     def _restart(self) -> None:
-        self._decoder, self._next = self._codec.decoder(self._record.shape), 0
+        self._decoder = self._codec.decoder(self._record.shape)
+        self._next = 0
 
 
 def open_view(record: ChunkRecord, tables: Tables, shape: ChunkShape | None = None) -> RecordView | Miss:

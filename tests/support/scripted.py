@@ -29,9 +29,8 @@ TOOLS_TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-NO_THOUGHTS = (
-    "<think></think>\n"  # in front of an answer, as Qwen's template has it for a model that must not think
-)
+# in front of an answer, as Qwen's template has it for a model that must not think
+NO_THOUGHTS = "<think></think>\n"
 REPLY_TEMPLATE = f"{{%- if messages[-1].role == 'tool' %}}{NO_THOUGHTS}{{% endif %}}"
 
 

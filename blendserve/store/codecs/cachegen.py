@@ -80,7 +80,8 @@ class CacheGen(Codec):
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        scales, n = 4 * shape.n_tokens, 2 * shape.n_tokens * math.prod(shape.of_every_layer)
+        scales = 4 * shape.n_tokens
+        n = 2 * shape.n_tokens * math.prod(shape.of_every_layer)
         for length in lengths:
             if length < scales or length % 4 or length > scales + 3 * n + 16:  # 24 bits an integer at most
                 raise ValueError(f"it says {length} bytes a layer, which is no length of {n} integers")
@@ -93,9 +94,12 @@ class CacheGen(Codec):
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """The frequency of each integer in each channel, at every number of bins."""
-        counts, n_tokens, shape = np.zeros(1), 0, (0, 0, 0)
+        counts = np.zeros(1)
+        n_tokens = 0
+        shape = (0, 0, 0)
         for _, kv in samples:
-            counts, n_tokens = counts + _counts(kv), n_tokens + kv.n_tokens
+            counts = counts + _counts(kv)
+            n_tokens = n_tokens + kv.n_tokens
             shape = (kv.n_layers, *ChunkShape.of(kv).of_every_layer)
         if n_tokens < FEWEST:
             raise InputError(f"{n_tokens} tokens are too few to fit tables on: give at least {FEWEST}")
@@ -145,7 +149,8 @@ class CacheGen(Codec):
         return self._models[l, part]
 
     def _segment(self, l: int, kv: ChunkKV) -> bytes:
-        coder, scales = constriction.stream.stack.AnsCoder(), [b"", b""]
+        coder = constriction.stream.stack.AnsCoder()
+        scales = [b"", b""]
         for part, x in ((1, kv.values[l]), (0, kv.keys[l])):  # a stack: the last is decoded first
             scale, integers = quantised(x, self._bins(l, part))
             scales[part] = scale.view(torch.uint8).numpy().tobytes()
@@ -195,7 +200,8 @@ def _values(rows: np.ndarray, scales: Tensor, bins: int, shape: ChunkShape) -> T
 
 def _counts(kv: ChunkKV) -> np.ndarray:
     """[L, 2, K * D, 53]"""
-    both, parts = torch.stack((stacked(kv.keys), stacked(kv.values)), dim=1), []  # [L, 2, K, C, D]
+    both = torch.stack((stacked(kv.keys), stacked(kv.values)), dim=1)
+    parts = []  # [L, 2, K, C, D]
     for n, bins in ((symbols_of(bins), bins) for bins in BINS):
         integers = quantised(both, bins)[1].long().transpose(-1, -2)  # [L, 2, K * D, C]
         rows = torch.arange(math.prod(integers.shape[:3])).view(*integers.shape[:3], 1)

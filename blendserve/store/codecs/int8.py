@@ -46,7 +46,8 @@ class Int8(Raw):
         n_tokens, (heads, *dims) = shape.n_tokens, shape.layers[l]
         # scales and centres are exact in bf16, but need not be in fp16
         working = shape.dtype if shape.dtype == torch.bfloat16 else torch.float32
-        count, n_scales = heads * n_tokens * sum(dims), heads * n_tokens
+        count = heads * n_tokens * sum(dims)
+        n_scales = heads * n_tokens
         numbers = torch.frombuffer(segment, dtype=torch.int8, count=count)
         integers = torch.split(numbers, [n_scales * d for d in dims])
         rest = torch.split(

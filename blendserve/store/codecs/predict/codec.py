@@ -70,7 +70,8 @@ class Predict(Codec):
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
-        n_tokens, width = shape.n_tokens, 2 * math.prod(shape.of_every_layer)
+        n_tokens = shape.n_tokens
+        width = 2 * math.prod(shape.of_every_layer)
         raw = n_tokens * width * shape.dtype.itemsize
         most = n_tokens * (width + 8) + _COUNTS.size + raw
         if not 2 * n_tokens + _COUNTS.size <= lengths[0] <= most:
@@ -152,8 +153,10 @@ class Predict(Codec):
 
     def _encode_first(self, numbers: Tensor, ids: Sequence[int], far: Tensor) -> tuple[bytes, Tensor]:
         """[C, W] -> the segment, and the codes [C, W] that the decoder gets from it."""
-        tables, codes = self.tables, self.codes(0, numbers)
-        known, at = len(tables.ids), np.full(len(codes), -1)
+        tables = self.tables
+        codes = self.codes(0, numbers)
+        known = len(tables.ids)
+        at = np.full(len(codes), -1)
         if known and len(ids) == len(codes):
             given = torch.tensor(ids)
             place = torch.searchsorted(tables.ids, given).clamp(max=known - 1)
@@ -172,7 +175,9 @@ class Predict(Codec):
         self, l: int, numbers: Tensor, below: Tensor, symbols: np.ndarray | None, far: Tensor
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
-        layer, dim, library = self.layer(l), self.tables.head_dim, rans.native_library()
+        layer = self.layer(l)
+        dim = self.tables.head_dim
+        library = rans.native_library()
         predicted, _ = rans.dequantize(library, below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
@@ -191,18 +196,22 @@ class PredictDecoder:
     def __init__(self, codec: Predict, shape: ChunkShape) -> None:
         self._codec, self._shape, self._due = codec, shape, 0
         self._symbols: np.ndarray | None = None
-        self._codes, self._far = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._codes = torch.empty(0)
+        self._far = torch.empty(0, dtype=torch.int64)
 
     def layer(self, l: int, segment: Buffer) -> Pair:
         if l != self._due:
             raise ValueError(f"layer {l} is decoded before layer {self._due}")
         self._due += 1
-        segment, shape, width = memoryview(segment), self._shape, self._codec.tables.width
+        segment = memoryview(segment)
+        shape = self._shape
+        width = self._codec.tables.width
         if l == 0:
             self._codes, self._far, end = self._codec.first_codes(segment, shape.n_tokens)
         else:
             end = len(segment) - len(self._far) * width * shape.dtype.itemsize
-        n_far, as_is = len(self._far), segment[max(0, end) :]
+        n_far = len(self._far)
+        as_is = segment[max(0, end) :]
         if len(as_is) != n_far * width * shape.dtype.itemsize:
             raise ValueError(f"{len(segment)} bytes do not end with the numbers of {n_far} exceptions")
         heads = self._first() if l == 0 else self._further(l, segment[:end])
@@ -223,9 +232,13 @@ class PredictDecoder:
 
     def _further(self, l: int, segment: memoryview) -> Tensor:
         """Heads [2 K, C, D] of layer l > 0."""
-        shape, codec, library, symbols = self._shape, self._codec, rans.native_library(), None
+        shape = self._shape
+        codec = self._codec
+        library = rans.native_library()
+        symbols = None
         if shape.n_tokens:
-            means, model = codec.means(l), codec.tables.model
+            means = codec.means(l)
+            model = codec.tables.model
             self._symbols = rans.decode(library, segment, self._symbols, shape.n_tokens, means, model)
             symbols = torch.from_numpy(self._symbols)
         heads, self._codes = rans.dequantize(

@@ -53,7 +53,11 @@ def fit(samples: Iterable[Sample], model: FittedModel | None, progress: Progress
 
     Raises InputError for too few samples.
     """
-    parts, ids, lengths, heads, dim = list[Tensor](), list[int](), list[int](), 0, 0
+    parts = list[Tensor]()
+    ids = list[int]()
+    lengths = list[int]()
+    heads = 0
+    dim = 0
     for tokens, kv in samples:
         parts.append(flat(kv).bfloat16())
         ids += tokens
@@ -63,11 +67,13 @@ def fit(samples: Iterable[Sample], model: FittedModel | None, progress: Progress
         raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
     numbers = torch.cat(parts, dim=1)  # [L, C, W]
     n_layers, _, width = numbers.shape
-    done, total = count(1), (min(WINDOWS, len(ids) // model.window) if model else 0) + n_layers
+    done = count(1)
+    total = (min(WINDOWS, len(ids) // model.window) if model else 0) + n_layers
     weights = _weights(numbers, ids, model, lambda: progress(next(done), total))
     row_ids, rows = _first_rows(numbers[0], ids, model)
     scale, zero = _code_scale(torch.cat((rows, numbers[0].float())))
-    below, fitted = rans.to_codes(numbers[0].float(), scale, zero), list[FittedLayer]()
+    below = rans.to_codes(numbers[0].float(), scale, zero)
+    fitted = list[FittedLayer]()
     for l in range(1, n_layers):
         fitted.append(_fit_layer(numbers[l].float(), below, weights[l]))
         below = fitted[-1].codes
@@ -118,7 +124,8 @@ def _weights(
 
 def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tensor]:
     """`_weights` of one layer. fisher: [2, W / 2, W / 2]."""
-    there, back = list[Tensor](), list[Tensor]()
+    there = list[Tensor]()
+    back = list[Tensor]()
     for part in fisher.double():
         energy, axes = torch.linalg.eigh(part)
         energy = energy.clamp(min=0.0)
@@ -144,7 +151,8 @@ def _first_rows(numbers: Tensor, ids: list[int], model: FittedModel | None) -> t
 
 def _code_scale(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """[C, W] -> scale and zero [W] that map them to codes from -127 to 127."""
-    low, high = numbers.amin(dim=0), numbers.amax(dim=0)
+    low = numbers.amin(dim=0)
+    high = numbers.amax(dim=0)
     half = ((high - low) / 2).clamp(min=1e-6) * REACH
     scale = 127.0 / half
     return scale, -(high + low) / 2 * scale
@@ -159,7 +167,8 @@ def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -
     left = numbers - predicted
     weighed = left @ there
     energy, axes = torch.linalg.eigh((weighed.T @ weighed / len(weighed)).double())
-    spread, axes = energy.flip(0).clamp(min=0.0).sqrt(), axes.flip(1).float()
+    spread = energy.flip(0).clamp(min=0.0).sqrt()
+    axes = axes.flip(1).float()
     residual, residual_scale = _to_int8(axes.T @ back)
     exact = residual.double() * residual_scale.double()  # what the decoder has, and the encoder inverts
     along = left @ torch.linalg.inv(exact).float()
@@ -174,8 +183,10 @@ def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -
 
 def _regress(inputs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[C, W] -> [C, W]: weights of int8, their scale and the mean of the residual."""
-    centre, target = inputs.mean(dim=0), numbers.mean(dim=0)
-    x, y = inputs - centre, numbers - target
+    centre = inputs.mean(dim=0)
+    target = numbers.mean(dim=0)
+    x = inputs - centre
+    y = numbers - target
     gram = (x.T @ x).double()
     gram += torch.diag(RIDGE * gram.diagonal() + 1e-3 * len(x))
     weights, scale = _to_int8(torch.linalg.solve(gram, (x.T @ y).double()).float())
@@ -193,7 +204,8 @@ def _learn_contexts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Symbols' means by level, layer and axis; the class of a size and a context; the classes' distributions."""
     means = torch.zeros(len(STEPS), len(fitted), width, dtype=torch.int32)
-    amounts, seen = np.zeros((SIZES, CONTEXTS)), np.zeros((SIZES, CONTEXTS, SYMBOLS))
+    amounts = np.zeros((SIZES, CONTEXTS))
+    seen = np.zeros((SIZES, CONTEXTS, SYMBOLS))
     chunks = _some_chunks(lengths)
     for level, step in enumerate(STEPS):
         below: list[np.ndarray | None] = [None] * len(chunks)
@@ -233,7 +245,8 @@ def _count(
     values: np.ndarray, seen_below: np.ndarray, means: np.ndarray, amounts: np.ndarray, seen: np.ndarray
 ) -> None:
     """Count a chunk's symbols [C, N] by size and context."""
-    wide, sizes = values.astype(np.int16), np.empty(values.shape, np.int64)
+    wide = values.astype(np.int16)
+    sizes = np.empty(values.shape, np.int64)
     symbols = np.where(wide > 0, 2 * wide - 1, -2 * wide).clip(0, ESCAPE)
     for t, row in enumerate(values):
         sizes[t] = rans.size_of(means)

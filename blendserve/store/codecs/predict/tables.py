@@ -67,7 +67,8 @@ class Tables:
 
     def layer(self, l: int, level: int) -> LayerMap:
         """The maps and scales of layer l > 0 at a level."""
-        at, n = l - 1, int(self.n_axes[level - 1, l - 1])
+        at = l - 1
+        n = int(self.n_axes[level - 1, l - 1])
         matrices = self.maps[at], self.axes[at, :n]
         scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * self.steps[level - 1]
         return LayerMap(*matrices, *scales, self.code_scale[l], self.code_zero[l])
@@ -85,7 +86,10 @@ class Tables:
         """Raise ValueError for wrong shapes, indices out of range, and NaN."""
         if self.shape.shape != (4,) or int(self.shape[0]) != VERSION or (self.shape < 1).any():
             raise ValueError(f"their version and shape are {self.shape.tolist()}")
-        layers, width, levels, n = int(self.shape[1]), self.width, len(STEPS), len(self.ids)
+        layers = int(self.shape[1])
+        width = self.width
+        levels = len(STEPS)
+        n = len(self.ids)
         wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "shape": (_INT32, (4,)),
             "steps": (_FP32, (levels,)),
