@@ -30,8 +30,9 @@ class EvaluateConfig(Settings):
     """One run."""
 
     dataset: str = "generated"
-    """Data set: generated, facts, reference, a LongBench task such as 2wikimqa or samsum, a file in a known format, or
-    a .txt file to continue. Several data sets, separated by commas, make one table."""
+    """Data set: generated, facts, reference, ruler/TASK/LENGTH such as ruler/variables/8k, a LongBench task such as
+    2wikimqa or samsum, a file in a known format, or a .txt file to continue. Several data sets, separated by commas, make
+    one table."""
     corpus: Path | None = None
     """File with passages; by default corpus.json in the folder of the questions."""
     setting: Literal["closed", "open", "edited"] = "closed"

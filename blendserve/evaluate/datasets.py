@@ -2,6 +2,7 @@
 
 load("generated")                 ships with the package, like "facts" (data/README.md)
 load("reference")                 Python's language reference, to continue
+load("ruler/multiquery/8k")       tasks of RULER over the language reference (ruler.py)
 load("2wikimqa")                  LongBench's 200 questions, from the hub; also hotpotqa, samsum and others
 load("my/2wikimqa.jsonl")         a JSON array or JSON lines
 load("questions.json")            with corpus.json or corpus.jsonl beside it, or given as `corpus`
@@ -21,7 +22,7 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate import formats
+from blendserve.evaluate import formats, ruler
 from blendserve.evaluate.formats import Example, OfCorpus, Record, errors_of, split_words
 from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
 
@@ -63,6 +64,9 @@ def load(
     (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
     name, passages = str(source), list[Passage]()
+    if name.startswith(ruler.PREFIX):
+        examples = ruler.examples(name)[:limit]
+        return Dataset(name, tuple(examples), tuple(p for e in examples for p in e.contexts))
     path, text = _read(name)
     if path.suffix == ".txt":
         examples = continuations(text, path.stem)[:limit]
@@ -164,7 +168,7 @@ def _read(name: str) -> tuple[Path, str]:
         return Path("reference.txt"), "\n\n".join(document.text for document in language_reference())
     if name in LONGBENCH:
         return Path(name), _download(name)
-    known = ", ".join([*BUNDLED, "reference", *LONGBENCH])
+    known = ", ".join([*BUNDLED, "reference", *LONGBENCH, "ruler/TASK/LENGTH"])
     raise CorpusError(
         f"dataset {name!r} is neither a file nor a known name: {known}", setting="evaluate.dataset"
     )

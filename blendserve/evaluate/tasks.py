@@ -66,6 +66,15 @@ def rouge_l(prediction: str, golds: Sequence[str]) -> float:
     return max((_harmonic(_lcs(said, e), len(said), len(e)) for e in expected), default=0.0)
 
 
+def words_said(prediction: str, golds: Sequence[str]) -> float:
+    """The share of a gold's words that an answer contains, as RULER scores (string_match_all)."""
+    said = prediction.lower()
+    return max(
+        (sum(word in said for word in gold.lower().split()) / len(gold.split()) for gold in golds if gold),
+        default=0.0,
+    )
+
+
 def _harmonic(shared: int, predicted: int, expected: int) -> float:
     """The harmonic mean of shared/predicted and shared/expected."""
     return 2 * shared / (predicted + expected) if shared else 0.0
@@ -115,6 +124,8 @@ _NEWS = _prompt(_SUMMARISE, "Read the news passages, then write a summary of all
 QUESTIONS = Task("questions", "F1", f1)
 CONTINUATION = Task("continuation", PERPLEXITY, f1, _prompt("You go on with texts.", "Go on with this text."))
 
+RULER = Task("ruler", "share of values said", words_said, answer_tokens=64)
+
 _F1, _ROUGE_L = "LongBench's F1", "Rouge-L"
 _LONGBENCH = (
     *(Task(name, _F1, longbench_f1) for name in ("2wikimqa", "hotpotqa", "musique")),
@@ -124,4 +135,4 @@ _LONGBENCH = (
     Task("multi_news", _ROUGE_L, rouge_l, _NEWS, 512),
 )
 LONGBENCH = {task.name: task for task in _LONGBENCH}
-TASKS = {task.name: task for task in (QUESTIONS, CONTINUATION, *_LONGBENCH)}
+TASKS = {task.name: task for task in (QUESTIONS, CONTINUATION, RULER, *_LONGBENCH)}
