@@ -17,6 +17,7 @@ BENCHES = {  # name, also that of the module -> help
     "noisy_neighbor": "Run one hostile client beside a server's regular clients.",
     "cpu_contention": "Prefill and decode while other processes use the CPUs.",
     "sampling": "Choose tokens from a large vocabulary, by rule and by grammar.",
+    "index_size": "Search, add and delete in indexes of many passages.",
     "startup": "Time whole commands, and the first answer of a process.",
     "near_duplicates": "Ask about passages that were edited after they were cached.",
     "run_offsets": "Compare runs from inside of stored chunks with full prefill.",

@@ -87,7 +87,7 @@ def demo(
 
 
 @index.command()
-@with_settings("model.name", "retrieve.chunk_tokens", "retrieve.embedder", "retrieve.index")
+@with_settings("model.name", "retrieve.chunk_tokens", "retrieve.embedder")
 def build(
     corpus: CorpusArg, index: IndexArg, settings: Config, strict: StrictOpt = False, tag: TagOpt = None
 ) -> Output:

@@ -94,8 +94,6 @@ class RetrieveConfig(Settings):
     chat_score: Similarity = 0.2
     """Least similarity of the nearest passage for a message of a chat to be answered from passages. Below it, such as for
     "Thanks, bye!", the chat is answered without any; -1 always retrieves."""
-    index: Literal["flat", "hnsw"] = "flat"
-    """Vector search: flat is exact, hnsw is approximate and faster on large corpora."""
 
 
 class PromptConfig(Settings):

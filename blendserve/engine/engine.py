@@ -118,7 +118,7 @@ class Engine:
         """
         config, folder = config or Config(), index_folder(index)
         options: dict[str, Any] = {"documents": documents, "progress": progress}
-        options |= {"chunk_tokens": config.retrieve.chunk_tokens, "kind": config.retrieve.index}
+        options |= {"chunk_tokens": config.retrieve.chunk_tokens}
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
         make_index = partial(VectorIndex.build, folder, **options)
         return cls._load(config, model, folder, make_index, unpin_others=own)

@@ -5,6 +5,7 @@ A passage has one vector for each of its windows; its score is that of its best 
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections import defaultdict
@@ -12,17 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from blendserve.core import Document, Passage, PassageFilter, Steps, run
 from blendserve.errors import CorpusError, IndexMismatch, IndexMissing, InputError
-from blendserve.retrieve import tables
+from blendserve.retrieve import languages, tables
 from blendserve.retrieve.chunker import TokenCounter, split
 from blendserve.retrieve.database import Database
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
-from blendserve.retrieve.embedder import Embedder, Progress
+from blendserve.retrieve.embedder import BUNDLED, Embedder, Progress
 from blendserve.retrieve.encoder import Window
 from blendserve.retrieve.tables import FORMAT, EmbeddedDocument, Manifest, Rows
 from blendserve.retrieve.vectors import Vectors
@@ -33,6 +34,8 @@ DEPTH = 50  # passages of each ranking that are fused
 RANK_OFFSET = 5  # the larger, the less the first ranks count; chosen on halves of five sets of questions
 ANY = PassageFilter()
 BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
+
+log = logging.getLogger(__name__)
 
 
 class Added(NamedTuple):
@@ -74,11 +77,10 @@ class VectorIndex:
         tokens: TokenCounter,
         *,
         chunk_tokens: int,
-        kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
         """An empty index, in place of any index at `path`. Raises VectorIndexError."""
         index = cls(Path(path), embedder, tokens)
-        index._begin(chunk_tokens, kind)
+        index._begin(chunk_tokens)
         return index
 
     @classmethod
@@ -89,9 +91,10 @@ class VectorIndex:
         tokens: TokenCounter,
         documents: Iterable[Document | str | Mapping[str, Any]],
         progress: Progress | None = None,
-        **settings: Any,
+        *,
+        chunk_tokens: int,
     ) -> VectorIndex:
-        """Build an index of these documents, and put it in place of any index at `path`. settings: as for `create`.
+        """Build an index of these documents, and put it in place of any index at `path`.
 
         A long build saves batches in a folder of its own. When it is killed, the same call continues after the last
         batch. Raises as `add`.
@@ -100,7 +103,7 @@ class VectorIndex:
         index = cls(path / BUILDING, embedder, tokens)
         index.database.is_exclusive = True
         with closing(index):
-            index._begin(**settings, keep=True)
+            index._begin(chunk_tokens, keep=True)
             with index.database.read() as rows:
                 known = tables.document_ids(rows)
             index.delete(*(known - {document_id(document) for document in given}))
@@ -187,7 +190,8 @@ class VectorIndex:
                     f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
                 )
             depth = max(DEPTH, top_k)
-            allowed = tables.selected_passages(rows, selection)
+            documents = tables.selected_documents(rows, selection)
+            allowed = None if documents is None else vectors.of_documents(documents)
             near = vectors.best(query, min(depth, len(vectors.numbers)), allowed)
             by_words = words.best(question, depth, vectors.texts, allowed)
             scores = near | vectors.scores(query, [n for n in by_words if n not in near])
@@ -210,6 +214,10 @@ class VectorIndex:
         continues there.
         """
         cuts = run(self._cut(as_documents(documents)))
+        if self.embedder.name in BUNDLED:
+            texts = (text for document, _ in cuts for _, text in document.texts)
+            if warning := languages.warning(texts, self.embedder.name):
+                log.warning("%s", warning)
         total, done, n_new = _n_windows(cuts), 0, 0
         passages, replaced = list[Passage](), list[Passage]()
         for batch in _batches(cuts):
@@ -266,7 +274,7 @@ class VectorIndex:
         """Close the file; it is opened again when it is needed."""
         self.database.close()
 
-    def _begin(self, chunk_tokens: int, kind: Literal["flat", "hnsw"] = "flat", keep: bool = False) -> None:
+    def _begin(self, chunk_tokens: int, keep: bool = False) -> None:
         """Make the index empty; keep: unless it has the same settings."""
         manifest = Manifest(
             format=FORMAT,
@@ -276,7 +284,6 @@ class VectorIndex:
             reader=self.tokens.model,
             reader_fingerprint=self.tokens.fingerprint,
             chunk_tokens=chunk_tokens,
-            kind=kind,
         )
         self.database.make()
         with self.database.write() as rows:
@@ -305,10 +312,10 @@ class VectorIndex:
             (self.embedder.name, self.embedder.fingerprint),
             (self.tokens.model, self.tokens.fingerprint),
         )
-        vectors, words = self._loaded or (None, None)
-        if vectors is not None and vectors.state[0] != tables.state(rows)[0]:
-            vectors = words = None
-        vectors = Vectors.load(rows, manifest, vectors, self.path)
+        before, words = self._loaded or (None, None)
+        vectors = Vectors.load(rows, manifest.dimension, before)
+        if before is not None and vectors.found is not before.found:
+            words = None  # all is loaded anew, without the words of passages that are gone
         self._loaded = vectors, Words.load(rows, vectors.numbers, words)
         return self._loaded
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -18,10 +18,12 @@ from blendserve.core import Passage, PassageFilter
 from blendserve.errors import IndexMismatch
 from blendserve.retrieve.terms import pack
 
-FORMAT = 6
+FORMAT = 7
 KEPT_JOBS = 100  # of each namespace
+KEPT_CHANGES = 100_000  # documents added or deleted; who was away for more loads the index anew
 REBUILD = "build it again with `blendserve index build`"
 CONTENTS = (
+    "gone",
     "vectors",
     "metadata",
     "passages",
@@ -49,6 +51,9 @@ CREATE TABLE IF NOT EXISTS metadata (
     PRIMARY KEY (name, value, document)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS metadata_of_document ON metadata (document);
+CREATE TABLE IF NOT EXISTS gone (
+    revision INTEGER NOT NULL, passage INTEGER NOT NULL, PRIMARY KEY (revision, passage)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, namespace TEXT NOT NULL, state TEXT NOT NULL
 )
@@ -68,7 +73,6 @@ class Manifest:
     reader: str  # whose tokens limit the chunks
     reader_fingerprint: str
     chunk_tokens: int
-    kind: Literal["flat", "hnsw"]
     corpus: str = ""  # digest of all document ids and contents, in any order
     documents: int = 0
     passages: int = 0
@@ -171,6 +175,12 @@ def remove(rows: Rows, doc_id: str) -> list[Passage]:
     """Delete a document -> its passages."""
     passages = select_passages(rows, "d.id = ?", doc_id)
     rows.execute("UPDATE manifest SET revision = revision + 1")
+    _, revision = state(rows)
+    rows.execute(
+        "INSERT INTO gone SELECT ?, p.number FROM passages p JOIN documents d ON d.number = p.document WHERE d.id = ?",
+        (revision, doc_id),
+    )
+    rows.execute("DELETE FROM gone WHERE revision <= ?", (revision - KEPT_CHANGES,))
     rows.execute("DELETE FROM documents WHERE id = ?", (doc_id,))
     return passages
 
@@ -187,6 +197,22 @@ def select_passages(rows: Rows, condition: str = "1", *values: Any) -> list[Pass
         if text_hash(passage) != hash:
             raise sqlite3.DatabaseError(f"passage {passage.id!r} does not match its hash")
         found.append(passage)
+    return found
+
+
+def gone_since(rows: Rows, before: tuple[str, int]) -> np.ndarray | None:
+    """Numbers of the passages that were deleted after a state; None if that is not known any more."""
+    stamp, revision = state(rows)
+    if stamp != before[0] or revision - before[1] > KEPT_CHANGES:
+        return None
+    found = rows.execute("SELECT passage FROM gone WHERE revision > ?", (before[1],)).fetchall()
+    return np.array(found, np.int64).reshape(-1)
+
+
+def read_numbers(rows: Rows, after: int) -> np.ndarray:
+    """[3, n] int64 of passages with larger numbers, ascending: their numbers, hashes of texts, numbers of documents."""
+    query = "SELECT number, hash, document FROM passages WHERE number > ? ORDER BY number"
+    found: np.ndarray = np.array(rows.execute(query, (after,)).fetchall(), np.int64).reshape(-1, 3).T
     return found
 
 
@@ -222,13 +248,13 @@ def selected(selection: PassageFilter, document: str) -> tuple[str, list[str]]:
     return " AND ".join(terms), values
 
 
-def selected_passages(rows: Rows, selection: PassageFilter) -> np.ndarray | None:
-    """The numbers of the passages whose documents have the metadata, ascending; None if all have."""
+def selected_documents(rows: Rows, selection: PassageFilter) -> np.ndarray | None:
+    """The numbers of the documents that have the metadata; None if all have."""
     if not selection.conditions:
         return None
-    condition, values = selected(selection, "document")
-    found = rows.execute(f"SELECT number FROM passages WHERE {condition} ORDER BY number", values).fetchall()
-    return np.array(found, np.int64).reshape(-1)
+    condition, values = selected(selection, "number")
+    found = rows.execute(f"SELECT number FROM documents WHERE {condition}", values)
+    return np.fromiter((number for (number,) in found), np.int64)
 
 
 def all_metadata(rows: Rows) -> dict[str, dict[str, list[Any]]]:

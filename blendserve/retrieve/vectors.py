@@ -1,31 +1,31 @@
 """The vectors of an index in memory, and the search in them.
 
-They are made of rows of the index's file; after a change, of the old ones and of the rows that are new. Nothing is
-changed in place: threads may search the old ones meanwhile.
+They are a copy of rows of the index's file. After a change, vectors of new passages are added to them, and those of
+passages that are gone are skipped. A search compares all of a few vectors; of many, those of the clusters whose centres
+are nearest to the question (FAISS's inverted file), which finds most of the nearest (`python -m benchmarks index_size`
+measures how many).
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
 
-from blendserve.paths import read_sealed, write_sealed
-from blendserve.retrieve.tables import Manifest, Rows, read_vectors, state
+from blendserve.retrieve.tables import Rows, gone_since, read_numbers, read_vectors, state
 
-HNSW_LINKS = 32  # per node, the default of FAISS
-HNSW_BUILD, HNSW_SEARCH = 200, 64  # candidates while building, minimum of candidates while searching
-GRAPH = "graph-"  # name of a saved HNSW graph, before the index's stamp
-SAVED_VECTORS = 1000  # a saved graph lacks at most that many, which are inserted in a second,
-SAVED_SHARE = 0.1  # or this share of all
+CLUSTERED = 20_000  # vectors: as many or more are in clusters
+PER_CLUSTER = 32  # vectors that the centre of a cluster is computed from
+ITERATIONS = 5  # of k-means
+PROBED = 0.3  # share of the clusters that a search looks into
+GROWTH = 4  # clusters are made anew for this many times the vectors that they were made for
 GONE_SHARE = 0.25  # of vectors whose passages are gone; above it, all are loaded anew
 SCORE_DIGITS = 6  # the rest depends on the order of float32 sums: such scores are equal
-
 
 Ranked = Iterable[tuple[float, int, int]]
 """Score, passage number and text hash of vectors, the best first."""
@@ -35,93 +35,89 @@ Ranked = Iterable[tuple[float, int, int]]
 class Vectors:
     """The vectors of all passages of an index in one state.
 
-    FAISS deletes slowly, or not at all: vectors of passages that are gone stay for a while, and searches skip them.
+    Later states have the same FAISS index, to which they add: earlier ones skip what was added.
     """
 
     state: tuple[str, int]  # stamp of the index and its revision
     numbers: np.ndarray  # [passages] int64, ascending
     texts: np.ndarray  # [passages] int64: hashes of their texts
+    documents: np.ndarray  # [passages] int64: numbers of their documents
     owner: np.ndarray  # [vectors] int64, ascending: number of the passage
+    is_left: np.ndarray  # [vectors] bool: whether the passage is not gone
     found: Any  # a FAISS index by inner product, which is the cosine, as vectors have length 1
-    n_saved: int = 0  # vectors of the saved graph
+    most: int  # vectors that it is made for
+    lock: threading.Lock  # of it: it adds in place
 
     @classmethod
-    def load(cls, rows: Rows, manifest: Manifest, before: Vectors | None, folder: Path) -> Vectors:
-        """The vectors in the state of this transaction. before: those of an earlier state. folder: of the index."""
-        stamp, _ = now = state(rows)
-        file = folder / f"{GRAPH}{stamp}"
-        if before is None or before.state[0] != stamp:
-            before = cls._saved(manifest, file)
-        last = int(before.numbers[-1]) if len(before.numbers) else 0
-        pairs = rows.execute(
-            "SELECT number, hash FROM passages WHERE number > ? ORDER BY number", (last,)
-        ).fetchall()
-        numbers, texts = np.concatenate(
-            [[before.numbers, before.texts], np.array(pairs, np.int64).reshape(-1, 2).T], 1
+    def load(cls, rows: Rows, dimension: int, before: Vectors | None) -> Vectors:
+        """The vectors in the state of this transaction. before: those of an earlier state."""
+        known = before or cls._none()
+        gone = gone_since(rows, known.state)
+        known = cls._none() if gone is None else known._without(gone)
+        owner, new = read_vectors(rows, known.last, dimension)
+        if len(known.owner) + len(new) > known.most:
+            if len(known.owner):
+                known = cls._none()
+                owner, new = read_vectors(rows, 0, dimension)
+            known = replace(known, found=_made(new), most=_most(len(new)))
+        numbers, texts, documents = read_numbers(rows, known.last)
+        with known.lock:
+            known.found.add(new)
+        return replace(
+            known,
+            state=state(rows),
+            numbers=np.concatenate([known.numbers, numbers]),
+            texts=np.concatenate([known.texts, texts]),
+            documents=np.concatenate([known.documents, documents]),
+            owner=np.concatenate([known.owner, owner]),
+            is_left=np.concatenate([known.is_left, np.ones(len(owner), np.bool_)]),
         )
-        if rows.execute("SELECT count(*) FROM passages").fetchone() != (len(numbers),):
-            pairs = rows.execute(
-                "SELECT number, hash FROM passages"
-            ).fetchall()  # without order: from an index
-            numbers, texts = np.array(sorted(pairs), np.int64).reshape(-1, 2).T.copy()
-        if np.isin(before.owner, numbers).sum() < (1 - GONE_SHARE) * len(before.owner):
-            before = cls._none(manifest)
-        last = int(before.owner[-1]) if len(before.owner) else 0
-        owner, new = read_vectors(rows, last, manifest.dimension)
-        found = before.found
-        if len(new):
-            found = faiss.clone_index(found)
-            found.add(new)
-        owner = np.concatenate([before.owner, owner])
-        made = cls(now, numbers, texts, owner, found, before.n_saved)
-        is_saved = len(owner) - made.n_saved <= max(SAVED_VECTORS, SAVED_SHARE * len(owner))
-        return made if is_saved or manifest.kind == "flat" else made._save(file)
 
     @classmethod
-    def _none(cls, manifest: Manifest) -> Vectors:
-        """No vectors of this kind."""
-        found: Any = faiss.IndexFlatIP(manifest.dimension)
-        if manifest.kind == "hnsw":
-            found = faiss.IndexHNSWFlat(manifest.dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-            found.hnsw.efConstruction = HNSW_BUILD
+    def _none(cls) -> Vectors:
         nothing = np.zeros(0, np.int64)
-        return cls(("", 0), nothing, nothing, nothing, found)
+        return cls(("", 0), *[nothing] * 4, nothing.astype(bool), None, -1, threading.Lock())
 
-    @classmethod
-    def _saved(cls, manifest: Manifest, file: Path) -> Vectors:
-        """The vectors of the saved graph; none without one."""
-        none = cls._none(manifest)
-        with suppress(OSError, ValueError):  # missing, or damaged
-            content = read_sealed(file)
-            n = int(np.frombuffer(content, np.int64, 1)[0])
-            found = faiss.deserialize_index(np.frombuffer(content, np.uint8, -1, 8 * (1 + n)))
-            return replace(none, owner=np.frombuffer(content, np.int64, n, 8).copy(), found=found, n_saved=n)
-        return none
+    @property
+    def last(self) -> int:
+        """The largest number of a passage that was loaded."""
+        return int(self.owner[-1]) if len(self.owner) else 0
 
-    def _save(self, file: Path) -> Vectors:
-        """The same; the graph, which takes long to build, is saved in place of others if the folder can be written."""
-        owner = np.concatenate([[len(self.owner)], self.owner]).astype(np.int64)
-        with suppress(OSError):
-            write_sealed(file, owner.tobytes() + faiss.serialize_index(self.found).tobytes())
-            for other in set(file.parent.glob(f"{GRAPH}*")) - {file}:
-                other.unlink(missing_ok=True)
-        return replace(self, n_saved=len(self.owner))
+    def _without(self, gone: np.ndarray) -> Vectors:
+        """The same without these passages; none if they are many, or if an earlier load was interrupted."""
+        is_left = self.is_left & ~np.isin(self.owner, gone)
+        is_whole = self.found.ntotal == len(self.owner)
+        if not is_whole or is_left.sum() < (1 - GONE_SHARE) * len(is_left):
+            return self._none()
+        kept = ~np.isin(self.numbers, gone)
+        passages = {name: getattr(self, name)[kept] for name in ("numbers", "texts", "documents")}
+        return replace(self, **passages, is_left=is_left)
+
+    def of_documents(self, documents: np.ndarray) -> np.ndarray:
+        """[passages] bool: which ones are of these documents."""
+        is_wanted = np.zeros(1 + int(max(self.documents.max(initial=0), documents.max(initial=0))), np.bool_)
+        is_wanted[documents] = True
+        found: np.ndarray = is_wanted[self.documents]
+        return found
 
     def best(self, query: np.ndarray, k: int, allowed: np.ndarray | None) -> dict[int, float]:
         """Passage number -> best score: the k best passages of different texts, and their equals in score.
 
-        allowed: numbers of passages; those are compared exactly.
+        allowed: [passages] bool.
         """
+        mask = self.is_left
         if allowed is not None:
-            at = np.flatnonzero(np.isin(self.owner, allowed))
-            ranked = self._ranked(self.found.reconstruct_batch(at) @ query, at)
-            return self._distinct(ranked, k)[0]
-        fetch = 2 * k + 8
-        while True:
-            best, is_whole = self._distinct(self._nearest(query, fetch), k)
-            if fetch >= len(self.owner) or is_whole:
+            by_number = np.zeros(self.last + 1, np.bool_)
+            by_number[self.numbers] = allowed
+            mask = by_number[self.owner]
+        n = int(mask.sum())
+        fetch, share = 2 * k + 8, PROBED * len(mask) / max(1, n)
+        while n > fetch:
+            best, is_whole = self._distinct(self._nearest(query, fetch, mask, share), k)
+            if is_whole:
                 return best
-            fetch *= 4
+            fetch, share = 4 * fetch, 4 * share
+        return self._distinct(self._nearest(query, n, mask, 1.0), k)[0] if n else {}
 
     @staticmethod
     def _distinct(ranked: Ranked, k: int) -> tuple[dict[int, float], bool]:
@@ -136,32 +132,52 @@ class Vectors:
 
     def scores(self, query: np.ndarray, numbers: Sequence[int]) -> dict[int, float]:
         """The scores of these passages."""
-        found = dict[int, float]()
-        for number in numbers:
-            start = int(np.searchsorted(self.owner, number, "left"))
-            end = int(np.searchsorted(self.owner, number, "right"))
-            found[number] = round(
-                float((self.found.reconstruct_n(start, end - start) @ query).max()), SCORE_DIGITS
-            )
-        return found
+        if not numbers:
+            return {}
+        starts, ends = (np.searchsorted(self.owner, numbers, side) for side in ("left", "right"))
+        at = np.concatenate([np.arange(*pair) for pair in zip(starts, ends, strict=True)])
+        with self.lock:
+            vectors = self.found.reconstruct_batch(at)
+        sizes = ends - starts
+        best = np.maximum.reduceat(vectors @ query, np.cumsum(sizes) - sizes)
+        return dict(zip(numbers, np.round(best.astype(float), SCORE_DIGITS).tolist(), strict=True))
 
-    def _nearest(self, query: np.ndarray, fetch: int) -> Ranked:
-        """About the `fetch` nearest vectors; of all, compared exactly."""
-        if fetch >= len(self.owner):
-            return self._ranked(self.found.reconstruct_n(0, len(self.owner)) @ query)
-        options: Any = None
-        if isinstance(self.found, faiss.IndexHNSWFlat):
-            options = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, fetch))  # type: ignore[attr-defined]  # not in its stubs
-        found = self.found.search(query[None], fetch, params=options)
-        scores, at = (row[0][found[1][0] >= 0] for row in found)  # HNSW may reach fewer
-        return self._ranked(scores, at)
-
-    def _ranked(self, scores: np.ndarray, at: np.ndarray | None = None) -> Ranked:
-        """Vectors with their scores, the best first. at: which vectors; default: all."""
-        order = np.argsort(-scores, kind="stable")
-        scores, owner = scores[order], self.owner[order if at is None else at[order]]
-        at = np.minimum(np.searchsorted(self.numbers, owner), len(self.numbers) - 1)
-        is_left = self.numbers[at] == owner
+    def _nearest(self, query: np.ndarray, fetch: int, mask: np.ndarray, share: float) -> Ranked:
+        """The `fetch` nearest vectors of the mask in this share of the clusters, the best first."""
+        bits = np.packbits(mask, bitorder="little")
+        selector: Any = faiss.IDSelectorBitmap
+        parameters: Any = faiss.SearchParameters
+        options = {"sel": selector(bits)}
+        if isinstance(self.found, faiss.IndexIVF):
+            parameters = faiss.SearchParametersIVF
+            options["nprobe"] = math.ceil(min(1.0, share) * self.found.nlist)
+        with self.lock:
+            scores, at = self.found.search(query[None], fetch, params=parameters(**options))
+        at = at[0][at[0] >= 0]  # the clusters may have fewer
+        places = np.searchsorted(self.numbers, self.owner[at])
         return zip(
-            scores[is_left].tolist(), owner[is_left].tolist(), self.texts[at][is_left].tolist(), strict=True
+            scores[0][: len(at)].tolist(),
+            self.owner[at].tolist(),
+            self.texts[places].tolist(),
+            strict=True,
         )
+
+
+def _made(vectors: np.ndarray) -> Any:
+    """An empty FAISS index for vectors such as these."""
+    n, dimension = vectors.shape
+    if n < CLUSTERED:
+        return faiss.IndexFlatIP(dimension)
+    n_clusters = 2 * math.isqrt(n)
+    found: Any = faiss.index_factory(dimension, f"IVF{n_clusters},Flat", faiss.METRIC_INNER_PRODUCT)
+    found.cp.niter = ITERATIONS
+    found.cp.max_points_per_centroid = PER_CLUSTER
+    found.cp.min_points_per_centroid = 1  # of which it would warn
+    found.train(vectors)
+    found.make_direct_map()
+    return found
+
+
+def _most(n: int) -> int:
+    """The number of vectors up to which an index serves that was made for n."""
+    return CLUSTERED - 1 if n < CLUSTERED else GROWTH * n

@@ -72,7 +72,7 @@ class Words:
     def best(self, question: str, k: int, texts: np.ndarray, allowed: np.ndarray | None) -> dict[int, float]:
         """Passage number -> score: the k best passages of different texts that have a word of the question.
 
-        Also their equals in score. texts: a hash of each passage's text. allowed: numbers of passages.
+        Also their equals in score. texts: a hash of each passage's text. allowed: [passages] bool.
         """
         n, scores = len(self.numbers), np.zeros(len(self.numbers))
         mean = max(1.0, float(self.lengths.mean())) if n else 1.0
@@ -84,7 +84,7 @@ class Words:
             scores[places] += idf * counts * (K1 + 1) / (counts + norm[places])
         scores = scores.round(DIGITS)
         if allowed is not None:
-            scores[~np.isin(self.numbers, allowed)] = 0
+            scores[~allowed] = 0
         found = np.flatnonzero(scores > 0)
         n_copies = 1  # at most, of the best ones
         while len(found) > k * n_copies:

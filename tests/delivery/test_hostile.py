@@ -245,7 +245,13 @@ FORGERIES: dict[str, Forgery] = {
     **{
         f"{name} {value!r}": lambda files, name=name, value=value: about(files, **{name: value})  # type: ignore[misc]
         for name, value in (
-            *(("dimension", "x"), ("dimension", 7), ("dimension", -1), ("kind", 7), ("passages", 0)),
+            *(
+                ("dimension", "x"),
+                ("dimension", 7),
+                ("dimension", -1),
+                ("chunk_tokens", "x"),
+                ("passages", 0),
+            ),
             ("format", 2),
         )
     },

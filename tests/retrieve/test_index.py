@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -51,8 +51,8 @@ DOCUMENTS += [Document("w3 w5 of twins", id=name) for name in ("twin2", "twin1",
 NAMES = sorted({document.id for document in DOCUMENTS})
 
 
-def create(path: Path, kind: Literal["flat", "hnsw"] = "flat") -> VectorIndex:
-    return VectorIndex.create(path, EMBEDDER, COUNTER, chunk_tokens=TOKENS, kind=kind)
+def create(path: Path) -> VectorIndex:
+    return VectorIndex.create(path, EMBEDDER, COUNTER, chunk_tokens=TOKENS)
 
 
 def reopen(path: Path, embedder: Embedder = EMBEDDER, **changes: Any) -> VectorIndex:
@@ -139,20 +139,20 @@ def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
 class IndexMachine(RuleBasedStateMachine):
     """`held` is what the index has: documents in the order of their passages. `reader` is another process's index."""
 
-    @initialize(kind=st.sampled_from(["flat", "hnsw"]), step=st.integers(1, 25))
-    def begin(self, kind: Literal["flat", "hnsw"], step: int) -> None:
+    @initialize(clustered=st.sampled_from([4, 9, 999]), step=st.integers(1, 25))
+    def begin(self, clustered: int, step: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Connection))
-        self.patch.setattr(vectors, "SAVED_VECTORS", 5)  # graphs of so few vectors are saved, too
+        self.patch.setattr(vectors, "CLUSTERED", clustered)
         self.folder = TemporaryDirectory()
-        self.kind, self.others, self.lives = kind, count(), count()
+        self.others, self.lives = count(), count()
         self.path = copy = self.new_path()
         with suppress(Killed), fails_at(step, Killed(), self.path, copy := self.new_path()):
-            create(self.path, kind)
+            create(self.path)
         self.path = copy if copy.exists() else self.path
         with suppress(IndexMissing):  # as it must be until it was created
             assert reopen(self.path).passages == []
-        self.index = create(self.path, kind)
+        self.index = create(self.path)
         self.reader = reopen(self.path)
         self.held: dict[str, Document] = {}
 
@@ -203,9 +203,7 @@ class IndexMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.index.close()
         self.reader.close()
-        graphs = {path.name for path in self.path.glob("graph-*")}
-        assert {path.name for path in self.path.iterdir()} - graphs <= {FILE, *LOG_FILES}
-        assert len(graphs) <= (self.kind == "hnsw")
+        assert {path.name for path in self.path.iterdir()} <= {FILE, *LOG_FILES}
         self.index = reopen(self.path)
 
     @rule(document=st.sampled_from(DOCUMENTS), step=st.integers(1, 40), is_gone=st.booleans())
@@ -253,7 +251,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(documents=st.lists(st.sampled_from(DOCUMENTS), max_size=4, unique_by=lambda d: d.id))
     def build_anew(self, documents: list[Document]) -> None:
         """Both processes go on with the new index."""
-        VectorIndex.build(self.path, EMBEDDER, COUNTER, documents, chunk_tokens=TOKENS, kind=self.kind)
+        VectorIndex.build(self.path, EMBEDDER, COUNTER, documents, chunk_tokens=TOKENS)
         self.held = {d.id: d for d in documents}
 
     @rule(which=st.sampled_from(["index", "reader"]))
@@ -275,7 +273,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
-            anew = create(self.new_path(), self.kind)
+            anew = create(self.new_path())
             anew.add(list(self.held.values()))
             about, wanted = self.index.manifest, anew.manifest
             assert about == wanted
@@ -322,7 +320,7 @@ def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
     assert refused(fingerprint="zyx") == "model"
     assert refused(embedder=toy_embedder("other", "0123456789")) == "embedder"
     with reopen(saved).database.write() as rows:
-        changed = {"format": FORMAT + 1, "kind": "quantum"}
+        changed = {"format": FORMAT + 1, "more": "fields"}
         rows.execute("UPDATE manifest SET settings = ?", (json.dumps(changed),))
     assert refused() == "format"
 
@@ -484,11 +482,12 @@ def test_a_killed_build_continues_after_its_last_batch(
 
 
 @pytest.mark.parametrize("copies", [1, 8, 60])
-@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+@pytest.mark.parametrize("clustered", [4, 999])
 def test_copies_of_a_passage_take_one_place(
-    tmp_path: Path, kind: Literal["flat", "hnsw"], copies: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clustered: int, copies: int
 ) -> None:
-    index = create(tmp_path / "index", kind)
+    monkeypatch.setattr(vectors, "CLUSTERED", clustered)
+    index = create(tmp_path / "index")
     same = [Document("w3 w5 w7 and more", "T", f"copy{n:02}") for n in range(copies)]
     others = [Document(f"w3 w5 w{n}", id=f"other{n}") for n in range(4)]
     index.add([*same, *others])
