@@ -76,7 +76,8 @@ class Vectors:
     @classmethod
     def _none(cls) -> Vectors:
         nothing = np.zeros(0, np.int64)
-        return cls(("", 0), *[nothing] * 4, nothing.astype(bool), None, -1, threading.Lock())
+        is_left, lock = nothing.astype(np.bool_), threading.Lock()
+        return cls(("", 0), nothing, nothing, nothing, nothing, is_left, None, -1, lock)
 
     @property
     def last(self) -> int:
