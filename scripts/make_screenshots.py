@@ -1,4 +1,4 @@
-"""Write docs/pictures/race.webp and page_{light,dark}_{1280,390}.webp: the page on the demo's index, in a browser.
+"""Write docs/pictures/race.webp and page.webp: the page on the demo's index, in a browser.
 
 python scripts/make_screenshots.py
 
@@ -24,7 +24,6 @@ from blendserve.demo import INDEX, open_demo
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 WIDE: ViewportSize = {"width": 1280, "height": 860}
-PHONE: ViewportSize = {"width": 390, "height": 844}
 FRAMED: ViewportSize = {"width": 1000, "height": 620}
 FRAME_MS = 100
 START_MS, END_MS = 1800, 4500  # that the first and the last picture are shown
@@ -44,12 +43,8 @@ def main() -> None:
         with ServerProcess(command, Path(folder) / "server.log") as server:
             race(opened(browser, server.url, FRAMED)).close()  # warms up
             moving_picture(opened(browser, server.url, FRAMED))
-            for size in (WIDE, PHONE):
-                page = race(opened(browser, server.url, size))
-                for scheme in ("light", "dark"):
-                    page.emulate_media(color_scheme=scheme)
-                    path = PICTURES / f"page_{scheme}_{size['width']}.webp"
-                    picture(page).save(path, quality=QUALITY, method=6)
+            shown = race(opened(browser, server.url, WIDE))
+            picture(shown).save(PICTURES / "page.webp", quality=QUALITY, method=6)
         browser.close()
 
 
