@@ -24,11 +24,11 @@ CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 HAN_OR_KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 
 
-def _words(digits: str, letters: str = r"\p{L}", ends: str = r"[\r\n]*") -> str:
+def _words(digits: str, letters: str = r"\p{L}") -> str:
     """Words with one sign before them, numbers, and signs with the line ends behind them."""
     others = rf"[^\s{letters}\p{{N}}]"
     word = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+"
-    return rf"{SHORT}|{word}|{digits}| ?{others}+{ends}|{BLANKS}"
+    return rf"{SHORT}|{word}|{digits}| ?{others}+[\r\n]*|{BLANKS}"
 
 
 def _cased(digits: str, short: str = "") -> str:

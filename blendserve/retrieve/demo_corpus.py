@@ -37,7 +37,7 @@ def language_reference(topics: Sequence[str] = DEMO_TOPICS, limit: int = DEMO_CH
     return list(documents.values())
 
 
-def unwrap(text: str, width: int = _WRAPPED_AT) -> str:
+def unwrap(text: str) -> str:
     """Undo hard wrapping: a line break inside a paragraph goes, one in code, tables or grammar stays.
 
     Wrapping made a break if the next line's first word would not have fitted, and both lines start at the same column (a
@@ -46,16 +46,16 @@ def unwrap(text: str, width: int = _WRAPPED_AT) -> str:
     lines = text.split("\n")
     out = lines[:1]
     for line, after in pairwise(lines):
-        if _was_wrapped(line, after, width):
+        if _was_wrapped(line, after):
             out[-1] += " " + after.strip()
         else:
             out.append(after)
     return "\n".join(out)
 
 
-def _was_wrapped(line: str, after: str, width: int) -> bool:
+def _was_wrapped(line: str, after: str) -> bool:
     if not line.strip() or not after.strip() or "::=" in line or line.lstrip().startswith(("|", "+-", ">>>")):
         return False
     first_word, indent = after.split(maxsplit=1)[0], _INDENT.match(line)
     same_column = (indent.end() if indent else 0) == len(after) - len(after.lstrip())
-    return same_column and len(line.rstrip()) + 1 + len(first_word) > width
+    return same_column and len(line.rstrip()) + 1 + len(first_word) > _WRAPPED_AT

@@ -99,9 +99,8 @@ class Hit(NamedTuple):
 class SpanIndex:
     """The anchors of chunks, by key. Safe to share between threads."""
 
-    def __init__(self, hasher: Hasher | None = None) -> None:
-        """hasher: the process's if None."""
-        self._hasher = hasher or process_hasher()
+    def __init__(self) -> None:
+        self._hasher = process_hasher()
         self._slots: dict[ChunkKey, int] = {}
         self._keys: list[ChunkKey | None] = []  # by number; None: deleted
         self._tables: tuple[Marks, ...] = ()

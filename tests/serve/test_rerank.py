@@ -18,7 +18,10 @@ from tests.support.http import Server, serving
 pytest.importorskip("sentence_transformers")
 hf: Any = transformers
 
-WORDS = "where is the snow on hills a dog barked in rain and bread was warm".split()
+WORDS = [
+    *("where", "is", "the", "snow", "on", "hills", "a", "dog"),
+    *("barked", "in", "rain", "and", "bread", "was", "warm"),
+]
 TEXTS = ["the dog barked", "snow on the hills", "bread was warm and warm", "rain", "the dog barked"]
 QUERY = "where is the snow"
 URL = "/v1/rerank"
