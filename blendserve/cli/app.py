@@ -50,8 +50,9 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Users' commands, then those that measure."""
+        room = formatter.width - 6 - max(map(len, COMMANDS.names))
         for title, names in (("Commands", USER_COMMANDS), ("Commands for research", RESEARCH_COMMANDS)):
-            rows = [(name, self.get_command(ctx, name).get_short_help_str(68)) for name in names]
+            rows = [(name, self.get_command(ctx, name).get_short_help_str(room)) for name in names]
             with formatter.section(title):
                 formatter.write_dl(rows)
 
