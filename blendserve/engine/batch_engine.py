@@ -16,12 +16,12 @@ from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.config import ServeConfig, StoreConfig
 from blendserve.core import Prompt, Steps
 from blendserve.engine.engine import Engine
-from blendserve.engine.fair_executor import BackgroundThrottle
+from blendserve.engine.fair_executor import BackgroundThrottle, as_task
 from blendserve.engine.generate import TokenSequence, prefill
 from blendserve.engine.learn import Learner, LearntChunks
 from blendserve.engine.request import Event, Observer, PreparedRequest
 from blendserve.engine.scheduler import Scheduler
-from blendserve.errors import RateLimited, ShuttingDown, StoreError
+from blendserve.errors import RateLimited, StoreError
 from blendserve.machine import checked_cap, fit
 from blendserve.models.kv_cache import CachePool, tokens_of_slots
 from blendserve.models.loader import LoadedModel
@@ -234,19 +234,6 @@ class BatchEngine:
     def in_background(self, steps: Steps[T], tenant: str) -> Future[T]:
         """Run steps as a background task of a tenant; it can be cancelled while it waits."""
         future: Future[T] = Future()
-
-        def task() -> Steps[None]:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result((yield from steps))
-            except GeneratorExit:
-                text = "the server has shut down before all was computed: warm the cache again"
-                future.set_exception(ShuttingDown(text))
-                raise
-            except Exception as error:
-                future.set_exception(error)
-
-        if not self.scheduler.submit_background(task(), tenant):
+        if not self.scheduler.submit_background(as_task(steps, future), tenant):
             future.set_exception(RateLimited("the server has too much to do", 10))
         return future

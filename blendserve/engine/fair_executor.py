@@ -7,20 +7,23 @@ no job may have it for long.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from blendserve.core import Steps
-from blendserve.errors import RateLimited, ShuttingDown
+from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 REJECTION_PENALTY = 9  # times the duration of a failed job: its tenant gets a tenth of this thread
 BACKGROUND_SHARE = 0.1  # of the time, while requests are in flight
@@ -118,11 +121,36 @@ class BackgroundThrottle:
         return max(0.0, self._not_before - self._clock())
 
 
+def as_task(steps: Steps[T], future: Future[T]) -> Steps[None]:
+    """Steps whose result, or error, is the future's; none of them runs if it was cancelled while they waited."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result((yield from steps))
+    except GeneratorExit:
+        future.set_exception(ShuttingDown("the server has shut down before all was done: ask again"))
+        raise
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def run_step(task: Steps[None]) -> bool:
+    """Run the next step of a task -> whether the task has ended; one that raised has ended, too."""
+    try:
+        next(task)
+        return False
+    except StopIteration:
+        return True
+    except BlendserveError as error:
+        log.warning("a background task failed: %s", error)
+        return True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedCall:
     tenant: str
-    work: Callable[[], Any] | Steps[Any]
-    future: Future[Any] = field(default_factory=Future)
+    work: Callable[[], Any] | Steps[None]
+    future: Future[Any]
 
 
 class FairExecutor:
@@ -167,17 +195,19 @@ class FairExecutor:
 
     def submit(self, tenant: str, work: Callable[[], T] | Steps[T]) -> Future[T]:
         """Queue a short job, or the steps of a long one. Raises RateLimited and ShuttingDown."""
-        job = _QueuedCall(tenant, work)
+        future: Future[T] = Future()
+        is_long = isinstance(work, Generator)
+        job = _QueuedCall(tenant, as_task(work, future) if isinstance(work, Generator) else work, future)
         with self._wake:
             if self._stopped:
                 raise ShuttingDown("the server is shutting down: ask another one")
-            if not isinstance(work, Generator) and self._waiting.of(tenant) >= self._queue:
+            if not is_long and self._waiting.of(tenant) >= self._queue:
                 raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
             self._waiting.put(tenant, job)
             self._n_jobs += 1
             self._wake.notify()
-        job.future.add_done_callback(lambda _: self._forget(job))
-        return job.future
+        future.add_done_callback(lambda _: self._forget(job))
+        return future
 
     async def run(self, tenant: str, call: Callable[..., T], *args: Any) -> T:
         """Await a short job in an event loop; cancelled while it waits, it does not run. Errors: as of `submit`."""
@@ -197,22 +227,18 @@ class FairExecutor:
         while job := self._next():
             if isinstance(job.work, Generator):
                 self._advance(job, job.work)
-            else:
+            elif job.future.set_running_or_notify_cancel():
                 self._run(job, job.work)
         if self._long and isinstance(self._long.work, Generator):
             self._long.work.close()
-            error = ShuttingDown("the server has shut down before all was done: ask again")
-            self._long.future.set_exception(error)
 
     def _next(self) -> _QueuedCall | None:
         """The job to run now, after waiting for one; None at the end."""
         with self._wake:
             while not self._stopped:
-                job = self._due()
-                if job and (job is self._long or job.future.set_running_or_notify_cancel()):
+                if job := self._due():
                     return job
-                if not job:
-                    self._wake.wait(POLL_S if self._long or len(self._waiting) else None)
+                self._wake.wait(POLL_S if self._long or len(self._waiting) else None)
         return None
 
     def _due(self) -> _QueuedCall | None:
@@ -230,18 +256,11 @@ class FairExecutor:
         is_late = self._clock() >= self._not_before.get(job.tenant, 0.0)
         return is_late or not self._has_other_tenants(job.tenant)
 
-    def _advance(self, job: _QueuedCall, steps: Steps[Any]) -> None:
+    def _advance(self, job: _QueuedCall, steps: Steps[None]) -> None:
         """Run the next step of a long job."""
         self._long, self._has_given_way = job, False
-        try:
-            with self._throttle.charged(self._in_flight):
-                next(steps)
-        except StopIteration as end:
-            self._long = None
-            job.future.set_result(end.value)
-        except BaseException as error:
-            self._long = None
-            job.future.set_exception(error)
+        with self._throttle.charged(self._in_flight):
+            self._long = None if run_step(steps) else job
 
     def _run(self, job: _QueuedCall, call: Callable[[], Any]) -> None:
         began = self._clock()

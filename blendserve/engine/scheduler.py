@@ -29,10 +29,10 @@ from torch import Tensor
 
 from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
-from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue, RecentTenants
+from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue, RecentTenants, run_step
 from blendserve.engine.generate import TokenSequence
 from blendserve.engine.request import Completed, Failed, Observer, PrefillDone, require_room
-from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
+from blendserve.errors import RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
 from blendserve.models.runner import DecodeRunner
@@ -64,8 +64,10 @@ class Scheduler:
         """throttle: of background tasks. clock: gives seconds; decides when running requests decode."""
         self._n_layers, self._pool, self._observer = model.decoder.n_layers, pool, observer
         self._runner = DecodeRunner(model.decoder, pool.keys, pool.values, caches=pool.caches)
-        self._gap_s, self._prefill_steps = gap_s, prefill_share / (1 - prefill_share)  # per decoding step
-        self._waiting, self._queue = FairQueue[TokenSequence](), queue
+        self._gap_s = gap_s
+        self._prefill_steps = prefill_share / (1 - prefill_share)  # per decoding step
+        self._waiting = FairQueue[TokenSequence]()
+        self._queue = queue
         self._prefills: list[TokenSequence] = []  # at most two; the last one runs
         self._running: list[TokenSequence] = []
         self._background = FairQueue[Steps[None]]()
@@ -74,7 +76,8 @@ class Scheduler:
         self._throttle = throttle or BackgroundThrottle()
         self._since_task = 0  # requests prefilled
         self._preparing: Counter[str] = Counter()  # by tenant: requests that are being prepared
-        self._recent, self._clock = RecentTenants(clock), clock
+        self._recent = RecentTenants(clock)
+        self._clock = clock
         self._decode_at = NOW  # when running requests decode next, within prefills
         self._prefilled = False  # whether a layer of a prefill has run since the last decoding step
         self._request_s = 1.0  # running mean of a request's duration, for Retry-After
@@ -210,7 +213,7 @@ class Scheduler:
             self._advance(prefill)
         elif self._running:
             self._decode()
-        elif self._idle and not self.in_flight and _ends(self._idle[0]):
+        elif self._idle and not self.in_flight and run_step(self._idle[0]):
             self._idle.popleft()
 
     def _loop(self) -> None:
@@ -264,7 +267,7 @@ class Scheduler:
 
     def _advance_task(self, task: Steps[None]) -> None:
         with self._throttle.charged(lambda: self.in_flight):
-            self._task = None if _ends(task) else task
+            self._task = None if run_step(task) else task
 
     # Prefill
 
@@ -330,7 +333,8 @@ class Scheduler:
 
     def _decode(self) -> None:
         """A token for every running request, or more where a draft was right."""
-        began, batch = self._clock(), list(self._running)
+        began = self._clock()
+        batch = list(self._running)
         self._observer.step(len(batch))
         try:
             room = self._runner.draft_room(len(batch))
@@ -386,15 +390,3 @@ class Scheduler:
             sequence.release()
         if error and not sequence.is_cancelled:
             sequence.emit(Failed(error))
-
-
-def _ends(task: Steps[None]) -> bool:
-    """Run a part of a task -> whether it was the last; one that raised has ended, too."""
-    try:
-        next(task)
-        return False
-    except StopIteration:
-        return True
-    except BlendserveError as error:
-        log.warning("a background task failed: %s", error)
-        return True
