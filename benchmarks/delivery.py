@@ -1,10 +1,10 @@
-"""`python -m benchmarks delivery`: a prompt whose chunks a service delivers, over links that are constant, change or die.
+"""`python -m benchmarks delivery`: a prompt whose chunks a server delivers, over links that are constant, change or die.
 
-The service, and a proxy that replays a trace from the start of each request, are processes. Compared over one trace:
-full prefill, each level fixed, CacheGen (SIGCOMM 2024, section 5.3), CacheGen's rule in our pipeline, and our rule.
-CacheGen transfers one chunk after the other, decodes each during the next transfer, and prefills after the last. Our
-pipeline has two transfers at a time and begins the prefill during the last ones; so do fixed levels. The oracle is the
-fastest of full prefill and the fixed levels in the same round.
+The server (nginx if it is installed, else `kdn serve`), and a proxy that replays a trace from the start of each request,
+are processes. Compared over one trace: full prefill, each level fixed, CacheGen (SIGCOMM 2024, section 5.3), CacheGen's
+rule in our pipeline, and our rule. CacheGen transfers one chunk after the other, decodes each during the next transfer,
+and prefills after the last. Our pipeline has two transfers at a time and begins the prefill during the last ones; so do
+fixed levels. The oracle is the fastest of full prefill and the fixed levels in the same round.
 
 Each request has a new store. A client keeps its estimates of the link from request to request on one trace. KL is that of
 the first token's logits to full prefill's.
@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field
 from torch import Tensor
 
+from benchmarks.support.nginx import Nginx
 from benchmarks.support.proxy import GBIT, ProxyProcess, Trace, changing
 from blendserve.bench.codec import CodecConfig, CodecTables, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
@@ -35,11 +36,13 @@ from blendserve.config import BlendConfig, KdnConfig, Positive
 from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.kdn.manifest import Collection
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.plan import LevelPlanner, LinkState, PendingChunk, Plan, plan
 from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
+from blendserve.kdn.target import Target
 from blendserve.models.loader import LoadedModel
 from blendserve.quality.fidelity import kl
 from blendserve.registry import DELIVERED_CODECS
@@ -50,12 +53,12 @@ MIN_SAVED_S = 1e-6  # per token
 RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, pipelined", "blendserve"
 CAP = 1 << 36
 ROUND_TRIP_S = 0.001
-DEADLINE_S = 10.0  # of a request to the service
+DEADLINE_S = 10.0  # of a request to the server
 FULL = BlendConfig(method="full")
 
 
 class DeliveryConfig(CodecConfig):
-    """A prompt whose chunks a service delivers, over a link whose rate changes."""
+    """A prompt whose chunks a server delivers, over a link whose rate changes."""
 
     rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (0.1, 0.3, 1.0, 3.0, 10.0), description="Rates of constant links to replay, in Gbit/s."
@@ -125,7 +128,7 @@ class CostedFetcher(KVFetcher):
 
 
 class Fixture:
-    """A published prompt, and a link to the service that delivers it."""
+    """A published prompt, and a link to the server that delivers it."""
 
     def __init__(
         self, model: LoadedModel, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
@@ -196,20 +199,15 @@ def _blender(model: LoadedModel, workload: Workload, store: KVStore) -> Blender:
 
 
 def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
-    """A service with all chunks at all levels behind a proxy."""
+    """A server with all chunks at all levels behind a proxy."""
     model = open_model(config, log)
     workload, known = config.workload(model), changing(config.seed)
     traces: dict[str, Trace] = {f"{rate:g} Gbit/s": ((1.0, rate * GBIT),) for rate in config.rates_gbit}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
-            publish(model, config, workload, store)
-        settings = {"store": {"location": str(folder / "kv")}}
-        (folder / "collection.yaml").write_text(yaml.safe_dump(settings))
-        serve = ["collection", "serve", "--port", "0", "-c", str(folder / "collection.yaml")]
-        command = [sys.executable, "-m", "blendserve", *serve]
-        service = stack.enter_context(ServerProcess(command, folder / "service.log"))
-        port = int(service.url.rpartition(":")[2])
+            publish(model, config, workload, store, Target(f"{folder}/www/{COLLECTION}"))
+        port = stack.enter_context(served(folder, folder / "www"))
         proxy = stack.enter_context(ProxyProcess(port, config.seed))
         fixture = Fixture(model, config, proxy, workload)
         traces |= {name: known[name] for name in config.traces}
@@ -217,14 +215,30 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
             yield Group({"link": name}, fixture.cases(trace))
 
 
-def publish(model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
+@contextmanager
+def served(folder: Path, files: Path) -> Iterator[int]:
+    """The port of a server of these files."""
+    if nginx := Nginx.program():
+        (folder / "nginx").mkdir()
+        with Nginx(nginx, folder / "nginx", f"location / {{ root {files}; }}") as server:
+            yield server.port
+        return
+    command = [sys.executable, "-m", "blendserve", "kdn", "serve", str(files), "--port", "0"]
+    with ServerProcess(command, folder / "service.log") as service:
+        yield int(service.url.rpartition(":")[2])
+
+
+def publish(
+    model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore, target: Target
+) -> Collection:
     """The prompt's chunks at every level, without an index."""
     blender = _blender(model, workload, store)
     blender.writer.precompute(workload.chunks)
     tables = CodecTables(model, workload.prompts, config.fit_tokens)
     codecs = {level: tables.codec(level, store) for level in config.levels[1:]}
     tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
-    publish_chunks(store, COLLECTION, (model.name, model.fingerprint), config.levels, codecs, tokens)
+    about = model.name, model.fingerprint
+    return publish_chunks(store, target, about, config.levels, codecs, tokens)
 
 
 TABLE = table(

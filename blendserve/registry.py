@@ -233,7 +233,7 @@ STORES = Registry(
     "blendserve.stores",
 )
 SHARED_STORE = "valkey"  # the kind that is a server
-DELIVERED = "kdn"  # the kind whose chunks a service delivers
+DELIVERED = "kdn"  # the kind whose chunks are files of a published collection
 ADMISSIONS = Registry(
     "admission policy",
     {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},

@@ -1,10 +1,10 @@
-"""Several machines on this one: a shared store, a delivery service, and an engine that never computed the corpus.
+"""Several machines on this one: a publisher, a server of files, and an engine that never computed the corpus.
 
     make demo-delivery          # or: python -m scripts.demo_delivery
 
-The demo's index is built if it is missing, published into a Valkey server, and delivered over HTTP. An engine that knows
-only the service's address answers a question; so does the publisher, over the KV that it computed. The script prints both
-answers, with the origin of their KV. Everything ends with this process.
+The demo's index is built if it is missing, published into a folder, and served over HTTP. An engine that knows only the
+collection's URL answers a question; so does the publisher, over the KV that it computed. The script prints both answers,
+with the origin of their KV. Everything ends with this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from benchmarks.support.valkey import Server
 from blendserve import console
 from blendserve.bench.server_process import ServerProcess
 from blendserve.demo import INDEX, open_demo
@@ -31,17 +30,20 @@ COMMAND = [sys.executable, "-m", "blendserve"]
 def main() -> None:
     """Publish, serve, ask; exit code 1 if the engine computed a chunk, or the answers differ."""
     open_demo().close()
-    with tempfile.TemporaryDirectory() as name, Server() as server:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        remote = {"deadline_s": 30}
-        shared = _settings(folder / "collection.yaml", {"location": server.url, **remote})
-        engine = _settings(folder / "engine.yaml", {"location": str(folder / "kv"), "remote": remote})
-        subprocess.run([*COMMAND, "collection", "publish", str(INDEX), NAME, "-c", shared], check=True)
-        serve = [*COMMAND, "collection", "serve", "-c", shared, "--port", "0"]
+        engine = folder / "engine.yaml"
+        engine.write_text(
+            yaml.safe_dump({"store": {"location": str(folder / "kv"), "remote": {"deadline_s": 30}}})
+        )
+        subprocess.run([*COMMAND, "kdn", "publish", str(INDEX), f"{folder}/www/{NAME}"], check=True)
+        serve = [*COMMAND, "kdn", "serve", f"{folder}/www", "--port", "0"]
         with ServerProcess(serve, folder / "service.log") as service:
             answers = {
-                "the publisher": _ask(str(INDEX), shared),
-                "an engine that never computed the corpus": _ask(f"{service.url}/{NAME}", engine),
+                "the publisher": _ask(str(INDEX)),
+                "an engine that never computed the corpus": _ask(
+                    f"kdn:{service.url}/{NAME}", "-c", str(engine)
+                ),
             }
     for title, answer in answers.items():
         console.out.print(f"\n[bold]{title}[/bold]: {answer['text']}", markup=True)
@@ -51,13 +53,8 @@ def main() -> None:
     raise SystemExit(int(len(texts) > 1 or bool(missing)))
 
 
-def _settings(file: Path, store: dict[str, Any]) -> str:
-    file.write_text(yaml.safe_dump({"store": store}))
-    return str(file)
-
-
-def _ask(index: str, config: str) -> dict[str, Any]:
-    command = [*COMMAND, "ask", QUESTION, "-i", index, "-c", config, "--method", "blend", "--json"]
+def _ask(index: str, *options: str) -> dict[str, Any]:
+    command = [*COMMAND, "ask", QUESTION, "-i", index, *options, "--method", "blend", "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

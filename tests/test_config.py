@@ -88,7 +88,7 @@ def test_changed_replaces_the_given_values_and_checks_again() -> None:
     [
         *(("", "lmdb", None), ("here/kv", "lmdb", Path("here/kv")), ("memory", "memory", None)),
         *(("./memory", "lmdb", Path("memory")), ("unix:///tmp/socket", "valkey", None)),
-        *(("rediss://host", "valkey", None), ("https://host:8010/docs/", "kdn", None)),
+        *(("rediss://host", "valkey", None), ("kdn:https://host/kv/docs/", "kdn", None)),
     ],
 )
 def test_a_location_names_its_kind_of_store(location: str, kind: str, folder: Path | None) -> None:

@@ -23,7 +23,6 @@ from blendserve import errors
 from blendserve.cli.app import app
 from blendserve.config import Config
 from blendserve.registry import POLICIES
-from blendserve.serve.delivery import DeliveryMetrics
 from blendserve.serve.metrics import Metrics
 from blendserve.store import MemoryStore
 from tests.support.commands import stand_in
@@ -173,7 +172,7 @@ def test_every_error_and_metric_is_listed() -> None:
     assert [kind for kind in kinds if f"| `{kind}` |" not in text] == []
     metrics = Metrics()
     metrics.watch(lambda: (0, 0), 1, MemoryStore(1))
-    found = {family.name for each in (metrics, DeliveryMetrics()) for family in each.registry.collect()}
+    found = {family.name for family in metrics.registry.collect()}
     listed = re.findall(r"^\| `(\w+)` \|", (REFERENCE / "metrics.md").read_text(), flags=re.MULTILINE)
     assert {f"blendserve_{metric}" for metric in listed} == found
 

@@ -2,7 +2,7 @@
 
 app.py      the file of each command, errors to exit codes     options.py    settings as options
 core.py     demo, index, precompute, ask                       server.py     serve, keys
-store.py    store, codec                                       collection.py collection
+store.py    store, codec                                       kdn.py kdn
 research.py evaluate, simulate, cost, doctor                   bench.py      bench
 """
 

@@ -34,7 +34,9 @@ IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in ind
 IndexOpt = Annotated[
     str,
     typer.Option(
-        "--index", "-i", help="Index: a folder, a name in indexes/, or the URL of a published collection."
+        "--index",
+        "-i",
+        help="Index: a folder, a name in indexes/, or a published collection such as kdn:https://HOST/NAME.",
     ),
 ]
 RayOpt = Annotated[

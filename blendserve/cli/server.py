@@ -32,7 +32,7 @@ def serve(
     settings: Config,
     index: list[str] | None = option(
         None,
-        "Index to serve: a folder, a name in indexes/, or the URL of a published collection. "
+        "Index to serve: a folder, a name in indexes/, or a published collection such as kdn:https://HOST/NAME. "
         "Repeatable: the server then has several collections, in the store of the first. [default: "
         "indexes/demo]",
         "--index",

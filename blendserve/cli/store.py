@@ -15,7 +15,7 @@ from blendserve.console import Output
 from blendserve.errors import ConfigError, InputError, StoreUnavailable
 from blendserve.extras import install_hint
 from blendserve.paths import index_folder
-from blendserve.registry import CODECS, DELIVERED
+from blendserve.registry import CODECS
 
 if TYPE_CHECKING:
     from blendserve.store import KVStore
@@ -128,7 +128,6 @@ def show(index: IndexArg, settings: Config) -> Output:
                 "current": store.blobs.current(info.kind, info.owner) == info.hash,
             }
             for info in store.blobs.list()
-            if info.kind != DELIVERED  # collections
         ]
     columns = ("hash", "codec", "bytes", "current", "model fingerprint=reader_fingerprint")
     return console.listing("tables", found, "Tables", columns)

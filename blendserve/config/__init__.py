@@ -36,6 +36,7 @@ from blendserve.config.sections import (
     check_binding,
 )
 from blendserve.config.store import (
+    COLLECTION,
     AdmissionName,
     KdnConfig,
     RemoteConfig,
@@ -44,7 +45,7 @@ from blendserve.config.store import (
     ValkeyConfig,
 )
 
-__all__ = ["ANSWER_TOKENS", "BASIC", "LOOPBACK", "Config", "Settings", "check_binding"]
+__all__ = ["ANSWER_TOKENS", "BASIC", "COLLECTION", "LOOPBACK", "Config", "Settings", "check_binding"]
 __all__ += [
     "AdmissionName",
     "Arithmetic",

@@ -279,13 +279,11 @@ class ServeConfig(HttpConfig):
 
 
 class DeliverConfig(HttpConfig):
-    """The service that delivers the chunk KV of collections: `blendserve collection serve`."""
+    """The server of published collections: `blendserve kdn serve`."""
 
     port: int = Field(8010, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
     send_s: ClassVar[float] = 30.0  # without progress, after which a client is disconnected
-    mb_per_minute: NotNegative = 0.0
-    """Limit of MB sent per minute and API key; 0 sets no limit."""
 
 
 def check_binding(http: HttpConfig) -> None:

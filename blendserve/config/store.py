@@ -17,7 +17,8 @@ TLS_SCHEMES = ("valkeys", "rediss")
 VALKEY_SCHEMES = ("valkey", "redis", "unix", *TLS_SCHEMES)
 HTTP_SCHEMES = ("http", "https")
 SERVER_URLS = "valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH"
-COLLECTION_URL = "https://HOST:8010/COLLECTION"
+COLLECTION = "kdn:"  # beginning of the location of a published collection
+COLLECTIONS = "kdn:https://HOST/NAME, kdn:s3://BUCKET/NAME or kdn:FOLDER/NAME"
 
 
 def _codec(word: str) -> str:
@@ -43,6 +44,8 @@ def _parts(url: str) -> SplitResult:
 
 def _location(text: str) -> str:
     """Raises ValueError."""
+    if text.startswith(COLLECTION):
+        return _collection(text)
     scheme, is_url, _ = text.partition("://")
     if not is_url:
         return text
@@ -53,16 +56,25 @@ def _location(text: str) -> str:
         STORES.check(plug_in)
         _parts(text)
         return text
-    if scheme not in HTTP_SCHEMES:
-        raise ValueError(
-            f"a store is a folder, `memory`, a Valkey server at {SERVER_URLS}, or a collection at "
-            f"{COLLECTION_URL}, not {scheme}://"
-        )
-    parts = _parts(text)
-    collection = parts.path.strip("/")
-    if not parts.hostname or not collection or "/" in collection or parts.query or parts.fragment:
-        raise ValueError(f"the URL of a collection looks like {COLLECTION_URL}")
-    return text.rstrip("/")
+    raise ValueError(
+        f"a store is a folder, `memory`, a Valkey server at {SERVER_URLS}, or a collection at {COLLECTIONS}, not {text}"
+    )
+
+
+def _collection(text: str) -> str:
+    """Raises ValueError."""
+    place = text.removeprefix(COLLECTION).rstrip("/")
+    folder, _, name = place.rpartition("/")
+    if "://" in place:
+        parts = _parts(place)
+        if parts.query:
+            why = "must not contain the query of a signed URL, because logs show it: put it, with its ?, into secret_file"
+            raise PydanticCustomError(SECRET, why)
+        if not parts.path.strip("/") or not (parts.netloc or parts.scheme == "file"):
+            folder = ""
+    if not folder or not name:
+        raise ValueError(f"a collection is named as {COLLECTIONS}, not {text!r}")
+    return COLLECTION + place
 
 
 def _server_url(url: str) -> str:
@@ -106,25 +118,30 @@ class ValkeyConfig(Settings):
 
 
 class KdnConfig(Settings):
-    """How a client reaches a delivery service (`blendserve collection serve`): what `store.location` and others say."""
+    """How a published collection is reached: what `store.location` and the settings beside it say."""
 
-    url: str
+    url: str  # of the folder that has it
     collection: str
     level: str = "auto"
     ttft_ms: float = 0.0
     secret_file: Path | None = None
+    trust: Path | None = None
     deadline_s: float = 5.0
-    in_flight_mb: ClassVar[int] = 256  # of chunks in one transfer; larger chunks are refused
+    in_flight_mb: ClassVar[int] = 256  # of one chunk; larger ones are refused
+
+    @property
+    def is_http(self) -> bool:
+        return self.url.partition("://")[0] in HTTP_SCHEMES
 
     @property
     def where(self) -> str:
-        """The address without its scheme."""
-        return urlsplit(self.url).netloc
+        """The collection without the scheme of its URL."""
+        return f"{self.url.rpartition('://')[2]}/{self.collection}"
 
     @property
     def server(self) -> str:
-        """The service's name in messages."""
-        return f"the delivery service at {self.where}"
+        """The server's name in messages."""
+        return f"the collection at {self.url}/{self.collection}"
 
 
 WriteBack = Literal["auto", "learn", "missing", "none"]
@@ -135,18 +152,22 @@ class StoreBackendConfig(Settings):
 
     location: Location = ""
     """Place of the KV store: a folder, `memory`, valkey://HOST:PORT/DATABASE (valkeys:// for TLS, unix:///PATH for a
-    socket, USER@HOST for a user), https://HOST/COLLECTION of a delivery service, or KIND+URL of a plug-in; kv/ in the
-    folder of the index if empty."""
+    socket, USER@HOST for a user), a published collection as kdn:https://HOST/NAME, kdn:s3://BUCKET/NAME or
+    kdn:FOLDER/NAME, or KIND+URL of a plug-in; kv/ in the folder of the index if empty."""
     cap_gb: float | None = Field(None, gt=0)
     """Maximum size of the KV store, in GB (10^9 bytes). The files are slightly larger. By default 32, but no more than
     the disk has room for; in memory a quarter of what is available. A Valkey server has its own limit, maxmemory; there
     quotas of pins are shares of this size."""
     admission: ClassVar[str] = ADMISSIONS.default  # at the cap
     secret_file: Path | None = None
-    """File with the password of a Valkey server or the API key of a delivery service. If not set, the environment
-    variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_COLLECTION_KEY is used."""
+    """File with the password of a Valkey server, or with the API key of a collection's server or the query of its
+    signed URLs (with the ?). If not set, the environment variable BLENDSERVE_VALKEY_PASSWORD or
+    BLENDSERVE_COLLECTION_KEY is used."""
+    trust: Path | None = None
+    """File with the publisher's public key (Ed25519, PEM): collections without its signature are refused, and then the
+    server need not be trusted. By default collections need no signature."""
     deadline_s: float | None = Field(None, gt=0, le=60)
-    """Longest total wait of a request for a server, in seconds; by default 1 for Valkey, 5 for a delivery service."""
+    """Longest total wait of a request for a server, in seconds; by default 1 for Valkey, 5 for a collection."""
     level: str = "auto"
     """Codec and level of fetched chunks, such as raw or predict@2; auto chooses per chunk from the speed of the link,
     of decoding and of prefill."""
@@ -157,18 +178,22 @@ class StoreBackendConfig(Settings):
     @property
     def kind(self) -> str:
         """The kind of store at `location`, a name of registry.STORES."""
+        if self.location.startswith(COLLECTION):
+            return DELIVERED
         scheme, url, _ = self.location.partition("://")
         if "+" in scheme:
             return scheme.partition("+")[0]
         if url:
-            return DELIVERED if scheme in HTTP_SCHEMES else SHARED_STORE
+            return SHARED_STORE
         return self.location if self.location in STORES.names else STORES.default
 
     @property
     def path(self) -> Path | None:
         """The folder at `location`, None if it names none."""
-        is_folder = self.location and "://" not in self.location and self.location not in STORES.names
-        return Path(self.location) if is_folder else None
+        is_named = (
+            self.location.startswith(COLLECTION) or "://" in self.location or self.location in STORES.names
+        )
+        return Path(self.location) if self.location and not is_named else None
 
     @property
     def valkey(self) -> ValkeyConfig:
@@ -177,11 +202,10 @@ class StoreBackendConfig(Settings):
 
     @property
     def kdn(self) -> KdnConfig:
-        """The settings of the delivery service at `location`."""
-        url, _, collection = self.location.rpartition("/")
-        return KdnConfig(
-            url=url, collection=collection, level=self.level, ttft_ms=self.ttft_ms, **self._of_server()
-        )
+        """The settings of the collection at `location`."""
+        url, _, collection = self.location.removeprefix(COLLECTION).rpartition("/")
+        own = {"level": self.level, "ttft_ms": self.ttft_ms, "trust": self.trust}
+        return KdnConfig(url=url, collection=collection, **own, **self._of_server())
 
     def _of_server(self) -> dict[str, Any]:
         """The settings of every kind of server, without unset ones."""

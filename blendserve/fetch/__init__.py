@@ -62,8 +62,8 @@ def open_store(
     if not isinstance(opened, KVStore):
         if remote:
             raise ConfigError(
-                f"nothing can be stored in the delivery service {config.location}, so 'store.remote' has no effect with "
-                "it: give it as store.remote.location, and leave store.location out or set it to a folder",
+                f"nothing can be stored in the collection {config.location}, so 'store.remote' has no effect with it: "
+                "give it as store.remote.location, and leave store.location out or set it to a folder",
                 setting="store.remote",
             )
         return TieredStore(MemoryStore(0), opened)

@@ -1,1 +1,1 @@
-"""Knowledge that leaves the machine: published as collections, kept in the store, delivered by serve/delivery.py."""
+"""Knowledge that leaves the machine: collections, published as files."""

@@ -1,55 +1,71 @@
-"""Publish an index and its KV as a collection; pin, unpin and unpublish collections.
+"""Publish an index and its KV as files (fetch/kdn/manifest.py has their formats).
 
     precompute      all chunks, at the store's codec
-    encode          once more at every further level, from the first level's KV
-    describe        directory, index, tables -> catalog
+    encode          once more at every further level, from the first level's KV; the store keeps what it has room for
+    describe        chunks, tables, index, directory -> target; then NAME.json
 
-Each step skips what is stored: the command resumes where it was stopped, and a second publication writes changes alone.
+Each step skips what there is: the command resumes where it was stopped, and a second publication writes changes alone.
+Readers see the old version or the new one, as no other file ever changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timezone
 
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.fetch.kdn.manifest import (
+    CHUNKS,
+    DIRECTORY,
+    PIECE_BYTES,
+    PIECES,
+    TABLES,
+    Blob,
+    Body,
     Collection,
-    DirectoryEntry,
+    Directory,
     TablesInfo,
     encode_body,
-    level_key,
-    valid_name,
     write_directory,
 )
-from blendserve.kdn.catalog import CollectionCatalog
+from blendserve.fetch.kdn.signature import sign
+from blendserve.kdn.target import DAY_S, Target
 from blendserve.registry import codec_word, parse_codec
 from blendserve.retrieve.published import to_files
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record
 from blendserve.store.base import Progress
-from blendserve.store.codecs.base import Codec, Undecodable
-from blendserve.store.key import namespace_tag
+from blendserve.store.codecs.base import Codec, Undecodable, tables_hash
+from blendserve.store.key import DIGEST_BYTES, TAG_BYTES, namespace_tag
 from blendserve.store.view import decode
+
+WRITES = 8  # files that are written at a time
+EARLIER_DAYS = 90  # that a description names earlier ones
+
+Write = Callable[[str, bytes], str]  # kind and content of a file -> its hash; it is written in the background
 
 
 def publish(
     engine: Engine,
-    name: str,
+    target: Target,
     levels: Sequence[str] = (),
+    key: bytes | None = None,
     progress: Progress | None = None,
     done: Progress = lambda n, total: None,
     sampling: Progress = lambda n, total: None,
     fitting: Progress = lambda n, total: None,
 ) -> Collection:
-    """Publish an engine's index and store. levels: codecs beside the one that the store writes.
+    """Publish an engine's index and KV. levels: codecs beside the one that the store writes. key: signs it, in PEM.
 
     progress: of precompute, in tokens. done: of encoding, in chunks. sampling, fitting: of missing tables of the levels
     (codec_fit.py). Raises InputError, ConfigError, StoreError.
     """
-    valid_name(name)
     words, index, store = _levels(engine, levels), engine.index, engine.store
     if index is None:
         raise InputError("there is no index to publish: open the engine with one")
@@ -66,7 +82,7 @@ def publish(
     prior = engine.blender.priors.hash()
     return publish_chunks(
         store,
-        name,
+        target,
         (index.manifest.reader, engine.model.fingerprint),
         words,
         codecs,
@@ -74,13 +90,14 @@ def publish(
         engine.config.store.namespace,
         to_files(index),
         {prior} if prior else set(),
+        key,
         done,
     )
 
 
 def publish_chunks(
     store: KVStore,
-    name: str,
+    target: Target,
     model: tuple[str, str],
     levels: Sequence[str],
     codecs: Mapping[str, Codec],
@@ -88,72 +105,119 @@ def publish_chunks(
     namespace: str = "",
     files: Mapping[str, bytes] | None = None,
     tables: set[bytes] | None = None,
+    key: bytes | None = None,
     done: Progress = lambda n, total: None,
 ) -> Collection:
-    """Publish stored chunks, with their numbers of tokens; stores them at missing levels.
+    """Publish stored chunks, with their numbers of tokens, at all levels.
 
     model: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
-    beside the codecs' tables. Raises StoreError.
+    beside the codecs' tables. Raises ConfigError, StoreError.
     """
-    catalog = CollectionCatalog(store)
-    used = set(tables or ())
-    directory: dict[ChunkKey, DirectoryEntry] = {}
-    for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
-        records = [_at_level(store, key, level, levels, codecs) for level in levels]
-        used |= {record.coding.tables for record in records}
-        directory[key] = DirectoryEntry(n_tokens, tuple(sum(map(len, encode_body(key, r))) for r in records))
-        done(n, len(tokens))
-    infos = [info for info in store.blobs.list() if info.hash in used]
-    collection = Collection(
-        name=name,
-        reader=model[0],
-        reader_fingerprint=model[1],
-        namespace=namespace_tag(namespace).hex(),
-        levels=tuple(levels),
-        chunks=len(directory),
-        tokens=sum(tokens.values()),
-        n_bytes=sum(sum(entry.bodies) for entry in directory.values()),
-        published=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        pinned=True,
-        files={name: catalog.write_blob(raw) for name, raw in (files or {}).items()},
-        directory=catalog.write_blob(write_directory(directory)),
-        tables=tuple(TablesInfo(i.hash.hex(), i.kind, i.owner, i.n_bytes) for i in infos),
-    )
-    catalog.write(collection)
+    before, used = Earlier(target, key), set(tables or ())
+    directory: dict[ChunkKey, list[Body]] = {}
+    with writing(target, before.whole) as write:
+        for n, chunk in enumerate(tokens, start=1):
+            directory[chunk] = []
+            for level in levels:
+                body = before.body(chunk, level)
+                if body is None:
+                    record = _at_level(store, chunk, level, levels, codecs)
+                    used.add(record.coding.tables)
+                    raw = b"".join(encode_body(chunk, record))
+                    body = Body(len(raw), bytes.fromhex(write(CHUNKS, raw)))
+                directory[chunk].append(body)
+            done(n, len(tokens))
+        infos = [info for info in store.blobs.list() if info.hash in used]
+        for info in infos:
+            write(TABLES, store.blobs.get(info.hash) or b"")
+        made = {
+            info.hash.hex(): TablesInfo(info.hash.hex(), info.kind, info.owner, info.n_bytes)
+            for info in infos
+        }
+        collection = Collection(
+            name=target.name,
+            reader=model[0],
+            reader_fingerprint=model[1],
+            namespace=namespace_tag(namespace).hex(),
+            levels=tuple(levels),
+            chunks=len(directory),
+            tokens=sum(tokens.values()),
+            n_bytes=sum(body.n_bytes for bodies in directory.values() for body in bodies),
+            published=int(time.time()),
+            files={name: _write_blob(write, raw) for name, raw in (files or {}).items()},
+            directory=write(DIRECTORY, write_directory(directory, len(levels))),
+            tables=tuple({**before.tables, **made}.values()),
+            earlier=before.replaced(write),
+        )
+    if key:
+        collection = replace(collection, signature=sign(collection.signed_bytes, key))
+    target.publish(collection.to_json())
     return collection
 
 
-def set_pins(catalog: CollectionCatalog, name: str, pinned: bool) -> int:
-    """Pin a collection's chunks, or unpin the ones that no other pinned collection has -> number of stored ones."""
-    collection = catalog.collection(name)
-    keys = set(_stored_keys(catalog, collection))
-    n = catalog.store.pin(keys if pinned else keys - _keys_of_others(catalog, name, pinned_only=True), pinned)
-    if collection.pinned != pinned:
-        catalog.write(replace(collection, pinned=pinned))
-    return n
+class Earlier:
+    """The version that is published: what it has need not be encoded and written again."""
+
+    def __init__(self, target: Target, key: bytes | None) -> None:
+        """key: if given, only what it has signed is used. Raises StoreUnavailable for a description of another form."""
+        self._raw = target.read(f"{target.name}.json")
+        self._collection: Collection | None = None
+        self._directory = Directory(b"", 1)
+        self.whole = set[str]()  # its files that are there
+        self.tables: dict[str, TablesInfo] = {}
+        if self._raw is None:
+            return
+        try:
+            found = self._collection = Collection.from_json(self._raw)
+        except ValueError as error:
+            why = f"{target.name}.json is no description that can be replaced ({error})"
+            raise StoreUnavailable(f"{why}: delete it, or publish under another name") from None
+        raw = target.read(f"{DIRECTORY}/{found.directory}") or b""
+        is_trusted = key is None or sign(found.signed_bytes, key) == found.signature
+        if is_trusted and tables_hash(raw).hex() == found.directory:
+            self._directory = Directory(raw, len(found.levels))
+            sizes = {f"{kind}/{hash}": n_bytes for kind, hash, n_bytes in found.files_with(self._directory)}
+            self.whole = {name for name, (n_bytes, _) in target.stored.items() if sizes.get(name) == n_bytes}
+            self.tables = {tables.hash: tables for tables in found.tables}
+
+    def body(self, chunk: ChunkKey, level: str) -> Body | None:
+        """A chunk at a level, if it is published and its file is there."""
+        if not self.whole or not self._collection or chunk not in self._directory:
+            return None
+        body = dict(zip(self._collection.levels, self._directory[chunk], strict=True)).get(level)
+        return body if body and f"{CHUNKS}/{body.hash.hex()}" in self.whole else None
+
+    def replaced(self, write: Write) -> dict[str, int]:
+        """Its description and those before it, with the times at which they were replaced."""
+        if self._raw is None or self._collection is None:
+            return {}
+        now = int(time.time())
+        known = {**self._collection.earlier, write(PIECES, self._raw): now}
+        return {hash: replaced for hash, replaced in known.items() if now - replaced < EARLIER_DAYS * DAY_S}
 
 
-def unpublish(catalog: CollectionCatalog, name: str, delete: bool = False) -> int:
-    """Delete a collection, and unpin or delete the chunks that no other collection has -> their number.
+@contextmanager
+def writing(target: Target, known: set[str]) -> Iterator[Write]:
+    """Files that are written by the end of the block, but for known ones. Raises StoreUnavailable."""
+    running = deque[Future[None]]()
+    with ThreadPoolExecutor(WRITES) as pool:
 
-    Services stop delivering it within seconds. Raises NotFound, StoreError.
-    """
-    keys = set(_stored_keys(catalog, catalog.collection(name))) - _keys_of_others(catalog, name)
-    catalog.delete(name)
-    return catalog.store.delete(keys) if delete else catalog.store.pin(keys, pinned=False)
+        def write(kind: str, raw: bytes) -> str:
+            if len(running) >= WRITES:
+                running.popleft().result()
+            hash = tables_hash(raw).hex()
+            if f"{kind}/{hash}" not in known:
+                running.append(pool.submit(target.put, f"{kind}/{hash}", raw))
+            return hash
+
+        yield write
+        for each in running:
+            each.result()
 
 
-def _stored_keys(catalog: CollectionCatalog, collection: Collection) -> Iterator[ChunkKey]:
-    """The keys of its chunks at every level."""
-    levels = collection.levels
-    return (level_key(key, level, levels) for key in catalog.directory(collection) for level in levels)
-
-
-def _keys_of_others(catalog: CollectionCatalog, name: str, pinned_only: bool = False) -> set[ChunkKey]:
-    """The stored keys of all other collections."""
-    found = catalog.collections(anew=True).items()
-    others = [c for other, c in found if other != name and (c.pinned or not pinned_only)]
-    return {key for collection in others for key in _stored_keys(catalog, collection)}
+def _write_blob(write: Write, raw: bytes) -> Blob:
+    pieces = [raw[at : at + PIECE_BYTES] for at in range(0, len(raw), PIECE_BYTES)]
+    return Blob(len(raw), tuple(write(PIECES, piece) for piece in pieces))
 
 
 def _levels(engine: Engine, more: Sequence[str]) -> tuple[str, ...]:
@@ -168,8 +232,11 @@ def _levels(engine: Engine, more: Sequence[str]) -> tuple[str, ...]:
 def _at_level(
     store: KVStore, key: ChunkKey, level: str, levels: Sequence[str], codecs: Mapping[str, Codec]
 ) -> ChunkRecord:
-    """A chunk at a level; a missing one is encoded from the first level and stored. Raises StoreError."""
-    own = level_key(key, level, levels)
+    """A chunk at a level; a missing one is encoded from the first level, and stored if there is room.
+
+    Raises StoreError.
+    """
+    own = key if level == levels[0] else _level_key(key, level)
     if found := read_record(store, own):
         return found
     first = read_record(store, key) if own != key else None
@@ -180,5 +247,11 @@ def _at_level(
     except Undecodable as error:
         raise StoreUnavailable(f"a chunk cannot be coded at another level: {error}") from None
     record = ChunkRecord.encode(key, kv, codecs[level])
-    store.put(own, record, pin=True)
+    store.put(own, record)
     return record
+
+
+def _level_key(key: ChunkKey, word: str) -> ChunkKey:
+    """The key of a chunk at a further level, in the same namespace."""
+    digest = hashlib.blake2b(key + word.encode(), digest_size=DIGEST_BYTES, person=b"blendserve.lv.1")
+    return key[:TAG_BYTES] + digest.digest()

@@ -5,5 +5,5 @@
             -> EngineClient    engine_client.py: retrieve, build the prompt, queue; the engine's thread runs the model
             -> responses.py    events -> JSON or server-sent events, errors -> status
 
-app.py puts the routes together, server.py runs them. delivery.py is the delivery service on the same parts.
+app.py puts the routes together, server.py runs them. delivery.py serves published collections.
 """

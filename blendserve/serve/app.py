@@ -1,4 +1,4 @@
-"""The HTTP application of both services: routes, the page, errors and CORS."""
+"""The HTTP application of both servers: routes, the page, errors and CORS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes under the hash of their content, beside the chunks: codec tables, priors, published collections.
+"""Bytes under the hash of their content, beside the chunks: codec tables and priors.
 
     blob          hash of the content 16 -> the content
     description   hash                   -> created 8 | bytes 8 | kind 8 | owner, UTF-8
@@ -29,7 +29,7 @@ class BlobInfo:
 
     hash: bytes
     kind: str  # a codec's name, or that of another use
-    owner: str  # the fingerprint of the model that it is for, or a collection's name
+    owner: str  # the fingerprint of the model that it is for
     n_bytes: int
     created: int  # nanoseconds since 1970; 0 = copied from another store, current only if there are no others
 
@@ -109,6 +109,6 @@ def check_room(infos: Iterable[BlobInfo], hash: bytes, n_bytes: int) -> None:
     others = sum(info.n_bytes for info in infos if info.hash != hash)
     if others + n_bytes > ROOM:
         raise StoreFull(
-            f"a store holds at most {ROOM:,} bytes of codec tables and collections: it has {others:,}, and "
+            f"a store holds at most {ROOM:,} bytes of codec tables: it has {others:,}, and "
             f"{n_bytes:,} more do not fit: precompute into a new store"
         )

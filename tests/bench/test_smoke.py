@@ -35,7 +35,7 @@ from blendserve.config import ServeConfig
 from blendserve.core import Document
 from blendserve.cost import CostConfig, with_bench
 from blendserve.errors import ConfigError, InputError
-from blendserve.kdn.catalog import CollectionCatalog
+from blendserve.kdn.target import Target
 from blendserve.models.loader import load_model
 from blendserve.retrieve.chunker import TokenCounter
 from blendserve.retrieve.index import VectorIndex
@@ -278,12 +278,12 @@ def test_delivery_brings_bytes_and_a_hostile_client_is_refused(run: Run) -> None
         assert statuses.keys() <= {refused, "429", GAVE_UP, NO_ANSWER}
 
 
-def test_the_delivery_bench_publishes_the_tables_of_its_levels(tiny: str) -> None:
+def test_the_delivery_bench_publishes_the_tables_of_its_levels(tiny: str, tmp_path: Path) -> None:
     sizes = {"chunks": 2, "chunk_tokens": 40, "suffix_tokens": 25, "fit_tokens": 256}
     config = delivery.DeliveryConfig(model=tiny, dtype="float32", codecs=("raw", "predict@1"), **sizes)
     model, store = load_model(config.model_settings), MemoryStore(1 << 30)
-    delivery.publish(model, config, config.workload(model), store)
-    collection = CollectionCatalog(store).collection(delivery.COLLECTION)
+    target = Target(f"{tmp_path}/{delivery.COLLECTION}")
+    collection = delivery.publish(model, config, config.workload(model), store, target)
     assert [tables.codec for tables in collection.tables] == ["predict"]
 
 

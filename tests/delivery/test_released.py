@@ -20,7 +20,7 @@ from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, MemorySt
 from blendserve.store.codecs.base import SLOW as SLOW_LINK
 from blendserve.store.codecs.base import Coding
 from blendserve.store.view import RecordView
-from tests.support.peers import BLEND, SLOW, Service, blender, delivered, some_key
+from tests.support.peers import BLEND, SLOW, Published, blender, delivered, some_key
 from tests.support.stores import flip, tamper
 from tests.support.waiting import eventually
 
@@ -53,9 +53,7 @@ def become_free(tracked: Made) -> None:
 
 @pytest.mark.parametrize("kind", ["", SLOW_LINK, "corrupt", "unreachable"])
 @pytest.mark.parametrize("method", ["blend", "auto"])
-def test_of_a_delivered_chunk(
-    service: Service, prompt: Prompt, kind: str, method: str, tracked: Made
-) -> None:
+def test_of_a_delivered_chunk(made: Published, prompt: Prompt, kind: str, method: str, tracked: Made) -> None:
     bad = some_key()
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
@@ -66,7 +64,7 @@ def test_of_a_delivered_chunk(
     def skip(todo: Sequence[PendingChunk], link: LinkState, current: str | None = None) -> Plan:
         return Plan("raw", 0, n_skipped=len(todo)) if kind == SLOW_LINK else plan(todo, link, current)
 
-    with delivered(service, before) as (store, _):
+    with delivered(made, before) as (store, _):
         of = blender(store, fetcher=KVFetcher(store, planner=skip), costs=SLOW)
         kinds = {why["kind"] for why in of.run(prompt, BLEND.with_values(method=method)).report.unusable}
         del of

@@ -18,14 +18,12 @@ import torch
 from blendserve.config import Config
 from blendserve.errors import ConfigError
 from blendserve.fetch import TieredStore, open_store
-from blendserve.fetch.kdn.manifest import Collection
 from blendserve.fetch.link import LinkEstimator
-from blendserve.kdn.catalog import CollectionCatalog
 from blendserve.registry import STORES
-from blendserve.store import KVStore
 from tests.support.peers import (
     NAME,
     PATIENT_S,
+    Published,
     Service,
     answered,
     blender,
@@ -43,16 +41,15 @@ from blendserve_moq.source import MoqSource
 
 ROOT = Path(__file__).parents[2]
 READERS = 8
-Made = tuple[KVStore, Collection]
 Frames = list[bytes]
 
 
 class Relay(ExitStack):
     """A relay and a publisher on a loop of their own, until it is closed."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, made: Published) -> None:
         super().__init__()
-        self._store, self._ready = store, threading.Event()
+        self._made, self._ready = made, threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         thread.start()
         assert self._ready.wait(60)
@@ -66,33 +63,34 @@ class Relay(ExitStack):
                 "relay": f"https://{server.local_addr}",
                 "fingerprint": server.cert_fingerprints()[0],
             }
-            self.publisher = Publisher(self._store, *self.options.values())
+            self.publisher = Publisher(settings(str(self._made.folder)), *self.options.values())
             feeding = asyncio.create_task(self.publisher.run(self._ready.set))
             await self._over.wait()
             feeding.cancel()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return published(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
-def service(made: Made) -> Iterator[Service]:
-    with Service(made[0]) as running:
+def service(made: Published) -> Iterator[Service]:
+    with Service(made.folder) as running:
         yield running
 
 
 @pytest.fixture
-def by_http(service: Service) -> Callable[[], float]:
-    """Counts the chunks that the service has delivered by HTTP from now on."""
+def by_http(service: Service, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Counts the chunks that the server has delivered by HTTP from now on."""
+    paths, check = list[str](), service.backend.check_access
 
-    def served() -> float:
-        (metric,) = service.backend.metrics.chunks.collect()
-        return sum(sample.value for sample in metric.samples if sample.name.endswith("_total"))
+    def noted(tenant: Any, path: str) -> None:
+        paths.append(path)
+        check(tenant, path)
 
-    before = served()
-    return lambda: served() - before
+    monkeypatch.setattr(service.backend, "check_access", noted)
+    return lambda: sum(path.startswith("chunks/") for path in paths)
 
 
 def changed_frames(monkeypatch: pytest.MonkeyPatch, change: Callable[[Frames], Frames]) -> None:
@@ -101,17 +99,19 @@ def changed_frames(monkeypatch: pytest.MonkeyPatch, change: Callable[[Frames], F
     monkeypatch.setattr(
         Publisher,
         "frames",
-        lambda publisher, name, track: (found := frames(publisher, name, track)) and change(found),
+        lambda publisher, track: (found := frames(publisher, track)) and change(found),
     )
 
 
-def is_right(done: Any, made: Made, passages: int = 3) -> bool:
-    here = answered(made[0], passages)
+def is_right(done: Any, made: Published, passages: int = 3) -> bool:
+    here = answered(made.store, passages)
     return torch.equal(done.result.logits, here.result.logits) and done.report.chunks_hit == passages
 
 
-def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Service, by_http: Any) -> None:
-    with Relay(made[0]) as there:
+def test_many_engines_have_a_chunk_that_was_sent_once(
+    made: Published, service: Service, by_http: Any
+) -> None:
+    with Relay(made) as there:
         stores = [
             there.enter_context(kdn_store(settings(service.url), MoqSource, **there.options))
             for _ in range(READERS)
@@ -120,13 +120,12 @@ def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Servi
             done = list(pool.map(lambda store: answered(store, 3), stores))
     assert all(is_right(d, made) for d in done)
     assert by_http() == 0
-    directory, of, prompt = CollectionCatalog(made[0]).directory(made[1]), blender(made[0]), question(3)
-    keys = {of.key(chunk.ids) for chunk in prompt.chunks}
-    assert there.publisher.sent == sum(directory[key].bodies[0] - 4 for key in keys)
+    keys = {blender(made.store).key(chunk.ids) for chunk in question(3).chunks}
+    assert there.publisher.sent == sum(made.directory[key][0].n_bytes - 4 for key in keys)
 
 
 def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_time_alone(
-    made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
+    made: Published, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     halved, arrived = threading.Event(), LinkEstimator.arrived
 
@@ -136,7 +135,7 @@ def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_ti
             raise ConnectionError  # the publisher ends, too
 
     changed_frames(monkeypatch, lambda frames: Half(frames) if halved.is_set() else frames)
-    there = Relay(made[0])
+    there = Relay(made)
     with (
         there,
         ThreadPoolExecutor(1) as pool,
@@ -158,16 +157,16 @@ def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_ti
 
 
 def test_what_a_relay_sends_is_checked(
-    made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
+    made: Published, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed_frames(monkeypatch, lambda frames: [*frames[:-1], frames[-1][:-1] + bytes([frames[-1][-1] ^ 4])])
-    with Relay(made[0]) as there, kdn_store(settings(service.url), MoqSource, **there.options) as store:
+    with Relay(made) as there, kdn_store(settings(service.url), MoqSource, **there.options) as store:
         assert is_right(answered(store, 3), made)
     assert by_http() > 0
 
 
 def test_a_location_names_service_and_relay_once_the_package_is_installed(
-    made: Made, service: Service, by_http: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Published, service: Service, by_http: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError):
         Config(store={"location": f"moq+{service.url}/{NAME}"})
@@ -177,7 +176,7 @@ def test_a_location_names_service_and_relay_once_the_package_is_installed(
     entry = project.partition('[project.entry-points."blendserve.stores"]\n')[2].partition("\n")[0]
     (installed / "entry_points.txt").write_text(f"[blendserve.stores]\n{entry.replace(chr(34), '')}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with ExitStack() as after, Relay(made[0]) as there:
+    with ExitStack() as after, Relay(made) as there:
         after.callback(STORES.remove, "moq")
         location = f"moq+{service.url}/{NAME}?{urlencode(there.options)}"
         store = Config(store={"location": location, "level": "raw", "deadline_s": PATIENT_S}).store

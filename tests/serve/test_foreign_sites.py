@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from blendserve.config import ServeConfig
 from blendserve.errors import ConfigError
 from blendserve.serve.server import listen
-from blendserve.store import MemoryStore
 from tests.support.http import ORIGIN, Server, serving
 from tests.support.peers import Service
 
@@ -28,8 +27,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def delivery() -> Iterator[Service]:
-    with Service(MemoryStore(1), hosts=(NAME,)) as made:
+def delivery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with Service(tmp_path_factory.mktemp("published"), hosts=(NAME,)) as made:
         yield made
 
 

@@ -147,8 +147,7 @@ def metrics() -> frozenset[str]:
     """Names of metrics, without the ends that Prometheus adds."""
     server = Metrics()
     server.watch(lambda: (0, 0), 1, MemoryStore(1))
-    registries = server.registry, delivery.DeliveryMetrics().registry
-    return frozenset(family.name for registry in registries for family in registry.collect())
+    return frozenset(family.name for family in server.registry.collect())
 
 
 @functools.cache
@@ -291,7 +290,7 @@ ANYWHERE: tuple[tuple[str, Has], ...] = (  # also in examples
 FORMS: tuple[tuple[str, Has], ...] = (  # of a text in back-ticks; the first that matches counts
     (r"blendserve [a-z]", _has_command),
     (
-        rf"(?:{'demo|index|store|codec|keys|collection|precompute|ask|doctor|evaluate|simulate'}) [a-z-]",
+        rf"(?:{'demo|index|store|codec|keys|kdn|precompute|ask|doctor|evaluate|simulate'}) [a-z-]",
         _has_short_command,
     ),
     (r"(?:[A-Z]+ )?/[a-z][\w/{}.?=-]*$", _has_path),

@@ -1,4 +1,4 @@
-"""Delivery over real sockets: a published toy collection, a service, peers that pace or lie, and what a request must say.
+"""Delivery over real sockets: a published toy collection, servers, peers that pace or lie, and what a request must say.
 
 A test lets each piece of a chunk pass (`Before`), so that events order everything. `check` compares an answer with that
 of a local store that holds what the request used.
@@ -6,15 +6,14 @@ of a local store that holds what the request used.
 
 from __future__ import annotations
 
-import re
 import socket
 import socketserver
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,16 @@ from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.fetch import TieredStore
-from blendserve.fetch.kdn.manifest import LENGTH, Collection
+from blendserve.fetch.kdn.manifest import LENGTH, Collection, Directory
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.kdn.publish import publish
+from blendserve.kdn.target import Target
 from blendserve.serve.app import create_app
 from blendserve.serve.delivery import DeliveryBackend, router
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE
-from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
-from blendserve.store.key import KEY_BYTES
 from blendserve.store.record import decode_header
 from tests.support.blending import check_report
 from tests.support.engines import CONFIG, PASSAGES
@@ -45,7 +43,6 @@ from tests.support.engines import toy_model as model
 from tests.support.http import DOCUMENTS, Listener, index
 
 HEADER = -1
-KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")  # of a chunk, in a path
 Before = Callable[[ChunkKey, int, bytearray], None]
 """Called before a piece is sent: chunk, layer or HEADER, bytes. It may wait, change the bytes, or raise to cut."""
 
@@ -86,38 +83,40 @@ class Peer(socketserver.ThreadingTCPServer):
 
 
 class Paced:
-    """Speaks as the service at `url` does, and sends chunks piece by piece: whole ones, whatever range is asked for."""
+    """Sends the files of a collection, and chunks piece by piece: whole ones, whatever range is asked for."""
 
-    def __init__(self, url: str, before: Before) -> None:
-        self.url, self.before = url, before
+    def __init__(self, made: Published, before: Before) -> None:
+        self.made, self.before = made, before
         self.asked: Counter[ChunkKey] = Counter()
-        self.most_at_once = 0  # chunks in one request
+        self.most_at_once = 0  # chunks that are sent
+        self._now = 0
+        self._lock = threading.Lock()
 
     def __call__(self, connection: socket.socket, path: str) -> None:
-        reply = httpx.get(self.url + path, timeout=300)
-        body, keys = reply.content, [bytes.fromhex(key) for key in KEY.findall(path)]
-        self.asked.update(keys)
-        self.most_at_once = max(self.most_at_once, len(keys))
-        connection.sendall(head(len(body), f"{reply.status_code} x"))
-        if not keys or not reply.is_success:
+        body, key = self.made.file(path), self.made.keys.get(path.rpartition("/")[2])
+        connection.sendall(head(len(body)))
+        if key is None:
             connection.sendall(body)
             return
-        for key, l, n_bytes in pieces(keys, body):
-            part, body = bytearray(body[:n_bytes]), body[n_bytes:]
-            self.before(key, l, part)
-            connection.sendall(part)
+        with self._lock:
+            self.asked[key] += 1
+            self._now += 1
+            self.most_at_once = max(self.most_at_once, self._now)
+        try:
+            for l, n_bytes in pieces(key, body):
+                part, body = bytearray(body[:n_bytes]), body[n_bytes:]
+                self.before(key, l, part)
+                connection.sendall(part)
+        finally:
+            with self._lock:
+                self._now -= 1
 
 
-def pieces(keys: list[ChunkKey], body: bytes) -> Iterator[tuple[ChunkKey, int, int]]:
-    """The parts of a body in order: chunk, layer or HEADER, number of bytes."""
-    lengths = []
-    for key in keys:
-        end = LENGTH.size + LENGTH.unpack_from(body)[0]
-        lengths.append(decode_header(key, body[LENGTH.size : end]).lengths)
-        yield key, HEADER, end
-        body = body[end:]
-    for l, layer in enumerate(zip(*lengths, strict=True)):
-        yield from ((key, l, n) for key, n in zip(keys, layer, strict=True))
+def pieces(key: ChunkKey, body: bytes) -> Iterator[tuple[int, int]]:
+    """The parts of a body in order: layer or HEADER, number of bytes."""
+    end = LENGTH.size + LENGTH.unpack_from(body)[0]
+    yield HEADER, end
+    yield from enumerate(decode_header(key, body[LENGTH.size : end]).lengths)
 
 
 # A published collection, and requests over it
@@ -136,26 +135,56 @@ def publisher(folder: Path, store: KVStore) -> Engine:
     return engine
 
 
-def published(folder: Path) -> tuple[KVStore, Collection]:
-    """A store with the toy collection in it."""
+@dataclass(frozen=True)
+class Published:
+    """The toy collection as files."""
+
+    store: KVStore  # it was published from
+    folder: Path
+    collection: Collection
+
+    @property
+    def place(self) -> str:
+        return f"{self.folder}/{NAME}"
+
+    @cached_property
+    def directory(self) -> Directory:
+        return Directory(self.file(f"directory/{self.collection.directory}"), len(self.collection.levels))
+
+    @cached_property
+    def keys(self) -> dict[str, ChunkKey]:
+        """By the name of each chunk's file, at all levels."""
+        return {body.hash.hex(): key for key, bodies in self.directory.items() for body in bodies}
+
+    def file(self, path: str) -> bytes:
+        return (self.folder / path.lstrip("/")).read_bytes()
+
+    def chunk(self, level: int = 0) -> str:
+        """The path of the first passage's chunk."""
+        return f"chunks/{self.directory[some_key()][level].hash.hex()}"
+
+
+def published(folder: Path, **options: Any) -> Published:
+    """The toy collection, published into `folder`/www. options: of publish."""
     store = MemoryStore(2**30)
-    return store, publish(publisher(folder, store), NAME, LEVELS[1:])
+    engine, place = publisher(folder, store), folder / "www"
+    return Published(store, place, publish(engine, Target(f"{place}/{NAME}"), LEVELS[1:], **options))
 
 
 class Service:
-    """A delivery service behind a real socket. A context manager."""
+    """`kdn serve` behind a real socket. A context manager."""
 
-    def __init__(self, store: KVStore, clock: TimeSource = time, tls: Any = None, **settings: Any) -> None:
+    def __init__(self, folder: Path, tls: Any = None, **settings: Any) -> None:
         """tls: options of uvicorn."""
-        self.backend = DeliveryBackend(store, DeliverConfig(**settings), clock)
+        self.backend = DeliveryBackend(folder, DeliverConfig(**settings))
         app = create_app(self.backend, [router])
         self._listener = Listener(app, log_level="critical", **(tls or {}))
         self.port = self._listener.port
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=f"{self.url}/v1", timeout=300)
+        self.http = httpx.Client(base_url=self.url, timeout=300)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return self.http.get(f"/collections/{NAME}/{path}".rstrip("/"), headers=headers)
+        return self.http.get(path, headers=headers)
 
     def __enter__(self) -> Service:
         return self
@@ -182,13 +211,13 @@ class Unprobed(KdnSource):
 
 @contextmanager
 def delivered(
-    service: Service,
+    made: Published,
     before: Before = lambda key, l, part: None,
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[TieredStore, Paced]]:
     """A store over a paced peer, which has read the description and the directory. options: of the source."""
-    paced = Paced(service.url, before)
+    paced = Paced(made, before)
     with Peer(paced) as peer, kdn_store(settings(peer.url, **(config or {})), Unprobed, **options) as store:
         store.source.contains([])
         yield store, paced

@@ -1,1 +1,1 @@
-"""Chunk KV of a published collection, delivered by a service over plain HTTP (kdn/, serve/delivery.py)."""
+"""Chunks of published collections: formats, files, and what engines read of them."""

@@ -1,59 +1,59 @@
-"""The formats of a published collection: description, directory, and bodies of chunks.
+"""The files of a published collection, below one folder or URL that other collections may share.
 
-    description   JSON: names, levels, tables, the index's files, and the hash of the directory
-    directory     per chunk, in order of keys: key 28 | tokens 4 | bytes of its body by each level, 8 each   little-endian
-    body          of a chunk at a level: length of the header 4 | header | segment 0 | segment 1 | ...       (record.py)
-    interleaved   of several: length and header of each | segment 0 of each | segment 1 of each | ...
+    NAME.json        the description, the only file that changes: names, levels, sizes and hashes of all others
+    directory/HASH   per chunk, in order of keys: key 28 | (bytes 8 | hash 16) at each level     little-endian
+    pieces/HASH      files of the index in parts, and descriptions of earlier versions
+    tables/HASH      codec tables
+    chunks/HASH      a chunk at a level: length of the header 4 | header | segment 0 | segment 1 | ...      (record.py)
 
-A GET of a chunk returns a body. The first level is stored under the chunk's own key, each further one under a key of its
-own; all are delivered under the chunk's key.
+HASH is that of the content. So a file never changes, any cache may keep it for ever, and publishers do not meet. Whoever
+knows that a description is genuine, by its signature, need not trust the server for anything else.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
 from blendserve.errors import InputError
-from blendserve.store.codecs.base import Buffer
-from blendserve.store.key import DIGEST_BYTES, KEY_BYTES, TAG_BYTES, ChunkKey
+from blendserve.store.codecs.base import TABLES_BYTES, Buffer
+from blendserve.store.key import KEY_BYTES, ChunkKey
 from blendserve.store.record import ChunkRecord
 
-FORMAT = 1
+FORMAT = 2
+DIRECTORY, PIECES, TABLES, CHUNKS = KINDS = ("directory", "pieces", "tables", "chunks")
+PIECE_BYTES = 4 << 20
 LENGTH = struct.Struct("<I")  # of a header, in front of it
 MAX_HEADER_BYTES = 1 << 20  # bytes; a chunk of a thousand layers has 16 KB
 MAX_LEVELS = 16
 MAX_DIRECTORY_BYTES = 256 << 20  # millions of chunks
 MAX_TABLES_BYTES = 256 << 20
-MAX_INTERLEAVED = 64  # chunks
+MAX_FILE_BYTES = 4 << 30  # of an index
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+Hash = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * TABLES_BYTES}}}$")]  # in hex
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes of a collection, in pieces that are stored under their hashes."""
+    """A file of the index, in pieces."""
 
-    n_bytes: int
-    pieces: tuple[str, ...]  # in hex
-
-    @property
-    def version(self) -> str:
-        """Equal only for equal bytes."""
-        return hashlib.blake2b("".join(self.pieces).encode(), digest_size=16).hexdigest()
+    n_bytes: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
+    pieces: tuple[Hash, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TablesInfo:
     """Codec tables of a level."""
 
-    hash: str  # in hex
+    hash: Hash
     codec: str
     fingerprint: str
     n_bytes: int
@@ -70,18 +70,19 @@ class Collection:
     levels: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_LEVELS)]  # codecs, the finest first
     chunks: int
     tokens: int
-    n_bytes: int  # of all levels, as stored
-    published: str  # when, UTC
-    pinned: bool
+    n_bytes: int  # of all levels
+    published: int  # seconds since 1970
     files: Mapping[str, Blob]  # of the index
-    directory: Blob
+    directory: Hash
     tables: tuple[TablesInfo, ...] = ()
+    earlier: Mapping[Hash, int] = field(default_factory=dict)  # descriptions, and when each was replaced
+    signature: str = ""  # Ed25519, of everything else, in hex
     format: int = FORMAT
 
     @property
-    def pieces(self) -> set[str]:
-        """Hashes, in hex, of the pieces of its index and its directory."""
-        return {hash for blob in (*self.files.values(), self.directory) for hash in blob.pieces}
+    def directory_bytes(self) -> int:
+        """The size of its directory."""
+        return self.chunks * _row(len(self.levels)).size
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
@@ -94,16 +95,63 @@ class Collection:
             raise ValueError(f"a collection of format {values['format']}, this blendserve reads {FORMAT}")
         return TypeAdapter(cls).validate_python(values)
 
+    def files_with(self, directory: Directory) -> Iterator[tuple[str, str, int]]:
+        """Kind, hash and size of every file that this version names."""
+        yield DIRECTORY, self.directory, self.directory_bytes
+        yield from ((TABLES, tables.hash, tables.n_bytes) for tables in self.tables)
+        for blob in self.files.values():
+            for at, hash in zip(range(0, blob.n_bytes, PIECE_BYTES), blob.pieces, strict=False):
+                yield PIECES, hash, min(PIECE_BYTES, blob.n_bytes - at)
+        for bodies in directory.values():
+            yield from ((CHUNKS, body.hash.hex(), body.n_bytes) for body in bodies)
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """What its signature is of."""
+        return replace(self, signature="").to_json()
+
 
 @dataclass(frozen=True, slots=True)
-class DirectoryEntry:
-    """One chunk of a directory."""
+class Body:
+    """A chunk at a level."""
 
-    n_tokens: int
-    bodies: tuple[int, ...]  # bytes of its body by level
+    n_bytes: int
+    hash: bytes
 
 
-Directory = Mapping[ChunkKey, DirectoryEntry]
+class Directory(Mapping[ChunkKey, tuple[Body, ...]]):
+    """The chunks of a collection, each at all levels. A row is parsed when it is looked up: large ones open at once."""
+
+    def __init__(self, raw: bytes, levels: int) -> None:
+        """Raises ValueError."""
+        self._raw, self._row = raw, _row(levels)
+        if len(raw) % self._row.size:
+            raise ValueError(f"a directory's rows have {self._row.size} bytes, and these are {len(raw)}")
+
+    def __getitem__(self, key: ChunkKey) -> tuple[Body, ...]:
+        n = bisect_left(range(len(self)), key, key=self._key)
+        if n == len(self) or self._key(n) != key:
+            raise KeyError(key.hex())
+        _, *values = self._row.unpack_from(self._raw, n * self._row.size)
+        return tuple(map(Body, values[::2], values[1::2]))
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return map(self._key, range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._raw) // self._row.size
+
+    def _key(self, n: int) -> ChunkKey:
+        at = n * self._row.size
+        return self._raw[at : at + KEY_BYTES]
+
+
+def write_directory(chunks: Mapping[ChunkKey, Sequence[Body]], levels: int) -> bytes:
+    """The directory's bytes."""
+    row, rows = _row(levels), list[bytes]()
+    for key, bodies in sorted(chunks.items()):
+        rows.append(row.pack(key, *(value for body in bodies for value in (body.n_bytes, body.hash))))
+    return b"".join(rows)
 
 
 def valid_name(name: str) -> str:
@@ -116,29 +164,6 @@ def valid_name(name: str) -> str:
     return name
 
 
-def write_directory(entries: Directory) -> bytes:
-    """The directory's bytes."""
-    rows = sorted(entries.items())
-    packer = _row(len(rows[0][1].bodies) if rows else 1)
-    return b"".join(packer.pack(key, entry.n_tokens, *entry.bodies) for key, entry in rows)
-
-
-def read_directory(raw: bytes, levels: int) -> dict[ChunkKey, DirectoryEntry]:
-    """Parse a directory. Raises ValueError."""
-    packer = _row(levels)
-    if len(raw) % packer.size:
-        raise ValueError(f"a directory's rows have {packer.size} bytes, and these are {len(raw)}")
-    return {key: DirectoryEntry(tokens, tuple(bodies)) for key, tokens, *bodies in packer.iter_unpack(raw)}
-
-
-def level_key(key: ChunkKey, word: str, levels: Iterable[str]) -> ChunkKey:
-    """The key of a chunk at a level, in the same namespace."""
-    if word == next(iter(levels)):
-        return key
-    digest = hashlib.blake2b(key + word.encode(), digest_size=DIGEST_BYTES, person=b"blendserve.lv.1")
-    return key[:TAG_BYTES] + digest.digest()
-
-
 def encode_body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
     """The body of a chunk under this key: length of the header, header, segments."""
     record = record.for_key(key)
@@ -146,12 +171,5 @@ def encode_body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
     return [LENGTH.pack(len(header)), header, *record.segments()]
 
 
-def interleave(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
-    """Interleave bodies: all headers, then layer 0 of all, then layer 1, ... Raises ValueError for unequal layers."""
-    heads = [part for parts in bodies for part in parts[:2]]
-    layers = zip(*(parts[2:] for parts in bodies), strict=True)
-    return [*heads, *(segment for layer in layers for segment in layer)]
-
-
 def _row(levels: int) -> struct.Struct:
-    return struct.Struct(f"<{KEY_BYTES}sI{levels}Q")
+    return struct.Struct(f"<{KEY_BYTES}s" + f"Q{TABLES_BYTES}s" * levels)

@@ -1,4 +1,4 @@
-"""Chunks of a published collection from a delivery service over HTTP, at the level that the fetcher chooses.
+"""Chunks of a published collection, at the level that the fetcher chooses.
 
 The description and the directory of the collection are read when it opens and now and then anew. So a chunk that the
 collection lacks costs no request.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,18 +20,12 @@ import torch
 from blendserve.config import KdnConfig, StoreBackendConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
-from blendserve.fetch.kdn.client import CUT, DeliveryClient, InvalidReply, KdnPeer, NotFoundReply, read_chunks
-from blendserve.fetch.kdn.manifest import (
-    MAX_DIRECTORY_BYTES,
-    MAX_INTERLEAVED,
-    MAX_TABLES_BYTES,
-    Collection,
-    Directory,
-    read_directory,
-)
+from blendserve.fetch.kdn.client import CollectionClient, KdnPeer
+from blendserve.fetch.kdn.files import MAX_CONNECTIONS, InvalidReply, NoFile
+from blendserve.fetch.kdn.manifest import CHUNKS, MAX_TABLES_BYTES, TABLES, Body, Collection, Directory
 from blendserve.fetch.link import LinkEstimator
 from blendserve.store.base import Miss, ReadTime
-from blendserve.store.blobs import BlobInfo, BlobReader, check_blob
+from blendserve.store.blobs import BlobInfo, BlobReader
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import TimeSource
 from blendserve.store.codecs.base import UNREACHABLE, Undecodable
@@ -38,10 +34,10 @@ from blendserve.store.view import RecordView
 
 AUTO = "auto"
 FRESH_S = 10.0  # a description is used for this time
-MAX_DESCRIPTION = 16 << 20  # bytes
 PROBE_S = 0.02  # of transfer, beside the round trip, that tell a rate
 ROUND_TRIPS = 3  # the shortest counts: a service may have to read what it is asked for first
 WORKERS = 2  # transfers at a time: with more, less is left to plan again, to compute, and to decode ahead
+SAMPLED = 256  # chunks, of which the one of median size is probed
 DECODED_LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
 BUSY = 1.2  # times what decoding takes alone: a request keeps all cores busy (research/decisions.md)
 
@@ -50,7 +46,7 @@ class KdnSource:
     """A RemoteSource of one collection; it opens whether the service answers or not."""
 
     persistent = needs_folder = False
-    batch_bytes, max_interleaved = 0, MAX_INTERLEAVED
+    batch_bytes, max_interleaved = 0, MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -67,13 +63,14 @@ class KdnSource:
         self._clock = clock
         self.blobs: BlobReader = DeliveredBlobs(self)
         self._client = BoundedClient(KdnPeer(config), workers, clock)
+        self._pool = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="blendserve-kdn")
         self._last: tuple[Collection, Directory] | None = None
         self._looked_s = float("-inf")
         self._looking = threading.Lock()
 
     @classmethod
     def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> KdnSource:
-        """A service that cannot be reached is logged, and no error: chunks count as missing until it answers."""
+        """A server that cannot be reached is logged, and no error: chunks count as missing until it answers."""
         source = cls(config.kdn)
         with suppress(StoreUnavailable):  # the breaker has logged it
             source.known()
@@ -88,18 +85,21 @@ class KdnSource:
     def _fresh(self) -> tuple[Collection, Directory] | None:
         return self._last if self._clock.monotonic() - self._looked_s < FRESH_S else None
 
-    def _look(self, client: DeliveryClient) -> tuple[Collection, Directory]:
+    def _look(self, client: CollectionClient) -> tuple[Collection, Directory]:
         """Read anew unless fresh. Raises what the client does."""
         with self._looking:
-            known = self._fresh()
-            if known is None:
-                known = self._last = _read(client, self._last)
-                self._looked_s = self._clock.monotonic()
-            return known
+            if known := self._fresh():
+                return known
+            collection, known = client.description(), self._last
+            is_same = known is not None and known[0].directory == collection.directory
+            directory = known[1] if known and is_same else client.directory(collection)
+            self._last, self._looked_s = (collection, directory), self._clock.monotonic()
+            return self._last
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Return the chunks that the directory lists."""
-        return set(keys) & self.known()[1].keys()
+        directory = self.known()[1]
+        return {key for key in keys if key in directory}
 
     def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
         """Return the sizes that the directory lists, at the levels that the settings allow. Raises StoreUnavailable."""
@@ -110,51 +110,63 @@ class KdnSource:
                 f"collection {collection.name!r} has no level {self.config.level!r}: set store.level to auto or "
                 f"one of {', '.join(collection.levels)}"
             )
-        found = {r.key: entry.bodies for r in requests if (entry := directory.get(r.key))}
-        return {key: {collection.levels[n]: bodies[n] for n in allowed} for key, bodies in found.items()}
+        found = {r.key: bodies for r in requests if (bodies := directory.get(r.key))}
+        return {
+            key: {collection.levels[n]: bodies[n].n_bytes for n in allowed} for key, bodies in found.items()
+        }
 
     # Transfers
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
-        batch = [chunk for chunk in batch if chunk.level is not None]
-        try:
-            if batch:
-                self._client.run(partial(self._transfer, batch=batch), reading=True)
-        except StoreError as error:
-            for chunk in batch:
-                chunk.end(Miss(UNREACHABLE, error.public_message))
-
-    def _transfer(self, client: DeliveryClient, batch: Sequence[IncomingChunk]) -> None:
-        """Raises what the client does."""
+        """Read these chunks at a time, each on a connection of its own, so that their layers come together."""
         start = self._clock.monotonic()
-        n_bytes = sum(chunk.sizes[chunk.level or ""] for chunk in batch)
-        if n_bytes > self.in_flight_bytes:
-            for chunk in batch:
-                chunk.end(Miss(UNREACHABLE, "it is larger than one transfer may be"))
+        sizes = {chunk: chunk.sizes[chunk.level] for chunk in batch if chunk.level is not None}
+        if len(sizes) == 1:
+            self._transfer_one(*sizes)
+        else:
+            list(self._pool.map(self._transfer_one, sizes))
+        if sizes and all(chunk.is_whole for chunk in sizes):
+            self.link.last_rate = sum(sizes.values()) / max(1e-9, self._clock.monotonic() - start)
+
+    def _transfer_one(self, chunk: IncomingChunk) -> None:
+        try:
+            self._client.run(partial(self._read_chunk, chunk=chunk), reading=True)
+        except StoreError as error:
+            chunk.end(Miss(UNREACHABLE, error.public_message))
+
+    def _read_chunk(self, client: CollectionClient, chunk: IncomingChunk) -> None:
+        """Raises what the client does, but for what is wrong with this chunk alone."""
+        if (level := chunk.level) is None:
+            return
+        if chunk.sizes[level] > self.in_flight_bytes:
+            chunk.end(Miss(UNREACHABLE, "it is larger than one transfer may be"))
+            return
+        collection, directory = self._last or self._look(client)
+        at_level = dict(zip(collection.levels, directory.get(chunk.key, ()), strict=False))
+        body = at_level.get(level)
+        if not body or body.n_bytes != chunk.sizes[level]:
+            chunk.end(Miss(UNREACHABLE, "the collection was published anew meanwhile"))
             return
         try:
-            read_chunks(client, batch, self.link, self.deadline_s)
-        except (CorruptRecord, StoreVersion, NotFoundReply, *CUT) as error:
-            if len(batch) > 1:
-                return  # each is asked for alone, which tells what is wrong with it
-            if not isinstance(error, StoreError):
-                raise
-            batch[0].end(Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error)))
-        if all(chunk.is_whole for chunk in batch):
-            self.link.last_rate = n_bytes / max(1e-9, self._clock.monotonic() - start)
+            client.read_chunk(chunk, body, self.link)
+        except (CorruptRecord, StoreVersion) as error:
+            chunk.end(Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error)))
+        except (NoFile, InvalidReply) as error:
+            chunk.end(Miss("corrupt", f"its file cannot be read ({error})"))
 
     def interrupt(self, late: bool) -> str:
         return self._client.interrupt(late, reading=True).public_message
 
-    def _read_blob(self, client: DeliveryClient, hash: bytes) -> bytes | None:
-        """Raises CorruptBlob, and what the client does."""
+    def _read_blob(self, client: CollectionClient, hash: bytes) -> bytes | None:
+        """Raises what the client does."""
         sizes = {tables.hash: tables.n_bytes for tables in self._look(client)[0].tables}
         if (name := hash.hex()) not in sizes:
             return None
-        return check_blob(hash, client.get(client.path("tables", name), min(sizes[name], MAX_TABLES_BYTES)))
+        return client.get(TABLES, name, min(sizes[name], MAX_TABLES_BYTES))
 
     def close(self) -> None:
         self._client.close()
+        self._pool.shutdown(wait=False)
 
     # Probes
 
@@ -162,46 +174,47 @@ class KdnSource:
         """Time a typical chunk; None if the collection has none of these. The first probe measures decoding as well."""
         return self._client.ask(partial(self._probe, keys=keys, n_bytes=n_bytes))
 
-    def _probe(self, client: DeliveryClient, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
+    def _probe(self, client: CollectionClient, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
         """Raises what the client does."""
         collection, directory = self._look(client)
         if not directory:
             return None
-        key = sorted(directory, key=lambda key: directory[key].n_tokens)[len(directory) // 2]
-        sample = self._time_link(client.path("chunks", key.hex()), client, directory[key].bodies[0], n_bytes)
+        few = sorted(islice(directory, SAMPLED), key=lambda key: directory[key][0].n_bytes)
+        key = few[len(few) // 2]
+        sample = self._time_link(client, directory[key][0], n_bytes)
         if self.config.level == AUTO:
-            for level, body in [*zip(collection.levels, directory[key].bodies, strict=True)][1:]:
+            for level, body in [*zip(collection.levels, directory[key], strict=True)][1:]:
                 with suppress(CorruptRecord, StoreVersion, Undecodable):  # raised again by a request
                     self._time_decoding(client, key, level, body)
         return sample if not keys or any(key in directory for key in keys) else None
 
-    def _time_link(self, path: str, client: DeliveryClient, body: int, n_bytes: int) -> ReadTime:
+    def _time_link(self, client: CollectionClient, body: Body, n_bytes: int) -> ReadTime:
         """Time at least this number of bytes of a body, and more if they come too quickly to tell a rate."""
-        now, round_trips_s = self._clock.monotonic, []
-        for _ in range(ROUND_TRIPS):
-            start = now()
-            client.get(path, body, {"Range": "bytes=0-0"})
-            round_trips_s.append(now() - start)
+
+        def seconds_of(n_bytes: int) -> float:
+            start = self._clock.monotonic()
+            with client.files.open(f"{CHUNKS}/{body.hash.hex()}", 0, n_bytes, is_part=True) as file:
+                file.read(n_bytes)
+            return self._clock.monotonic() - start
+
+        round_trip_s = min(seconds_of(1) for _ in range(ROUND_TRIPS))
         while True:
-            n_bytes = max(1, min(n_bytes, body))
-            start = now()
-            with client.request(path, {"Range": f"bytes=0-{n_bytes - 1}"}) as reply:
-                reply.read(n_bytes)
-            seconds = now() - start
-            if seconds - min(round_trips_s) >= PROBE_S or n_bytes == body:
-                return ReadTime(min(round_trips_s), seconds, n_bytes)
+            n_bytes = max(1, min(n_bytes, body.n_bytes))
+            seconds = seconds_of(n_bytes)
+            if seconds - round_trip_s >= PROBE_S or n_bytes == body.n_bytes:
+                return ReadTime(round_trip_s, seconds, n_bytes)
             n_bytes *= 2
 
-    def _time_decoding(self, client: DeliveryClient, key: ChunkKey, level: str, n_bytes: int) -> None:
+    def _time_decoding(self, client: CollectionClient, key: ChunkKey, level: str, body: Body) -> None:
         """Decode the first layers of a chunk at a level, unless that was measured: no request has to try levels.
 
         Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.
         """
-        if self.link.decode_s(level) or n_bytes > self.in_flight_bytes:
+        if self.link.decode_s(level) or body.n_bytes > self.in_flight_bytes:
             return
-        chunk = IncomingChunk(key, {level: n_bytes}, threading.Condition(), on_layer=_stop)
+        chunk = IncomingChunk(key, {level: body.n_bytes}, threading.Condition(), on_layer=_stop)
         chunk.start(level)
-        read_chunks(client, [chunk], LinkEstimator(), self.deadline_s)
+        client.read_chunk(chunk, body, LinkEstimator())
         if (header := chunk.header) is None or header.shape.n_bytes > self.in_flight_bytes:
             return
         times_s = []
@@ -233,17 +246,3 @@ def _stop(chunk: IncomingChunk) -> None:
     """Read the first layers alone."""
     if len(chunk.segments) >= DECODED_LAYERS:
         chunk.level = None
-
-
-def _read(client: DeliveryClient, known: tuple[Collection, Directory] | None) -> tuple[Collection, Directory]:
-    """The description, and the directory if it has changed. Raises what the client does."""
-    try:
-        collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
-        if known and known[0].directory == collection.directory:
-            return collection, known[1]
-        raw = client.get(client.path("directory"), min(collection.directory.n_bytes, MAX_DIRECTORY_BYTES))
-        return collection, read_directory(raw, len(collection.levels))
-    except (NotFoundReply, OSError):  # one of TLS is a ValueError as well
-        raise
-    except ValueError as error:
-        raise InvalidReply(str(error)) from error

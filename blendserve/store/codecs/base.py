@@ -267,9 +267,16 @@ def known_codec(name: str) -> type[Codec] | None:
     return codec
 
 
+def tables_hasher() -> blake2b:
+    """What computes `tables_hash` of bytes that come in parts."""
+    return blake2b(digest_size=TABLES_BYTES, person=b"blendserve.tb.1")
+
+
 def tables_hash(raw: Buffer) -> bytes:
     """The hash that names tables, and is their checksum."""
-    return blake2b(raw, digest_size=TABLES_BYTES, person=b"blendserve.tb.1").digest()
+    hasher = tables_hasher()
+    hasher.update(raw)
+    return hasher.digest()
 
 
 _CodecKey: TypeAlias = "tuple[type[Codec], Coding]"

@@ -1,4 +1,4 @@
-"""`blendserve-moq`: a relay, and the publisher of a store's collections."""
+"""`blendserve-moq`: a relay, and the publisher of a collection."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import typer
 
 from blendserve import console
 from blendserve.cli.app import run
-from blendserve.cli.collection import open_catalog
-from blendserve.cli.options import make_app, option, with_settings
-from blendserve.config import Config
+from blendserve.cli.options import make_app, option
+from blendserve.config import COLLECTION, Config
 from blendserve_moq.relay import Publisher
 from blendserve_moq.relay import relay as serve
 
@@ -38,22 +37,23 @@ def relay(
 
 
 @app.command()
-@with_settings("store.location")
 def publish(
+    source: Annotated[
+        str, typer.Argument(help="The collection: FOLDER/NAME, https://HOST/NAME or s3://BUCKET/NAME.")
+    ],
     url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],
-    settings: Config,
     fingerprint: str = option(
         "",
         "SHA-256 of the relay's certificate, in hex; without it, the certificate must be signed "
         "by a trusted authority.",
     ),
 ) -> None:
-    """Publish a store's collections on a relay.
+    """Publish a collection on a relay.
 
     A chunk is sent to the relay once, when the first engine asks for it, for any number of engines.
     """
-    with open_catalog(settings) as catalog:
-        asyncio.run(Publisher(catalog.store, url, fingerprint).run())
+    store = Config().replace("store.location", f"{COLLECTION}{source.removeprefix(COLLECTION)}").store
+    asyncio.run(Publisher(store.kdn, url, fingerprint).run())
 
 
 def main() -> int:

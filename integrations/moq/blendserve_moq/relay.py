@@ -1,6 +1,6 @@
 """Collections over MoQ: a relay, and a publisher that sends each chunk to it once (docs/reference/moq.md).
 
-    engines --fetch track--> relay --if it has none--> publisher --> the store
+    engines --fetch track--> relay --if it has none--> publisher --> the published files
             <-- frames ----        <-- frames -------
 
 "MoQ" is what the package moq-rs speaks; conformance to a draft is not claimed.
@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import moq
 
+from blendserve.config import KdnConfig
 from blendserve.errors import StoreError
-from blendserve.fetch.kdn.manifest import encode_body
-from blendserve.kdn.catalog import CollectionCatalog
-from blendserve.store import KVStore, read_record
+from blendserve.fetch.kdn.client import KdnPeer
+from blendserve.fetch.kdn.manifest import CHUNKS, LENGTH
+from blendserve.fetch.kdn.source import KdnSource
+from blendserve.store.bounded import BoundedClient
+from blendserve.store.record import decode_header
 from blendserve_moq.source import GROUP, broadcast_of
 
 MAX_TRACKS = 64  # that are kept open after their last frame
-POLL_S = 5.0  # between two looks for published or unpublished collections
+POLL_S = 5.0  # between two looks at the description
 NOT_FOUND = 404
 
 
@@ -45,51 +48,39 @@ async def relay(bind: str, cache_bytes: int | None = None) -> AsyncIterator[Any]
 
 
 class Publisher:
-    """Publishes a store's collections on a relay."""
+    """Publishes a collection on a relay."""
 
-    def __init__(self, store: KVStore, url: str, fingerprint: str = "") -> None:
-        """fingerprint: of the relay's certificate, in hex."""
-        self._store, self._catalog = store, CollectionCatalog(store)
+    def __init__(self, config: KdnConfig, url: str, fingerprint: str = "") -> None:
+        """config: where its files are. fingerprint: of the relay's certificate, in hex."""
+        self._source, self._client = KdnSource(config), BoundedClient(KdnPeer(config))
         self._url = url
         self._fingerprints = [fingerprint] if fingerprint else None
         self.sent = 0  # bytes of frames, to the relay
         self._tracks = deque[Any](maxlen=MAX_TRACKS)
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Publish until it is cancelled. ready: called when all collections are announced."""
-        origin, serving = moq.OriginProducer(), dict[str, tuple[Any, asyncio.Task[None]]]()
+        """Publish until it is cancelled. ready: called when the collection is announced. Raises StoreUnavailable."""
+        origin, path = moq.OriginProducer(), ""
         async with AsyncExitStack() as stack:
             client = moq.Client(
                 self._url, tls_fingerprints=self._fingerprints, publish=origin, websocket_enabled=False
             )
             await stack.enter_async_context(client)
-            try:
-                while True:
-                    await self._announce(origin, serving)
-                    ready()
-                    await asyncio.sleep(POLL_S)
-            finally:
-                for _, task in serving.values():
-                    task.cancel()
+            while True:
+                collection, _ = await asyncio.to_thread(self._source.known)
+                if path != broadcast_of(collection):  # of another model than before
+                    path = broadcast_of(collection)
+                    broadcast = origin.create_broadcast(path)
+                    requests = broadcast.dynamic()  # before the first request can come
+                    stack.enter_context(_running(self._answer(requests)))
+                    broadcast.announce()
+                ready()
+                await asyncio.sleep(POLL_S)
 
-    async def _announce(self, origin: Any, serving: dict[str, tuple[Any, asyncio.Task[None]]]) -> None:
-        """Announce new collections, unannounce unpublished ones."""
-        found = await asyncio.to_thread(self._catalog.collections)
-        paths = {broadcast_of(collection): name for name, collection in found.items()}
-        for path in serving.keys() - paths.keys():
-            broadcast, task = serving.pop(path)
-            task.cancel()
-            broadcast.unannounce()
-        for path in paths.keys() - serving.keys():
-            broadcast = origin.create_broadcast(path)
-            requests = broadcast.dynamic()  # before the first request can come
-            serving[path] = broadcast, asyncio.create_task(self._answer(requests, paths[path]))
-            broadcast.announce()
-
-    async def _answer(self, requests: Any, name: str) -> None:
+    async def _answer(self, requests: Any) -> None:
         """Send each requested track."""
         async for request in requests:
-            frames = await asyncio.to_thread(self.frames, name, request.name)
+            frames = await asyncio.to_thread(self.frames, request.name)
             if frames is None:
                 request.abort(NOT_FOUND)
                 continue
@@ -101,15 +92,31 @@ class Publisher:
                 self.sent += len(frame)
             group.finish()
 
-    def frames(self, name: str, track: str) -> list[bytes] | None:
+    def frames(self, track: str) -> list[bytes] | None:
         """Header, then the segment of each layer; None for a chunk that the collection does not have."""
         key_hex, _, level = track.partition("@")
-        with suppress(StoreError):
-            collection = self._catalog.collections().get(name)
-            keys = self._catalog.chunk_keys(collection, key_hex, level) if collection else None
-            if keys and (record := read_record(self._store, keys[1])):
-                return [bytes(part) for part in encode_body(keys[0], record)[1:]]
+        with suppress(StoreError, ValueError):
+            key, (collection, directory) = bytes.fromhex(key_hex), self._source.known()
+            bodies = dict(zip(collection.levels, directory.get(key, ()), strict=False))
+            if body := bodies.get(level):
+                raw = self._client.run(lambda client: client.get(CHUNKS, body.hash.hex(), body.n_bytes))
+                at = LENGTH.size + LENGTH.unpack_from(raw)[0]
+                frames = [raw[LENGTH.size : at]]
+                for n_bytes in decode_header(key, frames[0]).lengths:
+                    frames.append(raw[at : at + n_bytes])
+                    at += n_bytes
+                return frames
         return None
+
+
+@contextmanager
+def _running(work: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """A task that is cancelled at the end of the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def _serve(server: Any) -> None:

@@ -1,9 +1,9 @@
 """The store kind `moq`: chunks from a MoQ relay, which the publisher sends each chunk to once (relay.py).
 
-    moq+https://SERVICE:8010/COLLECTION?relay=https://RELAY:4443&fingerprint=SHA256     as store.remote.location
+    moq+https://HOST/NAME?relay=https://RELAY:4443&fingerprint=SHA256     as store.remote.location
 
-A chunk that the relay does not deliver is requested from the service by HTTP. After a failure the relay is not used for
-some seconds. Every frame is checked like a segment of any record.
+A chunk that the relay does not deliver is requested from the server of the files. After a failure the relay is not used
+for some seconds. Every frame is checked like a segment of any record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 import moq
 
-from blendserve.config import KdnConfig, StoreBackendConfig
+from blendserve.config import COLLECTION, KdnConfig, StoreBackendConfig
 from blendserve.errors import ConfigError, CorruptRecord, StoreUnavailable
 from blendserve.fetch.incoming import IncomingChunk
 from blendserve.fetch.kdn.manifest import MAX_HEADER_BYTES, Collection
@@ -33,13 +33,13 @@ from blendserve.store.record import Header
 REST_S = 5.0
 RETRY_S = (0.002, 0.02, 0.1)  # pauses before a missing track is requested again
 GROUP = 0  # a chunk never changes: its track has one group
-RELAY_SHARE = 0.5  # of the patience; the rest is for the service
+RELAY_SHARE = 0.5  # of the patience; the rest is for the server
 
 log = logging.getLogger(__name__)
 
 
 class MoqSource(KdnSource):
-    """Chunks of a collection from a relay, else from the service. A relay brings one chunk at a time.
+    """Chunks of a collection from a relay, else from the server of its files. A relay brings one chunk at a time.
 
     A thread of its own subscribes to the relay.
     """
@@ -60,7 +60,7 @@ class MoqSource(KdnSource):
 
     @classmethod
     def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> MoqSource:
-        """A service or relay that cannot be reached is logged, and no error. Raises ConfigError without a relay."""
+        """A server or relay that cannot be reached is logged, and no error. Raises ConfigError without a relay."""
         service, _, query = config.location.removeprefix("moq+").partition("?")
         options = {name: values[-1] for name, values in parse_qs(query).items()}
         if "relay" not in options or options.keys() - {"relay", "fingerprint"}:
@@ -68,14 +68,14 @@ class MoqSource(KdnSource):
                 f"location {config.location!r} names no relay: write moq+{service}?relay=https://HOST:4443&fingerprint=F",
                 setting="store.remote.location",
             )
-        source = cls(config.replace("location", service).kdn, **options)
+        source = cls(config.replace("location", f"{COLLECTION}{service}").kdn, **options)
         with suppress(StoreUnavailable):  # the breaker has logged it
             source.known()
         return source
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
         for chunk in batch:
-            if time.monotonic() >= self._rest_until:
+            if chunk.level is not None and time.monotonic() >= self._rest_until:
                 with suppress(StoreUnavailable), self.link.transfer():
                     self._read_from_relay(broadcast_of(self.known()[0]), chunk)
             if not chunk.is_done:

@@ -1,0 +1,185 @@
+"""Files of a collection over HTTP, or from whatever fsspec reads: a folder, S3, Google Cloud Storage, Azure.
+
+A body that is longer than expected is not read, and one that is shorter is an error. `close` cuts every connection: a
+thread that waits for one gets an error. No message has the API key, nor the query of signed URLs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import quote
+from weakref import WeakSet
+
+import fsspec
+import httpx
+
+from blendserve.config import KdnConfig
+from blendserve.store.bounded import PeerUnusable, read_file
+
+KEY = "BLENDSERVE_COLLECTION_KEY"
+MAX_CONNECTIONS, IDLE_S = 16, 60.0  # that are kept, and for how long
+BLOCK_BYTES = 8 << 20  # of a file that fsspec reads at a time
+NO_FILE = (401, 403, 404, 410)  # statuses; S3 says 403 of a missing file to those who may not list
+CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+
+class NoFile(Exception):
+    """The server has no such file, or not for this API key."""
+
+
+class InvalidReply(Exception):
+    """The reply does not fit the request."""
+
+
+CUT = (InvalidReply, ConnectionError, httpx.NetworkError, httpx.RemoteProtocolError)  # of a body
+
+
+class FileBody:
+    """The rest of a file, as it comes."""
+
+    def __init__(self, start: int, total: int, pieces: Iterator[bytes]) -> None:
+        """start: where in the file it begins. total: bytes of the file."""
+        self.start, self.total = start, total
+        self._pieces, self._rest = pieces, b""
+
+    def read(self, n_bytes: int) -> bytearray:
+        """The next bytes. Raises InvalidReply if there are fewer, and what the library does."""
+        part = bytearray()
+        while True:
+            n_taken = min(n_bytes - len(part), len(self._rest))
+            part += self._rest[:n_taken]
+            self._rest = self._rest[n_taken:]
+            if len(part) == n_bytes:
+                return part
+            self._rest = next(self._pieces, b"")
+            if not self._rest:
+                raise InvalidReply(f"{len(part):,} bytes where {n_bytes:,} were announced")
+
+
+class HttpFiles:
+    """Files of one server, by HTTP/1.1. Thread-safe."""
+
+    def __init__(self, config: KdnConfig) -> None:
+        """Raises PeerUnusable for a secret file that cannot be read."""
+        file = config.secret_file
+        secret = read_file(file, "secret_file").strip() if file else os.environ.get(KEY, "")
+        self._url, self._query = config.url, secret if secret.startswith("?") else ""
+        headers = {"Accept-Encoding": "identity"}
+        if secret and not self._query:
+            headers["Authorization"] = f"Bearer {secret}"
+        self._http = httpx.Client(
+            headers=headers,
+            verify=ssl.create_default_context(),
+            timeout=config.deadline_s,
+            limits=httpx.Limits(max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=IDLE_S),
+            follow_redirects=True,
+        )
+        self._sockets = WeakSet[socket.socket]()
+        self._is_closed = False
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """A whole file. Raises InvalidReply if it is larger, and what `open` does."""
+        with self.open(name, 0, max_bytes) as body:
+            if body.total > max_bytes:
+                raise InvalidReply(f"{body.total:,} bytes where at most {max_bytes:,} may be")
+            return bytes(body.read(body.total))
+
+    @contextmanager
+    def open(self, name: str, start: int, end: int, is_part: bool = False) -> Iterator[FileBody]:
+        """A file from `start` to `end`. is_part: it has more, which is not asked for.
+
+        Raises NoFile, PeerUnusable, InvalidReply, and what the library does.
+        """
+        if self._is_closed:
+            raise ConnectionAbortedError("the client is closed")
+        url = f"{self._url}/{quote(name)}{self._query}"
+        headers = {"Range": f"bytes={start}-{end - 1 if is_part else ''}"} if start or is_part else {}
+        extensions = {"trace": self._trace}
+        with self._http.stream("GET", url, headers=headers, extensions=extensions) as reply:
+            yield _body(reply)
+
+    def close(self) -> None:
+        """Cut all connections; later calls fail."""
+        self._is_closed = True
+        for line in list(self._sockets):
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Remember each new connection."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            self._sockets.add(info["return_value"].get_extra_info("socket"))
+            if self._is_closed:
+                self.close()
+
+
+class FsspecFiles:
+    """Files of a folder or an object store. Thread-safe."""
+
+    def __init__(self, config: KdnConfig) -> None:
+        """Raises PeerUnusable without the package of such an object store."""
+        try:
+            self._files, self._root = fsspec.url_to_fs(config.url)
+        except (ImportError, ValueError) as error:
+            why = (
+                f"cannot be read here ({error}): `pip install '.[cloud]'` in your checkout has S3 and others"
+            )
+            raise PeerUnusable(why) from None
+        self._is_closed = False
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """As of HttpFiles."""
+        raw = self._read(name, 0, max_bytes + 1)
+        if len(raw) > max_bytes:
+            raise InvalidReply(f"more than {max_bytes:,} bytes")
+        return raw
+
+    @contextmanager
+    def open(self, name: str, start: int, end: int, is_part: bool = False) -> Iterator[FileBody]:
+        """As of HttpFiles. The size of the file is not asked for."""
+        blocks = range(start, end, BLOCK_BYTES)
+        yield FileBody(start, end, (self._read(name, at, min(end, at + BLOCK_BYTES)) for at in blocks))
+
+    def close(self) -> None:
+        """Later reads fail; one that runs ends by itself."""
+        self._is_closed = True
+
+    def _read(self, name: str, start: int, end: int) -> bytes:
+        """These bytes, or fewer at the end of the file."""
+        if self._is_closed:
+            raise ConnectionAbortedError("the client is closed")
+        try:
+            return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
+        except (FileNotFoundError, PermissionError) as error:
+            raise NoFile(error.strerror or str(error)) from None
+        except Exception as error:  # each library has errors of its own
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+Files = HttpFiles | FsspecFiles
+
+
+def _body(reply: httpx.Response) -> FileBody:
+    """Raises NoFile, PeerUnusable, InvalidReply."""
+    status, headers = reply.status_code, reply.headers
+    if status in NO_FILE:
+        raise NoFile(f"status {status}")
+    if status == 429 or status >= 500:
+        raise PeerUnusable(f"refuses for now (status {status})")
+    length = headers.get("Content-Length", "")
+    is_plain = headers.get("Content-Encoding", "identity") == "identity"
+    if status not in (200, 206) or not is_plain or not length.isdecimal() or len(length) > 18:
+        raise InvalidReply(f"status {status}, or a body of another encoding, or of unknown length")
+    start, total = 0, int(length)
+    if status == 206:
+        match = CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
+        if not match or int(match[2]) - int(match[1]) + 1 != total:
+            raise InvalidReply("a partial reply without a valid Content-Range")
+        start, total = int(match[1]), int(match[3])
+    return FileBody(start, total, reply.iter_raw())
