@@ -174,7 +174,7 @@ def _open(index: Path, config: Config, model: LoadedModel) -> Engine:
     try:
         return Engine.open(index, config, model)
     except (IndexMissing, IndexMismatch):
-        with console.progress("Embedding", "windows") as update:
+        with console.progress("Embedding", "characters") as update:
             return Engine.build(index, language_reference(limit=CHARACTERS), config, update, model)
 
 

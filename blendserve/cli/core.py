@@ -101,7 +101,7 @@ def build(
     check_output_folder(index_folder(index))
     report = ReadReport()
     documents = [_tagged(document, tag) for document in read_documents(corpus, report, strict)]
-    with console.progress("Embedding", "windows") as update:
+    with console.progress("Embedding", "characters") as update:
         engine = Engine.build(index, documents, settings, update)
     with engine:
         return _facts(engine, report=report)
@@ -124,7 +124,7 @@ def add(
     report = ReadReport()
     documents = [_tagged(document, tag) for document in read_documents(corpus, report, strict)]
     with Engine.open(index, settings) as engine:
-        with console.progress("Embedding", "windows") as update:
+        with console.progress("Embedding", "characters") as update:
             added = engine.add(documents, update)
         return _facts(engine, report=report, added=added)
 

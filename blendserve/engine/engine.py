@@ -113,7 +113,7 @@ class Engine:
     ) -> Engine:
         """Build an index of these documents, replacing an existing one, and open it.
 
-        `progress(windows embedded, windows in all)`; `model`: the configuration's model, where it is loaded already.
+        `progress(characters embedded, in all)`; `model`: the configuration's model, where it is loaded already.
         Raises CorpusError, ModelError, ConfigError.
         """
         config, folder = config or Config(), index_folder(index)
@@ -158,9 +158,9 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        added = self._index().add(documents, progress)
-        self._documents().delete_kv(added.replaced)
-        return added.documents
+        n_new, replaced = self._index().add(documents, progress)
+        self._documents().delete_kv(replaced)
+        return n_new
 
     def delete(self, *doc_ids: str) -> int:
         """Remove documents with their passages, vectors and KV -> how many were there. Raises InputError."""

@@ -179,5 +179,5 @@ def _indexed(dataset: Dataset, settings: Config, work: Path) -> Engine:
     except (IndexMissing, IndexMismatch):
         log.info(f"Building an index of {len(dataset.corpus):,} passages in {folder}")
     documents = [Document(p.text, p.title, p.id) for p in dataset.corpus]
-    with console.progress("Embedding", "windows") as update:
+    with console.progress("Embedding", "characters") as update:
         return Engine.build(folder, documents, settings, update)

@@ -24,7 +24,6 @@ from blendserve.retrieve.chunker import TokenCounter, split
 from blendserve.retrieve.database import Database
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import BUNDLED, Embedder, Progress
-from blendserve.retrieve.encoder import Window
 from blendserve.retrieve.tables import FORMAT, EmbeddedDocument, Manifest, Rows
 from blendserve.retrieve.vectors import Vectors
 from blendserve.retrieve.words import Words
@@ -33,7 +32,7 @@ BUILDING = "building"  # folder inside an index: what a long build has saved
 DEPTH = 50  # passages of each ranking that are fused
 RANK_OFFSET = 5  # the larger, the less the first ranks count; chosen on halves of five sets of questions
 ANY = PassageFilter()
-BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
+BATCH = 1_000_000  # characters that are cut, embedded and saved at once, half a minute
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +50,6 @@ class Candidates(NamedTuple):
 
     near: list[Passage]  # by vectors
     by_words: list[tuple[float, Passage]]  # with the score by words
-
-
-Cut = tuple[EmbeddedDocument, list[list[Window]]]
-"""A new document that has no vectors yet, and the windows of each passage."""
 
 
 class VectorIndex:
@@ -205,33 +200,30 @@ class VectorIndex:
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
-    ) -> Added:
-        """Add new documents and save -> what has changed.
+    ) -> tuple[int, list[Passage]]:
+        """Add new documents and save -> how many, and the passages that are not in the index any more.
 
         A known id with the same content is skipped, with other content it replaces the old document. Raises
-        CorpusError (also for an id given twice with different contents) or ConfigError before anything changes, and as
-        `commit`. `progress` counts windows embedded. A long run saves after each batch, so after a kill the same call
-        continues there.
+        CorpusError (also for an id given twice with different contents) before anything changes, ConfigError, and as
+        `commit`. Documents are cut, embedded and saved in batches: after a kill the same call continues with the next
+        one. `progress` counts characters.
         """
-        cuts = run(self._cut(as_documents(documents)))
-        if self.embedder.name in BUNDLED:
-            texts = (text for document, _ in cuts for _, text in document.texts)
-            if warning := languages.warning(texts, self.embedder.name):
-                log.warning("%s", warning)
-        total, done, n_new = _n_windows(cuts), 0, 0
-        passages, replaced = list[Passage](), list[Passage]()
-        for batch in _batches(cuts):
-            added = self.commit(run(self._embed(batch, progress, done, total)))
-            done += _n_windows(batch)
+        new, n_new, replaced = self._new(as_documents(documents)), 0, list[Passage]()
+        warning = languages.warning((document.text for document in new), self.embedder.name)
+        if warning and self.embedder.name in BUNDLED:
+            log.warning("%s", warning)
+        done, total = 0, sum(len(document.text) for document in new)
+        for batch in _batches(new):
+            size = sum(len(document.text) for document in batch)
+            added = self.commit(run(self._embed(batch, _part(progress, done, size, total))))
+            done += size
             n_new += added.documents
-            passages += added.passages
             replaced += added.replaced
-        return Added(n_new, passages, replaced)
+        return n_new, replaced
 
     def embed_steps(self, documents: Iterable[Document]) -> Steps[list[EmbeddedDocument]]:
         """The new ones of these documents, for `commit`. Raises CorpusError, ConfigError."""
-        cuts = yield from self._cut(documents)
-        return (yield from self._embed(cuts, None, 0, 0))
+        return (yield from self._embed(self._new(documents)))
 
     def commit(self, documents: Sequence[EmbeddedDocument], job: Mapping[str, Any] | None = None) -> Added:
         """Add or replace these documents in one transaction -> what has changed.
@@ -319,66 +311,61 @@ class VectorIndex:
         self._loaded = vectors, Words.load(rows, vectors.numbers, words)
         return self._loaded
 
-    def _cut(self, documents: Iterable[Document]) -> Steps[list[Cut]]:
-        """The documents with new content, cut. Raises CorpusError, ConfigError."""
-        given, cut, passages = list(documents), list[EmbeddedDocument](), list[Passage]()
+    def _new(self, documents: Iterable[Document]) -> list[Document]:
+        """Those whose content the index does not have, each with its id. Raises CorpusError."""
+        given: dict[str, Document] = {}
+        for document in documents:
+            doc_id = document_id(document)
+            if content_digest(given.setdefault(doc_id, document)) != content_digest(document):
+                raise CorpusError(
+                    f"two different documents have the id {doc_id!r}: give each its own", setting="id"
+                )
+        with self.database.read() as rows:
+            return [
+                replace(document, id=doc_id)
+                for doc_id, document in given.items()
+                if tables.digest_of(rows, doc_id) != content_digest(document)
+            ]
+
+    def _embed(
+        self, documents: Sequence[Document], progress: Progress | None = None
+    ) -> Steps[list[EmbeddedDocument]]:
+        """Cut the documents into passages, and embed these. Raises ConfigError."""
         with self.database.read() as rows:
             chunk_tokens = self.database.manifest(rows).chunk_tokens
-            new = _new(rows, given)
-        for doc_id, document in new.items():
+        made, passages = list[EmbeddedDocument](), list[Passage]()
+        for document in documents:
             texts = list[tuple[str, str]]()
             for passage in split(document, chunk_tokens, self.tokens.count):
                 passages.append(passage)
                 texts.append((passage.title, passage.text))
                 yield
             digest = content_digest(document)
-            cut.append(EmbeddedDocument(doc_id, document.title, digest, texts, (), document.metadata))
-        windows = iter((yield from self.embedder.cut(passages)))
-        return [(document, [next(windows) for _ in document.texts]) for document in cut]
-
-    def _embed(
-        self, cuts: Sequence[Cut], progress: Progress | None, done: int, total: int
-    ) -> Steps[list[EmbeddedDocument]]:
-        """The documents, embedded. done: windows embedded before, of `total`."""
-        windows = [window for _, of_document in cuts for of_passage in of_document for window in of_passage]
-        if not windows:
-            return []
-        report = (lambda n, _: progress(done + n, total)) if progress else None
-        vectors = yield from self.embedder.encode(windows, report)
-        ends = np.cumsum([len(of_passage) for _, of_document in cuts for of_passage in of_document])
-        split_vectors = iter(np.split(vectors, ends[:-1]))
-        return [
-            document._replace(vectors=[next(split_vectors) for _ in document.texts]) for document, _ in cuts
-        ]
+            made.append(EmbeddedDocument(document.id, document.title, digest, texts, (), document.metadata))
+        if not passages:
+            return made
+        cut = yield from self.embedder.cut(passages)
+        vectors = yield from self.embedder.encode([window for of in cut for window in of], progress)
+        of_passages = iter(np.split(vectors, np.cumsum([len(of) for of in cut])[:-1]))
+        return [each._replace(vectors=[next(of_passages) for _ in each.texts]) for each in made]
 
 
-def _new(rows: Rows, documents: Iterable[Document]) -> dict[str, Document]:
-    """The documents whose content the index does not have, by id."""
-    given: dict[str, Document] = {}
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in order, in batches of BATCH characters or more."""
+    batch, size = list[Document](), 0
     for document in documents:
-        doc_id = document_id(document)
-        if content_digest(given.setdefault(doc_id, document)) != content_digest(document):
-            raise CorpusError(
-                f"two different documents have the id {doc_id!r}: give each its own", setting="id"
-            )
-    return {
-        d: document for d, document in given.items() if tables.digest_of(rows, d) != content_digest(document)
-    }
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def _batches(cuts: Iterable[Cut]) -> list[list[Cut]]:
-    """The documents in order, in batches of BATCH_WINDOWS windows or a little more."""
-    batches: list[list[Cut]] = [[]]
-    for cut in cuts:
-        if _n_windows(batches[-1]) >= BATCH_WINDOWS:
-            batches.append([])
-        batches[-1].append(cut)
-    return batches if batches[0] else []
-
-
-def _n_windows(cuts: Iterable[Cut]) -> int:
-    """The number of texts to embed."""
-    return sum(len(of_passage) for _, of_document in cuts for of_passage in of_document)
+def _part(progress: Progress | None, done: int, size: int, total: int) -> Progress | None:
+    """The progress of a batch as that of all, in characters. done: before it. size: of the batch."""
+    return (lambda n, of: progress(done + size * n // of, total)) if progress else None
 
 
 def fuse(candidates: Sequence[Candidates], top_k: int) -> list[Passage]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 SHOWN = 3  # languages that a warning names
+PIECE = 2000  # characters of a text that are in one language
 NOTED = 0.05  # share of a corpus in other languages
 LEAST_SHARE = 0.12  # of a text's words that are frequent ones; in sentences it is a quarter or more
 LEAST_WORDS = 3  # different ones
@@ -57,7 +58,9 @@ def other_languages(texts: Iterable[str]) -> dict[str, float]:
     """The share of the characters in each other language, the largest first, of those in any language or none."""
     counts = Counter[str]()
     for text in texts:
-        counts[language_of(text)] += len(text)
+        for at in range(0, len(text), PIECE):
+            piece = text[at : at + PIECE]
+            counts[language_of(piece)] += len(piece)
     total = max(1, counts.total())
     return {name: n / total for name, n in counts.most_common() if name not in ("", "English")}
 

@@ -62,8 +62,8 @@ def test_a_filtered_search_is_one_of_the_documents_that_have_it(
 def test_metadata_is_replaced_deleted_and_published(tmp_path: Path) -> None:
     draft, final = ({"state": state, "tags": ["x", "y"]} for state in ("draft", "final"))
     index = create(tmp_path / "index", Document("one", id="d", metadata=draft), Document("two", id="e"))
-    assert index.add([Document("one", id="d", metadata=final)]).documents == 1
-    assert index.add([Document("one", id="d", metadata=final)]).documents == 0
+    assert index.add([Document("one", id="d", metadata=final)])[0] == 1
+    assert index.add([Document("one", id="d", metadata=final)])[0] == 0
     write_index(tmp_path / "copy", parse_files(to_files(index)))
     for each in (index, VectorIndex.open(tmp_path / "copy", EMBEDDER, COUNTER)):
         assert each.search("one", 9, PassageFilter(filter={"state": "draft"})) == []
