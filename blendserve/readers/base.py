@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_TEXT = 32_000_000  # bytes of a text file, and characters of any document: 8 million tokens
+MAX_LOG = 256_000_000  # bytes of plain text that is read in parts: 64 million tokens, an hour of embedding
 MAX_FILE = 512_000_000  # bytes of any other file, and of all that an archive unpacks to
 
 OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # first bytes of Office's encrypted and old files

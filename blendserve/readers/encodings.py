@@ -10,11 +10,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from blendserve.readers.base import MAX_TEXT, Unreadable, check_size
+from blendserve.readers.base import MAX_LOG, MAX_TEXT, Unreadable, check_size
 
 NUL = "has NUL characters, as UTF-16 without a mark and binary files have: save it as UTF-8 text"
 BOMS = (
@@ -25,6 +25,7 @@ BOMS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 ESCAPES = (b"\x1b$B", b"\x1b$@")  # by which ISO-2022-JP begins Japanese letters
+PART = 4_000_000  # bytes of a text larger than MAX_TEXT
 SAMPLE = 100_000  # bytes by which an encoding is detected
 
 # Encodings of two bytes a letter, in the order in which they are tried, with the first bytes of the frequent letters of
@@ -82,6 +83,30 @@ def read_text(path: Path) -> tuple[str, str]:
     check_size(path, MAX_TEXT, "split it")
     text, encoding = decode(path.read_bytes())
     return text.replace("\r\n", "\n"), encoding
+
+
+def read_parts(path: Path) -> Iterator[tuple[str, str]]:
+    """As `read_text`; a file of more than MAX_TEXT bytes, in UTF-8, in parts that end with lines. Raises Unreadable."""
+    if path.stat().st_size <= MAX_TEXT:
+        yield read_text(path)
+        return
+    check_size(path, MAX_LOG, "split it")
+    n_lines = 0
+    with path.open("rb") as file:
+        while part := file.read(PART):
+            rest = file.readline(MAX_TEXT)
+            part += rest
+            if len(rest) == MAX_TEXT:
+                what = f"has a line of more than {MAX_TEXT / 1e6:,.0f} MB: split it"
+                raise Unreadable(what, line=n_lines + part.count(b"\n") + 1)
+            if b"\0" in part:
+                raise Unreadable(NUL, line=n_lines + part[: part.index(b"\0")].count(b"\n") + 1)
+            try:
+                text = part.decode("utf-8" if n_lines else "utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise not_utf8(error, n_lines + part[: error.start].count(b"\n") + 1) from None
+            yield text.replace("\r\n", "\n"), ""
+            n_lines += part.count(b"\n")
 
 
 def decode(data: bytes, declared: str = "") -> tuple[str, str]:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blendserve.readers.base import Content
-from blendserve.readers.encodings import read_text
+from blendserve.readers.encodings import read_parts, read_text
 
 _HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*\s*$", re.MULTILINE)
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
 def read(path: Path) -> Iterator[Content]:
-    """The file's text."""
-    text, encoding = read_text(path)
-    yield Content(text, note=encoding)
+    """The file's text; of a large one, each part is a document."""
+    for text, encoding in read_parts(path):
+        yield Content(text, note=encoding)
 
 
 def read_code(path: Path) -> Iterator[Content]:

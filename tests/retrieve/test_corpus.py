@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from blendserve.core import Document
 from blendserve.errors import CorpusError
-from blendserve.readers.base import MAX_TEXT, Unreadable
+from blendserve.readers import encodings
+from blendserve.readers.base import MAX_LOG, MAX_TEXT, Unreadable
 from blendserve.readers.child import Child
 from blendserve.retrieve import ReadReport, read_documents
 from tests.support.corpus_files import CHINESE, make
@@ -227,13 +228,50 @@ def test_other_packages_bring_readers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_large_file_is_refused_by_its_size_before_it_is_read(tmp_path: Path) -> None:
-    for name in ("large.log", "large.csv", "large.json"):
+    for name, limit in (("large.log", MAX_LOG), ("large.csv", MAX_TEXT), ("large.json", MAX_TEXT)):
         with (tmp_path / name).open("wb") as file:
             file.write(b"[1,\n")
-            file.truncate(MAX_TEXT + 1)
+            file.truncate(limit + 1)
     with gzip.open(tmp_path / "large.jsonl.gz", "wb") as packed:
         packed.write(b" " * (MAX_TEXT + 9))
     (tmp_path / "small.txt").write_text("small")
     report = ReadReport()
     assert [d.id for d in read_documents(tmp_path, report)] == ["small.txt"]
     assert [file.state for file in report.files if "large" in file.name] == ["failed"] * 4
+
+
+@given(
+    lines=st.lists(st.sampled_from(["", "a", "two words", "水泵", "a line of more characters"]), min_size=12)
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_large_log_is_read_in_parts_that_end_with_lines(lines: list[str], end: str) -> None:
+    whole = "".join(f"{line}{end}" for line in ["start", *lines, "水" * 9])
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encodings, "MAX_TEXT", 40)
+        patch.setattr(encodings, "PART", 7)
+        file = Path(folder, "machine.log")
+        file.write_bytes(b"\xef\xbb\xbf" + whole.encode())
+        found = list(read_documents(folder))
+        assert [d.id for d in found] == [
+            "machine.log",
+            *(f"machine.log#{n + 2}" for n in range(len(found) - 1)),
+        ]
+        assert len(found) > 1
+        assert "".join(line for d in found for line in d.text.split("\n")) == "".join(
+            ["start", *lines, "水" * 9]
+        )
+        assert all(d.text.endswith("\n") and "\r" not in d.text for d in found)
+
+
+@pytest.mark.parametrize("wrong", [b"\xff\n", b"\0\n", b"a" * 60 + b"\n"])
+@pytest.mark.parametrize("before", [1, 2, 9, 30])
+def test_a_large_log_with_a_wrong_line_is_not_read_and_the_line_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bytes, before: int
+) -> None:
+    monkeypatch.setattr(encodings, "MAX_TEXT", 40)
+    monkeypatch.setattr(encodings, "PART", 16)
+    (tmp_path / "machine.log").write_bytes(b"a line\n" * before + wrong + b"a line\n" * 9)
+    (tmp_path / "other.txt").write_text("other")
+    report = ReadReport()
+    assert [d.id for d in read_documents(tmp_path, report)] == ["other.txt"]
+    assert [(file.state, file.line) for file in report.notes] == [("failed", before + 1)]
