@@ -1,6 +1,6 @@
 """Writes a GGUF file's model as a Hugging Face folder in bf16, without transformers, whose import takes seconds.
 
-The folder equals transformers' own conversion, where that is right: tests/models/test_gguf.py compares them.
+tests/models/test_gguf.py compares its weights with those that the package gguf dequantises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GGUF files dequantised into a folder: the bundled one and users', as by transformers, or refused."""
+"""GGUF files dequantised into a folder: the bundled one and users', or refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,17 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from blendserve.config import ModelConfig
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models import dequantised as converter
 from blendserve.models import pre_tokenizers, sources
-from blendserve.models.loader import LoadedModel, fingerprint, load_model, load_tokenizer
-from blendserve.models.sources import BUNDLED, bundled_folder, gguf_folder
+from blendserve.models.loader import LoadedModel, load_model, load_tokenizer
+from blendserve.models.sources import gguf_folder
 from tests.support.files import own_cache
+from tests.support.gguf_files import as_stored, tiny, write_model
 
 gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
 pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
@@ -52,22 +53,6 @@ LAYER: dict[str, tuple[int, ...]] = {
 }
 BIASES = {"attn_q.bias": (64,), "attn_k.bias": (32,), "attn_v.bias": (32,)}
 UNTIED = {"output": (len(TOKENS), 64)}
-
-
-def check_equal(*folders: Path) -> None:
-    """Two folders hold the same model, by its fingerprint, and the same tokenizer."""
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in folders]
-    assert fingerprint(models[0]) == fingerprint(models[1])
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert len({getattr(model.generation_config, name) for model in models}) == 1
-    files = [json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in folders]
-    assert files[0] == files[1]
-    mine, expected = (AutoTokenizer.from_pretrained(folder) for folder in folders)
-    assert mine.special_tokens_map == expected.special_tokens_map
-    assert len(mine) == len(expected)
-    for options in ({}, {"add_special_tokens": False}, {"split_special_tokens": True}):
-        assert mine(TEXT, **options)["input_ids"] == expected(TEXT, **options)["input_ids"]
-    assert mine.chat_template == expected.chat_template
 
 
 def write_tiny(
@@ -127,15 +112,6 @@ def load(file: Path) -> LoadedModel:
     return load_model(ModelConfig(name=str(file), dtype="float32", device="cpu", weights="bf16"))
 
 
-@pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below
-def test_the_bundled_model_is_converted_as_transformers_converts_it(tmp_path: Path) -> None:
-    package = find_spec(BUNDLED["smollm2-135m"].packages[0])
-    assert package
-    assert package.origin
-    (file,) = Path(package.origin).parent.rglob(BUNDLED["smollm2-135m"].file)
-    check_equal(bundled_folder("smollm2-135m"), gguf_folder(file))
-
-
 SLOW_IMPORTS = {"transformers", "torch._dynamo", "gguf", "accelerate", "scipy", "sympy"}
 
 
@@ -150,14 +126,19 @@ def test_the_first_start_imports_no_slow_package() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])
-def test_a_small_llama_is_converted_as_transformers_converts_it(
+def test_a_folder_has_the_weights_of_the_file_rounded_once_and_its_tokenizer(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(converter, "CHUNK", 7)  # tensors are dequantised in pieces
-    file = write_tiny(tmp_path / "tiny.gguf", kind, changed=UNTIED if kind == "Q8_0" else {})
-    (tmp_path / "ours").mkdir()
-    converter.write_folder(file, tmp_path / "ours")
-    check_equal(tmp_path / "ours", gguf_folder(file))
+    model, folder = tiny("llama"), tmp_path / "folder"
+    folder.mkdir()
+    start = converter.write_folder(write_model(tmp_path / "tiny.gguf", model, "llama", kind), folder)
+    found, expected = load_file(folder / "model.safetensors"), as_stored(model, kind)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(found[name], x.to(torch.bfloat16)), name
+    for text in (CUT, "ab<0>b"):
+        assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == start.tokenizer(text)["input_ids"]
 
 
 CUT = "It's 12345\n\n 6.7  camelCase\u00e9\r\n\r\n \u6f22\u5b57 x!?\n"
