@@ -2,13 +2,15 @@
 
     python -m tests.endurance.kill_index --kills 200 --seed 0
 
-A process says what it begins and what has ended. After SIGKILL at a seeded moment, mostly inside a transaction, the next
-one opens the index without a repair: what was reported stays (lost, returned), what was under way is there as a whole or
-not at all (torn), every passage is found by its vectors (unfound), and a job counts no document that is not there.
+A process says what it begins and what has ended. After SIGKILL or SIGTERM, in turns, at a seeded moment, mostly inside a
+transaction, the next one opens the index without a repair: what was reported stays (lost, returned), what was under way
+is there as a whole or not at all (torn), every passage is found by its vectors (unfound), and a job counts no document
+that is not there.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -36,6 +38,7 @@ KINDS = "build,add,delete,upload"
 COUNTER, TOKENS = TokenCounter("tiny", "abcdefghij", words), 20
 LIVES = 60  # documents that a process begins with
 UPLOAD = 12  # documents of a request
+HOW = (signal.SIGKILL, signal.SIGTERM)
 
 Texts = dict[str, str]  # by id of the document
 Change = dict[str, "str | None"]  # None: deleted
@@ -86,6 +89,12 @@ def change(line: Connection, folder: Path, kind: str, seed: int) -> None:
             break
 
 
+def send(how: signal.Signals, pid: int | None) -> None:
+    """End a process that was started."""
+    assert pid, "0 would be all of this one's group"
+    os.kill(pid, how)
+
+
 class Kills:
     """Changes of one index, and uploads to another one, that are killed."""
 
@@ -103,14 +112,16 @@ class Kills:
             for n in range(self.kills):
                 if (yield n, self.kills):
                     break
-                kind = self.kinds[n % len(self.kinds)]
+                turn, of_kind = divmod(n, len(self.kinds))
+                kind, how = self.kinds[of_kind], HOW[turn % 2]
                 if kind == "upload":
-                    self.kill_server(n)
+                    self.kill_server(n, how)
                 else:
-                    self.kill_change(kind, self.seed * 10**6 + n)
+                    self.kill_change(kind, self.seed * 10**6 + n, how)
+                self.counts[f"by_{how.name}"] += 1
             return {**dict.fromkeys(MUST_BE_0, 0), **self.counts}
 
-    def kill_change(self, kind: str, seed: int) -> None:
+    def kill_change(self, kind: str, seed: int, how: signal.Signals) -> None:
         """Run changes of one kind, kill them in the middle of one, and look."""
         with closing(open_index(self.folder)) as index:
             texts = {f"f{seed}-{n}": some_text(self.dice) for n in range(max(0, LIVES - len(self.held)))}
@@ -124,12 +135,12 @@ class Kills:
                     if n == nth:
                         delay_s = 1.3 * self.dice.random() * self.lasts_s[kind]
                         time.sleep(delay_s)  # allow: the moment of a real kill
-                        running.kill()
+                        send(how, running.pid)
                     self.apply(kind, line.recv()[1])
                     under_way = {}
                     self.lasts_s[kind] = time.monotonic() - began
             running.join()
-        if running.exitcode != -signal.SIGKILL:
+        if running.exitcode != -how:
             self.counts["processes_failed"] += 1
         self.counts[f"kills_of_{kind}"] += 1
         self.counts["kills_inside"] += bool(under_way)
@@ -159,7 +170,7 @@ class Kills:
         self.counts["lost"] += len(wanted - set(found))
         self.counts["torn_or_returned"] += len(set(found) - wanted) + len(found) - len(set(found))
 
-    def kill_server(self, n: int) -> None:
+    def kill_server(self, n: int, how: signal.Signals) -> None:
         """Upload documents, kill the server after a random time, and look for what its jobs reported."""
         names = [f"u{n}-{i}" for i in range(UPLOAD)]
         body = [{"id": name, "text": some_text(self.dice)} for name in names]
@@ -177,7 +188,8 @@ class Kills:
                     break
             else:
                 self.lasts_s["upload"] *= 1.2  # until it is long enough for all documents
-            server.kill()
+            send(how, server.pid)
+            server.wait()
         database = Database(self.served / "a")
         with closing(database), database.read() as rows:
             there, jobs = document_ids(rows), read_jobs(rows)
