@@ -311,7 +311,7 @@ class Fetch:
         for chunk in fetched:
             if chunk.is_whole and chunk.key not in self.forgotten:
                 self.fetcher.keep(chunk)
-        if fetched and not source.max_interleaved:
+        if fetched and not source.max_parallel:
             source.link.record_decoding(ANY, *self._reading)
         if store := self.fetcher.tiered:
             store.count("failures", transfer.has_failed)

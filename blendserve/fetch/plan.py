@@ -11,8 +11,8 @@ Of a level and a number k of fetched chunks:
 Bytes of chunks in transit come first. With some, all that is left may be computed, and is held against what it saves
 without them.
 The plan is the fastest way, at the finest of the levels that are nearly as fast. With a wanted time to first token, it is
-the finest level that arrives in time. If no way beats what the stored KV saves, nothing is fetched. If all
-arrive soon, they come layer by layer, as the prefill needs them, and no chunk is computed. CacheGen (SIGCOMM 2024,
+the finest level that arrives in time. If no way beats what the stored KV saves, nothing is fetched. If all arrive soon,
+they come at a time, so that layers come as the prefill needs them, and no chunk is computed. CacheGen (SIGCOMM 2024,
 section 5.3) chooses a level for each chunk by the throughput of the last one, and computes no chunk while it waits.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 SAME = 1.05  # a level that is faster by less is not faster
 WORTH = 0.75  # of what the current level would take: for less than this, what has arrived is given up
 SOONER = 0.9  # of the time of the link, in which a chunk is to be computed: estimates err
-INTERLEAVE = 2.0  # times what one chunk saves: if all arrive in less, they come layer by layer
+PARALLEL = 2.0  # times what one chunk saves: if all arrive in less, they come at a time
 MIN_SPEEDUP = 0.95  # of fetching over computing, which is exact
 
 
@@ -50,7 +50,7 @@ class LinkState:
     wanted_s: float = 0.0  # time in which all are to arrive; 0: as soon as possible
     spent_s: float = 0.0  # of the request so far
     may_compute: bool = True  # chunks while others are in transit
-    may_interleave: bool = True  # bring all in one transfer
+    may_run_parallel: bool = True  # bring all at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Plan:
 
     level: str
     n_fetched: int  # the first chunks; the others are computed
-    is_interleaved: bool = False  # all in one transfer, layer by layer
+    is_parallel: bool = False  # all at a time
     n_skipped: int = 0  # the first chunks, which are neither fetched nor computed now
     seconds: float = 0.0  # until all are here, decoded; 0 if unknown
 
@@ -87,9 +87,9 @@ def plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = No
     if current is None and len(saved) == n and more_s >= MIN_SPEEDUP * sum(saved):
         return Plan(level, 0, n_skipped=n, seconds=seconds)
     one_s = max((c.saved_s or 0.0 for c in todo if c.compute_s is not None), default=0.0)
-    is_quick = sum(c.sizes[level] for c in todo) / link.rate < INTERLEAVE * one_s
-    if link.may_interleave and is_quick and n > 1:
-        return Plan(level, n, is_interleaved=True, seconds=seconds)
+    is_quick = sum(c.sizes[level] for c in todo) / link.rate < PARALLEL * one_s
+    if link.may_run_parallel and is_quick and n > 1:
+        return Plan(level, n, is_parallel=True, seconds=seconds)
     return Plan(level, n - n_computed, seconds=seconds)
 
 

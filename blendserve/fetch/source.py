@@ -35,7 +35,7 @@ class RemoteSource(Protocol):
     wanted_s: float  # time in which all chunks of a request are to arrive; 0: as soon as possible
     workers: int  # transfers at a time
     batch_bytes: int  # of chunks that are asked for together, whole; 0: one by one
-    max_interleaved: int  # chunks that one transfer can bring layer by layer; 0: chunks arrive whole
+    max_parallel: int  # chunks that `transfer` can bring at a time, layer by layer; 0: chunks arrive whole
     in_flight_bytes: int  # of chunks in one transfer
     link: LinkEstimator
     blobs: BlobReader
@@ -64,7 +64,7 @@ class RemoteSource(Protocol):
 class StoreSource:
     """A store that other machines use, too. Chunks arrive whole, in batches."""
 
-    wanted_s, workers, max_interleaved = 0.0, WORKERS, 0
+    wanted_s, workers, max_parallel = 0.0, WORKERS, 0
 
     def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: TimeSource = time) -> None:
         self.store, self.link = store, LinkEstimator(clock)

@@ -34,7 +34,7 @@ POLL_S = 0.005
 WAITING = 0.9  # of the deadline; the rest is for interrupting, and for checking what arrived
 MIN_STALL_S = 0.05  # and twice the round trip
 STALL = 0.03  # of what stored KV saves: what waiting for a dead link may cost
-MAX_ASKED = 4  # times that a chunk is asked for: interleaved, alone, at another level, and once more
+MAX_ASKED = 4  # times that a chunk is asked for: with others, alone, at another level, and once more
 PREFETCHES = 2  # transfers at a time for queued prompts
 
 Compute = Callable[[ChunkRequest], ChunkKV]
@@ -93,7 +93,7 @@ class Transfer:
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
         self._begun_s, self._stall = self._clock(), StallDetector(self._link)
-        self._may_interleave, self._may_start_early = False, remote.early_start
+        self._may_run_parallel, self._may_start_early = False, remote.early_start
         self._is_prefilling = self._is_over = self._is_lost = False
 
     # The prompt's thread
@@ -102,7 +102,7 @@ class Transfer:
         """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
         asked = {r.key: r for r in requests}  # a chunk that a prompt has twice has one user
         self._requests |= asked
-        self._may_interleave = True
+        self._may_run_parallel = True
         new, absent = [], Miss("absent")
         for request in asked.values():
             if self._is_over:
@@ -277,7 +277,7 @@ class Transfer:
         """Seconds without a byte: a small part of what the stored KV saves, if layers tell how far a transfer is."""
         left = [self._requests[chunk.key].saved_s for chunk in self._undecided()]
         saved = [seconds for seconds in left if seconds is not None]
-        if not self._source.max_interleaved or len(saved) < len(left) or not left:
+        if not self._source.max_parallel or len(saved) < len(left) or not left:
             return self._source.deadline_s
         worth = max(MIN_STALL_S, STALL * sum(saved))
         return min(self._source.deadline_s, worth + 2 * self._link.round_trip_s)
@@ -334,7 +334,7 @@ class Transfer:
             wanted_s=self._source.wanted_s,
             spent_s=self._clock() - self._begun_s,
             may_compute=self._compute is not None,
-            may_interleave=self._may_interleave and len(todo) <= self._source.max_interleaved,
+            may_run_parallel=self._may_run_parallel and len(todo) <= self._source.max_parallel,
         )
         first_saved_s = candidates[0].saved_s
         if first_saved_s is not None and first_saved_s <= 0 and state.rate is not None:
@@ -346,10 +346,10 @@ class Transfer:
         return PendingChunk(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
 
     def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
-        """The first of these that one transfer brings: all of them, layer by layer, or as many as fit."""
+        """The first of these that one transfer brings: all of them at a time, or as many as fit."""
         sizes = [chunk.sizes[found.level] for chunk in todo]
-        self._may_interleave = False  # what is left, or comes again, comes alone
-        if found.is_interleaved and sum(sizes) <= self._source.in_flight_bytes:
+        self._may_run_parallel = False  # what is left, or comes again, comes alone
+        if found.is_parallel and sum(sizes) <= self._source.in_flight_bytes:
             return todo
         n = 1
         while n < len(todo) and sum(sizes[: n + 1]) <= self._source.batch_bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,6 +28,7 @@ from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import check_http, listen
 from blendserve.store.codecs.base import TABLES_BYTES
 
+SEND_BYTES = 1 << 18  # read and sent at a time
 MISSING = "not found, or not accessible with this API key"
 FILE = re.compile(rf"(?P<name>{NAME})\.json|(?:{'|'.join(KINDS)})/[0-9a-f]{{{2 * TABLES_BYTES}}}")
 
@@ -97,6 +98,8 @@ async def _send(path: str, request: Request, tenant: Tenant) -> Response:
             response = await backend.files.get_response(path, request.scope)
         except HTTPException:
             raise NotFound(MISSING) from None
+        if isinstance(response, FileResponse):
+            response.chunk_size = SEND_BYTES
         age = f"max-age={CACHED_S}" if path.endswith(".json") else FOR_EVER
         response.headers["Cache-Control"] = f"{'private' if backend.keys.are_needed else 'public'}, {age}"
         return Delivery(response, backend.http.send_s, stack.pop_all())

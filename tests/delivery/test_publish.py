@@ -172,7 +172,7 @@ def killed_everywhere(connection: Connection, folder: Path) -> None:
 
 
 def die_at(moment: int) -> None:
-    """From now on this process is killed at the nth step: half of a file is written, all of it, it has its name."""
+    """From now on this process is killed at the nth step: half of a file is written, or it has its name."""
     pipe_file, rename, steps = LocalFileSystem.pipe_file, os.replace, itertools.count(1)
 
     def step() -> None:
@@ -183,7 +183,6 @@ def die_at(moment: int) -> None:
         pipe_file(self, path, raw[: len(raw) // 2])
         step()
         pipe_file(self, path, raw)
-        step()
 
     def replace(*names: str) -> None:
         rename(*names)

@@ -21,7 +21,7 @@ from blendserve.fetch.link import (
     LinkEstimator,
     StallDetector,
 )
-from blendserve.fetch.plan import INTERLEAVE, MIN_SPEEDUP, SAME, SOONER, WORTH, LinkState, PendingChunk, plan
+from blendserve.fetch.plan import MIN_SPEEDUP, PARALLEL, SAME, SOONER, WORTH, LinkState, PendingChunk, plan
 from blendserve.store.base import ReadTime
 from tests.support.waiting import ManualClock
 
@@ -65,13 +65,13 @@ def test_a_plan_is_the_finest_of_the_fastest_or_of_those_in_time(
 ) -> None:
     """The current level is given up only for much; of an unknown link the fewest bytes are asked for."""
     current = data.draw(st.sampled_from([None, *LEVELS]))
-    may_interleave = data.draw(st.booleans())
+    may_run_parallel = data.draw(st.booleans())
     link = LinkState(
-        rate, None, 0.01, decode_s.__getitem__, pending, wanted, spent, may_interleave=may_interleave
+        rate, None, 0.01, decode_s.__getitem__, pending, wanted, spent, may_run_parallel=may_run_parallel
     )
     found, n = plan(todo, link, current), len(todo)
     if rate is None:
-        assert (found.n_fetched, found.n_skipped, found.is_interleaved) == (n, 0, False)
+        assert (found.n_fetched, found.n_skipped, found.is_parallel) == (n, 0, False)
         assert found.level == (current or min(LEVELS, key=lambda level: sum(c.sizes[level] for c in todo)))
         return
     fetched = range(0 if pending else 1, n + 1)  # with some in transit, all others may be computed
@@ -88,9 +88,9 @@ def test_a_plan_is_the_finest_of_the_fastest_or_of_those_in_time(
         return
     assert found.n_skipped == 0
     longest = max((c.saved_s or 0.0 for c in todo if c.compute_s is not None), default=0.0)
-    is_quick = sum(c.sizes[found.level] for c in todo) / rate < INTERLEAVE * longest
-    assert found.is_interleaved == (may_interleave and n > 1 and is_quick)
-    if found.is_interleaved:
+    is_quick = sum(c.sizes[found.level] for c in todo) / rate < PARALLEL * longest
+    assert found.is_parallel == (may_run_parallel and n > 1 and is_quick)
+    if found.is_parallel:
         assert found.n_fetched == n
     else:
         assert every[found.level, found.n_fetched] == pytest.approx(best[found.level])

@@ -43,7 +43,7 @@ class ScriptedSource:
     rate: float | None = None  # of the link; None: measured
     before: Callable[[ChunkKey, int], object] = lambda key, l: None  # called before each layer; may wait
     name, deadline_s, wanted_s, batch_bytes = "the scripted source", 5.0, 0.0, 0
-    max_interleaved, in_flight_bytes = 64, 1 << 62
+    max_parallel, in_flight_bytes = 64, 1 << 62
 
     def __post_init__(self) -> None:
         self.clock = ManualClock()

@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 from weakref import WeakSet
@@ -46,18 +47,18 @@ class FileBody:
     def __init__(self, start: int, total: int, pieces: Iterator[bytes]) -> None:
         """start: where in the file it begins. total: bytes of the file."""
         self.start, self.total = start, total
-        self._pieces, self._rest = pieces, b""
+        self._pieces, self._rest = pieces, memoryview(b"")
 
     def read(self, n_bytes: int) -> bytearray:
         """The next bytes. Raises InvalidReply if there are fewer, and what the library does."""
         part = bytearray()
         while True:
-            n_taken = min(n_bytes - len(part), len(self._rest))
-            part += self._rest[:n_taken]
-            self._rest = self._rest[n_taken:]
+            n_left = n_bytes - len(part)
+            part += self._rest[:n_left]
+            self._rest = self._rest[n_left:]
             if len(part) == n_bytes:
                 return part
-            self._rest = next(self._pieces, b"")
+            self._rest = memoryview(next(self._pieces, b""))
             if not self._rest:
                 raise InvalidReply(f"{len(part):,} bytes where {n_bytes:,} were announced")
 
@@ -75,7 +76,7 @@ class HttpFiles:
             headers["Authorization"] = f"Bearer {secret}"
         self._http = httpx.Client(
             headers=headers,
-            verify=ssl.create_default_context(),
+            verify=_authorities(os.environ.get("SSL_CERT_FILE")),
             timeout=config.deadline_s,
             limits=httpx.Limits(max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=IDLE_S),
             follow_redirects=True,
@@ -183,3 +184,9 @@ def _body(reply: httpx.Response) -> FileBody:
             raise InvalidReply("a partial reply without a valid Content-Range")
         start, total = int(match[1]), int(match[3])
     return FileBody(start, total, reply.iter_raw())
+
+
+@cache
+def _authorities(file: str | None) -> ssl.SSLContext:
+    """The certificate authorities of the system, or of SSL_CERT_FILE, which OpenSSL reads. Loading them takes a while."""
+    return ssl.create_default_context()

@@ -46,7 +46,7 @@ class KdnSource:
     """A RemoteSource of one collection; it opens whether the service answers or not."""
 
     persistent = needs_folder = False
-    batch_bytes, max_interleaved = 0, MAX_CONNECTIONS
+    batch_bytes, max_parallel = 0, MAX_CONNECTIONS
 
     def __init__(
         self,

@@ -24,10 +24,10 @@ import moq
 from blendserve.config import COLLECTION, KdnConfig, StoreBackendConfig
 from blendserve.errors import ConfigError, CorruptRecord, StoreUnavailable
 from blendserve.fetch.incoming import IncomingChunk
-from blendserve.fetch.kdn.manifest import MAX_HEADER_BYTES, Collection
+from blendserve.fetch.kdn.manifest import LENGTH, MAX_HEADER_BYTES, Body, Collection
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.store import record
-from blendserve.store.codecs.base import Buffer
+from blendserve.store.codecs.base import Buffer, tables_hash
 from blendserve.store.record import Header
 
 REST_S = 5.0
@@ -44,7 +44,7 @@ class MoqSource(KdnSource):
     A thread of its own subscribes to the relay.
     """
 
-    max_interleaved = 1
+    max_parallel = 1
 
     def __init__(self, config: KdnConfig, relay: str = "", fingerprint: str = "", **options: Any) -> None:
         """relay: its URL. fingerprint: of its certificate, SHA-256 in hex; without it, an authority has signed it."""
@@ -77,13 +77,17 @@ class MoqSource(KdnSource):
         for chunk in batch:
             if chunk.level is not None and time.monotonic() >= self._rest_until:
                 with suppress(StoreUnavailable), self.link.transfer():
-                    self._read_from_relay(broadcast_of(self.known()[0]), chunk)
+                    self._read_from_relay(chunk)
             if not chunk.is_done:
                 super().transfer([chunk])
 
-    def _read_from_relay(self, broadcast: str, chunk: IncomingChunk) -> None:
+    def _read_from_relay(self, chunk: IncomingChunk) -> None:
         """Read a chunk at its level; it stays as it is if it does not come whole in a part of the patience."""
-        job = asyncio.run_coroutine_threadsafe(self._read(broadcast, chunk), self._loop)
+        collection, directory = self.known()
+        bodies = dict(zip(collection.levels, directory.get(chunk.key, ()), strict=False))
+        if (body := bodies.get(chunk.level or "")) is None:
+            return
+        job = asyncio.run_coroutine_threadsafe(self._read(broadcast_of(collection), chunk, body), self._loop)
         try:
             header, segments = job.result(RELAY_SHARE * min(chunk.patience_s, self.deadline_s))
         except (Exception, Late) as error:
@@ -107,7 +111,7 @@ class MoqSource(KdnSource):
             self._thread.join()
             self._loop.close()
 
-    async def _read(self, broadcast: str, chunk: IncomingChunk) -> tuple[Header, list[Buffer]]:
+    async def _read(self, broadcast: str, chunk: IncomingChunk, body: Body) -> tuple[Header, list[Buffer]]:
         """A chunk at its level. Raises what the library does, CorruptRecord, StoreVersion, ValueError."""
         key = chunk.key
         level = chunk.level or ""
@@ -125,6 +129,8 @@ class MoqSource(KdnSource):
         for l, length in enumerate(header.lengths):
             segments.append(record.check_segment(key, header, l, await _frame(group, length)))
             self.link.arrived(length)
+        if tables_hash(b"".join([LENGTH.pack(len(first)), first, *segments])) != body.hash:
+            raise CorruptRecord(key, "its bytes are not those that were published")
         return header, segments
 
     async def _first_frame(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
