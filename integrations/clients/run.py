@@ -7,9 +7,8 @@ A client is a script of this folder. Its first lines name the packages that it n
 Node.js names them in `// packages:`. A script prints a line for each feature: `ok NAME` or `failed NAME: REASON`. One
 that needs more than RUN_S says so in a line `# limit_s: N`. What cannot be installed is skipped by name.
 
-Environments are in build/clients/, with the torch of requirements/torch.txt. One that is there is used again, and a run
-that was stopped goes on with the environment that it was making. The results of a run of all clients are all that is in
-FILE; those of named clients replace theirs.
+Environments are in build/clients/, with the torch of requirements/torch.txt. One that is whole is used again, and pip or
+npm completes one whose installation was stopped. FILE keeps the results of other clients, but not in a run of all.
 """
 
 from __future__ import annotations
