@@ -20,7 +20,7 @@ import numpy as np
 from blendserve.retrieve.tables import Rows, gone_since, read_numbers, read_vectors, state
 
 CLUSTERED = 20_000  # vectors: as many or more are in clusters
-PER_CLUSTER = 32  # vectors that the centre of a cluster is computed from
+PER_CLUSTER = 32  # vectors from which its centre is computed
 ITERATIONS = 5  # of k-means
 PROBED = 0.3  # share of the clusters that a search looks into
 GROWTH = 4  # clusters are made anew for this many times the vectors that they were made for
@@ -169,7 +169,7 @@ def _made(vectors: np.ndarray) -> Any:
     n, dimension = vectors.shape
     if n < CLUSTERED:
         return faiss.IndexFlatIP(dimension)
-    n_clusters = 2 * math.isqrt(n)
+    n_clusters = math.isqrt(n)
     found: Any = faiss.index_factory(dimension, f"IVF{n_clusters},Flat", faiss.METRIC_INNER_PRODUCT)
     found.cp.niter = ITERATIONS
     found.cp.max_points_per_centroid = PER_CLUSTER

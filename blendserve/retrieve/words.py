@@ -50,24 +50,23 @@ class Words:
 
     numbers: np.ndarray  # [passages] int64, ascending
     lengths: np.ndarray  # [passages] words
-    places: np.ndarray  # [largest number + 2] int32: in these arrays, -1 for passages that are gone
+    places: np.ndarray  # [a larger number than any + 1] int32: in these arrays, -1 for passages that are gone
     segments: Sequence[WordSegment]
 
     @classmethod
     def load(cls, rows: Rows, numbers: np.ndarray, before: Words | None) -> Words:
-        """Count the words of passages. before: those of an earlier state of the same index."""
+        """Count the words of the passages of these numbers. before: those of an earlier state of the same index."""
         none = np.zeros(0, np.int64)
         known = before or cls(none, none, none, ())
         last = int(known.numbers[-1]) if len(known.numbers) else 0
-        segment, new, lengths = _read(rows, last)
-        segments = [*known.segments, *([segment] if len(new) else [])]
+        segment, lengths = _read(rows, last)
+        segments = [*known.segments, *([segment] if len(lengths) else [])]
         while len(segments) > 1 and len(segments[-2].hashes) < MERGED * len(segments[-1].hashes):
             segments[-2:] = [segments[-2].merge(segments[-1])]
-        is_left = np.isin(known.numbers, numbers)
-        numbers = np.concatenate([known.numbers[is_left], new])
-        places = np.full(2 + int(numbers.max(initial=-1)), -1, np.int32)
+        places = np.full(2 + max(last, int(numbers.max(initial=-1))), -1, np.int32)
         places[numbers] = np.arange(len(numbers))
-        return cls(numbers, np.concatenate([known.lengths[is_left], lengths]), places, segments)
+        left = known.lengths[places[known.numbers] >= 0]
+        return cls(numbers, np.concatenate([left, lengths]), places, segments)
 
     def best(self, question: str, k: int, texts: np.ndarray, allowed: np.ndarray | None) -> dict[int, float]:
         """Passage number -> score: the k best passages of different texts that have a word of the question.
@@ -112,8 +111,8 @@ class Words:
         return places[is_left], np.concatenate(counts)[is_left].astype(np.float64)
 
 
-def _read(rows: Rows, after: int) -> tuple[WordSegment, np.ndarray, np.ndarray]:
-    """The words of passages with larger numbers, those numbers, and their lengths in words. Raises DatabaseError."""
+def _read(rows: Rows, after: int) -> tuple[WordSegment, np.ndarray]:
+    """The words of passages with larger numbers, and their lengths in words. Raises DatabaseError."""
     try:
         found = [(number, *unpack(content)) for number, content in read_words(rows, after)]
     except ValueError as error:
@@ -126,4 +125,4 @@ def _read(rows: Rows, after: int) -> tuple[WordSegment, np.ndarray, np.ndarray]:
     lengths = np.bincount(owner, counts, len(found)).astype(np.int64)
     order = np.argsort(hashes, kind="stable")
     segment = WordSegment(hashes[order], numbers[owner][order].astype(np.uint32), counts[order])
-    return segment, numbers, lengths
+    return segment, lengths
