@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from blendserve.config import ModelConfig
@@ -28,7 +28,7 @@ from blendserve.models.sources import gguf_folder
 from tests.support.files import own_cache
 from tests.support.gguf_files import as_stored, tiny, write_model
 
-gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
+pytest.importorskip("gguf", reason="the reference is the package gguf")
 pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
 
 try:  # since transformers 5.23
@@ -36,71 +36,18 @@ try:  # since transformers 5.23
 except ImportError:
     GGUF_PRE_TOKENIZER_SPLITS = {}
 
-TEXT = " The  cat sat on 12 mats.\n\nna\u00efve \u6f22\u5b57\U0001f642\t x\r\na<|im_start|>user\nb<|im_end|> <file_sep>c"
-MERGES = ["t h", "th e", "\u0120 a"]
-LETTERS = ["\u0120", "\u010a", *"abcdefghijklmnopqrstuvwxyz"]
-TOKENS = ["<|endoftext|>", "<s>", "</s>", *LETTERS, *(merge.replace(" ", "") for merge in MERGES)]
-SETTINGS = {  # of a llama of two layers
-    **{"block_count": 2, "context_length": 256, "embedding_length": 64, "feed_forward_length": 96},
-    **{"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16},
-}
-LAYER: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("attn_norm", "ffn_norm"), (64,)),
-    **dict.fromkeys(("attn_q", "attn_output"), (64, 64)),
-    **dict.fromkeys(("attn_k", "attn_v"), (32, 64)),
-    **dict.fromkeys(("ffn_gate", "ffn_up"), (96, 64)),
-    "ffn_down": (64, 96),
-}
-BIASES = {"attn_q.bias": (64,), "attn_k.bias": (32,), "attn_v.bias": (32,)}
-UNTIED = {"output": (len(TOKENS), 64)}
+FFN_UP = "blk.1.ffn_up.weight"
 
 
-def write_tiny(
+def write(
     file: Path,
-    kind: str = "F32",
-    family: str = "llama",
-    changed: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
-    scaling: str | None = None,
-    eos: int = 2,
-    pre: str | None = "default",
-    parts: int = 0,
+    name: str = "llama",
+    more: Mapping[str, Any] = MappingProxyType({}),
+    changed: Mapping[str, Tensor | None] = MappingProxyType({}),
+    **settings: Any,
 ) -> Path:
-    """A small model with random weights, by the gguf package. changed: shapes of tensors; None = there is none."""
-    writer = gguf.GGUFWriter(file, family)
-    writer.add_name("tiny")
-    for name, value in SETTINGS.items():
-        writer.add_uint32(f"{family}.{name}", value)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    if scaling:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
-    writer.add_tokenizer_model("gpt2")
-    if pre:
-        writer.add_tokenizer_pre(pre)
-    if parts:
-        writer.add_uint16("split.count", parts)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(eos)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(False)
-    layer = LAYER | (BIASES if family == "qwen2" else {})
-    shapes = {"token_embd": (len(TOKENS), 64), "output_norm": (64,)}
-    shapes |= {f"blk.{l}.{part}": shape for l in range(2) for part, shape in layer.items()}
-    rng, quantised = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
-    for name, shape in {**shapes, **changed}.items():
-        if shape:
-            values, is_plain = rng.standard_normal(shape).astype(np.float32), len(shape) == 1 or kind == "F32"
-            data = values if is_plain else gguf.quantize(values, quantised)
-            full = name if name.endswith(".bias") else f"{name}.weight"
-            writer.add_tensor(full, data, raw_dtype=None if is_plain else quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    """A small model with random weights. more: metadata; changed: tensors; None = there is none."""
+    return write_model(file, tiny(name, **settings), name, more=more, changed=changed)
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +100,7 @@ def pieces(tokenizer: Any) -> list[str]:
 @pytest.mark.parametrize("pre", [*sorted(pre_tokenizers.BY_NAME), None])
 def test_text_is_cut_as_the_file_says(pre: str | None, tmp_path: Path) -> None:
     """In a conversion by transformers, too; and as by transformers where it knows the name."""
-    file = write_tiny(tmp_path / "tiny.gguf", pre=pre)
+    file = write(tmp_path / "tiny.gguf", more={"tokenizer.ggml.pre": pre})
     (tmp_path / "ours").mkdir()
     made = converter.write_folder(file, tmp_path / "ours").tokenizer
     loaded = load_tokenizer(ModelConfig(name=str(file)))
@@ -180,7 +127,8 @@ CUTS = {
 @pytest.mark.parametrize("pre", CUTS)
 def test_the_cuts_are_these(pre: str, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
-    made = converter.write_folder(write_tiny(tmp_path / "tiny.gguf", pre=pre), tmp_path / "ours")
+    file = write(tmp_path / "tiny.gguf", more={"tokenizer.ggml.pre": pre})
+    made = converter.write_folder(file, tmp_path / "ours")
     expected = CUTS[pre].split("|")
     assert pieces(made.tokenizer)[: len(expected)] == expected
 
@@ -189,13 +137,13 @@ def test_the_cuts_are_these(pre: str, tmp_path: Path) -> None:
 def test_a_pre_tokenizer_that_is_not_known_is_warned_of(
     pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load(write_tiny(tmp_path / "tiny.gguf", pre=pre))
+    load(write(tmp_path / "tiny.gguf", more={"tokenizer.ggml.pre": pre}))
     (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert pre is None or pre in said.message
 
 
 def test_another_conversion_makes_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_tiny(tmp_path / "tiny.gguf")
+    file = write(tmp_path / "tiny.gguf")
     before = gguf_folder(file)
     monkeypatch.setattr(sources, "CONVERSION", sources.CONVERSION + 1)
     assert gguf_folder(file) != before
@@ -205,43 +153,50 @@ def test_a_user_s_file_is_converted_once_and_known_by_its_content(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "blendserve.models.sources")
-    file = write_tiny(tmp_path / "mine.gguf", family="qwen2")
+    file = write(tmp_path / "mine.gguf", "qwen2")
     first = load(file)
     assert (first.name, first.decoder.config.model_type) == (str(file), "qwen2")
     assert load(file.rename(tmp_path / "moved.GGUF")).fingerprint == first.fingerprint
     assert len(caplog.records) == 1
-    assert load(write_tiny(file, family="qwen2", changed=UNTIED)).fingerprint != first.fingerprint
+    assert load(write(file, "qwen2", tie_word_embeddings=True)).fingerprint != first.fingerprint
     assert len(caplog.records) == 2
 
 
 def test_a_part_alone_is_refused_as_such_and_one_of_one_is_whole(tmp_path: Path) -> None:
-    part = write_tiny(tmp_path / "tiny-00001-of-00002.gguf", parts=2, changed={"blk.1.ffn_up": None})
+    part = write(tmp_path / "tiny-00001-of-00002.gguf", more={"split.count": 2}, changed={FFN_UP: None})
     with pytest.raises(ModelError) as error:
         load(part)
     assert error.value.path == str(tmp_path / "tiny-00002-of-00002.gguf")
     with pytest.raises(ModelError) as error:
         load(part.rename(tmp_path / "renamed.gguf"))
     assert "2 parts" in str(error.value)  # allow: it was called damaged
-    load(write_tiny(tmp_path / "tiny-00001-of-00001.gguf", parts=1))
+    load(write(tmp_path / "tiny-00001-of-00001.gguf", more={"split.count": 1}))
 
 
 REFUSED: list[Any] = [
-    *({"family": "gpt2"}, {"family": "deepseek2"}, {"family": "qwen2", "scaling": "yarn"}, {"eos": 999}),
-    {"changed": {"rope_freqs": (8,)}},  # scales its RoPE
-    {"changed": {"blk.1.ffn_up": None}},
-    {"changed": {"token_embd": None}},
-    {"changed": {"blk.0.attn_k": (64, 64)}},
+    {"name": "qwen2", "more": {"qwen2.rope.scaling.type": "yarn"}},
+    {"eos_token_id": 999},
+    {"changed": {"rope_freqs.weight": torch.rand(8)}},  # scales its RoPE
+    {"changed": {FFN_UP: None}},
+    {"changed": {"token_embd.weight": None}},
+    {"changed": {"blk.0.attn_k.weight": torch.rand(64, 64)}},
+    *("bloom", "other"),  # architectures: one that transformers reads, and one that it does not
     *(b"", b"not at all", b"GGUF\x01\0\0\0" + bytes(16), "short", "missing"),
 ]
 
 
 @pytest.mark.parametrize("content", REFUSED)
 def test_files_that_cannot_be_used_are_refused_by_name(content: Any, tmp_path: Path) -> None:
-    file = write_tiny(tmp_path / "tiny.gguf", **content if isinstance(content, dict) else {})
+    file = write(tmp_path / "tiny.gguf", **content if isinstance(content, dict) else {})
+    data = file.read_bytes()
     if content == "missing":
         file.unlink()
-    elif not isinstance(content, dict):
-        file.write_bytes(file.read_bytes()[:-10_000] if content == "short" else content)
+    elif content == "short":
+        file.write_bytes(data[:-10_000])
+    elif isinstance(content, str):
+        file.write_bytes(data.replace(b"llama", content.encode()))
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
     with pytest.raises(ModelError) as error:
         load(file)
     assert error.value.path == str(file) or isinstance(error.value, ModelUnsupported)

@@ -126,27 +126,29 @@ def write_model(
     kind: str = "F32",
     tokens: Tokens = TOKENS,
     more: Mapping[str, Any] = MappingProxyType({}),
+    changed: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> Path:
     """Write the model's configuration and weights, matrices in this form, and a vocabulary.
 
-    more: metadata in place of those of a byte-level tokenizer with one merge; None = there is none.
+    more: metadata in place of those of a byte-level tokenizer with one merge; changed: tensors; None = there is none.
     """
     writer = gguf.GGUFWriter(file, arch)
     _write_settings(writer, arch, model.config)
     _write_tokens(writer, model.config, tokens, more)
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    tensors = dict[str, Tensor | None]()
     for name, x in model.state_dict().items():
-        if _is_tied(model, name):
-            continue
         base, _, part = name.rpartition(".")
-        x = _as_in_file(x.float(), base, part, arch, model.config)
-        data = x.numpy() if x.dim() == 1 else gguf.quantize(x.numpy(), gguf.GGMLQuantizationType[kind])
-        raw = gguf.GGMLQuantizationType[kind] if x.dim() > 1 else None
-        writer.add_tensor(f"{names.get_name(base)}.{part}", data, raw_dtype=raw)
+        if not _is_tied(model, name):
+            tensors[f"{names.get_name(base)}.{part}"] = _as_in_file(x.float(), base, part, arch, model.config)
     rope = model.config.rope_parameters
     if rope.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama_3(rope, model.config.head_dim))
+        tensors["rope_freqs.weight"] = torch.tensor(_llama_3(rope, model.config.head_dim))
+    for name, x in {**tensors, **changed}.items():
+        if x is not None:
+            form = gguf.GGMLQuantizationType[kind if x.dim() > 1 else "F32"]
+            writer.add_tensor(name, gguf.quantize(x.numpy(), form), raw_dtype=form)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -176,7 +178,7 @@ def _as_in_file(x: Tensor, base: str, part: str, arch: str, config: Any) -> Tens
     return x
 
 
-def _llama_3(rope: dict[str, Any], dim: int) -> Any:
+def _llama_3(rope: dict[str, Any], dim: int) -> list[float]:
     """By what factor each frequency is slower: between two wavelengths the speed goes linearly in frequency."""
     factors = []
     for i in range(0, dim, 2):
@@ -188,7 +190,7 @@ def _llama_3(rope: dict[str, Any], dim: int) -> Any:
             ),
         )
         factors.append(1 / (share + (1 - share) / rope["factor"]))
-    return np.array(factors, np.float32)
+    return factors
 
 
 def _write_settings(writer: Any, arch: str, made: Any) -> None:
@@ -262,7 +264,8 @@ def _write_tokens(writer: Any, made: Any, tokens: Tokens, more: Mapping[str, Any
     writer.add_token_types(types)
     if "tokenizer.ggml.model" not in more:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(more.get("tokenizer.ggml.pre", "gpt-2"))
+        if pre := more.get("tokenizer.ggml.pre", "gpt-2"):
+            writer.add_tokenizer_pre(pre)
         writer.add_token_merges(["a b"])
     writer.add_bos_token_id(made.bos_token_id)
     writer.add_eos_token_id(made.eos_token_id)
