@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from typing import Any
+from uuid import uuid4
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -22,10 +23,8 @@ REUSED_S = DAY_S / 2  # what is older may be deleted by `prune` before a new ver
 CACHED_S = 10  # a description may be kept by caches for this time
 FOR_EVER = "max-age=31536000, immutable"
 
-
-StoredFile = tuple[
-    int, float
-]  # bytes, and seconds since it was written: infinite if the file system does not tell it
+# bytes of a file, and seconds since it was written: infinite if the file system does not tell it
+StoredFile = tuple[int, float]
 
 
 class Target:
@@ -36,6 +35,8 @@ class Target:
         folder, _, name = url.removeprefix("kdn:").rstrip("/").rpartition("/")
         self.name, self.written = valid_name(name), 0  # written: bytes
         try:
+            if folder.startswith(("http://", "https://")):
+                raise ValueError("a web server is not written to, but the folder or bucket behind it")
             self._files, self._root = fsspec.url_to_fs(folder or ".")
         except (ImportError, ValueError) as error:
             hint = "`pip install '.[cloud]'` in your checkout has S3 and others"
@@ -77,7 +78,7 @@ class Target:
 
     def publish(self, description: bytes) -> None:
         """Replace the description. Raises StoreUnavailable."""
-        if self._is_local:
+        if self._is_local and hasattr(os, "sync"):  # not on Windows
             os.sync()  # what it names is on the disk before
         self._write(f"{self.name}.json", description, f"max-age={CACHED_S}")
 
@@ -91,7 +92,7 @@ class Target:
         path = f"{self._root}/{name}"
         with self._told():
             if self._is_local:
-                temporary = f"{self._root}/{PIECES}/{os.getpid()}-{threading.get_ident()}.tmp"
+                temporary = f"{self._root}/{PIECES}/{uuid4().hex}.tmp"
                 for file in (temporary, path):
                     os.makedirs(os.path.dirname(file), exist_ok=True)
                 self._files.pipe_file(temporary, raw)

@@ -36,6 +36,7 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("codec fit {index} --codec int8", "'int8'"),
     ("codec fit {index} --codec predict --text {tmp}/nowhere", "{tmp}/nowhere"),
     ("kdn publish {index} {tmp}/.hidden", "'.hidden'"),
+    ("kdn publish {index} https://host/x", "https://host/x"),
     ("ask Why? -i kdn:here", "'kdn:here'"),
     ("cost --bench {tmp}/nowhere.json", "{tmp}/nowhere.json"),
     ("simulate --requests 0", "'simulate.requests.number'"),
