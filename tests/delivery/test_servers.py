@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -73,8 +74,10 @@ def test_a_caching_proxy_asks_the_origin_once_a_chunk(made: Published, tmp_path:
 
 
 def test_redirects_and_queries_of_signed_urls_are_followed(
-    made: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """No log has the query."""
+    caplog.set_level(logging.INFO)
     signed = f"location / {{ root {made.folder}; if ($arg_sig != secret) {{ return 403; }} }}"
     with nginx(tmp_path / "origin", signed) as origin:
         moved = f"location / {{ return 302 {origin.url}$request_uri; }}"
@@ -83,6 +86,7 @@ def test_redirects_and_queries_of_signed_urls_are_followed(
                 monkeypatch.setenv("BLENDSERVE_COLLECTION_KEY", secret)
                 with kdn_store(settings(elsewhere.url)) as store:
                     assert answered(store).report.chunks_hit == n_hits
+    assert "sig=" not in caplog.text
 
 
 # Faults

@@ -6,6 +6,7 @@ thread that waits for one gets an error. No message has the API key, nor the que
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -81,6 +82,7 @@ class HttpFiles:
             limits=httpx.Limits(max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=IDLE_S),
             follow_redirects=True,
         )
+        logging.getLogger("httpx").addFilter(_without_queries)
         self._sockets = WeakSet[socket.socket]()
         self._is_closed = False
 
@@ -184,6 +186,13 @@ def _body(reply: httpx.Response) -> FileBody:
             raise InvalidReply("a partial reply without a valid Content-Range")
         start, total = int(match[1]), int(match[3])
     return FileBody(start, total, reply.iter_raw())
+
+
+def _without_queries(record: logging.LogRecord) -> bool:
+    """Hide queries from the log of httpx, as those of signed URLs are secrets."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(a.copy_with(query=None) if isinstance(a, httpx.URL) else a for a in record.args)
+    return True
 
 
 @cache
