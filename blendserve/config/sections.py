@@ -106,7 +106,7 @@ class PromptConfig(Settings):
     date: Annotated[str, AfterValidator(_date)] = "2026-01-01"
     """Date in prompts whose chat template contains one. It is fixed because chunk KV is computed after it: with another
     date all chunks are computed again. Plain prompts use today's date."""
-    order: PassageOrder = "best_first"
+    order: PassageOrder = "best_last"
     """Order of retrieved passages: by falling score, or by rising score, with the best one next to the question. Passages
     that a request brings stay as they are."""
     separator: Annotated[str, AfterValidator(_separator)] = ""

@@ -24,7 +24,9 @@ from blendserve.store import KVStore
 KIND = "quality"  # in the place of a codec's name
 PROMPTS = 128  # that can prove a target
 KEPT = 1_000  # prompts
-QUOTED_WORDS = 12  # of a passage without a title
+QUOTED_WORDS = 12  # of a passage
+MIDDLE = 0.5
+QUOTED_PLACES = 0.25, 0.75, 0.9  # of a passage's words: a small index has enough questions to prove a target
 
 
 class MeasuredPrompt(NamedTuple):
@@ -122,10 +124,22 @@ def owner_of(index: str, fingerprint: str, *settings: object) -> str:
 
 
 def make_questions(passages: Sequence[Passage]) -> Iterator[str]:
-    """Yield a question about each passage, in random order: of its title or, without one, of words in its middle."""
-    for n in random.Random(0).sample(range(len(passages)), len(passages)):
-        passage = passages[n]
-        words = passage.text.split()
-        start = max(0, (len(words) - QUOTED_WORDS) // 2)
-        quoted = " ".join(words[start : start + QUOTED_WORDS])
-        yield f"What is said about {passage.title}?" if passage.title else f'Which passage says "{quoted}"?'
+    """Yield questions about passages in random order: one about each passage, then further ones in as many rounds.
+
+    A question asks about a passage's title, or quotes words: without a title from the middle, in later rounds from
+    another place each.
+    """
+    order = random.Random(0).sample(range(len(passages)), len(passages))
+    for place in (None, *QUOTED_PLACES):
+        for n in order:
+            yield _question(passages[n], place)
+
+
+def _question(passage: Passage, place: float | None) -> str:
+    """place: where the quoted words begin, from 0 to 1; None: the title is asked about, if there is one."""
+    if place is None and passage.title:
+        return f"What is said about {passage.title}?"
+    words = passage.text.split()
+    start = int(max(0, len(words) - QUOTED_WORDS) * (MIDDLE if place is None else place))
+    quoted = " ".join(words[start : start + QUOTED_WORDS])
+    return f'Which passage says "{quoted}"?'

@@ -47,7 +47,7 @@ def test_ask_blends_with_the_given_ratio_and_streams(index: Path) -> None:
     asked = cli(*question, "--json", "--method", "blend", "--ratio", 0.2)
     answer, report = asked.json(), asked.json()["report"]
     assert (asked.code, asked.out.count("\n")) == (0, 1)
-    assert answer["passages"][0]["doc_id"] == "doc-1"
+    assert answer["passages"][-1]["doc_id"] == "doc-1"
     assert report["blended"] is True
     assert report["chunks_hit"] == report["chunks"] == 4
     assert report["share_recomputed"] == pytest.approx(0.2, abs=0.005)

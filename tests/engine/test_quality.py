@@ -312,13 +312,20 @@ def test_a_stopped_calibration_goes_on_where_it_was(tmp_path: Path, monkeypatch:
     assert asked == ["New 0?", "New 1?"]
 
 
-def test_questions_are_made_of_titles_or_of_words_each_passage_once() -> None:
-    passages = [*PASSAGES, Passage("one two three"), Passage(" ".join(map(str, range(40))))]
+def test_questions_are_made_of_titles_or_of_words_in_rounds_over_all_passages() -> None:
+    numbers = list(map(str, range(40)))
+    passages = [*PASSAGES, Passage("one two three"), Passage(" ".join(numbers))]
     made = list(make_questions(passages))
-    assert len(set(made)) == len(passages)
-    assert sum("Cats" in question for question in made) == 1
-    assert any("one two three" in question for question in made)
-    assert any("14 15 16 17 18 19 20 21 22 23 24 25" in question for question in made)
+    n = len(passages)
+    for start in range(0, len(made), n):
+        assert len(set(made[start : start + n])) == n
+        assert any("one two three" in question for question in made[start : start + n])
+    assert sum("Cats" in question for question in made[:n]) == 1
+    assert any("14 15 16 17 18 19 20 21 22 23 24 25" in question for question in made[:n])
+    quotes = {
+        question for question in made if f" {numbers[30]} " in question or f" {numbers[10]} " in question
+    }
+    assert len(quotes) > 1  # of the same passage
 
 
 def test_there_is_nothing_to_calibrate_without_an_index() -> None:
