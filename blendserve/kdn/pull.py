@@ -38,6 +38,8 @@ def resolve(index: str, config: Config) -> tuple[str, Config]:
     A collection's index is downloaded or updated, and the collection becomes the remote store, unless the settings name
     another one. Raises ConfigError, InputError, StoreUnavailable.
     """
+    if index.startswith(("http://", "https://")):
+        raise InputError(f"{index} is not an index: a published collection is named as {COLLECTION}{index}")
     if not index.startswith(COLLECTION):
         return index, config
     given = config.store.remote or RemoteConfig()

@@ -38,6 +38,7 @@ ERRORS = [  # command line; the option, setting, file or word that the last line
     ("kdn publish {index} {tmp}/.hidden", "'.hidden'"),
     ("kdn publish {index} https://host/x", "https://host/x"),
     ("ask Why? -i kdn:here", "'kdn:here'"),
+    ("ask Why? -i https://host/x", "kdn:https://host/x"),
     ("cost --bench {tmp}/nowhere.json", "{tmp}/nowhere.json"),
     ("simulate --requests 0", "'simulate.requests.number'"),
     ("evaluate --runs {tmp}/runs --methods qeury@0.1", "'qeury@0.1'"),

@@ -119,14 +119,17 @@ def test_another_chunk_is_no_answer_and_the_truth_is(made: Published, plain: tor
         assert not torch.equal(done.result.logits, plain)
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_lie_about_one_of_several_is_bounded_and_the_others_come(made: Published, lie: Lie) -> None:
-    """All are asked for at a time."""
-    with Liar(made, lie, made.chunk()) as liar, kdn_store(settings(liar.url), link=Known(1e9)) as store:
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_about_one_of_several_is_bounded_and_the_others_come(made: Published, name: str) -> None:
+    """All are asked for at a time. What may be the connection's fault ends them all."""
+    with (
+        Liar(made, LIES[name], made.chunk()) as liar,
+        kdn_store(settings(liar.url), link=Known(1e9)) as store,
+    ):
         store.source.contains([])
         done = blender(store, costs=SLOW).run(question(ASKED), BlendConfig(method="auto"))
     assert liar.sent < 2 * MOST_SENT
-    assert done.report.chunks_hit + len(done.report.unusable) + done.report.chunks_corrupt >= ASKED
+    assert done.report.chunks_hit == ASKED - 1 or name in ("short", "headers", "no http")
 
 
 @pytest.mark.parametrize("lie", [*LIES.values()][1:], ids=[*LIES][1:])
