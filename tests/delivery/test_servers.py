@@ -89,6 +89,21 @@ def test_redirects_and_queries_of_signed_urls_are_followed(
     assert "sig=" not in caplog.text
 
 
+def test_the_proxy_of_the_environment_is_used(
+    made: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = "location / { proxy_pass http://$http_host$request_uri; }"
+    with (
+        nginx(tmp_path / "origin", f"root {made.folder};") as origin,
+        nginx(tmp_path / "proxy", forward) as proxy,
+    ):
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "")
+        with kdn_store(settings(origin.url), peers.Unprobed) as store:
+            check(blender(store).run(question(), BLEND), question())
+        assert sum("/chunks/" in path for path in proxy.requests) == len(question().chunks)
+
+
 # Faults
 
 Fault = Callable[[Path], object]
