@@ -52,7 +52,8 @@ def publish(
     from blendserve.kdn.target import Target
     from blendserve.kdn.upkeep import prune as delete_unnamed
 
-    key, place = sign.read_bytes() if sign else None, Target(target)
+    key = sign.read_bytes() if sign else None
+    place = Target(target)
     with Engine.open(index, settings) as engine:
         per_token = engine.model.decoder.kv_bytes_per_token
         with (

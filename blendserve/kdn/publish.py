@@ -66,7 +66,9 @@ def publish(
     progress: of precompute, in tokens. done: of encoding, in chunks. sampling, fitting: of missing tables of the levels
     (codec_fit.py). Raises InputError, ConfigError, StoreError.
     """
-    words, index, store = _levels(engine, levels), engine.index, engine.store
+    words = _levels(engine, levels)
+    index = engine.index
+    store = engine.store
     if index is None:
         raise InputError("there is no index to publish: open the engine with one")
     engine.precompute(progress=progress)
@@ -113,7 +115,8 @@ def publish_chunks(
     model: name and fingerprint. codecs: of the levels after the first. files: of the index. tables: hashes of blobs
     beside the codecs' tables. Raises ConfigError, StoreError.
     """
-    before, used = Earlier(target, key), set(tables or ())
+    before = Earlier(target, key)
+    used = set(tables or ())
     directory: dict[ChunkKey, list[Body]] = {}
     with writing(target, before.whole) as write:
         for n, chunk in enumerate(tokens, start=1):

@@ -33,7 +33,8 @@ class Target:
     def __init__(self, url: str) -> None:
         """Raises InputError."""
         folder, _, name = url.removeprefix("kdn:").rstrip("/").rpartition("/")
-        self.name, self.written = valid_name(name), 0  # written: bytes
+        self.name = valid_name(name)
+        self.written = 0  # bytes
         try:
             if folder.startswith(("http://", "https://")):
                 raise ValueError("a web server is not written to, but the folder or bucket behind it")

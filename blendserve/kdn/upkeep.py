@@ -43,7 +43,8 @@ def prune(target: Target, days: float) -> int:
 
     Raises StoreUnavailable if a description cannot be read: what it names would be deleted.
     """
-    now, kept = time.time(), set[str]()
+    now = time.time()
+    kept = set[str]()
     for name in target.names():
         collection = _parsed(target, f"{name}.json")
         kept |= _names(target, collection)

@@ -57,7 +57,9 @@ class Delivery(Response):
     """A response that counts as a concurrent request until it is sent, and ends if the client stops reading."""
 
     def __init__(self, response: Response, timeout_s: float, slot: ExitStack) -> None:
-        self._response, self._timeout_s, self._slot = response, timeout_s, slot
+        self._response = response
+        self._timeout_s = timeout_s
+        self._slot = slot
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,7 +35,8 @@ class CollectionClient:
     def __init__(self, config: KdnConfig) -> None:
         """Raises PeerUnusable for settings that cannot be used."""
         self.files: Files = HttpFiles(config) if config.is_http else FsspecFiles(config)
-        self._config, self._name = config, config.collection
+        self._config = config
+        self._name = config.collection
         self._trust = read_file(config.trust, "trust").encode() if config.trust else None
 
     def description(self) -> Collection:
@@ -69,8 +70,10 @@ class CollectionClient:
         ends a transfer. A connection that is cut is resumed on a new one, as long as that brings more. Raises
         CorruptRecord, StoreVersion, too.
         """
-        level, name = chunk.level, f"{CHUNKS}/{body.hash.hex()}"
-        at, is_resumed = 0, False  # at: bytes that were read and found right
+        level = chunk.level
+        name = f"{CHUNKS}/{body.hash.hex()}"
+        at = 0  # bytes that were read and found right
+        is_resumed = False
         parser = _parse(chunk, body, is_hashed=self._trust is not None)
         wanted = next(parser)
         while wanted is not None:
@@ -85,7 +88,8 @@ class CollectionClient:
                     while wanted is not None:
                         piece = file.read(wanted)
                         link.arrived(wanted)
-                        at, wanted = at + wanted, parser.send(piece)
+                        at += wanted
+                        wanted = parser.send(piece)
             except CUT:
                 chunk.replan()
                 if chunk.level != level:
@@ -108,7 +112,8 @@ def _parse(chunk: IncomingChunk, body: Body, is_hashed: bool) -> Generator[int |
     is_hashed: the last segment counts only if the whole has the hash of the directory. A prompt needs every segment, so
     none rests on forged ones. Raises CorruptRecord, StoreVersion.
     """
-    level, hasher = chunk.level, tables_hasher()
+    level = chunk.level
+    hasher = tables_hasher()
     prefix = yield LENGTH.size
     length = LENGTH.unpack(prefix)[0]
     if length > min(MAX_HEADER_BYTES, body.n_bytes):
@@ -137,7 +142,9 @@ class KdnPeer:
 
     def __init__(self, config: KdnConfig) -> None:
         self._config = config
-        self.where, self.server, self.deadline_s = config.where, config.server, config.deadline_s
+        self.where = config.where
+        self.server = config.server
+        self.deadline_s = config.deadline_s
 
     def connect(self) -> CollectionClient:
         return CollectionClient(self._config)

@@ -25,7 +25,8 @@ from blendserve.config import KdnConfig
 from blendserve.store.bounded import PeerUnusable, read_file
 
 KEY = "BLENDSERVE_COLLECTION_KEY"
-MAX_CONNECTIONS, IDLE_S = 16, 60.0  # that are kept, and for how long
+MAX_CONNECTIONS = 16  # that are kept
+IDLE_S = 60.0  # that a connection is kept
 BLOCK_BYTES = 8 << 20  # of a file that fsspec reads at a time
 NO_FILE = (401, 403, 404, 410)  # statuses; S3 says 403 of a missing file to those who may not list
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
@@ -48,7 +49,8 @@ class FileBody:
     def __init__(self, start: int, total: int, pieces: Iterator[bytes]) -> None:
         """start: where in the file it begins. total: bytes of the file."""
         self.start, self.total = start, total
-        self._pieces, self._rest = pieces, memoryview(b"")
+        self._pieces = pieces
+        self._rest = memoryview(b"")
 
     def read(self, n_bytes: int) -> bytearray:
         """The next bytes. Raises InvalidReply if there are fewer, and what the library does."""
@@ -71,7 +73,8 @@ class HttpFiles:
         """Raises PeerUnusable for a secret file that cannot be read."""
         file = config.secret_file
         secret = read_file(file, "secret_file").strip() if file else os.environ.get(KEY, "")
-        self._url, self._query = config.url, secret if secret.startswith("?") else ""
+        self._url = config.url
+        self._query = secret if secret.startswith("?") else ""
         headers = {"Accept-Encoding": "identity"}
         if secret and not self._query:
             headers["Authorization"] = f"Bearer {secret}"
@@ -170,7 +173,8 @@ Files = HttpFiles | FsspecFiles
 
 def _body(reply: httpx.Response) -> FileBody:
     """Raises NoFile, PeerUnusable, InvalidReply."""
-    status, headers = reply.status_code, reply.headers
+    status = reply.status_code
+    headers = reply.headers
     if status in NO_FILE:
         raise NoFile(f"status {status}")
     if status == 429 or status >= 500:

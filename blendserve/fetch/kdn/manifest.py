@@ -124,7 +124,8 @@ class Directory(Mapping[ChunkKey, tuple[Body, ...]]):
 
     def __init__(self, raw: bytes, levels: int) -> None:
         """Raises ValueError."""
-        self._raw, self._row = raw, _row(levels)
+        self._raw = raw
+        self._row = _row(levels)
         if len(raw) % self._row.size:
             raise ValueError(f"a directory's rows have {self._row.size} bytes, and these are {len(raw)}")
 
@@ -148,7 +149,8 @@ class Directory(Mapping[ChunkKey, tuple[Body, ...]]):
 
 def write_directory(chunks: Mapping[ChunkKey, Sequence[Body]], levels: int) -> bytes:
     """The directory's bytes."""
-    row, rows = _row(levels), list[bytes]()
+    row = _row(levels)
+    rows = list[bytes]()
     for key, bodies in sorted(chunks.items()):
         rows.append(row.pack(key, *(value for body in bodies for value in (body.n_bytes, body.hash))))
     return b"".join(rows)

@@ -90,10 +90,12 @@ class KdnSource:
         with self._looking:
             if known := self._fresh():
                 return known
-            collection, known = client.description(), self._last
-            is_same = known is not None and known[0].directory == collection.directory
-            directory = known[1] if known and is_same else client.directory(collection)
-            self._last, self._looked_s = (collection, directory), self._clock.monotonic()
+            collection = client.description()
+            last = self._last
+            is_same = last is not None and last[0].directory == collection.directory
+            directory = last[1] if last and is_same else client.directory(collection)
+            self._last = collection, directory
+            self._looked_s = self._clock.monotonic()
             return self._last
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
