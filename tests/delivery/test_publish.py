@@ -203,6 +203,7 @@ def test_whoever_kills_a_publisher_readers_see_a_whole_version(tmp_path: Path) -
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A private and a public key, by openssl."""
+    pytest.importorskip("cryptography", reason="cryptography is not installed: pip install '.[cloud]'")
     folder = tmp_path_factory.mktemp("keys")
     private, public = folder / "private.pem", folder / "public.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", private], check=True)

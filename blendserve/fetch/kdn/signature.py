@@ -27,7 +27,7 @@ def sign(raw: bytes, private_pem: bytes) -> str:
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"the file of --sign has {ED25519}")
-    return key.sign(raw).hex()
+    return bytes(key.sign(raw)).hex()
 
 
 def is_signed(raw: bytes, signature: str, public_pem: bytes) -> bool:
