@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 
@@ -136,8 +138,22 @@ def test_another_process_that_was_away_for_long_sees_all_changes(
     other.close()
 
 
-def test_searches_beside_changes_find_what_is_there(many: Many) -> None:
-    """A vector that is added or deleted meanwhile changes no other's place."""
+def test_searches_beside_changes_find_what_is_there(many: Many, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector that is added or deleted meanwhile changes no other's place. FAISS is used by one thread at a time."""
+    is_used = threading.Lock()
+
+    def alone(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            assert is_used.acquire(blocking=False)
+            try:
+                return call(*args, **options)
+            finally:
+                is_used.release()
+
+        return run
+
+    for name in ("add", "search", "reconstruct_batch"):
+        monkeypatch.setattr(faiss.IndexIVFFlat, name, alone(getattr(faiss.IndexIVFFlat, name)))
     stays, is_over = {id: many.held[id] for id in [*many.held][:20]}, threading.Event()
 
     def ask() -> None:
@@ -147,8 +163,10 @@ def test_searches_beside_changes_find_what_is_there(many: Many) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask) for _ in range(2)]
-        for _ in range(30):
-            many.delete(*many.add(10)[:5])
-        is_over.set()
+        try:
+            for _ in range(30):
+                many.delete(*many.add(10)[:5])
+        finally:
+            is_over.set()
         for each in asking:
             each.result()
