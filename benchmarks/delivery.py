@@ -42,7 +42,7 @@ from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.plan import LevelPlanner, LinkState, PendingChunk, Plan, plan
 from blendserve.fetch.transfer import Compute
 from blendserve.kdn.publish import publish_chunks
-from blendserve.kdn.target import Target
+from blendserve.kdn.target import PublishTarget
 from blendserve.models.loader import LoadedModel
 from blendserve.quality.fidelity import kl
 from blendserve.registry import DELIVERED_CODECS
@@ -206,7 +206,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
-            publish(model, config, workload, store, Target(f"{folder}/www/{COLLECTION}"))
+            publish(model, config, workload, store, PublishTarget(f"{folder}/www/{COLLECTION}"))
         port = stack.enter_context(served(folder, folder / "www"))
         proxy = stack.enter_context(ProxyProcess(port, config.seed))
         fixture = Fixture(model, config, proxy, workload)
@@ -229,7 +229,7 @@ def served(folder: Path, files: Path) -> Iterator[int]:
 
 
 def publish(
-    model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore, target: Target
+    model: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore, target: PublishTarget
 ) -> Collection:
     """The prompt's chunks at every level, without an index."""
     blender = _blender(model, workload, store)

@@ -49,11 +49,11 @@ def publish(
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.kdn.publish import publish as run
-    from blendserve.kdn.target import Target
+    from blendserve.kdn.target import PublishTarget
     from blendserve.kdn.upkeep import prune as delete_unnamed
 
     key = sign.read_bytes() if sign else None
-    place = Target(target)
+    place = PublishTarget(target)
     with Engine.open(index, settings) as engine:
         per_token = engine.model.decoder.kv_bytes_per_token
         with (

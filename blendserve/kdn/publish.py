@@ -28,7 +28,7 @@ from blendserve.fetch.kdn.manifest import (
     PIECES,
     TABLES,
     Blob,
-    Body,
+    ChunkFile,
     Collection,
     Directory,
     TablesInfo,
@@ -36,7 +36,7 @@ from blendserve.fetch.kdn.manifest import (
     write_directory,
 )
 from blendserve.fetch.kdn.signature import sign
-from blendserve.kdn.target import DAY_S, Target
+from blendserve.kdn.target import DAY_S, PublishTarget
 from blendserve.registry import codec_word, parse_codec
 from blendserve.retrieve.published import to_files
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record
@@ -53,7 +53,7 @@ Write = Callable[[str, bytes], str]  # kind and content of a file -> its hash; i
 
 def publish(
     engine: Engine,
-    target: Target,
+    target: PublishTarget,
     levels: Sequence[str] = (),
     key: bytes | None = None,
     progress: Progress | None = None,
@@ -99,7 +99,7 @@ def publish(
 
 def publish_chunks(
     store: KVStore,
-    target: Target,
+    target: PublishTarget,
     model: tuple[str, str],
     levels: Sequence[str],
     codecs: Mapping[str, Codec],
@@ -117,7 +117,7 @@ def publish_chunks(
     """
     before = Earlier(target, key)
     used = set(tables or ())
-    directory: dict[ChunkKey, list[Body]] = {}
+    directory: dict[ChunkKey, list[ChunkFile]] = {}
     with writing(target, before.whole) as write:
         for n, chunk in enumerate(tokens, start=1):
             directory[chunk] = []
@@ -127,7 +127,7 @@ def publish_chunks(
                     record = _at_level(store, chunk, level, levels, codecs)
                     used.add(record.coding.tables)
                     raw = b"".join(encode_body(chunk, record))
-                    body = Body(len(raw), bytes.fromhex(write(CHUNKS, raw)))
+                    body = ChunkFile(len(raw), bytes.fromhex(write(CHUNKS, raw)))
                 directory[chunk].append(body)
             done(n, len(tokens))
         infos = [info for info in store.blobs.list() if info.hash in used]
@@ -161,7 +161,7 @@ def publish_chunks(
 class Earlier:
     """The version that is published: what it has need not be encoded and written again."""
 
-    def __init__(self, target: Target, key: bytes | None) -> None:
+    def __init__(self, target: PublishTarget, key: bytes | None) -> None:
         """key: if given, only what it has signed is used. Raises StoreUnavailable for a description of another form."""
         self._raw = target.read(f"{target.name}.json")
         self._collection: Collection | None = None
@@ -183,7 +183,7 @@ class Earlier:
             self.whole = {name for name, (n_bytes, _) in target.stored.items() if sizes.get(name) == n_bytes}
             self.tables = {tables.hash: tables for tables in found.tables}
 
-    def body(self, chunk: ChunkKey, level: str) -> Body | None:
+    def body(self, chunk: ChunkKey, level: str) -> ChunkFile | None:
         """A chunk at a level, if it is published and its file is there."""
         if not self.whole or not self._collection or chunk not in self._directory:
             return None
@@ -200,7 +200,7 @@ class Earlier:
 
 
 @contextmanager
-def writing(target: Target, known: set[str]) -> Iterator[Write]:
+def writing(target: PublishTarget, known: set[str]) -> Iterator[Write]:
     """Files that are written by the end of the block, but for known ones. Raises StoreUnavailable."""
     running = deque[Future[None]]()
     with ThreadPoolExecutor(WRITES) as pool:

@@ -27,7 +27,7 @@ FOR_EVER = "max-age=31536000, immutable"
 StoredFile = tuple[int, float]
 
 
-class Target:
+class PublishTarget:
     """A place for collections, named by the URL or path of one of them. Thread-safe."""
 
     def __init__(self, url: str) -> None:

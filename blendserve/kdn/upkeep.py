@@ -10,7 +10,7 @@ from blendserve.errors import StoreUnavailable
 from blendserve.fetch.kdn.client import CollectionClient, KdnPeer
 from blendserve.fetch.kdn.files import InvalidReply, NoFile
 from blendserve.fetch.kdn.manifest import DIRECTORY, PIECES, Collection, Directory
-from blendserve.kdn.target import DAY_S, Target
+from blendserve.kdn.target import DAY_S, PublishTarget
 from blendserve.store.base import Progress
 from blendserve.store.bounded import BoundedClient
 from blendserve.store.codecs.base import tables_hash
@@ -38,7 +38,7 @@ def verify(settings: KdnConfig, done: Progress = lambda n, total: None) -> tuple
         return client.run(read), problems
 
 
-def prune(target: Target, days: float) -> int:
+def prune(target: PublishTarget, days: float) -> int:
     """Delete the files that no version of the last days names, and that are older -> their number.
 
     Raises StoreUnavailable if a description cannot be read: what it names would be deleted.
@@ -62,7 +62,7 @@ def prune(target: Target, days: float) -> int:
     return len(gone)
 
 
-def _names(target: Target, collection: Collection) -> set[str]:
+def _names(target: PublishTarget, collection: Collection) -> set[str]:
     """The names of a version's files. Raises StoreUnavailable without its directory."""
     raw = target.read(f"{DIRECTORY}/{collection.directory}") or b""
     if tables_hash(raw).hex() != collection.directory:
@@ -71,7 +71,7 @@ def _names(target: Target, collection: Collection) -> set[str]:
     return {f"{kind}/{hash}" for kind, hash, _ in collection.files_with(directory)}
 
 
-def _parsed(target: Target, name: str) -> Collection:
+def _parsed(target: PublishTarget, name: str) -> Collection:
     """Raises StoreUnavailable."""
     try:
         return Collection.from_json(target.read(name) or b"")

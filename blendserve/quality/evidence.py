@@ -26,7 +26,12 @@ PROMPTS = 128  # that can prove a target
 KEPT = 1_000  # prompts
 QUOTED_WORDS = 12  # of a passage
 MIDDLE = 0.5
-QUOTED_PLACES = 0.25, 0.75, 0.9, 0.1  # of a passage's words: a small index has enough questions to prove a target
+QUOTED_PLACES = (
+    0.25,
+    0.75,
+    0.9,
+    0.1,
+)  # of a passage's words: a small index has enough questions to prove a target
 
 
 class MeasuredPrompt(NamedTuple):

@@ -86,7 +86,10 @@ def read_text(path: Path) -> tuple[str, str]:
 
 
 def read_parts(path: Path) -> Iterator[tuple[str, str]]:
-    """As `read_text`; a file of more than MAX_TEXT bytes, in UTF-8, in parts that end with lines. Raises Unreadable."""
+    """Read a text as `read_text` does; one of more than MAX_TEXT bytes, in UTF-8, in parts that end with lines.
+
+    Raises Unreadable.
+    """
     if path.stat().st_size <= MAX_TEXT:
         yield read_text(path)
         return

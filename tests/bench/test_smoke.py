@@ -35,7 +35,7 @@ from blendserve.config import ServeConfig
 from blendserve.core import Document
 from blendserve.cost import CostConfig, with_bench
 from blendserve.errors import ConfigError, InputError
-from blendserve.kdn.target import Target
+from blendserve.kdn.target import PublishTarget
 from blendserve.models.loader import load_model
 from blendserve.retrieve.chunker import TokenCounter
 from blendserve.retrieve.index import VectorIndex
@@ -282,7 +282,7 @@ def test_the_delivery_bench_publishes_the_tables_of_its_levels(tiny: str, tmp_pa
     sizes = {"chunks": 2, "chunk_tokens": 40, "suffix_tokens": 25, "fit_tokens": 256}
     config = delivery.DeliveryConfig(model=tiny, dtype="float32", codecs=("raw", "predict@1"), **sizes)
     model, store = load_model(config.model_settings), MemoryStore(1 << 30)
-    target = Target(f"{tmp_path}/{delivery.COLLECTION}")
+    target = PublishTarget(f"{tmp_path}/{delivery.COLLECTION}")
     collection = delivery.publish(model, config, config.workload(model), store, target)
     assert [tables.codec for tables in collection.tables] == ["predict"]
 

@@ -22,7 +22,7 @@ from blendserve.engine import codec_fit
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.manifest import (
-    Body,
+    ChunkFile,
     Collection,
     Directory,
     encode_body,
@@ -31,7 +31,7 @@ from blendserve.fetch.kdn.manifest import (
 )
 from blendserve.kdn.publish import publish, publish_chunks
 from blendserve.kdn.pull import pull
-from blendserve.kdn.target import DAY_S, Target
+from blendserve.kdn.target import DAY_S, PublishTarget
 from blendserve.kdn.upkeep import prune, verify
 from blendserve.models import sources
 from blendserve.retrieve.published import to_files
@@ -59,7 +59,7 @@ def test_publishing_shows_the_progress_of_tables_that_it_fits(
     monkeypatch.setattr(codec_fit, "TEXT_TOKENS", 50)
     shown: dict[str, list[tuple[int, int]]] = {name: [] for name in ("computed", "done", "sampled", "fitted")}
     updates = [lambda n, total, steps=steps: steps.append((n, total)) for steps in shown.values()]
-    place = Target(f"{tmp_path}/www/{NAME}")
+    place = PublishTarget(f"{tmp_path}/www/{NAME}")
     made = publish(peers.publisher(tmp_path, MemoryStore(2**30)), place, ["predict"], None, *updates)
     for name, steps in shown.items():
         assert (name, len(steps) > 0, steps[-1][0]) == (name, True, steps[-1][1])
@@ -70,7 +70,7 @@ def test_publishing_shows_the_progress_of_tables_that_it_fits(
 def test_publishing_again_writes_what_has_changed(tmp_path: Path) -> None:
     made = peers.published(tmp_path)
     engine, before = peers.publisher(tmp_path, made.store), files(made.folder)
-    again = Target(made.place)
+    again = PublishTarget(made.place)
     assert publish(engine, again, LEVELS[1:]).directory == made.collection.directory
     after = files(made.folder)
     new = after.keys() - before.keys()
@@ -79,11 +79,11 @@ def test_publishing_again_writes_what_has_changed(tmp_path: Path) -> None:
     assert again.written == len(before[f"{NAME}.json"]) + len(after[f"{NAME}.json"])
     damaged = made.folder / made.chunk()
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    publish(engine, Target(made.place), LEVELS[1:])
+    publish(engine, PublishTarget(made.place), LEVELS[1:])
     assert verify(settings(str(made.folder)))[1] == []
     assert engine.index is not None
     engine.index.delete(str(DOCUMENTS[0].id))
-    smaller = publish(engine, Target(made.place), ())
+    smaller = publish(engine, PublishTarget(made.place), ())
     assert (smaller.chunks, smaller.levels) == (made.collection.chunks - 1, ("raw",))
     assert [n for n in files(made.folder) if n.startswith("chunks/") and n not in before] == []
 
@@ -100,24 +100,24 @@ def test_verifying_names_what_is_missing_or_damaged(tmp_path: Path) -> None:
 def test_pruning_keeps_what_a_version_of_the_last_days_names(tmp_path: Path) -> None:
     made = peers.published(tmp_path)
     engine = peers.publisher(tmp_path, made.store)
-    second = publish(engine, Target(f"{made.folder}/second"), ())
-    smaller = publish(engine, Target(made.place), ())  # int8 is named by the earlier version alone
+    second = publish(engine, PublishTarget(f"{made.folder}/second"), ())
+    smaller = publish(engine, PublishTarget(made.place), ())  # int8 is named by the earlier version alone
 
     def age(days: float) -> None:
         """Of all files, and of the time at which the first version was replaced."""
         for path in made.folder.rglob("*"):
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - days * DAY_S))
         past = {hash: replaced - round(days * DAY_S) for hash, replaced in smaller.earlier.items()}
-        Target(made.place).publish(replace(smaller, earlier=past).to_json())
+        PublishTarget(made.place).publish(replace(smaller, earlier=past).to_json())
 
     before, unnamed = files(made.folder), made.chunk(1)
-    assert prune(Target(made.place), 7) == 0
+    assert prune(PublishTarget(made.place), 7) == 0
     age(6)
     (made.folder / "chunks" / "young").touch()  # of another publisher
-    assert prune(Target(made.place), 7) == 0
+    assert prune(PublishTarget(made.place), 7) == 0
     age(8)
     (made.folder / "chunks" / "young").touch()
-    n_deleted = prune(Target(made.place), 7)
+    n_deleted = prune(PublishTarget(made.place), 7)
     gone = before.keys() - files(made.folder).keys()
     assert len(gone) == n_deleted > made.collection.chunks
     assert unnamed in gone
@@ -125,7 +125,7 @@ def test_pruning_keeps_what_a_version_of_the_last_days_names(tmp_path: Path) -> 
     assert verify(settings(str(made.folder), collection="second")) == (second, [])
     (made.folder / "third.json").write_text("{}")
     with pytest.raises(StoreUnavailable):
-        prune(Target(made.place), 7)
+        prune(PublishTarget(made.place), 7)
 
 
 def killed_everywhere(connection: Connection, folder: Path) -> None:
@@ -133,7 +133,7 @@ def killed_everywhere(connection: Connection, folder: Path) -> None:
     kills = 0
     with LMDBStore(folder / "kv", 2**30) as store:
         engine = peers.publisher(folder, store)
-        new = publish(engine, Target(f"{folder}/new/{NAME}"), LEVELS[1:])
+        new = publish(engine, PublishTarget(f"{folder}/new/{NAME}"), LEVELS[1:])
         assert engine.index is not None
         stored = {
             engine.blender.key(ids): len(ids) for ids in engine.prompts.chunk_ids(engine.index.passages)
@@ -142,7 +142,7 @@ def killed_everywhere(connection: Connection, folder: Path) -> None:
 
     def write(place: str, levels: Sequence[str]) -> Collection:
         with LMDBStore(folder / "kv", 2**30, read_only=True) as store:
-            target = Target(f"{folder}/{place}/{NAME}")
+            target = PublishTarget(f"{folder}/{place}/{NAME}")
             return publish_chunks(store, target, ("", ""), levels, {}, stored, "", files)
 
     old = write("old", LEVELS[:1])
@@ -241,7 +241,7 @@ def test_with_a_signature_a_mirror_need_not_be_trusted(
             chunk.start("raw")
             source.transfer([chunk])
             assert chunk.is_whole == (n_hits == 1)
-    Target(signed.place).publish(replace(signed.collection, tokens=7).to_json())
+    PublishTarget(signed.place).publish(replace(signed.collection, tokens=7).to_json())
     with pytest.raises(StoreUnavailable):
         verify(trusting)
 
@@ -258,12 +258,14 @@ def test_other_bytes_and_other_formats_are_refused(made: Published, raw: bytes |
         Directory(bytes(KEY_BYTES), 1)  # half a row
 
 
-HASHES = st.builds(Body, st.integers(0, 2**60), st.binary(min_size=16, max_size=16))
+HASHES = st.builds(ChunkFile, st.integers(0, 2**60), st.binary(min_size=16, max_size=16))
 KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 
 
 @given(st.dictionaries(KEYS, st.tuples(HASHES, HASHES)), KEYS)
-def test_a_directory_finds_what_was_written(chunks: dict[bytes, tuple[Body, Body]], other: bytes) -> None:
+def test_a_directory_finds_what_was_written(
+    chunks: dict[bytes, tuple[ChunkFile, ChunkFile]], other: bytes
+) -> None:
     directory = Directory(write_directory(chunks, 2), 2)
     assert dict(directory) == chunks
     assert (other in directory) == (other in chunks)

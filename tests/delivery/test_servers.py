@@ -19,7 +19,7 @@ from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend.blender import Prefilled
 from blendserve.kdn.publish import publish
 from blendserve.kdn.pull import pull
-from blendserve.kdn.target import Target
+from blendserve.kdn.target import PublishTarget
 from blendserve.kdn.upkeep import prune, verify
 from blendserve.store import MemoryStore
 from tests.support import peers
@@ -152,7 +152,7 @@ def test_whatever_is_wrong_an_answer_is_right_and_a_miss_has_a_reason(
     keys = [blender(made.store).key(chunk.ids) for chunk in question(ASKED).chunks]
     paths = [f"chunks/{made.directory[key][0].hash.hex()}" for key in keys]
     engine = peers.publisher(tmp_path, made.store)
-    stale = publish(engine, Target(f"{tmp_path}/older/{NAME}"), ()).to_json()
+    stale = publish(engine, PublishTarget(f"{tmp_path}/older/{NAME}"), ()).to_json()
     shutil.copytree(good, bad)
     shutil.copytree(tmp_path / "older", bad, dirs_exist_ok=True)
     seen, n_hits = 0, 0
@@ -205,7 +205,7 @@ def test_a_bucket(made: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         s3fs.S3FileSystem().mkdir("bucket")
         engine, place = peers.publisher(tmp_path, made.store), f"s3://bucket/manuals/{NAME}"
-        first = Target(place)
+        first = PublishTarget(place)
         collection = publish(engine, first, LEVELS[1:])
         assert verify(settings("s3://bucket/manuals")) == (collection, [])
         assert pull(settings("s3://bucket/manuals"), tmp_path / "index")
@@ -214,15 +214,15 @@ def test_a_bucket(made: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         bucket = s3fs.S3FileSystem()
         about = bucket.call_s3("head_object", Bucket="bucket", Key=f"manuals/{made.chunk()}")
         assert "immutable" in about["CacheControl"]
-        again = Target(place)
+        again = PublishTarget(place)
         publish(engine, again, LEVELS[1:])
         assert again.written < first.written / 2
-        assert prune(Target(place), 1) == 0
+        assert prune(PublishTarget(place), 1) == 0
         bucket.rm(f"bucket/manuals/{made.chunk()}")
         assert len(verify(settings("s3://bucket/manuals"))[1]) == 1
         with kdn_store(settings("s3://bucket/manuals")) as store:
             assert answered(store).report.chunks_hit == 3
-        publish(engine, Target(place), LEVELS[1:])
+        publish(engine, PublishTarget(place), LEVELS[1:])
         assert verify(settings("s3://bucket/manuals"))[1] == []
     finally:
         server.stop()

@@ -29,7 +29,7 @@ from blendserve.fetch import TieredStore
 from blendserve.fetch.kdn.manifest import LENGTH, Collection, Directory
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.kdn.publish import publish
-from blendserve.kdn.target import Target
+from blendserve.kdn.target import PublishTarget
 from blendserve.serve.app import create_app
 from blendserve.serve.delivery import DeliveryBackend, router
 from blendserve.store import ChunkKey, KVStore, MemoryStore
@@ -168,7 +168,7 @@ def published(folder: Path, **options: Any) -> Published:
     """The toy collection, published into `folder`/www. options: of publish."""
     store = MemoryStore(2**30)
     engine, place = publisher(folder, store), folder / "www"
-    return Published(store, place, publish(engine, Target(f"{place}/{NAME}"), LEVELS[1:], **options))
+    return Published(store, place, publish(engine, PublishTarget(f"{place}/{NAME}"), LEVELS[1:], **options))
 
 
 class Service:

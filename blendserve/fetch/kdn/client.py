@@ -16,7 +16,7 @@ from blendserve.fetch.kdn.manifest import (
     LENGTH,
     MAX_DIRECTORY_BYTES,
     MAX_HEADER_BYTES,
-    Body,
+    ChunkFile,
     Collection,
     Directory,
 )
@@ -63,7 +63,7 @@ class CollectionClient:
             raise InvalidReply(f"{kind}/{hash} is damaged")
         return raw
 
-    def read_chunk(self, chunk: IncomingChunk, body: Body, link: LinkEstimator) -> None:
+    def read_chunk(self, chunk: IncomingChunk, body: ChunkFile, link: LinkEstimator) -> None:
         """Read a chunk until it is whole or its level changes.
 
         The cost of a lying peer is bounded: nothing longer than the directory says is read, and the first wrong segment
@@ -103,7 +103,7 @@ class CollectionClient:
         self.files.close()
 
 
-def _parse(chunk: IncomingChunk, body: Body, is_hashed: bool) -> Generator[int | None, bytearray, None]:
+def _parse(chunk: IncomingChunk, body: ChunkFile, is_hashed: bool) -> Generator[int | None, bytearray, None]:
     """The pieces of a body in order: yields the bytes of the next one, is sent it, checks it; None at the end.
 
     length, header -> is it this chunk's, and as long as the directory says?

@@ -140,7 +140,7 @@ class FsspecFiles:
         self._is_closed = False
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """As of HttpFiles."""
+        """Read a whole file, as HttpFiles does."""
         raw = self._read(name, 0, max_bytes + 1)
         if len(raw) > max_bytes:
             raise InvalidReply(f"more than {max_bytes:,} bytes")
@@ -148,7 +148,7 @@ class FsspecFiles:
 
     @contextmanager
     def open(self, name: str, start: int, end: int, is_part: bool = False) -> Iterator[FileBody]:
-        """As of HttpFiles. The size of the file is not asked for."""
+        """Open a part of a file, as HttpFiles does. The size of the file is not asked for."""
         blocks = range(start, end, BLOCK_BYTES)
         yield FileBody(start, end, (self._read(name, at, min(end, at + BLOCK_BYTES)) for at in blocks))
 

@@ -112,14 +112,14 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class ChunkFile:
     """A chunk at a level."""
 
     n_bytes: int
     hash: bytes
 
 
-class Directory(Mapping[ChunkKey, tuple[Body, ...]]):
+class Directory(Mapping[ChunkKey, tuple[ChunkFile, ...]]):
     """The chunks of a collection, each at all levels. A row is parsed when it is looked up: large ones open at once."""
 
     def __init__(self, raw: bytes, levels: int) -> None:
@@ -129,12 +129,12 @@ class Directory(Mapping[ChunkKey, tuple[Body, ...]]):
         if len(raw) % self._row.size:
             raise ValueError(f"a directory's rows have {self._row.size} bytes, and these are {len(raw)}")
 
-    def __getitem__(self, key: ChunkKey) -> tuple[Body, ...]:
+    def __getitem__(self, key: ChunkKey) -> tuple[ChunkFile, ...]:
         n = bisect_left(range(len(self)), key, key=self._key)
         if n == len(self) or self._key(n) != key:
             raise KeyError(key.hex())
         _, *values = self._row.unpack_from(self._raw, n * self._row.size)
-        return tuple(map(Body, values[::2], values[1::2]))
+        return tuple(map(ChunkFile, values[::2], values[1::2]))
 
     def __iter__(self) -> Iterator[ChunkKey]:
         return map(self._key, range(len(self)))
@@ -147,7 +147,7 @@ class Directory(Mapping[ChunkKey, tuple[Body, ...]]):
         return self._raw[at : at + KEY_BYTES]
 
 
-def write_directory(chunks: Mapping[ChunkKey, Sequence[Body]], levels: int) -> bytes:
+def write_directory(chunks: Mapping[ChunkKey, Sequence[ChunkFile]], levels: int) -> bytes:
     """The directory's bytes."""
     row = _row(levels)
     rows = list[bytes]()

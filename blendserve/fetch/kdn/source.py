@@ -22,7 +22,7 @@ from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, Store
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.client import CollectionClient, KdnPeer
 from blendserve.fetch.kdn.files import MAX_CONNECTIONS, InvalidReply, NoFile
-from blendserve.fetch.kdn.manifest import CHUNKS, MAX_TABLES_BYTES, TABLES, Body, Collection, Directory
+from blendserve.fetch.kdn.manifest import CHUNKS, MAX_TABLES_BYTES, TABLES, ChunkFile, Collection, Directory
 from blendserve.fetch.link import LinkEstimator
 from blendserve.store.base import Miss, ReadTime
 from blendserve.store.blobs import BlobInfo, BlobReader
@@ -190,7 +190,7 @@ class KdnSource:
                     self._time_decoding(client, key, level, body)
         return sample if not keys or any(key in directory for key in keys) else None
 
-    def _time_link(self, client: CollectionClient, body: Body, n_bytes: int) -> ReadTime:
+    def _time_link(self, client: CollectionClient, body: ChunkFile, n_bytes: int) -> ReadTime:
         """Time at least this number of bytes of a body, and more if they come too quickly to tell a rate."""
 
         def seconds_of(n_bytes: int) -> float:
@@ -207,7 +207,7 @@ class KdnSource:
                 return ReadTime(round_trip_s, seconds, n_bytes)
             n_bytes *= 2
 
-    def _time_decoding(self, client: CollectionClient, key: ChunkKey, level: str, body: Body) -> None:
+    def _time_decoding(self, client: CollectionClient, key: ChunkKey, level: str, body: ChunkFile) -> None:
         """Decode the first layers of a chunk at a level, unless that was measured: no request has to try levels.
 
         Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.

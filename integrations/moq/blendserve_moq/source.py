@@ -24,7 +24,7 @@ import moq
 from blendserve.config import COLLECTION, KdnConfig, StoreBackendConfig
 from blendserve.errors import ConfigError, CorruptRecord, StoreUnavailable
 from blendserve.fetch.incoming import IncomingChunk
-from blendserve.fetch.kdn.manifest import LENGTH, MAX_HEADER_BYTES, Body, Collection
+from blendserve.fetch.kdn.manifest import LENGTH, MAX_HEADER_BYTES, ChunkFile, Collection
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.store import record
 from blendserve.store.codecs.base import Buffer, tables_hash
@@ -111,7 +111,9 @@ class MoqSource(KdnSource):
             self._thread.join()
             self._loop.close()
 
-    async def _read(self, broadcast: str, chunk: IncomingChunk, body: Body) -> tuple[Header, list[Buffer]]:
+    async def _read(
+        self, broadcast: str, chunk: IncomingChunk, body: ChunkFile
+    ) -> tuple[Header, list[Buffer]]:
         """A chunk at its level. Raises what the library does, CorruptRecord, StoreVersion, ValueError."""
         key = chunk.key
         level = chunk.level or ""
