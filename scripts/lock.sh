@@ -12,7 +12,7 @@ build/lock/bin/python -m pip install --quiet uv==0.13.8
 all=build/lock/all.txt
 serve='filelock fsspec jinja2 networkx setuptools>=77 sympy typing-extensions'  # torch needs them
 dev='--extra dev --extra documents --extra evaluate --extra codecs --extra valkey --extra embedders'
-optional='--extra integrations --extra ray'
+optional='--extra integrations --extra ray --extra cloud --extra moto'
 
 compile() {  # 'PACKAGES BESIDE THOSE OF setup.cfg' OPTIONS...
     printf '%s\n' $1 > build/lock/more.in
