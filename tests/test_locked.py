@@ -18,7 +18,7 @@ ENTRY = re.compile(
     r"^(?P<pin>[^\s#].*?) \\\n(?P<hashes>(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE
 )
 EXTRAS = {"serve": [""], "dev": ["dev", "documents", "evaluate", "codecs", "valkey", "embedders"]}
-EXTRAS["optional"] = ["integrations", "ray"]
+EXTRAS["optional"] = ["integrations", "ray", "cloud", "moto"]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SYSTEMS = (
     *(("linux", "Linux", "x86_64"), ("linux", "Linux", "aarch64")),
