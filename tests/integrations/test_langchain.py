@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from blendserve.core import Passage
 from tests.integrations.conftest import own_answer
 from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import MODEL, Server
@@ -153,7 +154,8 @@ async def test_a_chain_has_the_shape_of_langchains_own(server: Server, chat: Cha
     later = [p["answer"] async for p in chain.astream({"input": QUESTION}) if "answer" in p]
     assert later == pieces
     with_servers = blend_chain(chat, BlendserveRetriever(base_url=f"{server.url}/v1", k=2))
-    own = server.ask(QUESTION, top_k=2)["text"]
+    best_first = server.ask(QUESTION, top_k=2)["passages"][::-1]
+    own = own_answer(server, [Passage(p["text"], p["title"]) for p in best_first])["text"]
     assert with_servers.invoke({"input": QUESTION})["answer"] == own
 
 

