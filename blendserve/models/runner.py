@@ -33,6 +33,7 @@ from blendserve.models.native import native_weights
 from blendserve.models.thread_tuner import Series, ThreadTuner
 
 CHECKED = (0, 299)  # positions of the comparison with the layer loop
+OWN_TOKENS = 23  # whose KV is repeated before them: no block of a kernel has as many
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit
 INT8_TOLERANCE = 0.2  # of int8 weights or inputs, at the first position
 
@@ -97,13 +98,20 @@ def _bind(model: DecoderModel, in_int8: bool) -> tuple[NativeDecoder | None, str
 
 @torch.inference_mode()
 def _difference(model: DecoderModel, decoder: NativeDecoder, positions: Sequence[int]) -> float:
-    """Largest difference to the layer loop's logits and KV, over random KV, as a share of the largest number."""
+    """Largest difference to the layer loop's logits and KV, as a share of the largest number.
+
+    The KV before is the model's own, of a few tokens again and again. Over random KV, steps that are right differ by up
+    to two thirds in bfloat16, as the layers enlarge what is rounded.
+    """
     last = min(CHECKED[-1], model.context_limit - 1)
     mine, other = (KVCache(model, last + 1) for _ in range(2))
-    generator, worst = torch.Generator().manual_seed(0), 0.0
+    worst = 0.0
     pairs = [(stacked(a), stacked(b)) for a, b in ((mine.keys, other.keys), (mine.values, other.values))]
+    n_own = min(OWN_TOKENS, last)
+    run_rows(model, [Row(other, at, at % model.vocab_size) for at in range(n_own)])
     for part, copy in pairs:
-        copy.copy_(part.copy_(torch.randn(part.shape, generator=generator)))
+        copy.copy_(copy[:, :, torch.arange(last + 1) % n_own])
+        part.copy_(copy)
     for position in positions:
         at = min(position, last)
         logits = decoder([Row(mine, at, 1 + at % 7)]), run_rows(model, [Row(other, at, 1 + at % 7)])

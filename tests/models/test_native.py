@@ -13,15 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError
-from blendserve.kernels import team
+from blendserve.kernels import autotune, switches, team
 from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.ops import attend
 from blendserve.kernels.packed import UNIT
-from blendserve.kernels.selfcheck import cpu_status
+from blendserve.kernels.selfcheck import cpu_status, widest
 from blendserve.kv import stacked
 from blendserve.models import forward, runner
 from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import load_model
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_layers
 from blendserve.models.runner import append_each, decode_each, decode_in_int8, native_decoder
@@ -104,6 +107,22 @@ def test_a_pass_in_halves_gives_the_bits_of_the_loop(
     monkeypatch.setattr(forward, "native_layers", lambda model, n_rows: None)
     expected = outcome(run_rows, model, rows)
     assert all(all(map(torch.equal, found, expected)) for found in native)
+
+
+@pytest.mark.parametrize("first", [backend.name for backend in attend.backends])
+def test_a_real_model_has_its_step_whatever_attention_the_layer_loop_takes(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop takes the fastest one, so the comparison of the two must not rest on how it rounds."""
+    monkeypatch.setattr(attend, "order", {})
+    monkeypatch.setattr(switches, "is_autotune_on", lambda: True)
+    monkeypatch.setattr(
+        autotune, "fastest_first", lambda *given: sorted(given[-1], key=lambda b: b.name != first)
+    )
+    model = load_model(ModelConfig()).decoder
+    if widest("decode_step", model.dtype):
+        decoder, reason = native_decoder(model)
+        assert decoder, reason
 
 
 @EACH_DTYPE
