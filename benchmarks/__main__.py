@@ -20,6 +20,7 @@ BENCHES = {  # name, also that of the module -> help
     "index_size": "Search, add and delete in indexes of many passages.",
     "startup": "Time whole commands, and the first answer of a process.",
     "near_duplicates": "Ask about passages that were edited after they were cached.",
+    "passage_order": "Estimate what passages in the order of kept KV would save.",
     "run_offsets": "Compare runs from inside of stored chunks with full prefill.",
     "engines": "Decode by blendserve, transformers and llama.cpp in turns.",
     "quantised": "Run a GGUF file as it is, in bf16 and by llama.cpp; and what decoding loses.",
