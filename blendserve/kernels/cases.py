@@ -20,7 +20,15 @@ from blendserve.kernels.norm import Norm
 from blendserve.kernels.packed import KINDS, STRIP, PackedMatrix
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import plan_rows
-from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
+from blendserve.kernels.types import (
+    Activation,
+    AttentionSpec,
+    CorrectionParams,
+    Prior,
+    RecomputedTokens,
+    Rope,
+    gelu_tanh,
+)
 
 Args = tuple[Any, ...]
 NAN = float("nan")
@@ -196,10 +204,10 @@ def norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apar
     return x, add if adds else None, Norm(own, weight, 1e-5, shape)
 
 
-def gate(draw: Draw, rows: int, width: int, apart: int = 0) -> Args:
+def gate(draw: Draw, rows: int, width: int, activation: Activation = F.silu, apart: int = 0) -> Args:
     gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
     gate[:, ::5] *= 20  # to where the exponential overflows
-    return gate, up, F.silu
+    return gate, up, activation
 
 
 CASES: dict[str, Callable[..., Args]] = {  # by operation
@@ -291,6 +299,9 @@ REAL: dict[str, list[dict[str, Any]]] = {  # by operation, in an order in which 
     ],
     "add_norm": [{"rows": n, "dim": dim} for dim in (90, 577, 600, 960, 1_152) for n in (1, 33)],
     "gated_activation": [
-        {"rows": n, "width": width} for width in (90, 577, 1_000, 2_560) for n in (1, 9, 33)
+        {"rows": n, "width": width, "activation": activation}
+        for width in (90, 577, 1_000, 2_560)
+        for n in (1, 9, 33)
+        for activation in (F.silu, gelu_tanh)
     ],
 }

@@ -162,7 +162,7 @@ add_norm = KernelOp(
 )
 gated_activation = KernelOp(
     reference.gated_activation,
-    *_native("silu_and_mul", bindings.silu_and_mul, bindings.supports_silu_and_mul),
+    *_native("silu_and_mul", bindings.gated_activation, bindings.supports_gated_activation),
 )
 
 _ALL: Sequence[KernelOp[..., Any]] = (

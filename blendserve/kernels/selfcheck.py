@@ -25,7 +25,7 @@ from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import flash
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.rotary import Rotary
-from blendserve.kernels.types import AttentionSpec, Rope
+from blendserve.kernels.types import AttentionSpec, Rope, gelu_tanh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -200,6 +200,12 @@ CHECKS = {  # by function of kernels.h
     ),
     "silu_and_mul": Check(
         "gated_activation", [{"rows": 40, "width": 100}], dict.fromkeys(EXACT, TINY), is_exact=True
+    ),
+    "gelu_and_mul": Check(  # 1 + tanh is rounded to 2^-24, and multiplied by x up to 9 and by `up`
+        "gated_activation",
+        [{"rows": 40, "width": 100, "activation": gelu_tanh}],
+        dict.fromkeys(EXACT, 2e-6),
+        {torch.bfloat16: 2**-7, torch.float32: 2**-20},
     ),
 }
 

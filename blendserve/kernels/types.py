@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -47,7 +48,13 @@ class Rope:
         return Rope((self.cos / length).to(self.cos.dtype), (-self.sin / length).to(self.sin.dtype))
 
 
-Activation = Callable[[Tensor], Tensor]  # of an MLP's gate; kernels have F.silu
+Activation = Callable[[Tensor], Tensor]  # of an MLP's gate; kernels have F.silu and gelu_tanh
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU approximated by tanh, as Gemma has it."""
+    return F.gelu(x, approximate="tanh")
+
 
 Ropes = tuple[Rope, ...]  # one for each layer; layers that rotate alike share it
 

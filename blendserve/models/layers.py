@@ -15,7 +15,7 @@ from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import RMS, Norm, NormForm
 from blendserve.kernels.ops import add_norm, gated_activation, linear, packed_linear
 from blendserve.kernels.packed import PackedMatrix
-from blendserve.kernels.types import Activation, Rope
+from blendserve.kernels.types import Activation, Rope, gelu_tanh
 from blendserve.models.attention_forms import setting_of
 from blendserve.models.families import Family
 from blendserve.models.recurrent import RecurrentMixer
@@ -24,6 +24,8 @@ from blendserve.models.recurrent import RecurrentMixer
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
 DEFAULT_EPS = 1e-5
 LATENT_EPS = 1e-6  # of latents, in the code of all families that have them
+# by the names that configurations have for them
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu_pytorch_tanh": gelu_tanh}
 
 Function = Callable[[Tensor], Tensor]
 
@@ -222,8 +224,8 @@ class Parts:
 
     def _activation(self, name: str) -> Activation:
         called = getattr(self.config, "hidden_activation", None) or getattr(self.config, "hidden_act", "silu")
-        if called == "silu":
-            return F.silu
+        if called in ACTIVATIONS:
+            return ACTIVATIONS[called]
         if called == "xielu":  # which has weights
             return cast(Activation, self.module(f"{name}.act_fn"))
         from transformers.activations import ACT2FN  # seconds to import

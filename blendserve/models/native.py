@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.kernels import switches
-from blendserve.kernels.cpu.bindings import FEW
+from blendserve.kernels.cpu.bindings import FEW, GATED
 from blendserve.kernels.cpu.decoder import DecodeWeights, LayerTensors, NativeLayers, Weight, unsupported
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.norm import Norm
@@ -117,13 +116,14 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
         eps=model.norm.eps,
         norm_form=form,
         residual_scale=model.residual_scale,
+        activation=cast(MLP, model.layers[0].mlp).activation,
     )
 
 
 def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> LayerTensors:
     mlp, before, between = layer.mlp, _weight(layer.before_attention), _weight(layer.before_mlp)
-    if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation is not F.silu:
-        raise ValueError("the MLP has experts, no gate or another activation than SiLU")
+    if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation not in GATED:
+        raise ValueError("the MLP has experts, no gate or another activation than SiLU and GELU by tanh")
     if before is None or between is None:
         raise ValueError("a layer has no norm before attention or before the MLP")
     qkv = _split(layer.qkv, model.qkv_sizes(0))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from blendserve.kernels import sdpa, selfcheck, switches
+from blendserve.kernels import reference, sdpa, selfcheck, switches
 from blendserve.kernels.cases import NAN, REAL, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
@@ -33,7 +33,7 @@ from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import HALVES, INTERLEAVED
 from blendserve.kernels.selfcheck import Kind
-from blendserve.kernels.types import Rope
+from blendserve.kernels.types import Activation, Rope, gelu_tanh
 from tests.support.kernel_switches import guarded, plain_torch, threads
 from tests.support.kernels import DTYPES, TABLE, Options, Way, compare, same, ways
 
@@ -268,6 +268,23 @@ def test_kernels_without_sinks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
         found = OPERATIONS["attend"](q, keys, values, with_sinks, plan)
         compare(WAYS[0], torch.float32, (q, keys, values, with_sinks, plan), [found])
     assert Kind.of(q, keys, values, with_sinks).options["sinks"]
+
+
+# Activations
+
+
+@pytest.mark.parametrize("activation", [F.silu, gelu_tanh])
+def test_gates_have_the_bits_of_torch_for_every_number_of_bf16(activation: Activation) -> None:
+    level = selfcheck.widest("silu_and_mul", torch.bfloat16)
+    if level is None:
+        pytest.skip("no kernels in bf16")
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)[None]
+    up = torch.ones_like(gate)
+    wanted = reference.gated_activation(gate, up, activation)
+    found = bindings.gated_activation(level, gate.clone(), up, activation)
+    for x in (wanted, found):
+        x[x.abs() < selfcheck.TINY] = 0
+    assert same(found, wanted)
 
 
 # Triton

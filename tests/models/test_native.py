@@ -43,11 +43,15 @@ COVERED = [
         "cwm",
         "internlm3",
         "seed_oss",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3_text-capped",
         "llama-yarn/8",
     ),
 ]
 FP32_ALONE = ("granite_swa", "ministral3")
-LOOPED = ["gemma2", "cohere2", "glm4", "olmo2", "qwen3_moe", "starcoder2", "exaone4"]
+LOOPED = ["cohere2", "glm4", "olmo2", "qwen3_moe", "starcoder2", "exaone4"]
 ACTIVE = {level.dtype for level in LEVELS.values() if cpu_status(level).active}
 DTYPES = [getattr(torch, name) for name in ("bfloat16", "float32") if name in ACTIVE]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from blendserve.kernels.dispatch import Backend
 from blendserve.kernels.packed import KINDS
 from blendserve.kernels.rotary import FORMS, HALVES
 from blendserve.kernels.rows import AttentionPlan, plan_rows
-from blendserve.kernels.types import AttentionSpec, CorrectionParams, Rope
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, Rope, gelu_tanh
 from tests.support import kernel_formulas as formulas
 
 Options = dict[str, Any]
@@ -347,7 +348,8 @@ TABLE: dict[str, Operation] = {
     "gated_activation": Operation(
         plain("gated_activation"),
         lambda way: options(
-            rows=st.sampled_from([1, 3, 40]), width=st.sampled_from([1, 53, 60, 128]), apart=st.sampled_from([0, 7])
+            rows=st.sampled_from([1, 3, 40]), width=st.sampled_from([1, 53, 60, 128]), apart=st.sampled_from([0, 7]),
+            activation=st.sampled_from([F.silu, gelu_tanh]),
         ),
         lambda eps: (2 * eps + 2e-6, 1e-6), rolled(1), alone=some_of(2), changes=(0,),
     ),

@@ -29,6 +29,7 @@ from blendserve.kernels.types import (
     RecomputedTokens,
     RecordView,
     Rope,
+    gelu_tanh,
 )
 
 MAX_DIM = 256
@@ -40,6 +41,7 @@ WORD = 4  # bytes: a row of inputs and one of outputs are whole words
 DENSE = 0  # form of a matrix: rows of numbers
 FEW = 8  # rows, up to which linear transposes weights instead of rows
 MIN_NORM = 8  # numbers of a row: torch sums fewer in another order
+GATED: dict[Activation, str] = {F.silu: "silu_and_mul", gelu_tanh: "gelu_and_mul"}  # -> kernel
 
 
 def _is_native(level: Level, *tensors: Tensor) -> bool:
@@ -240,20 +242,24 @@ def add_rms_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> tup
     return total, out
 
 
-def supports_silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> bool:
+def supports_gated_activation(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> bool:
     return (
-        activation is F.silu
+        activation in GATED
         and gate.dim() == 2
         and _is_native(level, gate, up)
         and not torch.is_grad_enabled()
     )
 
 
-def silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def gated_activation(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """ops.gated_activation, in place of `gate`."""
     at, row = gate.data_ptr(), gate.stride(0)
-    loaded(level).silu_and_mul(at, up.data_ptr(), at, row, up.stride(0), row, *gate.shape, team.size())
+    run = getattr(loaded(level), GATED[activation])
+    run(at, up.data_ptr(), at, row, up.stride(0), row, *gate.shape, team.size())
     return gate
+
+
+silu_and_mul = gelu_and_mul = gated_activation  # as the self-check names them
 
 
 # RoPE, stored KV, corrections

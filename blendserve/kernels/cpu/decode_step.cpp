@@ -4,7 +4,7 @@
 //                      2 attention                                              a row, a kv head and a block of its keys
 //                      3 the blocks joined                                      a row and a kv head
 //                      4 o                                                      some outputs
-//                      5 residual, norm, silu(gate) * up                        some outputs
+//                      5 residual, norm, act(gate) * up                         some outputs
 //                      6 down                                                   some outputs
 //     and at the end   residual, norm, output head                              some outputs
 //
@@ -204,7 +204,7 @@ class Worker {
         });
     }
 
-    // silu(gate) * up.
+    // silu(gate) * up, or gelu(gate) * up.
     void feed(const LayerWeights& layer) {
         split(c.inner, strip_bytes(layer.gate.form, c.dim) + strip_bytes(layer.up.form, c.dim), [&](int64_t item, int64_t from, int64_t end) {
             const elem_t* x = norm(item);
@@ -215,9 +215,10 @@ class Worker {
                 run(gate, o);
                 run(up, o);
                 Mask mask = tail_mask(c.inner - o);
-                for (int64_t r = 0; r < c.n_rows; ++r)
-                    store(s.activated.data() + r * c.inner + o, mask,
-                          silu_mul(load(gates + r * LANES, mask), load(ups + r * LANES, mask)));
+                for (int64_t r = 0; r < c.n_rows; ++r) {
+                    F32 x = load(gates + r * LANES, mask), by = load(ups + r * LANES, mask);
+                    store(s.activated.data() + r * c.inner + o, mask, c.gelu ? gelu_mul(x, by) : silu_mul(x, by));
+                }
             }
         });
     }

@@ -16,7 +16,7 @@ from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import LAYOUTS, dtype_of, loaded, pack, pointer
 from blendserve.kernels.norm import NormForm
 from blendserve.kernels.packed import UNIT, PackedMatrix
-from blendserve.kernels.types import AttentionSpec, Rope
+from blendserve.kernels.types import Activation, AttentionSpec, Rope, gelu_tanh
 
 MAX_ROWS = FEW  # of a step
 Weight = Tensor | PackedMatrix
@@ -35,7 +35,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeWeights:
-    """A dense decoder of RMS norms, RoPE by halves and a SiLU-gated MLP, as the model stores it.
+    """A dense decoder of RMS norms, RoPE by halves and a gated MLP, as the model stores it.
 
     E: hidden size, I: inner size of the MLP.
     """
@@ -51,6 +51,11 @@ class DecodeWeights:
     eps: float  # of all norms
     norm_form: NormForm  # of all norms
     residual_scale: float | None
+    activation: Activation  # of gates: F.silu or gelu_tanh
+
+    @property
+    def has_gelu(self) -> bool:
+        return self.activation is gelu_tanh
 
     @property
     def has_quantised(self) -> bool:
@@ -131,7 +136,7 @@ class NativeLayers:
         self._kernels.layer_out(
             self._at(l), *map(pointer, (hidden, attended, out)),
             hidden.stride(0), attended.stride(0), n, dim, attended.shape[1], w.inner,
-            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
+            w.norm_form.rounds_first, w.has_gelu, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
         )  # fmt: skip
         return out
 
@@ -160,6 +165,7 @@ class NativeLayers:
             *map(pointer, (self._table, angles, rows, hidden, w.norm)),
             *matrix(w.head[0]), pointer(w.head[1]), pointer(logits),
             len(w.layers), n_rows, hidden.shape[1], w.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
-            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8_rows, team.size(),
+            w.norm_form.rounds_first, w.has_gelu, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8_rows,
+            team.size(),
         )  # fmt: skip
         return logits

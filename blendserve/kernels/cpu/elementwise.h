@@ -1,5 +1,5 @@
-// Operations on rows: RMS norm with the sum before it, silu(gate) * up, and RoPE, with the bits of torch's modules (but bf16
-// below 2^-126 is 0). kernels/reference.py is the plain form.
+// Operations on rows: RMS norm with the sum before it, silu(gate) * up, gelu(gate) * up, and RoPE, with the bits of torch's
+// modules (but bf16 below 2^-126 is 0, and GELU in fp32 is rounded otherwise). kernels/reference.py is the plain form.
 //
 //     sum = x + add                                  rounded
 //     out = sum / sqrt(mean(sum^2) + eps) * weight   rounded once, or before the weight, too
@@ -129,6 +129,17 @@ inline F32 exp_like_torch(F32 x) {
 inline F32 silu_mul(F32 x, F32 up) {
     F32 minus = max(broadcast(-104.0f), broadcast(-0.0f) - max(broadcast(-105.0f), x));
     return round_to_elem(x / (broadcast(1.0f) + exp_like_torch(minus))) * up;
+}
+
+// GELU by tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Torch's tanh is 1 from SATURATED on.
+inline F32 gelu_mul(F32 x, F32 up) {
+    constexpr float SATURATED = 8.664339742f;
+    F32 one = broadcast(1.0f), half = broadcast(0.5f);
+    F32 inner = broadcast(0.7978845608f) * (x + broadcast(0.044715f) * (x * x * x));
+    F32 size = abs(inner);
+    F32 tanh = one - broadcast(2.0f) / (one + exp_like_torch(size + size));
+    tanh = select(less(as_u32(broadcast(SATURATED)), as_u32(size)), one, tanh);
+    return round_to_elem(half * x * (one + copy_sign(tanh, inner))) * up;
 }
 
 // RoPE by halves: x = [x1 | x2] of a head's first `width` numbers, a multiple of 32, with the same cos and sin for both.

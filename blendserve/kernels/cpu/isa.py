@@ -21,7 +21,7 @@ _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16"}
 _BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 # Exported function -> source. AMX has attention, linear layers, and the halves of a layer around them.
-_LAYER = ("add_rms_norm", "silu_and_mul", "scatter_kv", "layer_qkv", "layer_out")
+_LAYER = ("add_rms_norm", "silu_and_mul", "gelu_and_mul", "scatter_kv", "layer_qkv", "layer_out")
 _AMX_SOURCES = {
     "attention": "attention_amx.cpp",
     **dict.fromkeys(("linear", "packed_linear"), "linear_amx.cpp"),

@@ -61,8 +61,8 @@ struct NormArgs {
     int64_t threads;
 };
 
-// out = silu(gate) * up.
-struct SiluArgs {
+// out = silu(gate) * up, or gelu(gate) * up.
+struct GatedArgs {
     const elem_t *gate, *up;  // [rows, width]
     elem_t* out;              // [rows, width]; may be gate
     int64_t gate_row, up_row, out_row, rows, width, threads;
@@ -164,7 +164,7 @@ struct LayerOutArgs {
     const LayerWeights* layer;
     const elem_t *hidden, *attended;  // [rows, dim], [rows, attended_dim]
     elem_t* out;                      // [rows, dim]
-    int64_t hidden_row, attended_row, rows, dim, attended_dim, inner, rounds_first;
+    int64_t hidden_row, attended_row, rows, dim, attended_dim, inner, rounds_first, gelu;  // gelu: of gates, in place of SiLU
     float eps, offset, residual_scale;
     int64_t threads;
 };
@@ -191,7 +191,7 @@ struct DecodeStepArgs {
     Matrix head;
     const elem_t* head_bias;
     elem_t* logits;  // [n_rows, vocabulary]
-    int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first;
+    int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first, gelu;
     float eps, offset, residual_scale;
     int64_t int8_rows, threads;
 };
@@ -203,7 +203,8 @@ void blendserve_packed_linear(const LinearArgs& args);
 void blendserve_pack(const PackArgs& args);
 void blendserve_take(const TakeArgs& args);
 void blendserve_add_rms_norm(const NormArgs& args);
-void blendserve_silu_and_mul(const SiluArgs& args);
+void blendserve_silu_and_mul(const GatedArgs& args);
+void blendserve_gelu_and_mul(const GatedArgs& args);
 void blendserve_scatter_kv(const ScatterArgs& args);
 void blendserve_correct_kv(const CorrectionArgs& args);
 void blendserve_rans_encode(const RansEncodeArgs& args);

@@ -30,6 +30,19 @@ void scale_and_add(const elem_t* x, float factor, const elem_t* add, elem_t* out
         scale_and_add(x + row * dim, factor, add ? add + row * dim : nullptr, out + row * dim, dim);
 }
 
+template <F32 gate_mul(F32 gate, F32 up)>
+void gate_and_mul(const GatedArgs& c) {
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(c.threads)) if (c.rows * c.width > MIN_PARALLEL)
+    for (int64_t row = 0; row < c.rows; ++row) {
+        const elem_t *gate = c.gate + row * c.gate_row, *up = c.up + row * c.up_row;
+        elem_t* out = c.out + row * c.out_row;
+        int64_t j = 0;
+        for (; j + LANES <= c.width; j += LANES) store(out + j, gate_mul(load(gate + j), load(up + j)));
+        Mask mask = tail_mask(c.width - j);
+        if (j < c.width) store(out + j, mask, gate_mul(load(gate + j, mask), load(up + j, mask)));
+    }
+}
+
 }  // namespace
 
 void blendserve_add_rms_norm(const NormArgs& args) {
@@ -37,17 +50,8 @@ void blendserve_add_rms_norm(const NormArgs& args) {
     for (int64_t row = 0; row < args.rows; ++row) norm_row(args, row);
 }
 
-void blendserve_silu_and_mul(const SiluArgs& c) {
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(c.threads)) if (c.rows * c.width > MIN_PARALLEL)
-    for (int64_t row = 0; row < c.rows; ++row) {
-        const elem_t *gate = c.gate + row * c.gate_row, *up = c.up + row * c.up_row;
-        elem_t* out = c.out + row * c.out_row;
-        int64_t j = 0;
-        for (; j + LANES <= c.width; j += LANES) store(out + j, silu_mul(load(gate + j), load(up + j)));
-        Mask mask = tail_mask(c.width - j);
-        if (j < c.width) store(out + j, mask, silu_mul(load(gate + j, mask), load(up + j, mask)));
-    }
-}
+void blendserve_silu_and_mul(const GatedArgs& args) { gate_and_mul<silu_mul>(args); }
+void blendserve_gelu_and_mul(const GatedArgs& args) { gate_and_mul<gelu_mul>(args); }
 
 void blendserve_scatter_kv(const ScatterArgs& c) {
     int64_t blocks = 0;  // of the longest segment
@@ -99,7 +103,7 @@ void blendserve_layer_out(const LayerOutArgs& c) {
     norm(c, c.hidden, c.hidden_row, added, w.norm_before_mlp, sum, normed, rows, dim);
     linear(normed, dim, w.gate, w.gate_bias, gates, rows, inner, dim, threads);
     linear(normed, dim, w.up, w.up_bias, ups, rows, inner, dim, threads);
-    blendserve_silu_and_mul({gates, ups, gates, inner, inner, inner, rows, inner, threads});
+    (c.gelu ? gate_and_mul<gelu_mul> : gate_and_mul<silu_mul>)({gates, ups, gates, inner, inner, inner, rows, inner, threads});
     linear(gates, inner, w.down, w.down_bias, added, rows, dim, inner, threads);
     if (w.norm_after_mlp) norm(c, added, dim, nullptr, w.norm_after_mlp, nullptr, added, rows, dim);
     scale_and_add(added, c.residual_scale, sum, c.out, rows, dim, threads);

@@ -70,7 +70,7 @@ def made(folder: Path) -> list[Path]:
 def test_each_function_of_the_header_has_sources_and_arguments() -> None:
     functions = set().union(*(level.sources for level in LEVELS.values()))
     assert functions == {name for name in LAYOUTS if name.islower()}
-    assert (LAYOUTS["KvSegment"].format, LAYOUTS["layer_out"].format) == ("PPqqqqqq", "PPPPqqqqqqqfffq")
+    assert (LAYOUTS["KvSegment"].format, LAYOUTS["layer_out"].format) == ("PPqqqqqq", "PPPPqqqqqqqqfffq")
 
 
 @needs_compiler
