@@ -152,7 +152,8 @@ class Prompt:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Where each chunk stands."""
-        spans, at = [], len(self.prefix)
+        spans = []
+        at = len(self.prefix)
         for chunk in self.chunks:
             spans.append(Span(at, at + len(chunk)))
             at += len(chunk)
@@ -232,7 +233,8 @@ class Count:
 
     def __init__(self, counts: Callable[[PromptSpan], bool], size: Callable[[PromptSpan], int] = len) -> None:
         """counts: whether a span counts. size: what it adds."""
-        self._counts, self._size = counts, size
+        self._counts = counts
+        self._size = size
 
     def __get__(self, report: BlendReport, owner: type[BlendReport]) -> int:
         return sum(self._size(span) for span in report.layout if self._counts(span))
@@ -336,7 +338,8 @@ class BlendReport:
 
     def explain(self) -> dict[str, Any]:
         """State and score of every token, and each part of the prompt with its reason, as JSON."""
-        scores, parts = None, []
+        scores = None
+        parts = []
         if self.scores is not None:
             scores = [None if isnan(score) else float(f"{score:.4g}") for score in self.scores.tolist()]
         for (kind, chunk), group in groupby(self.layout, key=lambda span: (span.kind, span.chunk)):

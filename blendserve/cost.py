@@ -128,7 +128,8 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
     """Take levels, prefill time and chunk length from `blendserve bench codec --json`. Raises InputError."""
     try:
         result: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
-        of, samples = result["config"], samples_of(result)
+        of = result["config"]
+        samples = samples_of(result)
         tokens = of["chunks"] * of["chunk_tokens"] + of["suffix_tokens"]
 
         def measured(metric: str, **where: str) -> float:

@@ -155,7 +155,9 @@ class CorruptRecord(StoreError):
 
     def __init__(self, key: bytes, what: str, layer: int | None = None) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
-        self.key, self.what, self.layer = key, what, layer
+        self.key = key
+        self.what = what
+        self.layer = layer
 
 
 class CorruptBlob(StoreError):

@@ -57,16 +57,22 @@ def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, used, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+            root = cgroups
+            limit = "memory.max"
+            used = "memory.current"
+            cache = "inactive_file"
         elif "memory" in controllers.split(","):
-            root, limit, used = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root = cgroups / "memory"
+            limit = "memory.limit_in_bytes"
+            used = "memory.usage_in_bytes"
             cache = "total_inactive_file"
         else:
             continue
         parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
         for n in range(len(parts) + 1):
             folder = root.joinpath(*parts[:n])
-            most, now = _read(folder / limit).strip(), _read(folder / used).strip()
+            most = _read(folder / limit).strip()
+            now = _read(folder / used).strip()
             if most.isdigit() and now.isdigit():
                 yield max(0, int(most) - int(now) + _reclaimable(folder, cache))
 

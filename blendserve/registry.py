@@ -31,7 +31,9 @@ class Registry:
 
         for_research: names that measurements need and no user, so that no help offers them.
         """
-        self.kind, self._entries, self._group = kind, dict(entries), group
+        self.kind = kind
+        self._entries = dict(entries)
+        self._group = group
         self._for_research = frozenset(for_research)
 
     @property
@@ -78,7 +80,8 @@ class Registry:
         known = parameters(self.load(name))
         if not known:
             raise ValueError(f"{self.kind} {name!r} has no parameters")
-        field, given = next(iter(known)), dict[str, list[str]]()
+        field = next(iter(known))
+        given: dict[str, list[str]] = {}
         for part in text[:-1].split(","):
             before, equals, value = part.rpartition("=")
             if equals:

@@ -37,8 +37,10 @@ def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float 
 
     replicas: at least one.
     """
-    loads, wanted = [replica.load for replica in replicas], frozenset(chunks)
-    bound, home = bounded(sum(loads), min(loads), len(loads), slack), anchor(wanted)
+    loads = [replica.load for replica in replicas]
+    wanted = frozenset(chunks)
+    bound = bounded(sum(loads), min(loads), len(loads), slack)
+    home = anchor(wanted)
 
     def rank(replica: Replica) -> tuple[bool, int, int, int, str]:
         hits = len(wanted & replica.cached_chunks)

@@ -77,7 +77,8 @@ class Prefilled:
 
     def refine(self, model: DecoderModel, ids: TokenIds) -> Steps[Prefilled]:
         """Recompute `to_refine`, in the cache (blend/refine.py) -> the same, with the report of both passes."""
-        rows, report = self.to_refine, self.report
+        rows = self.to_refine
+        report = self.report
         yield from refine(model, ids, rows, self.result.cache)
         n_refined = len(rows) - report.tokens_suffix - report.tokens_recomputed
         cost = report.cost + len(rows) / report.tokens_prompt
@@ -111,7 +112,8 @@ class Blender:
         costs: of this machine and model; measured when they are first needed if None. fetcher: over `store`; one without
         copies if None. codec: of stored chunks; raw if None. tokenizer: for policies that read the prompt's text.
         """
-        self.model, self._tokenizer = model, tokenizer
+        self.model = model
+        self._tokenizer = tokenizer
         after_prefix = ChunkComputer(model, prefix)
         chunks = after_prefix if context == prefix else ChunkComputer(model, context)
         self.prefixes = PrefixCache(after_prefix)
@@ -121,7 +123,9 @@ class Blender:
         self._bind(fetcher or KVFetcher(store), key, chunks, codec or Raw())
 
     def _bind(self, fetcher: KVFetcher, key: ChunkKeys, chunks: ChunkComputer, codec: Codec) -> None:
-        self.fetcher, self.store, self.key = fetcher, fetcher.store, key
+        self.fetcher = fetcher
+        self.store = fetcher.store
+        self.key = key
         fetcher.shape_of = partial(chunk_shape, self.model)
         self.finder = RunFinder(self.store, key)
         self.writer = ChunkWriter(fetcher, chunks, key, codec, (self.finder,))

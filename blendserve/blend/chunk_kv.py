@@ -88,7 +88,9 @@ class ChunkComputer:
 
         is_moved: whether the chunks may stand elsewhere; else a recurrent layer's state map is its state behind them.
         """
-        self.model, self.context, self._is_moved = model, context, is_moved
+        self.model = model
+        self.context = context
+        self._is_moved = is_moved
         self._prepared: tuple[ChunkKV, Layers] | None = None  # the context's KV, and its keys after RoPE
         if context_kv:
             self._prepared = context_kv, context_kv.keys
@@ -177,7 +179,9 @@ class _StackPass(LayerPass):
         is_moved: bool,
     ) -> None:
         """context_keys, context_values [L, K, F, D], keys after RoPE. is_moved: as of ChunkComputer."""
-        self._model, self._context, self._is_moved = model, (context_keys, context_values), is_moved
+        self._model = model
+        self._context = (context_keys, context_values)
+        self._is_moved = is_moved
         lengths = [kv.n_tokens for kv in out]
         n_context = context_keys[model.attention_layer].shape[1]
         starts = [0, *accumulate(lengths)]

@@ -174,7 +174,8 @@ def partition(rows: Rows, spans: Sequence[Span], by_place: bool = False) -> Reco
 
     by_place: whether their deviation is in proportion to the text before them (blend/priors.py).
     """
-    at, device = rows.host, rows.device.device
+    at = rows.host
+    device = rows.device.device
     edges = torch.searchsorted(at, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
     which = torch.cat([torch.arange(*edge) for edge in edges])
     tokens = torch.cat([torch.arange(s.start, s.stop) for s in spans])

@@ -34,7 +34,8 @@ class DonorIndex:
     """Keeps an index of the chunks of one namespace like the store. Thread-safe."""
 
     def __init__(self, store: KVStore, key: ChunkKeys) -> None:
-        self._store, self._key = store, key
+        self._store = store
+        self._key = key
         self.index = SpanIndex()
         self._not_donors: set[ChunkKey] = set()  # stored chunks of other contexts
         self._next_refresh = 0.0  # 0: the index is not used yet

@@ -161,7 +161,9 @@ class Layout:
         """The layout for a model with state maps: a chunk's first n tokens are fresh, or all if its end is not used."""
 
         def parts(segment: Segment) -> Iterator[Segment]:
-            view, span, offset = segment.view, segment.span, segment.offset
+            view = segment.view
+            span = segment.span
+            offset = segment.offset
             if view is None or segment.chunk is None or segment.state is State.FRESH or not n:
                 yield segment
                 return
@@ -205,11 +207,9 @@ def lay_out(
 
     n_kept: last tokens of the prefix that are kept from a blended prompt.
     """
-    layout, start, n = (
-        Layout(prompt, (), first_is_exact),
-        len(prompt) - len(prompt.suffix),
-        len(prompt.prefix),
-    )
+    layout = Layout(prompt, (), first_is_exact)
+    start = len(prompt) - len(prompt.suffix)
+    n = len(prompt.prefix)
     segments = [Segment(Span(0, n), State.FRESH)]
     if prefix:
         exact = Segment(Span(0, n - n_kept), State.EXACT, view=prefix, source=LOCAL)

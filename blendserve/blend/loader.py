@@ -35,7 +35,10 @@ class KVLoader:
         clock: Clock | None = None,
     ) -> None:
         """ropes: of all positions of the prompt, for each layer."""
-        self.model, self.cache, self.ropes, self._segments = model, cache, ropes, segments
+        self.model = model
+        self.cache = cache
+        self.ropes = ropes
+        self._segments = segments
         self._clock = clock or Clock(model.device)
         # Several runs may be of one chunk. The prefix is in memory, so it is not counted as loaded.
         views = {id(segment.view): segment.view for segment in segments if segment.view}

@@ -41,7 +41,9 @@ class Planner:
 
     def __init__(self, model: DecoderModel, fingerprint: str, costs: CostModel | None = None) -> None:
         """costs: of this machine and model; default: measured when they are first needed."""
-        self._model, self._fingerprint, self._costs = model, fingerprint, costs
+        self._model = model
+        self._fingerprint = fingerprint
+        self._costs = costs
         self.load_rate = TokenRate()  # of reading stored KV, without waiting for a link
         self._lock = threading.RLock()
 
@@ -125,7 +127,8 @@ def overlapped_ratio(
 
     Also the floor for a policy with a scoring pass, see above.
     """
-    n_reusable, floor = layout.n_reusable, policy.ratio
+    n_reusable = layout.n_reusable
+    floor = policy.ratio
     highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
     if seconds_per_token is None or highest <= floor or policy.needs_scoring_pass:
         return floor

@@ -66,7 +66,8 @@ class Policy:
 
     def is_scored(self, layout: Layout) -> bool:
         """Whether the scoring pass runs; it does not without a choice, of the prefill or of refining."""
-        n, later = self.selection(layout).n, self.for_refining
+        n = self.selection(layout).n
+        later = self.for_refining
         most = max(n, later.selection(layout).n) if later else n
         return self.needs_scoring_pass and n < layout.n_reusable and most > 0
 

@@ -110,8 +110,12 @@ class ChunkWriter:
         indexes: Sequence[DonorIndex],
     ) -> None:
         """codec: of stored chunks. indexes: told of each chunk that is stored."""
-        self.chunks, self.codec, self.key = chunks, codec, key
-        self._fetcher, self._store, self._indexes = fetcher, fetcher.store, indexes
+        self.chunks = chunks
+        self.codec = codec
+        self.key = key
+        self._fetcher = fetcher
+        self._store = fetcher.store
+        self._indexes = indexes
         self._token_s = FIRST_TOKEN_S
 
     def missing(self, chunks: Iterable[TokenIds]) -> list[TokenIds]:

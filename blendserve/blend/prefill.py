@@ -80,8 +80,10 @@ def blend_prefill(
     Raises CorruptRecord if a stored layer fails its checksum, ChunkLost if it does not arrive: lay out again without that
     chunk; ConfigError for settings of the policy that do not fit the model.
     """
-    layout, policy = plan.layout, plan.policy
-    n, device = layout.n_tokens, model.device
+    layout = plan.layout
+    policy = plan.policy
+    n = layout.n_tokens
+    device = model.device
     validate_blend(plan.blend, model)
     cache = cache or KVCache(model, n)
     clock = clock or Clock(device)
@@ -90,7 +92,8 @@ def blend_prefill(
     ropes = model.rope(torch.arange(n, device=device))
     spans = layout.spans(State.REUSED)
     with closing(KVLoader(model, cache, layout.loaded, ropes, clock)) as loader:
-        load_s, scores = clock.seconds["load"], None
+        load_s = clock.seconds["load"]
+        scores = None
         with clock.stage("select"):
             if policy.is_scored(layout):
                 scores = yield from suffix_scores(model, ids, layout, loader)
@@ -121,8 +124,14 @@ class _BlendPass(LayerPass):
         clock: Clock,
     ) -> None:
         """active: positions [S], ascending. scores [T]: of the scoring pass, if there was one."""
-        self._layout, self._loader, self._policy, self._correction = layout, loader, policy, correction
-        self._model, self._cache, self._scores, self._clock = model, loader.cache, scores, clock
+        self._layout = layout
+        self._loader = loader
+        self._policy = policy
+        self._correction = correction
+        self._model = model
+        self._cache = loader.cache
+        self._scores = scores
+        self._clock = clock
         self._is_corrected = False  # in any layer
         self._row_layers = 0 if scores is None else n_scoring_rows(layout) * self._model.n_layers
         self.rows = Rows.on(self._model.device, active)  # up to the last layer that keeps KV
@@ -133,7 +142,8 @@ class _BlendPass(LayerPass):
         return self._loader.ropes[l].at(self._running.device)
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
-        rows, cache = self.rows, self._cache
+        rows = self.rows
+        cache = self._cache
         self._row_layers += len(rows)
         self._loader.place(l)
         with self._clock.stage("select"):
@@ -157,7 +167,8 @@ class _BlendPass(LayerPass):
         return left
 
     def attend(self, l: int, q: Tensor) -> Tensor:
-        n, cache = self._layout.n_tokens, self._cache
+        n = self._layout.n_tokens
+        cache = self._cache
         keys, values = cache.keys[l][:, :n], cache.values[l][:, :n]
         return attend(q, *self._model.attended_kv(l, keys, values), self._model.specs[l], self._plans[l])
 
@@ -166,7 +177,8 @@ class _BlendPass(LayerPass):
         mixer = self._model.mixer(l)
         maps = self._loader.state_maps(l)
         parts = list[Tensor]()
-        state, done = mixer.empty, 0
+        state = mixer.empty
+        done = 0
         for start, stop, is_mapped in self._stretches:
             if is_mapped:
                 state = mixer.after(state, *maps[start])
@@ -179,7 +191,8 @@ class _BlendPass(LayerPass):
 
     def result(self, logits: Tensor) -> PassResult:
         """logits [V]: after the last layer."""
-        rows, loader = self.rows.host, self._loader
+        rows = self.rows.host
+        loader = self._loader
         recomputed = rows[self._layout.reusable[rows]]
         cost = self._row_layers / (self._layout.n_tokens * self._model.n_layers)
         read = loader.bytes_loaded, loader.read_s
@@ -192,7 +205,8 @@ class _BlendPass(LayerPass):
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None: all. Waits for a GPU's choice."""
-        cache, rows = self._cache, self.rows
+        cache = self._cache
+        rows = self.rows
         is_candidate = self._layout.reusable[rows.host]
         which = is_candidate.nonzero()[:, 0]
         if not len(which):
@@ -255,8 +269,11 @@ class SuffixPass(LayerPass):
     """
 
     def __init__(self, layout: Layout, loader: KVLoader) -> None:
-        self._loader, self._cache, model = loader, loader.cache, loader.model
-        self._specs, self._n = model.specs, layout.n_tokens
+        self._loader = loader
+        self._cache = loader.cache
+        model = loader.model
+        self._specs = model.specs
+        self._n = layout.n_tokens
         n = layout.n_tokens
         start = layout.n_tokens - n_scoring_rows(layout)
         self.rows = slice(start, n)
@@ -282,7 +299,9 @@ class SuffixPass(LayerPass):
         self._cache.write(l, self.rows, keys, fresh.v)
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
-        spec, keys, values = self._specs[l], self._cache.keys[l], self._cache.values[l]
+        spec = self._specs[l]
+        keys = self._cache.keys[l]
+        values = self._cache.values[l]
         kv = self._loader.model.attended_kv(l, keys[:, : self._n], values[:, : self._n])
         attended, scores = attend_with_scores(q, *kv, spec, self._plans[l])
         self.scores += scores

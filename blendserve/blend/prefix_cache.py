@@ -54,7 +54,8 @@ class PrefixCache:
 
     def __init__(self, own: ChunkComputer, cap_bytes: int = 0) -> None:
         """own: computes chunks after the engine's own prefix. cap_bytes: limit of all other prefixes."""
-        self._own, self.cap_bytes = own, cap_bytes
+        self._own = own
+        self.cap_bytes = cap_bytes
         self._cached: OrderedDict[Key, PrefixKV] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -72,7 +73,8 @@ class PrefixCache:
         n, cached = self._longest(owner, ids, exact)
         prefix = (cached or PrefixKV(own, n, n)).beginning(n)
         if known and known.kv.n_tokens >= n:
-            prefix, n = known, known.kv.n_tokens
+            prefix = known
+            n = known.kv.n_tokens
         if n < len(ids):
             model = self._own.model
             computer = ChunkComputer(model, ids[:n], prefix.kv, is_moved=False)
@@ -106,7 +108,8 @@ class PrefixCache:
             for key, prefix in self._cached.items():
                 m = self._n_common(ids, key[1]) if key[0] == owner else 0
                 if (m := min(m, prefix.n_exact) if exact else m) > n:
-                    n, longest = m, key
+                    n = m
+                    longest = key
             if longest:
                 self._cached.move_to_end(longest)
             return n, self._cached[longest] if longest else None

@@ -122,7 +122,8 @@ class StoredPriors:
         self, model: KVModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
     ) -> None:
         """context: what chunks are computed after."""
-        self._kv_model, self._store = model, store
+        self._kv_model = model
+        self._store = store
         digest = xxhash.xxh3_64_hexdigest(str((prefix, context)).encode())
         self._owner = f"{fingerprint}/{digest}"
         self._priors: Priors | None = None
@@ -150,7 +151,8 @@ class StoredPriors:
     def use(self, priors: Priors | None) -> None:
         """Use these from now on, whatever the store has."""
         with self._lock:
-            self._priors, self._is_loaded = priors, True
+            self._priors = priors
+            self._is_loaded = True
 
     def _load(self) -> Priors | None:
         try:
@@ -168,7 +170,9 @@ class PriorStore(StoredPriors):
         self, model: DecoderModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
     ) -> None:
         super().__init__(model, fingerprint, store, prefix, context)
-        self._model, self._prefix, self._context = model, prefix, context
+        self._model = model
+        self._prefix = prefix
+        self._context = context
 
     def learn(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> None:
         """Fit priors on a corpus and store them, unless the store has some. Raises StoreError."""
@@ -230,7 +234,8 @@ class LeastSquares:
     """Sums of products of x = [stored key | stored value | 1] with itself and with the deviation."""
 
     def __init__(self, model: KVModel) -> None:
-        self._model, self.n_tokens = model, 0  # of the prompts, up to their last chunk
+        self._model = model
+        self.n_tokens = 0  # of the prompts, up to their last chunk
         shapes = [(heads, sum(dims) + 1) for heads, *dims in model.kv_shapes[1:]]
         self._gram = [torch.zeros(heads, n, n, dtype=torch.float64) for heads, n in shapes]
         self._cross = [torch.zeros(heads, n, n - 1, dtype=torch.float64) for heads, n in shapes]
@@ -260,7 +265,8 @@ class LeastSquares:
     @staticmethod
     def _solve(gram: Tensor, cross: Tensor, shape: KVShape) -> Tensor:
         """Weights [K, 2D + 1, 2D] of one layer: the ridge solution."""
-        n, dims = gram[:, -1:, -1], [shape.dim, shape.value_dim]
+        n = gram[:, -1:, -1]
+        dims = [shape.dim, shape.value_dim]
         mean = gram[:, :-1, -1] / n
         variance = (gram.diagonal(dim1=-2, dim2=-1)[:, :-1] / n - mean**2).clamp(min=1e-12)
         halves = (half.mean(dim=-1, keepdim=True).expand_as(half) for half in torch.split(variance, dims, -1))

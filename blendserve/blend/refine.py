@@ -26,7 +26,8 @@ from blendserve.models.model import DecoderModel, Projected
 
 def rows_to_refine(plan: PrefillPlan, result: PassResult) -> Tensor:
     """Positions that `refine` runs, ascending; none if the prefill recomputed as many, or had no scores."""
-    layout, policy = plan.layout, plan.policy.for_refining
+    layout = plan.layout
+    policy = plan.policy.for_refining
     if policy is None or result.scores is None or policy.selection(layout).n <= len(result.recomputed):
         return torch.empty(0, dtype=torch.long)
     selected = policy.select(layout, result.scores)
@@ -44,7 +45,10 @@ class _RefinePass(LayerPass):
     """Rows over a cache that holds the whole prompt, up to the last layer that keeps KV, whose output is not read."""
 
     def __init__(self, model: DecoderModel, cache: KVCache, rows: Rows, n_tokens: int) -> None:
-        self._cache, self._rows, self._n_tokens, self._model = cache, rows, n_tokens, model
+        self._cache = cache
+        self._rows = rows
+        self._n_tokens = n_tokens
+        self._model = model
         self._ropes = model.rope(rows.device)
         self._plans = plan_layers(rows, model.attention_forms)
 

@@ -16,7 +16,8 @@ SHORT = f"a chunk of fewer than {LEAST_REUSED} tokens is too short to be blended
 
 def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> BlendReport:
     """has_prior: whether the correction had a prior."""
-    layout, blend = plan.layout, plan.blend
+    layout = plan.layout
+    blend = plan.blend
     is_blended = layout.n_reusable > len(result.recomputed)
     return BlendReport(
         method=blend.method,

@@ -207,7 +207,8 @@ def best_cover(runs: Iterable[Run], least: int) -> tuple[Run, ...]:
     cover = list[Run]()
     n = best[-1][2]
     while n >= 0:
-        run, before = ordered[n], ends[n][2]
+        run = ordered[n]
+        before = ends[n][2]
         cut = max(0, stops[before] - run.span.start) if before >= 0 else 0
         span = Span(run.span.start + cut, run.span.stop)
         cover.append(run._replace(span=span, offset=run.offset + cut))

@@ -71,7 +71,8 @@ class BatchEngine:
         model = engine.model
         plan = plan_memory(engine.model, config, engine.config.store)
         log.info("Memory: %s", plan)
-        self.engine, self.fetcher = engine, engine.fetcher
+        self.engine = engine
+        self.fetcher = engine.fetcher
         self.pool = CachePool(model.decoder, config.slots, plan.slot_tokens)
         self.fetcher.copies.shared.cap_bytes = plan.shared
         engine.blender.prefixes.cap_bytes = plan.conversations
@@ -165,7 +166,8 @@ class BatchEngine:
         if self.engine.config.store.write_back != "none":
             self.write_back(blender.writer, prefilled.missing, sequence.tenant)
         if scope and blender.learnt:
-            prompt, tenant = sequence.request.prompt, sequence.tenant
+            prompt = sequence.request.prompt
+            tenant = sequence.tenant
             learning = self._learn(scope, blender.learnt, prompt, prefilled.n_known, tenant)
             self.scheduler.submit_background(learning, tenant)
         return prefilled
@@ -183,7 +185,9 @@ class BatchEngine:
 
     def _answered(self, sequence: TokenSequence, blender: Blender) -> None:
         """Keep the KV of a blended plain prompt and its answer for the next turn; have some answers checked."""
-        answer, cache, request = sequence.answer, sequence.cache, sequence.request
+        answer = sequence.answer
+        cache = sequence.cache
+        request = sequence.request
         assert answer
         assert cache
         if choice := request.quality:
@@ -197,7 +201,8 @@ class BatchEngine:
 
     def _cost(self, request: PreparedRequest, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""
-        prompt, n_prefix = request.prompt, 0
+        prompt = request.prompt
+        n_prefix = 0
         n_stored = sum(len(run.span) for run in prompt.runs)
         if request.blend.method != "full":
             n_prefix = blender.n_cached(prompt, request.blend)

@@ -24,13 +24,7 @@ from blendserve.engine.documents import Documents, token_counter
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, TokenSequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import (
-    PreparedRequest,
-    Request,
-    Search,
-    prepare_request,
-    split_options,
-)
+from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
 from blendserve.engine.warm_up import warm_up
 from blendserve.errors import InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
@@ -74,11 +68,14 @@ class Engine:
         `build` set the codec of the settings.
         """
         config = config.model_copy(update={"blend": defaults_for(config.blend, model.decoder)})
-        self.config, self.model, self.store, self.index = config, model, store, index
+        self.config = config
+        self.model = model
+        self.store = store
+        self.index = index
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(model.tokenizer, config.prompt)
-        texts, namespace = (prompts.prefix, prompts.kv_context), config.store.namespace
-        about = model.decoder, model.fingerprint, store, *texts, namespace
+        namespace = config.store.namespace
+        about = model.decoder, model.fingerprint, store, prompts.prefix, prompts.kv_context, namespace
         self.blender = Blender(*about, fetcher=fetcher, tokenizer=model.tokenizer)
         self.quality = QualityControl(config, model, self.blender)
         self.reranker = reranker_of(config.retrieve.reranker)
@@ -116,11 +113,13 @@ class Engine:
         `progress(characters embedded, in all)`; `model`: the configuration's model, where it is loaded already.
         Raises CorpusError, ModelError, ConfigError.
         """
-        config, folder = config or Config(), index_folder(index)
-        options: dict[str, Any] = {"documents": documents, "progress": progress}
-        options |= {"chunk_tokens": config.retrieve.chunk_tokens}
+        config = config or Config()
+        folder = index_folder(index)
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
-        make_index = partial(VectorIndex.build, folder, **options)
+        chunk_tokens = config.retrieve.chunk_tokens
+        make_index = partial(
+            VectorIndex.build, folder, documents=documents, chunk_tokens=chunk_tokens, progress=progress
+        )
         return cls._load(config, model, folder, make_index, unpin_others=own)
 
     @classmethod
@@ -269,7 +268,8 @@ class Engine:
         begin_computing()
         decoder = self.model.decoder
         search = search or reranked(lambda *given: self._index().search(*given), self.reranker)
-        room, clock = room or decoder.context_limit, clock or Clock(decoder.device)
+        room = room or decoder.context_limit
+        clock = clock or Clock(decoder.device)
         request = request.split(self.config.prompt.separator)
         prepared = prepare_request(request, self.config, decoder, room, self.prompts, search, clock)
         arguments.check_near(prepared.blend, self.store, self.config.store)
@@ -287,16 +287,14 @@ class Engine:
         begin_computing()
         if self.gate.passed:
             sequence = TokenSequence(request, self.model, partial(prefill, blender=self.blender))
-            return AnswerStream(
-                sequence, on_end=None if self.config.store.write_back == "none" else self._write_back
-            )
+            on_end = None if self.config.store.write_back == "none" else self._write_back
+            return AnswerStream(sequence, on_end=on_end)
         if request.blend.method not in {"auto", "full"}:
             self.gate.require()
         reference = OwnDecoding(self.model.decoder)
         why = f"the model fails {self.gate.failure}"
-        sequence = TokenSequence(
-            request, self.model, partial(reference_prefill, reference=reference, why=why)
-        )
+        own_prefill = partial(reference_prefill, reference=reference, why=why)
+        sequence = TokenSequence(request, self.model, own_prefill)
         return AnswerStream(sequence, lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
@@ -350,7 +348,8 @@ class Engine:
     def warn_of_room(self, room: int, indexes: Iterable[VectorIndex]) -> None:
         """Log a line if the passages of a question may not fit. room: tokens for prompt and answer."""
         longest = max((index.manifest.chunk_tokens for index in indexes), default=0)
-        top_k, answer = self.config.retrieve.top_k, self.config.decode.answer_tokens
+        top_k = self.config.retrieve.top_k
+        answer = self.config.decode.answer_tokens
         needed = len(self.prompts.frame("")) + top_k * longest + answer
         if longest and needed > room:
             log.warning(

@@ -178,7 +178,8 @@ class FairExecutor:
         self._queue = queue
         self._throttle = throttle or BackgroundThrottle()
         self._in_flight = in_flight
-        self._has_other_tenants, self._clock = has_other_tenants, clock
+        self._has_other_tenants = has_other_tenants
+        self._clock = clock
         self._not_before = dict[str, float]()  # by tenant: the time of its next job, after one that failed
         self._wake = threading.Condition()
         self._stopped = False
@@ -258,7 +259,8 @@ class FairExecutor:
 
     def _advance(self, job: _QueuedCall, steps: Steps[None]) -> None:
         """Run the next step of a long job."""
-        self._long, self._has_given_way = job, False
+        self._long = job
+        self._has_given_way = False
         with self._throttle.charged(self._in_flight):
             self._long = None if run_step(steps) else job
 

@@ -172,7 +172,9 @@ class _GateChecks:
     """One prompt, the model's own forward of it, and the KV of its chunks computed alone."""
 
     def __init__(self, model: DecoderModel, prompt: Prompt, following: int) -> None:
-        self.model, self.prompt, self.following = model, prompt, following
+        self.model = model
+        self.prompt = prompt
+        self.following = following
         ids = (*prompt.ids, following)
         self.own = model_forward(model, ids)
         nudged = [model_forward(model, ids, nudge=seed) for seed in (1, 2)]

@@ -35,7 +35,6 @@ from blendserve.models.runner import DecodeRunner
 from blendserve.retrieve.citations import Citer
 
 STAGES = ("retrieve", "match", "queue", "load", "select", "correct", "prefill", "refine")  # of a clock
-
 SCORED_ROWS = 64  # of a prompt, whose logits are computed in one step
 
 # position of the first token, tokens -> logits [n, V] after each
@@ -61,7 +60,11 @@ class TokenSequence:
         thread, with the last event Completed or Failed. prefetch: begins to keep KV for its prefill. on_answer: called
         when `answer` is set, while `cache` holds the prompt and all of the answer but its last token.
         """
-        self.request, self.model, self.tenant, self.cost, self.emit = request, model, tenant, cost, emit
+        self.request = request
+        self.model = model
+        self.tenant = tenant
+        self.cost = cost
+        self.emit = emit
         self.queued_at = 0.0  # on the scheduler's clock
         self.is_cancelled = False  # set by its caller; nothing is emitted after that
         self.shows_progress = False  # set by its caller: each layer of the prefill emits PrefillProgress
@@ -74,7 +77,8 @@ class TokenSequence:
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
         self.gap_s = 0.0  # mean time of each of them
-        self._prefetch, self._on_answer = prefetch, on_answer
+        self._prefetch = prefetch
+        self._on_answer = on_answer
         self._hold: Hold | None = None
         rules = request.rules
         if max(rules.bias, default=0) >= model.decoder.vocab_size:
@@ -190,7 +194,7 @@ class TokenSequence:
         if self._drafter:
             self._drafter.push(token)
         piece = self._detokenizer.push(token)
-        if self._detokenizer.stopped:
+        if self._detokenizer.stop_sequence is not None:
             return self._close(piece, "stop")
         if len(self._tokens) == self.request.decode.answer_tokens:
             return self._close(piece, "length")
@@ -287,9 +291,11 @@ class AnswerStream:
         request = sequence.request
         prefilled = run(sequence.steps)
         self._draft_room = 0
-        self.passages, self.report = request.passages, prefilled.report
+        self.passages = request.passages
+        self.report = prefilled.report
         if decode is None:
-            cache, n_new = prefilled.result.cache, request.decode.answer_tokens
+            cache = prefilled.result.cache
+            n_new = request.decode.answer_tokens
             runner = DecodeRunner.over(sequence.model.decoder, cache, len(request.prompt), n_new)
             decode = runner.step
             self._draft_room = runner.draft_room(1)
@@ -356,10 +362,6 @@ class Detokenizer:
         self._pending = ""  # may begin a stop string
         self.stop_sequence: str | None = None  # that came
 
-    @property
-    def stopped(self) -> bool:
-        return self.stop_sequence is not None
-
     def push(self, token: int) -> str:
         """The text that this token completes, perhaps ""."""
         self._ids.append(token)
@@ -384,7 +386,8 @@ class Detokenizer:
         found = [(at + len(s), at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         if found:  # the one that ends first stops the text, however the text fell into tokens
             _, end, self.stop_sequence = min(found)
-            out, self._pending = self._pending[:end], ""
+            out = self._pending[:end]
+            self._pending = ""
             return out
         keep = 0 if final else max((_stop_prefix_len(self._pending, s) for s in self._stop), default=0)
         end = len(self._pending) - keep

@@ -34,7 +34,9 @@ class LearntChunks:
     """The chunks learnt in a namespace: at most `cap_bytes`; the least recently found one is deleted first."""
 
     def __init__(self, cap_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.cap_bytes, self._clock, self._spent_until = cap_bytes, clock, 0.0
+        self.cap_bytes = cap_bytes
+        self._clock = clock
+        self._spent_until = 0.0
         self._bytes: OrderedDict[ChunkKey, int] | None = None  # None: the store was not asked yet
         self.n_bytes = 0  # of them all, as stored, about
 
@@ -87,7 +89,8 @@ class Learner:
 
     def __init__(self, ends_line: Callable[[int], bool], recent_tokens: int = RECENT_TOKENS) -> None:
         """ends_line: whether the text of a token ends a line."""
-        self._ends_line, self._recent_tokens = ends_line, recent_tokens
+        self._ends_line = ends_line
+        self._recent_tokens = recent_tokens
         self._index = SpanIndex()
         self._prompts: dict[ChunkKey, np.ndarray] = {}  # ids by number, the latest last
         self._n_seen = 0

@@ -34,7 +34,9 @@ class Sampler:
         guide: Guide | None = None,
     ) -> None:
         """prompt: whose tokens the repetition penalty counts, too. guide: of the grammar of the rules."""
-        self._config, self._rules, self._guide = config, rules, guide
+        self._config = config
+        self._rules = rules
+        self._guide = guide
         self._generator = torch.Generator().manual_seed(config.seed)
         self._counts = Counter[int]()  # of the answer's tokens, if they are penalised
         self._seen = set(prompt.ids) if prompt and rules.repetition_penalty != 1 else set[int]()
@@ -66,7 +68,8 @@ class Sampler:
             logits[token] += amount
         if rules.repetition_penalty != 1 and (repeated := self._seen | self._counts.keys()):
             ids = torch.tensor(sorted(repeated))
-            found, factor = logits[ids], rules.repetition_penalty
+            found = logits[ids]
+            factor = rules.repetition_penalty
             logits[ids] = torch.where(found > 0, found / factor, found * factor)
         if self._counts:
             counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
@@ -75,7 +78,8 @@ class Sampler:
         return logits
 
     def _choose(self, logits: Tensor) -> int:
-        config, rules = self._config, self._rules
+        config = self._config
+        rules = self._rules
         if config.is_greedy:
             return likeliest(logits)
         probabilities = torch.softmax(logits.float().cpu() / config.temperature, dim=-1)
@@ -149,7 +153,8 @@ def nucleus_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     sums = torch.bincount(buckets, weights=probabilities.double())
     above = sums.sum() - sums.cumsum(0)
     last = int((above < top_p).nonzero()[0])
-    sure, edge = ((buckets > last).nonzero()[:, 0], (buckets == last).nonzero()[:, 0])
+    sure = (buckets > last).nonzero()[:, 0]
+    edge = (buckets == last).nonzero()[:, 0]
     ranked, order = probabilities[edge].sort(descending=True)
     ids = torch.cat([sure, edge[order[: _needed(ranked, top_p - float(above[last]))]]])
     return probabilities[ids], ids

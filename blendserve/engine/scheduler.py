@@ -62,7 +62,9 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """throttle: of background tasks. clock: gives seconds; decides when running requests decode."""
-        self._n_layers, self._pool, self._observer = model.decoder.n_layers, pool, observer
+        self._n_layers = model.decoder.n_layers
+        self._pool = pool
+        self._observer = observer
         self._runner = DecodeRunner(model.decoder, pool.keys, pool.values, caches=pool.caches)
         self._gap_s = gap_s
         self._prefill_steps = prefill_share / (1 - prefill_share)  # per decoding step
@@ -292,7 +294,8 @@ class Scheduler:
 
     def _preempts(self, sequence: TokenSequence) -> bool:
         """Whether it may go before the rest of the pass that runs."""
-        long, cost = self._prefills[0], sequence.cost
+        long = self._prefills[0]
+        cost = sequence.cost
         rest = long.cost * (1 - long.layer % self._n_layers / self._n_layers)
         is_cheap = PREEMPT_FACTOR * cost <= rest and long.preempted_cost + cost <= long.cost
         return is_cheap and long.tenant != sequence.tenant

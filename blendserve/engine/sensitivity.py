@@ -39,7 +39,9 @@ class _Pass(LayerPass):
     def __init__(
         self, model: DecoderModel, n: int, before: _Pass | None = None, only_first: bool = False
     ) -> None:
-        self._model, self._before, self._only_first = model, before, only_first
+        self._model = model
+        self._before = before
+        self._only_first = only_first
         self.leaves = (
             [tuple(x.detach().clone().requires_grad_() for x in kv) for kv in before.kv] if before else []
         )

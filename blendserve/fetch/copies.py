@@ -51,8 +51,10 @@ class CacheEntry:
     def view(self) -> ChunkView:
         """The view of an entry that is whole, also after its eviction."""
         layers = [pair for pair in self.layers if pair]
-        n_bytes, n_tokens = sum(part.nbytes for pair in layers for part in pair), layers[0][0].shape[1]
-        sizes, read = (len(layers), n_tokens, n_bytes, n_bytes), layers.__getitem__
+        n_bytes = sum(part.nbytes for pair in layers for part in pair)
+        n_tokens = layers[0][0].shape[1]
+        sizes = (len(layers), n_tokens, n_bytes, n_bytes)
+        read = layers.__getitem__
         return ChunkView(*sizes, self.version, read, in_memory=True, is_lossless=self.is_lossless)
 
 
@@ -68,8 +70,12 @@ class CopyCache:
         footprint: Callable[[int], int] = int,
     ) -> None:
         """copy: a layer of a chunk into that memory. footprint: bytes of it that a copy of these bytes occupies."""
-        self.name, self.cap_bytes, self.n_bytes = name, cap_bytes, 0
-        self._admission, self._copy, self._footprint = admission, copy, footprint
+        self.name = name
+        self.cap_bytes = cap_bytes
+        self.n_bytes = 0
+        self._admission = admission
+        self._copy = copy
+        self._footprint = footprint
         self._entries: OrderedDict[ChunkKey, CacheEntry] = OrderedDict()  # least recently used first
         self._hits = 0
         self._lock = threading.RLock()
@@ -187,7 +193,8 @@ class Copies:
         if not self._caches and not self.shared.cap_bytes:
             return view, ""
         self._admission.record_access(key)
-        places, name = list[tuple[CopyCache, CacheEntry]](), ""
+        places: list[tuple[CopyCache, CacheEntry]] = []
+        name = ""
         for cache in self._all:
             entry = cache.find(key, view.version) or (None if places else cache.admit(key, view))
             places += [(cache, entry)] if entry else []

@@ -66,7 +66,9 @@ class KVFetcher:
 
         prefetch_bytes: limit of chunks that are read ahead for queued prompts. planner, early_start: see Remote.
         """
-        self.store, self.local, self.source = store, store, source
+        self.store = store
+        self.local = store
+        self.source = source
         self.failed_writes = 0  # chunks that requests missed, and that could not be stored
         self.tiered = store if isinstance(store, TieredStore) else None
         if self.tiered:
@@ -78,9 +80,8 @@ class KVFetcher:
         self.copies = copies or Copies()
         self._prefetch_bytes = prefetch_bytes
         self.remote = Remote(self.source, planner, early_start) if self.source else None
-        self.shape_of: ShapeOf | None = None
-        """Of the model that reads the chunks, which its engine sets. A chunk of another shape is a miss, as kernels rely
-        on it; None accepts every shape."""
+        # The engine sets how its model's chunks are shaped: a chunk of another shape is a miss, as kernels rely on it.
+        self.shape_of: ShapeOf | None = None  # None accepts every shape
         self.on_delete: list[Callable[[frozenset[ChunkKey]], None]] = []
         self._open = WeakSet[Fetch]()
         self._logged = ""  # the last failure of the local store
@@ -164,7 +165,8 @@ class KVFetcher:
 
         Raises StoreError if there is only one place to look, and that fails.
         """
-        asked, found = list(keys), dict[ChunkKey, str]()
+        asked = list(keys)
+        found: dict[ChunkKey, str] = {}
         may_fail = suppress(*([StoreError] if self.source and self.local.cap_bytes else []))
         with may_fail:
             found = dict.fromkeys(self.local.contains(asked), LOCAL)
@@ -216,13 +218,15 @@ class KVFetcher:
 
     def keep(self, chunk: IncomingChunk) -> None:
         """Store a fetched chunk here, in the background; until then later prompts find it in memory."""
-        store, remote = self.tiered, self.remote
+        store = self.tiered
+        remote = self.remote
         if not remote or not store or not store.cap_bytes:
             return
         with remote.incoming.changed:  # several fetches of the chunk may end at once
             if chunk.is_kept:
                 return
-            chunk.is_kept, chunk.users = True, chunk.users + 1
+            chunk.is_kept = True
+            chunk.users += 1
         record = chunk.record()
 
         def write() -> None:
@@ -294,7 +298,8 @@ class Fetch:
             for key in [key for key in self._transfer.chunks if self.source.get(key) == REMOTE]:
                 self._receive(key)
         else:
-            self.snapshot, self.trouble = None, self.fetcher.explain(lost)
+            self.snapshot = None
+            self.trouble = self.fetcher.explain(lost)
             for key in [*self.views]:
                 self._miss(key, Miss(UNREACHABLE, self.trouble))
 
@@ -304,7 +309,8 @@ class Fetch:
 
     def end(self) -> None:
         """Store fetched chunks here, record the time of reading, and probe the link if some chunks did not come."""
-        transfer, source = self._transfer, self.fetcher.source
+        transfer = self._transfer
+        source = self.fetcher.source
         if not transfer or not source:
             return
         fetched = [chunk for key, chunk in transfer.chunks.items() if self.source.get(key) == REMOTE]
@@ -346,10 +352,12 @@ class Fetch:
         """What the transfer has of a chunk."""
         assert self._transfer
         if kv := self._transfer.computed.get(key):
-            self.views[key], self.source[key] = TensorView(kv), COMPUTED
+            self.views[key] = TensorView(kv)
+            self.source[key] = COMPUTED
             self.misses.pop(key, None)
             return
-        found, chunk = self._transfer.get(key), self._transfer.chunks.get(key)
+        found = self._transfer.get(key)
+        chunk = self._transfer.chunks.get(key)
         if isinstance(found, Miss) and found.kind == "absent" and key in self.misses:
             return  # the reason of the local store stays
         self._accept(key, found, "memory" if chunk and chunk.is_kept else REMOTE)
@@ -364,7 +372,8 @@ class Fetch:
             if key not in self.forgotten:
                 found, name = self.fetcher.copies.view(key, found)
             self.misses.pop(key, None)
-            self.views[key], self.source[key] = found, name or place
+            self.views[key] = found
+            self.source[key] = name or place
 
     def _miss(self, key: ChunkKey, miss: Miss) -> None:
         self.views.pop(key, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from blendserve.store import ChunkKey, ChunkRecord, Miss
 from blendserve.store.codecs.base import Buffer
@@ -21,6 +22,9 @@ class ChunkRequest:
     n_tokens: int
     saved_s: float | None = None  # prefill time that having it saves; None: fetch it at any cost
     compute_s: float | None = None  # time to compute it alone; None: never compute it while waiting
+
+
+OnLayer: TypeAlias = "Callable[[IncomingChunk], None]"
 
 
 @dataclass(eq=False)
@@ -42,7 +46,7 @@ class IncomingChunk:
     is_kept: bool = False  # for the local store, which it is being written to
     report: Callable[..., None] = ignore  # as of a ChunkRecord
     is_restarted: bool = False  # its level has changed in transit
-    on_layer: Callable[[IncomingChunk], None] | None = None  # may change `level`
+    on_layer: OnLayer | None = None  # may change `level`
 
     @property
     def is_whole(self) -> bool:
@@ -59,16 +63,22 @@ class IncomingChunk:
         """Bytes that have arrived."""
         return sum(map(len, self.segments))
 
-    def start(self, level: str) -> None:
-        """A transfer is about to ask for it."""
-        self.is_started, self.level, self.n_left = True, level, self.sizes[level]
+    def start(self, level: str, patience_s: float = float("inf"), on_layer: OnLayer | None = None) -> None:
+        """Note that a transfer is about to ask for the chunk. on_layer: called after each layer but the last."""
+        self.is_started = True
+        self.level = level
+        self.patience_s = patience_s
+        self.on_layer = on_layer
+        self.n_left = self.sizes[level]
         self.n_asked += 1
 
     def begin(self, header: Header) -> None:
         """A record begins to come: the first one, or another level in its place."""
         with self.changed:
             if self.miss is None:
-                self.header, self.segments, self.n_left = header, [], header.n_bytes
+                self.header = header
+                self.segments = []
+                self.n_left = header.n_bytes
                 self.changed.notify_all()
 
     def add(self, segment: Buffer) -> None:
@@ -91,7 +101,8 @@ class IncomingChunk:
         """The rest of it does not come. The first reason counts; a chunk that is whole stays."""
         with self.changed:
             if not self.is_done:
-                self.miss, self.level = miss, None
+                self.miss = miss
+                self.level = None
                 self.changed.notify_all()
 
     def record(self) -> ChunkRecord:

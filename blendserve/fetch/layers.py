@@ -48,7 +48,8 @@ class LayerReader:
 
     def __init__(self, views: Sequence[ChunkView], n_layers: int, stream: CopyStream | None = None) -> None:
         """stream: the way to the device where layers are used; None = they are used where the store has them."""
-        self._views, self._n_layers = views, n_layers
+        self._views = views
+        self._n_layers = n_layers
         self._stream = stream
         self._n_ahead = DEVICE_AHEAD if stream else HOST_AHEAD
         self._n_decoding = _decoding_threads(views)
@@ -59,7 +60,8 @@ class LayerReader:
             )
         self._clock = Clock()
         # Two queues in C cost the prefill thread a fraction of a future for each layer.
-        self._orders, self._results = SimpleQueue[int](), SimpleQueue[tuple[int, SentLayer | BaseException]]()
+        self._orders = SimpleQueue[int]()
+        self._results = SimpleQueue[tuple[int, SentLayer | BaseException]]()
         self._n_ordered = self._n_taken = 0  # layers
         self._closed = False
         self._thread: threading.Thread | None = None

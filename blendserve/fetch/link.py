@@ -39,7 +39,8 @@ class TokenRate:
 
     def record(self, amount: float, tokens: int) -> None:
         if tokens:
-            known, new = self.per_token, amount / tokens
+            known = self.per_token
+            new = amount / tokens
             self.per_token = new if known is None else (1 - MEAN_WEIGHT) * known + MEAN_WEIGHT * new
 
 
@@ -47,15 +48,19 @@ class LinkEstimator:
     """One link. Thread-safe."""
 
     def __init__(self, clock: TimeSource = time, window_s: float = WINDOW_S) -> None:
-        self.clock, self._window_s = clock, window_s
+        self.clock = clock
+        self._window_s = window_s
         self.round_trip_s = 0.0
         self.n_bytes = 0  # that have arrived, of all transfers
         self.last_rate: float | None = None  # of the last chunk that came whole
         self._decode_s = defaultdict[str, TokenRate](TokenRate)  # a token, by level
-        self._transfers, self._since, self._busy_s = 0, 0.0, 0.0  # busy seconds up to `since`
+        self._transfers = 0
+        self._since = 0.0
+        self._busy_s = 0.0  # busy seconds up to `since`
         self._pieces: deque[tuple[float, int]] = deque()  # busy seconds at their arrival, and bytes
         self._from_s = 0.0  # busy seconds that the pieces are counted from
-        self._next_probe, self._probe_bytes = float("-inf"), MIN_PROBE_BYTES
+        self._next_probe = float("-inf")
+        self._probe_bytes = MIN_PROBE_BYTES
         self._probing: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -97,7 +102,8 @@ class LinkEstimator:
         """Bytes a second over the last moments of transfer; None while unknown. Silence within a transfer counts."""
         with self._lock:
             self._tick()
-            seconds, n_bytes = self._busy_s - self._from_s, sum(n for _, n in self._pieces)
+            seconds = self._busy_s - self._from_s
+            n_bytes = sum(n for _, n in self._pieces)
             return n_bytes / seconds if n_bytes and seconds > 0 else None
 
     @property
@@ -165,7 +171,8 @@ class LinkEstimator:
             self._probing.join()
 
     def _probe(self, probe: Callable[[int], ReadTime | None]) -> None:
-        start, answered = self.clock.monotonic(), True
+        start = self.clock.monotonic()
+        answered = True
         try:
             self._sample(probe, self._probe_bytes)
         except BlendserveError:  # the source logs its own failures
@@ -184,7 +191,9 @@ class StallDetector:
     """
 
     def __init__(self, link: LinkEstimator) -> None:
-        self._link, self._n_bytes, self._looked_s = link, link.n_bytes, link.clock.monotonic()
+        self._link = link
+        self._n_bytes = link.n_bytes
+        self._looked_s = link.clock.monotonic()
         self._is_first = True  # no byte has come yet
         self.silent_s = 0.0
         self._lock = threading.Lock()
@@ -192,9 +201,12 @@ class StallDetector:
     def is_stalled(self, patience_s: float, is_hidden: bool) -> bool:
         """Whether no byte came for so long: STALL_FIRST times that before the first one, and if a prefill hides it."""
         with self._lock:
-            now, n_bytes = self._link.clock.monotonic(), self._link.n_bytes
+            now = self._link.clock.monotonic()
+            n_bytes = self._link.n_bytes
             if n_bytes != self._n_bytes:
-                self._n_bytes, self.silent_s, self._is_first = n_bytes, 0.0, False
+                self._n_bytes = n_bytes
+                self.silent_s = 0.0
+                self._is_first = False
             else:
                 self.silent_s += min(now - self._looked_s, patience_s / 4)
             self._looked_s = now

@@ -72,7 +72,8 @@ def plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = No
 
     current: the level that they come by already; it is kept unless another one saves a quarter, and none is skipped.
     """
-    levels, n = tuple(todo[0].sizes), len(todo)
+    levels = tuple(todo[0].sizes)
+    n = len(todo)
     if link.rate is None:
         return Plan(current or min(levels, key=lambda level: sum(c.sizes[level] for c in todo)), n)
     ways = {level: min(_ways(todo, link, level)) for level in levels}
@@ -96,8 +97,10 @@ def plan(todo: Sequence[PendingChunk], link: LinkState, current: str | None = No
 def _ways(todo: Sequence[PendingChunk], link: LinkState, level: str) -> Iterator[tuple[float, int]]:
     """(seconds, chunks that are computed) of each split at this level."""
     assert link.rate
-    n_bytes, n_tokens = sum(c.sizes[level] for c in todo), sum(c.n_tokens for c in todo)
-    n_todo, compute_s = len(todo), 0.0
+    n_bytes = sum(c.sizes[level] for c in todo)
+    n_tokens = sum(c.n_tokens for c in todo)
+    n_todo = len(todo)
+    compute_s = 0.0
     for n_computed in range(n_todo + (link.n_pending > 0)):
         decode_s = link.decode_s(level) * n_tokens
         link_s = link.round_trip_s + (link.n_pending + n_bytes) / link.rate + decode_s
@@ -106,4 +109,5 @@ def _ways(todo: Sequence[PendingChunk], link: LinkState, level: str) -> Iterator
         if not last or last.compute_s is None or not link.may_compute:
             return
         compute_s += last.compute_s
-        n_bytes, n_tokens = n_bytes - last.sizes[level], n_tokens - last.n_tokens
+        n_bytes -= last.sizes[level]
+        n_tokens -= last.n_tokens

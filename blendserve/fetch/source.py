@@ -64,15 +64,20 @@ class RemoteSource(Protocol):
 class StoreSource:
     """A store that other machines use, too. Chunks arrive whole, in batches."""
 
-    wanted_s, workers, max_parallel = 0.0, WORKERS, 0
+    wanted_s = 0.0
+    workers = WORKERS
+    max_parallel = 0
 
     def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: TimeSource = time) -> None:
-        self.store, self.link = store, LinkEstimator(clock)
-        self.name, self.deadline_s = store.name, store.deadline_s
+        self.store = store
+        self.link = LinkEstimator(clock)
+        self.name = store.name
+        self.deadline_s = store.deadline_s
         self.blobs: BlobReader = store.blobs
         self.in_flight_bytes = store.in_flight_bytes
         self.batch_bytes = store.in_flight_bytes // WORKERS
-        self._breaker, self._token_bytes = breaker, TokenRate()
+        self._breaker = breaker
+        self._token_bytes = TokenRate()
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         with self._call():

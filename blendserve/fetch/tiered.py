@@ -47,7 +47,9 @@ class TieredStore(KVStore):
     ) -> None:
         """remote: a source alone is not written to. waiting_bytes: limit of what waits to be written."""
         self.local = local
-        self.kind, self.location, self.read_only = local.kind, local.location, local.read_only
+        self.kind = local.kind
+        self.location = local.location
+        self.read_only = local.read_only
         self.cap_bytes = local.cap_bytes
         self._breaker = Breaker("the remote KV store", REST_S, REST_S, clock.monotonic)
         self.remote: KVStore | None = None
@@ -119,7 +121,9 @@ class TieredStore(KVStore):
 
     def delete(self, keys: Iterable[ChunkKey], wait: bool = True) -> int:
         """Delete from both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
-        asked, found, unreached = list(keys), set[ChunkKey](), dict[str, StoreError]()
+        asked = list(keys)
+        found: set[ChunkKey] = set()
+        unreached: dict[str, StoreError] = {}
         for key in asked:
             self.queue.forget(key)
         for name, store in zip((LOCAL, REMOTE), stores_of(self), strict=False):
@@ -140,7 +144,8 @@ class TieredStore(KVStore):
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Return the chunks in a store that this process writes to."""
-        asked, found = list(keys), set[ChunkKey]()
+        asked = list(keys)
+        found: set[ChunkKey] = set()
         for store in stores_of(self):
             if left := [key for key in asked if key not in found]:
                 found |= self.ask(store, partial(store.contains, left), set[ChunkKey]())
@@ -148,7 +153,8 @@ class TieredStore(KVStore):
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """Describe chunks by the local store first."""
-        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
+        asked = list(keys)
+        found: dict[ChunkKey, ChunkInfo] = {}
         for store in stores_of(self):
             if left := [key for key in asked if key not in found]:
                 infos = self.ask(store, partial(store.describe, left), dict[ChunkKey, ChunkInfo]())
@@ -162,7 +168,8 @@ class TieredStore(KVStore):
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """The statistics of the local store, and this process's use of the remote one."""
-        stats, waiting = self.local.stats(namespace), self.queue.bytes
+        stats = self.local.stats(namespace)
+        waiting = self.queue.bytes
         if namespace is not None:
             return stats
         with self._lock:
@@ -254,7 +261,8 @@ class TieredSnapshot:
     """The local store's snapshot, and the remote store for chunks that it lacks."""
 
     def __init__(self, local: Snapshot, remote: KVStore | None) -> None:
-        self._local, self._remote = local, remote
+        self._local = local
+        self._remote = remote
 
     def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
         return self._local.get(key, count) or (read_record(self._remote, key) if self._remote else None)
@@ -281,7 +289,8 @@ class TieredBlobs(BlobStore):
         return raw
 
     def list(self) -> Sequence[BlobInfo]:
-        store, infos = self._store, dict[bytes, BlobInfo]()
+        store = self._store
+        infos: dict[bytes, BlobInfo] = {}
         nothing: Sequence[BlobInfo] = ()
         for each in (store.local, store.source):
             infos |= {info.hash: info for info in store.ask(each, each.blobs.list, nothing)}

@@ -48,7 +48,9 @@ class Remote:
 
     def __init__(self, source: RemoteSource, planner: LevelPlanner = plan, early_start: bool = True) -> None:
         """early_start: whether a prefill begins while the last chunks are in transit."""
-        self.source, self.planner, self.early_start = source, planner, early_start
+        self.source = source
+        self.planner = planner
+        self.early_start = early_start
         self.incoming = IncomingChunks(source.link.clock.monotonic)
         self.pool = ThreadPoolExecutor(source.workers, thread_name_prefix="blendserve-fetch")
         self.prefetch_pool = ThreadPoolExecutor(PREFETCHES, thread_name_prefix="blendserve-prefetch")
@@ -79,11 +81,15 @@ class Transfer:
 
         shape_of: of the model; a chunk of another shape is a miss. None accepts every shape.
         """
-        self._source, self._incoming, self._planner = remote.source, remote.incoming, remote.planner
+        self._remote = remote
+        self._source = remote.source
+        self._incoming = remote.incoming
         self._pool = pool or remote.pool
         self._local_tables = tables
         self._shape_of = shape_of
-        self._compute, self._link, self._changed = compute, self._source.link, self._incoming.changed
+        self._compute = compute
+        self._link = self._source.link
+        self._changed = self._incoming.changed
         self._clock = self._link.clock.monotonic
         self.deadline = Deadline(WAITING * self._source.deadline_s, self._clock)
         self.chunks: dict[ChunkKey, IncomingChunk] = {}
@@ -92,8 +98,10 @@ class Transfer:
         self._requests: dict[ChunkKey, ChunkRequest] = {}
         self._views: dict[ChunkKey, RecordView] = {}
         self._decoded: set[ChunkKey] = set()
-        self._begun_s, self._stall = self._clock(), StallDetector(self._link)
-        self._may_run_parallel, self._may_start_early = False, remote.early_start
+        self._begun_s = self._clock()
+        self._stall = StallDetector(self._link)
+        self._may_run_parallel = False
+        self._may_start_early = remote.early_start
         self._is_prefilling = self._is_over = self._is_lost = False
 
     # The prompt's thread
@@ -103,7 +111,8 @@ class Transfer:
         asked = {r.key: r for r in requests}  # a chunk that a prompt has twice has one user
         self._requests |= asked
         self._may_run_parallel = True
-        new, absent = [], Miss("absent")
+        new = []
+        absent = Miss("absent")
         for request in asked.values():
             if self._is_over:
                 self.misses[request.key] = Miss(UNREACHABLE, "the link was given up in this request")
@@ -117,7 +126,8 @@ class Transfer:
             with self.deadline.waiting():
                 sizes = self._source.sizes(new) if new else {}
         except StoreError as error:
-            sizes, absent = {}, Miss(UNREACHABLE, error.public_message)
+            sizes = {}
+            absent = Miss(UNREACHABLE, error.public_message)
         for request in new:
             if request.key in sizes:
                 self._use(self._incoming.create(request.key, sizes[request.key]))
@@ -305,26 +315,24 @@ class Transfer:
         """The chunks that are asked for next, marked as started; none if nothing is left."""
         with self._changed:
             while todo := self._todo():
-                again = next((chunk for chunk in todo if chunk.n_asked), None)
                 found = self._plan(todo)
-                level, is_busy = found.level, any(chunk.is_started for chunk in self._undecided())
+                again = next((chunk for chunk in todo if chunk.n_asked), None)
                 if again:
-                    batch = [again]
-                    level = again.level or found.level
-                elif found.n_skipped:
+                    return self._start([again], again.level or found.level)
+                if found.n_skipped:
                     self._skip(todo[: found.n_skipped], found)
                     continue
-                elif not found.n_fetched or (
-                    self._source.batch_bytes and is_busy and found.n_fetched < len(todo)
-                ):
+                is_busy = any(chunk.is_started for chunk in self._undecided())
+                leaves_some = found.n_fetched < len(todo)
+                if not found.n_fetched or (leaves_some and is_busy and self._source.batch_bytes):
                     return []  # the CPU may compute them before what is in transit is here
-                else:
-                    batch = self._batch(todo[: found.n_fetched], found)
-                for chunk in batch:
-                    chunk.start(level)
-                    chunk.on_layer, chunk.patience_s = self._replan, self._patience()
-                return batch
+                return self._start(self._batch(todo[: found.n_fetched], found), found.level)
             return []
+
+    def _start(self, batch: list[IncomingChunk], level: str) -> list[IncomingChunk]:
+        for chunk in batch:
+            chunk.start(level, self._patience(), self._replan)
+        return batch
 
     def _plan(self, todo: Sequence[IncomingChunk]) -> Plan:
         candidates = [self._candidate(chunk) for chunk in todo]
@@ -339,7 +347,7 @@ class Transfer:
         first_saved_s = candidates[0].saved_s
         if first_saved_s is not None and first_saved_s <= 0 and state.rate is not None:
             return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
-        return self._planner(candidates, state, None)
+        return self._remote.planner(candidates, state, None)
 
     def _candidate(self, chunk: IncomingChunk) -> PendingChunk:
         request = self._requests[chunk.key]
@@ -371,11 +379,12 @@ class Transfer:
 
     def _replan(self, chunk: IncomingChunk) -> None:
         """Choose the level of a chunk in transit again, once."""
-        if chunk.level is None or chunk.is_restarted or self._is_over:
+        if (level := chunk.level) is None or chunk.is_restarted or self._is_over:
             return
-        level = chunk.level
         candidate = replace(self._candidate(chunk), sizes={**chunk.sizes, level: chunk.n_left})
-        chunk.level = self._planner([candidate], replace(self._link.state, round_trip_s=0.0), level).level
+        chunk.level = self._remote.planner(
+            [candidate], replace(self._link.state, round_trip_s=0.0), level
+        ).level
         chunk.is_restarted = chunk.level != level
 
     def _end(self, batch: Sequence[IncomingChunk]) -> None:

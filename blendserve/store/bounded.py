@@ -70,8 +70,11 @@ class Breaker:
         effect: str = "its chunks count as missing until it answers",
     ) -> None:
         """server: its name in messages. effect: of an open breaker, for the log."""
-        self._server, self._now, self._effect = server, now, effect
-        self._first_s, self._longest_s = first_pause_s, longest_pause_s
+        self._server = server
+        self._now = now
+        self._effect = effect
+        self._first_s = first_pause_s
+        self._longest_s = longest_pause_s
         self._pause_s = self._until = 0.0  # a pause of 0: closed
         self._is_trying = self._by_reading = False
         self._why = ""
@@ -113,7 +116,8 @@ class Breaker:
             if self._is_trying or self._now() >= self._until:  # else the call had begun before it opened
                 self._pause_s = min(2 * self._pause_s or self._first_s, self._longest_s)
                 self._until = self._now() + self._pause_s
-            self._why, self._is_trying = why, False
+            self._why = why
+            self._is_trying = False
             self._by_reading |= reading
             return self._error()
 
@@ -169,7 +173,8 @@ class BoundedClient:
 
     def __init__(self, peer: Peer, workers: int = WORKERS, clock: TimeSource = time) -> None:
         """workers: of `ask`. clock: of the breaker's pauses."""
-        self.peer, self.workers = peer, workers
+        self.peer = peer
+        self.workers = workers
         self._breaker = Breaker(peer.server, now=clock.monotonic)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="blendserve-network")
         self._client: Client | None = None
@@ -264,8 +269,11 @@ class Deadline:
     """A limit of waiting, in seconds; moments in which several threads wait count once. Thread-safe."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._waited, self._now = seconds, 0.0, now
-        self._waiting, self._since = 0, 0.0  # threads, and when the first of them began
+        self._seconds = seconds
+        self._waited = 0.0
+        self._now = now
+        self._waiting = 0  # threads
+        self._since = 0.0  # when the first of them began to wait
         self._lock = threading.Lock()
 
     @property

@@ -60,7 +60,8 @@ class UsageLog:
     """Notes of one store's uses. Threads may share it."""
 
     def __init__(self, admission: Admission, clock: TimeSource = time) -> None:
-        self._admission, self._clock = admission, clock
+        self._admission = admission
+        self._clock = clock
         self._notes = Notes()
         self._logged = LastMessages()
         self._last = 0

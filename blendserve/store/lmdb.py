@@ -32,14 +32,7 @@ from blendserve.store.blobs import ROOM
 from blendserve.store.bounded import Breaker
 from blendserve.store.clock import TimeSource
 from blendserve.store.key import ChunkKey
-from blendserve.store.lmdb_errors import (
-    NOT_PERMITTED,
-    MapFull,
-    code_of,
-    explained,
-    explaining,
-    unavailable,
-)
+from blendserve.store.lmdb_errors import NOT_PERMITTED, MapFull, code_of, explained, explaining, unavailable
 from blendserve.store.lmdb_files import (
     FORMAT,
     FORMAT_KEY,
@@ -57,7 +50,6 @@ MIB = 1 << 20
 WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
 # that a thread waits for another process at a time, while other threads of its own wait behind it
 TURN_S = 0.1
-
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +81,9 @@ class LMDBStore(TxnStore):
         clock: TimeSource = time,
     ) -> None:
         super().__init__(cap_bytes, admission, clock)
-        self.path, self.location, self.read_only = Path(path), str(path), read_only
+        self.path = Path(path)
+        self.location = str(path)
+        self.read_only = read_only
         self._closed = False
         effect = "what requests compute is not stored until it can be written"
         self._breaker = Breaker(f"the KV store {path}", now=clock.monotonic, effect=effect)
@@ -105,10 +99,10 @@ class LMDBStore(TxnStore):
         free = free_disk(path)
         if free is not None:
             free += data.stat().st_size if data.exists() else 0
-            fits = min(cap_bytes, free)
-            cap_bytes = (
-                fits if config.cap_gb is None else checked_cap(cap_bytes, "store.cap_gb", free, "the disk")
-            )
+            if config.cap_gb is None:
+                cap_bytes = min(cap_bytes, free)
+            else:
+                cap_bytes = checked_cap(cap_bytes, "store.cap_gb", free, "the disk")
         admission = ADMISSIONS.load(config.admission)()
         try:
             return cls(path, cap_bytes, read_only, admission)
@@ -136,11 +130,9 @@ class LMDBStore(TxnStore):
     def _begin_write(self, wait_s: float | None) -> AbstractContextManager[_LMDBTxn]:
         if self.read_only:
             raise unavailable(self.path, "is open for reading only")
-        return (
-            self._write_soon(wait_s)
-            if wait_s
-            else self._write_in_time(WRITER_WAIT_S if wait_s is None else 0.0)
-        )
+        if wait_s:
+            return self._write_soon(wait_s)
+        return self._write_in_time(WRITER_WAIT_S if wait_s is None else 0.0)
 
     @contextmanager
     def _write_soon(self, wait_s: float) -> Iterator[_LMDBTxn]:
@@ -189,8 +181,10 @@ class _LMDBTxn:
     """LMDB's transaction; its errors are the store's."""
 
     def __init__(self, txn: lmdb.Transaction[memoryview], path: Path) -> None:
-        self._txn, self._path = txn, path
-        self.put, self.delete = txn.put, txn.delete  # their errors are explained by `Environment.writing`
+        self._txn = txn
+        self._path = path
+        self.put = txn.put  # `Environment.writing` explains the errors of `put` and `delete`
+        self.delete = txn.delete
 
     def get(self, name: bytes) -> memoryview | None:
         try:
@@ -226,9 +220,11 @@ class Environment:
     """The open files of one store. Threads may share it."""
 
     def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
-        self.path, self._data = path, path / "data.mdb"
+        self.path = path
+        self._data = path / "data.mdb"
         self._home = Home()
-        self._users, self._transactions = 0, 0
+        self._users = 0
+        self._transactions = 0
         self._one_writer = threading.Lock()
         self._writer_file = filelock.FileLock(path / "writer.lock", thread_local=False, poll_interval=0.01)
         with explaining(path):

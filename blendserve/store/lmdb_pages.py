@@ -85,7 +85,8 @@ class _Walk:
     """The pages that were seen: of trees, of large values, and free ones. No two of them may be the same."""
 
     def __init__(self, file: int, commit: _Commit) -> None:
-        self._file, self._commit = file, commit
+        self._file = file
+        self._commit = commit
         self._tree = set[int]()
         self._extents = [np.empty((0, 2), np.uint64)]  # first page and number of pages
 

@@ -30,7 +30,8 @@ class MemoryStore(TxnStore):
     kind = "memory"
     persistent = needs_folder = False
     trusted = True
-    location, read_only = "", False
+    location = ""
+    read_only = False
 
     def __init__(
         self,

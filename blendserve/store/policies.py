@@ -79,7 +79,8 @@ class TinyLFU:
         self._seed = random.getrandbits(64) if seed is None else seed
         self._counts = np.zeros((self.ROWS, self.WIDTH), dtype=np.uint8)
         self._door = np.zeros(self.WIDTH, dtype=bool)
-        self._sample, self._seen = 1000, 0
+        self._sample = 1000
+        self._seen = 0
         self._lock = threading.RLock()
 
     def record_access(self, key: ChunkKey) -> None:

@@ -170,7 +170,8 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
     raw = bytes(raw)
     if len(raw) < SMALLEST:
         raise CorruptRecord(key, f"its header has {len(raw)} bytes, the smallest has {SMALLEST}")
-    body, (own,) = raw[: -_SUM.size], _SUM.unpack(raw[-_SUM.size :])
+    body = raw[: -_SUM.size]
+    (own,) = _SUM.unpack(raw[-_SUM.size :])
     if xxhash.xxh3_64_intdigest(key + body) != own:
         raise CorruptRecord(key, "its header fails its checksum")
     magic, version = _PRELUDE.unpack_from(body)
@@ -241,7 +242,8 @@ def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
 def _pack(shape: ChunkShape, coding: Coding) -> bytes:
     """The fields in front of a header."""
     heads, dim, value_dim = shape.layers[0]
-    dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, heads, dim, shape.n_tokens)
+    dtype = CODE_OF[shape.dtype]
+    sizes = (shape.n_layers, heads, dim, shape.n_tokens)
     differ = len(set(shape.layers)) > 1 or dim != value_dim
     version = FORMAT_WITH_STATES if shape.state_rows else FORMAT_BY_LAYER if differ else FORMAT
     fields = _FIELDS.pack(MAGIC, version, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)

@@ -160,7 +160,9 @@ class SpanIndex:
         There is at most one hit for each token. Where there would be more, places keep their first hits.
         """
         with self._lock:
-            tables, keys, bits = self._tables, self._keys, self._filter
+            tables = self._tables
+            keys = self._keys
+            bits = self._filter
         hashes = self._hasher.windows(ids, WINDOW)
         places = np.flatnonzero(bits.may_have(hashes))
         places = _first_places(places, hashes[places])

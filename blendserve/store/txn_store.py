@@ -57,7 +57,9 @@ class TxnSnapshot:
     """One read transaction. Threads may share it; its records end with it."""
 
     def __init__(self, txn: Txn, usage: UsageLog, trusted: bool) -> None:
-        self.txn, self._usage, self._trusted = txn, usage, trusted
+        self.txn = txn
+        self._usage = usage
+        self._trusted = trusted
         self._using = threading.Lock()
         self._ended = False
 
@@ -92,7 +94,8 @@ class TxnStore(KVStore):
     trusted = False  # whether nothing outside this process can change the bytes
 
     def __init__(self, cap_bytes: int, admission: Admission | None, clock: TimeSource = time) -> None:
-        self.cap_bytes, self._clock = cap_bytes, clock
+        self.cap_bytes = cap_bytes
+        self._clock = clock
         self._admission = admission or Always()
         self._usage = UsageLog(self._admission, clock)
         self._owner = Owner.new()  # of leases

@@ -61,8 +61,12 @@ class ValkeyStore(KVStore):
         read_only: bool = False,
         clock: TimeSource = time,
     ) -> None:
-        self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
-        self.name, self.deadline_s = config.server, config.deadline_s
+        self.config = config
+        self.cap_bytes = cap_bytes
+        self.read_only = read_only
+        self.location = config.url
+        self.name = config.server
+        self.deadline_s = config.deadline_s
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
         self._usage = UsageLog(Always(), clock)
         self.client = BoundedClient(ValkeyPeer(config), clock=clock)
@@ -176,7 +180,6 @@ class ValkeyStore(KVStore):
         record = record.for_key(key)
         name = chunk_name(key)
         expires_s, n_fields = self._each([key], lambda p, key: (p.ttl(name), p.hlen(name)))
-        layers_before = max(0, n_fields - 1)
 
         def write(client: Client) -> None:
             fields: dict[bytes, Buffer] = {layout.HEADER: record.header_bytes()}
@@ -188,7 +191,7 @@ class ValkeyStore(KVStore):
                 pipeline.persist(name)
             elif expires_s != NEVER:
                 pipeline.expire(name, EXPIRES_S)
-            if surplus := [layout.segment_name(l) for l in range(record.n_layers, layers_before)]:
+            if surplus := [layout.segment_name(l) for l in range(record.n_layers, n_fields - 1)]:
                 pipeline.hdel(name, *surplus)
             _enter(pipeline, record)
             pipeline.unlink(lease_name(key))
@@ -242,8 +245,6 @@ class ValkeyStore(KVStore):
             owners = self._each(held, lambda p, key: p.get(lease_name(key)))
             ours = [key for key, owner in zip(held, owners, strict=True) if owner == self._owner]
             self._each(ours, lambda p, key: p.unlink(lease_name(key)))
-
-    # The whole
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Count the entries; those whose chunks the server has evicted are removed before."""

@@ -53,7 +53,9 @@ class ValkeyPeer:
     def __init__(self, config: ValkeyConfig) -> None:
         self._config = config
         self._lib = library()
-        self.where, self.server, self.deadline_s = config.where, config.server, config.deadline_s
+        self.where = config.where
+        self.server = config.server
+        self.deadline_s = config.deadline_s
 
     def connect(self) -> Client:
         """A client of the server or cluster. Raises PeerUnusable, and what valkey-py does: see `explain`."""

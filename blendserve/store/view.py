@@ -45,9 +45,10 @@ class TensorView(ChunkView):
     """A view of tensors. No two have the same version."""
 
     def __init__(self, kv: ChunkKV, is_placed: bool = False) -> None:
-        n_layers, n_bytes = kv.n_layers, kv.n_bytes
         read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
-        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True, is_placed, True)
+        super().__init__(
+            kv.n_layers, kv.n_tokens, kv.n_bytes, kv.n_bytes, object(), read, True, is_placed, True
+        )
 
 
 class RecordView(ChunkView):
@@ -66,7 +67,8 @@ class _RecordDecoder:
     """Decodes the layers of a record, in order if its codec needs that. Apart from the view: no reference cycle."""
 
     def __init__(self, record: ChunkRecord, codec: Codec) -> None:
-        self._record, self._codec = record, codec
+        self._record = record
+        self._codec = codec
         self._decoder = codec.decoder(record.shape)
         self._next = 0  # layers are decoded up to here
         self._decoding = threading.Lock()

@@ -200,7 +200,7 @@ def stream(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[
     pieces = []
     for token in ids:
         pieces.append(text.push(token))
-        if text.stopped:
+        if text.stop_sequence is not None:
             return pieces, True
     return [*pieces, text.flush()], False
 

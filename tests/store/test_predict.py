@@ -19,7 +19,7 @@ from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kv import ChunkKV, stacked
-from blendserve.store.codecs.predict import rans
+from blendserve.store.codecs.predict import native, rans
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.rans import ONE
 from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
@@ -143,7 +143,7 @@ def test_layer_0_is_the_models() -> None:
 
 # Coded symbols: native kernels, whose code is another one, against the plain form
 
-MODEL = rans.random_model()
+MODEL = native.random_model()
 NATIVE = [level for level in LEVELS.values() if "rans_decode" in level.sources]
 SIZES = st.fixed_dictionaries(
     {
@@ -184,22 +184,22 @@ def test_native_kernels_give_the_same_bytes_and_symbols_and_refuse_the_same(
     contexts = rans.contexts_of(below, len(values))
     plain = partial(rans.decode_reference, contexts=contexts, means=means, model=MODEL)
 
-    def native(segment: memoryview) -> Any:
+    def compiled(segment: memoryview) -> Any:
         return rans.decode(library, segment, below, len(values), means, MODEL)
 
     wanted = rans.encode_reference(values, contexts, means, MODEL)
     assert rans.encode(library, values, contexts, means, MODEL) == wanted
-    assert all(np.array_equal(decode(memoryview(wanted)), values) for decode in (plain, native))
+    assert all(np.array_equal(decode(memoryview(wanted)), values) for decode in (plain, compiled))
     damaged = bytearray(wanted)
     if data.draw(st.booleans()):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     else:
         damaged = damaged[: data.draw(st.integers(0, len(damaged) - 1))]
     if refuses(plain, memoryview(damaged)):
-        assert refuses(native, memoryview(damaged))
+        assert refuses(compiled, memoryview(damaged))
     else:
         found = plain(memoryview(damaged))
-        assert np.array_equal(native(memoryview(damaged)), found)
+        assert np.array_equal(compiled(memoryview(damaged)), found)
         assert not np.array_equal(found, values)
 
 
@@ -215,8 +215,8 @@ def test_native_numbers_are_the_same_bits(
 ) -> None:
     """Kernels take some shapes, and leave others, such as heads of 24 numbers or 3 axes, to the plain form."""
     n_heads, dim = shape
-    below, given_symbols = (rans.random_codes(tokens + 1, n, n)[1:] for n in (n_heads * dim, axes))
-    args: Any = below, None if zero else given_symbols, rans.random_map(n_heads * dim, axes), dim, dtype
+    below, given_symbols = (native.random_codes(tokens + 1, n, n)[1:] for n in (n_heads * dim, axes))
+    args: Any = below, None if zero else given_symbols, native.random_map(n_heads * dim, axes), dim, dtype
     with guarded():
         found = rans.dequantize(library, *args)
     assert all(map(torch.equal, found, rans.dequantize_reference(*args)))
@@ -226,7 +226,7 @@ def test_native_numbers_are_the_same_bits(
 def test_the_self_check_refuses_what_is_one_position_off(
     library: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rans.check(library)
+    native.check(library)
     right = getattr(rans, name)
 
     def off(library: SimpleNamespace, first: Any, *rest: Any) -> Any:
@@ -237,4 +237,4 @@ def test_the_self_check_refuses_what_is_one_position_off(
 
     monkeypatch.setattr(rans, name, off)
     with pytest.raises(Unavailable):
-        rans.check(library)
+        native.check(library)

@@ -48,7 +48,8 @@ class FileBody:
 
     def __init__(self, start: int, total: int, pieces: Iterator[bytes]) -> None:
         """start: where in the file it begins. total: bytes of the file."""
-        self.start, self.total = start, total
+        self.start = start
+        self.total = total
         self._pieces = pieces
         self._rest = memoryview(b"")
 
@@ -183,12 +184,14 @@ def _body(reply: httpx.Response) -> FileBody:
     is_plain = headers.get("Content-Encoding", "identity") == "identity"
     if status not in (200, 206) or not is_plain or not length.isdecimal() or len(length) > 18:
         raise InvalidReply(f"status {status}, or a body of another encoding, or of unknown length")
-    start, total = 0, int(length)
+    start = 0
+    total = int(length)
     if status == 206:
         match = CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
         if not match or int(match[2]) - int(match[1]) + 1 != total:
             raise InvalidReply("a partial reply without a valid Content-Range")
-        start, total = int(match[1]), int(match[3])
+        start = int(match[1])
+        total = int(match[3])
     return FileBody(start, total, reply.iter_raw())
 
 

@@ -46,7 +46,8 @@ class KdnSource:
     """A RemoteSource of one collection; it opens whether the service answers or not."""
 
     persistent = needs_folder = False
-    batch_bytes, max_parallel = 0, MAX_CONNECTIONS
+    batch_bytes = 0
+    max_parallel = MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -56,8 +57,11 @@ class KdnSource:
         clock: TimeSource = time,
     ) -> None:
         """link: what is known of the link already. clock: of pauses, of the deadline and of the link's rate."""
-        self.config, self.workers = config, workers
-        self.name, self.deadline_s, self.wanted_s = config.server, config.deadline_s, config.ttft_ms / 1e3
+        self.config = config
+        self.workers = workers
+        self.name = config.server
+        self.deadline_s = config.deadline_s
+        self.wanted_s = config.ttft_ms / 1e3
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
         self.link = link or LinkEstimator(clock)
         self._clock = clock
@@ -214,8 +218,8 @@ class KdnSource:
         """
         if self.link.decode_s(level) or body.n_bytes > self.in_flight_bytes:
             return
-        chunk = IncomingChunk(key, {level: body.n_bytes}, threading.Condition(), on_layer=_stop)
-        chunk.start(level)
+        chunk = IncomingChunk(key, {level: body.n_bytes}, threading.Condition())
+        chunk.start(level, on_layer=_stop)
         client.read_chunk(chunk, body, LinkEstimator())
         if (header := chunk.header) is None or header.shape.n_bytes > self.in_flight_bytes:
             return

@@ -60,13 +60,14 @@ class Undecodable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """Keys and values of a chunk's layer are [K, C, D] each; values may have another D."""
+    """Shapes of a chunk by layer: keys and values are [K, C, D] each; values may have another D."""
 
     dtype: torch.dtype
     n_tokens: int  # C
     layers: tuple[KVShape, ...]
-    state_rows: tuple[int, ...] = ()
-    """Of each layer the rows of its state map, 0 = it keeps KV; () = all do."""
+    state_rows: tuple[
+        int, ...
+    ] = ()  # of each layer's state map; 0: the layer keeps KV. (): all layers keep KV
 
     @classmethod
     def of(cls, kv: ChunkKV) -> ChunkShape:

@@ -121,7 +121,8 @@ class CacheGen(Codec):
         return [self._segment(l, kv) for l in range(len(kv.keys))]
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
-        n_tokens, decoded = shape.n_tokens, []
+        n_tokens = shape.n_tokens
+        decoded = []
         scales = aligned(memoryview(segment)[: 4 * n_tokens], torch.bfloat16).view(2, n_tokens)
         words = np.frombuffer(segment, "<u4", offset=4 * n_tokens).astype(np.uint32)
         coder = constriction.stream.stack.AnsCoder(words)

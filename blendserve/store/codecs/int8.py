@@ -30,7 +30,8 @@ class Int8(Raw):
     @classmethod
     def segment_bytes(cls, shape: ChunkShape, l: int) -> int:
         """0 for a chunk without tokens."""
-        n_tokens, (heads, dim, value_dim) = shape.n_tokens, shape.layers[l]
+        n_tokens = shape.n_tokens
+        heads, dim, value_dim = shape.layers[l]
         return heads * (n_tokens * (dim + value_dim + 4) + 2 * (dim + value_dim)) if n_tokens else 0
 
     def expected_bytes(self, raw_bytes: int) -> int:
@@ -43,7 +44,8 @@ class Int8(Raw):
         return b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
     def decode(self, shape: ChunkShape, l: int, segment: Buffer) -> Pair:
-        n_tokens, (heads, *dims) = shape.n_tokens, shape.layers[l]
+        n_tokens = shape.n_tokens
+        heads, *dims = shape.layers[l]
         # scales and centres are exact in bf16, but need not be in fp16
         working = shape.dtype if shape.dtype == torch.bfloat16 else torch.float32
         count = heads * n_tokens * sum(dims)

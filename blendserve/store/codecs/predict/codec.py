@@ -31,7 +31,7 @@ from blendserve.store.codecs.base import (
     Progress,
     Sample,
 )
-from blendserve.store.codecs.predict import rans
+from blendserve.store.codecs.predict import native, rans
 from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
 
@@ -51,7 +51,8 @@ class Predict(Codec):
     needs_equal_layers = True
 
     def __init__(self, coding: Coding, tables: Tables) -> None:
-        self.coding, self.tables = coding, tables
+        self.coding = coding
+        self.tables = tables
         self.layer = cache(partial(tables.layer, level=coding.level))  # LayerMap of l > 0
         self._inverse = cache(tables.inverse)
 
@@ -119,7 +120,8 @@ class Predict(Codec):
 
     def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor, int]:
         """Codes of layer 0 [C, W], the exceptions' tokens, and where the coded part ends. Raises ValueError."""
-        tables, width = self.tables, self.tables.width
+        tables = self.tables
+        width = self.tables.width
         new, n_far = _COUNTS.unpack_from(segment) if len(segment) >= _COUNTS.size else (0, 0)
         kind = _index_type(len(tables.ids) + new)
         rows_at = _COUNTS.size + n_tokens * kind.itemsize
@@ -146,7 +148,8 @@ class Predict(Codec):
 
         Layer 0 is stored as its codes. Above, codes only predict the next layer, so they may saturate.
         """
-        scale, zero = self.tables.code_scale[:, None], self.tables.code_zero[:, None]
+        scale = self.tables.code_scale[:, None]
+        zero = self.tables.code_zero[:, None]
         reach = (numbers * scale + zero).abs().amax(dim=2) / 127  # [L, C]
         is_far = reach[0].gt(FAR_FIRST) | reach[1:].gt(FAR).any(dim=0)
         return is_far.nonzero().flatten()
@@ -177,7 +180,7 @@ class Predict(Codec):
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
         layer = self.layer(l)
         dim = self.tables.head_dim
-        library = rans.native_library()
+        library = native.native_library()
         predicted, _ = rans.dequantize(library, below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
@@ -194,7 +197,9 @@ class PredictDecoder:
     """Decodes layers in order; keeps the symbols and codes of the layer below."""
 
     def __init__(self, codec: Predict, shape: ChunkShape) -> None:
-        self._codec, self._shape, self._due = codec, shape, 0
+        self._codec = codec
+        self._shape = shape
+        self._due = 0
         self._symbols: np.ndarray | None = None
         self._codes = torch.empty(0)
         self._far = torch.empty(0, dtype=torch.int64)
@@ -224,7 +229,8 @@ class PredictDecoder:
 
     def _first(self) -> Tensor:
         """Heads [2 K, C, D] of layer 0."""
-        shape, tables = self._shape, self._codec.tables
+        shape = self._shape
+        tables = self._codec.tables
         n_heads, dim = shape.of_every_layer
         numbers = (self._codes.float() - tables.code_zero[0]) / tables.code_scale[0]
         by_head = numbers.view(shape.n_tokens, 2 * n_heads, dim).transpose(0, 1)
@@ -234,7 +240,7 @@ class PredictDecoder:
         """Heads [2 K, C, D] of layer l > 0."""
         shape = self._shape
         codec = self._codec
-        library = rans.native_library()
+        library = native.native_library()
         symbols = None
         if shape.n_tokens:
             means = codec.means(l)

@@ -15,22 +15,21 @@ on the recent size of the axis' symbols, and on the size of the token's symbols 
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.kernels import switches
-from blendserve.kernels.cpu.build import Unavailable
-from blendserve.kernels.cpu.isa import LEVELS
-from blendserve.kernels.cpu.library import loaded, pointer
+from blendserve.kernels.cpu.library import pointer
 
-STREAMS, LOWEST, PRECISION, RATE = 16, 1 << 16, 12, 5
+STREAMS = 16  # states that take turns
+LOWEST = 1 << 16  # of a state: below it, a word is read
+PRECISION = 12  # bits of a slot's number, and fractional bits of running means
+RATE = 5  # a token's symbol counts for 1 / 2 ** RATE of the running mean
 BLOCK = 16  # numbers that compiled kernels compute side by side
 COMPARED = 10  # symbols whose slots compiled kernels compare with; further ones they look up
 ONE = 1 << PRECISION  # a symbol of 1, in a running mean
@@ -39,7 +38,7 @@ UNKNOWN = CONTEXTS - 1  # the context of layer 1, below which no symbols are
 # Between contexts: a token's symbols, in sixteenths of the mean token's.
 RATIOS = np.array([6, 9, 12, 15, 18, 23, 32])
 
-Library: TypeAlias = "SimpleNamespace | None"  # of compiled kernels; None: the plain form
+Library: TypeAlias = "SimpleNamespace | None"  # of compiled kernels (native.py); None: the plain form
 _STATES = struct.Struct(f"<{STREAMS}I")
 
 
@@ -156,8 +155,11 @@ def decode_reference(
 ) -> np.ndarray:
     """Bytes of a layer -> symbols [C, N] of int8. Raises ValueError for bytes that are no such symbols."""
     states, escapes, words = split_segment(segment)
-    values, table = np.zeros((len(contexts), len(means)), np.int8), model.decode_table
-    read, escaped, state = iter(np.frombuffer(words, "<u2").tolist()), iter(escapes.tolist()), list(states)
+    values = np.zeros((len(contexts), len(means)), np.int8)
+    table = model.decode_table
+    read = iter(np.frombuffer(words, "<u2").tolist())
+    escaped = iter(escapes.tolist())
+    state = list(states)
     try:
         for t, context in enumerate(contexts.tolist()):
             for j, m in enumerate(model.classes[size_of(means), context].tolist()):
@@ -191,9 +193,11 @@ def encode_reference(values: np.ndarray, contexts: np.ndarray, means: np.ndarray
                 escapes.append(value)
             coded.append((j % STREAMS, int(model.encode_table[m, symbol])))
         means = update_means(means, values[t])
-    state, words = [LOWEST] * STREAMS, list[int]()
+    state = [LOWEST] * STREAMS
+    words: list[int] = []
     for stream, entry in reversed(coded):
-        width, x = entry >> 16, state[stream]
+        width = entry >> 16
+        x = state[stream]
         if x >= width << (32 - PRECISION):
             words.append(x & 0xFFFF)
             x >>= 16
@@ -223,12 +227,17 @@ def split_segment(segment: memoryview) -> tuple[tuple[int, ...], np.ndarray, mem
 
     states 16 of 4 | number of escapes, 7 bits a byte, the lowest first | escapes of 1 | words of 2   little-endian
     """
-    n, at, shift, more = 0, _STATES.size, 0, 128
+    n = 0
+    at = _STATES.size
+    shift = 0
+    more = 128
     while more:
         if at >= len(segment) or shift > 28:
             raise ValueError(f"{len(segment)} bytes hold no states and number of escapes")
         n |= (segment[at] & 127) << shift
-        at, shift, more = at + 1, shift + 7, segment[at] & 128
+        more = segment[at] & 128
+        shift += 7
+        at += 1
     if n > len(segment) - at or (len(segment) - at - n) % 2:
         raise ValueError(f"{len(segment) - at} bytes are no {n} escapes and whole words")
     return _STATES.unpack_from(segment), np.frombuffer(segment, np.int8, n, at), segment[at + n :]
@@ -236,7 +245,8 @@ def split_segment(segment: memoryview) -> tuple[tuple[int, ...], np.ndarray, mem
 
 def join_segment(state: list[int], escapes: np.ndarray, words: np.ndarray) -> bytes:
     """The inverse of `split_segment`."""
-    n, number = len(escapes), bytearray()
+    n = len(escapes)
+    number = bytearray()
     while n >= 128:
         number.append(n & 127 | 128)
         n >>= 7
@@ -254,22 +264,7 @@ def slots_of(share: np.ndarray) -> np.ndarray:
     return width.astype(np.uint16)
 
 
-# Compiled, where there is a library
-
-
-def native_library() -> Library:
-    """The kernels of the widest instruction set that pass their check on this machine; None = use the plain form."""
-    return _native_library() if switches.is_native_on() else None
-
-
-@cache
-def _native_library() -> Library:
-    for level in reversed(LEVELS.values()):
-        with suppress(Unavailable):
-            if "rans_decode" in level.sources:
-                check(library := loaded(level))
-                return library
-    return None
+# The compiled forms; None as library is the plain one
 
 
 def encode(
@@ -278,8 +273,10 @@ def encode(
     """Encode as `encode_reference` does."""
     if library is None:
         return encode_reference(values, contexts, means, model)
-    words, escapes = np.empty(values.size, np.uint16), np.empty(values.size, np.int8)
-    states, counts = np.empty(STREAMS, np.uint32), np.empty(2, np.int64)
+    words = np.empty(values.size, np.uint16)
+    escapes = np.empty(values.size, np.int8)
+    states = np.empty(STREAMS, np.uint32)
+    counts = np.empty(2, np.int64)
     values = np.ascontiguousarray(values, np.int8)
     given = values, np.ascontiguousarray(contexts, np.uint8), np.ascontiguousarray(means, np.int32)
     arrays = *given, model.model_of, model.encode_table, words, escapes, states, counts
@@ -341,56 +338,3 @@ def is_supported(layer: LayerMap, dim: int) -> bool:
     """Whether heads fill whole blocks, or blocks whole heads."""
     is_whole = layer.width % BLOCK == 0 and len(layer.residual) % 4 == 0
     return is_whole and (dim % BLOCK == 0 or BLOCK % dim == 0)
-
-
-def check(library: SimpleNamespace) -> None:
-    """Raises Unavailable unless the kernels give the plain form's bytes and bits."""
-    model, generator = random_model(), np.random.default_rng(0)
-    layer, codes = random_map(64, 20), random_codes(40, 64)
-    values = (generator.laplace(size=(40, 20)) * np.linspace(0.01, 9.0, 20)).clip(-128, 127).astype(np.int8)
-    means = np.full(20, ONE // 3)
-    for below in (random_codes(40, 37).numpy(), None):
-        given = values, contexts_of(below, 40), means, model
-        wanted = encode_reference(*given)
-        _require(encode(library, *given) == wanted, "rANS encoding")
-        found = decode(library, memoryview(wanted), below, 40, means, model)
-        _require(np.array_equal(found, values), "rANS decoding")
-    for dim, symbols in ((16, torch.from_numpy(values)), (8, random_codes(40, 20)), (16, None)):
-        for dtype in (torch.float32, torch.bfloat16):  # the random codes give the largest possible integers
-            args: Any = codes, symbols, layer, dim, dtype
-            pairs = zip(dequantize(library, *args), dequantize_reference(*args), strict=True)
-            _require(all(torch.equal(got, want) for got, want in pairs), "dequantizing KV")
-
-
-def _require(is_right: bool, what: str) -> None:
-    if not is_right:
-        raise Unavailable(f"wrong on this machine: {what}")
-
-
-# Inputs of self-checks and tests
-
-
-def random_model(seed: int = 0) -> RansModel:
-    """Distributions of all widths."""
-    spread = np.exp2(np.arange(CLASSES) / 4 - 9)[:, None]
-    share = np.exp(-((np.arange(SYMBOLS) + 1) // 2) / spread)
-    share[:, ESCAPE] = 1e-3
-    moves = np.random.default_rng(seed).integers(-2, 3, (1, CONTEXTS))
-    classes = (np.arange(SIZES)[:, None] + moves).clip(0, CLASSES - 1).astype(np.uint8)
-    return RansModel(classes, slots_of(share))
-
-
-def random_codes(n: int, width: int, seed: int = 0) -> Tensor:
-    """int8 [n, width], the extremes among them."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-128, 128, (n, width), generator=generator, dtype=torch.int8)
-    codes[:1] = -128
-    return codes
-
-
-def random_map(width: int, n_axes: int) -> LayerMap:
-    """A layer of W = width and N = n_axes."""
-    matrix, residual = (random_codes(n, width, n) for n in (width, n_axes))
-    generator = torch.Generator().manual_seed(0)
-    a, b, c, d, e = (torch.rand(width, generator=generator) for _ in range(5))
-    return LayerMap(matrix, residual, a / 4096, b, c / 64, 16 * d, e)
