@@ -51,12 +51,15 @@ class CodecTables:
     """The tables of each codec, fitted once, on text sampled from the model."""
 
     def __init__(self, model: LoadedModel, prompts: PromptBuilder, fit_tokens: int) -> None:
-        self._model, self._prompts, self._fit_tokens = model, prompts, fit_tokens
+        self._model = model
+        self._prompts = prompts
+        self._fit_tokens = fit_tokens
         self._store = MemoryStore(1 << 30)
 
     def codec(self, word: str, *stores: KVStore) -> Codec:
         """The codec that a word names. The stores get its tables, so that its records can be read."""
-        (name, level), model = parse_codec(word), self._model
+        name, level = parse_codec(word)
+        model = self._model
         made: type[Codec] = CODECS.load(name)
         if not made.needs_tables:
             return made.with_tables(level)
@@ -93,7 +96,8 @@ class CodecConfig(PromptBenchConfig):
 
 
 def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
-    blend, words = config.blend, codec_words(config.codecs)
+    blend = config.blend
+    words = codec_words(config.codecs)
     model = open_model(config, log)
     workload = config.workload(model)
     tables = CodecTables(model, workload.prompts, config.fit_tokens)
@@ -109,7 +113,8 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
             coded = [record for ids in workload.chunks if (record := read_record(store, blender.key(ids)))]
             if word == RAW:
                 kvs = [ChunkKV(kv.keys, kv.values) for kv in map(decode, coded)]
-                tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
+                tokens = sum(kv.n_tokens for kv in kvs)
+                raw_bytes = sum(kv.n_bytes for kv in kvs)
                 full = partial(_time, blender, workload, BlendConfig(method="full"), "prefill_s")
                 cases.append(Case({"operation": "prefill"}, lambda full=full: {"time_s": full()}))  # type: ignore[misc]
             n_table_bytes = len(store.blobs.get(codec.coding.tables) or b"")

@@ -57,7 +57,9 @@ class DecodeBenchConfig(BenchConfig):
 
 def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
     model = open_model(config, log)
-    decoder, n, most = model.decoder, config.new_tokens, max(config.contexts)
+    decoder = model.decoder
+    n = config.new_tokens
+    most = max(config.contexts)
     check_room(model, most + n, f"a context of {most:,} and {n:,} new tokens")
     for context in config.contexts:
         labels = {"context": context, "new_tokens": n}
@@ -82,7 +84,9 @@ def run_ours(decoder: DecoderModel, done: PassResult, length: int, n: int, launc
     """Our loop over a prefilled cache; the KV after `length` is overwritten each time. launched: without a graph."""
     clock = Clock(decoder.device)
     runner = DecodeRunner.over(decoder, done.cache, length, 0 if launched else n)
-    tokens, seconds, logits = list[int](), list[float](), done.logits
+    tokens: list[int] = []
+    seconds: list[float] = []
+    logits = done.logits
     for at in range(length, length + n):
         if tokens:
             logits = runner.step(at - 1, tokens[-1:])[0]
@@ -93,7 +97,8 @@ def run_ours(decoder: DecoderModel, done: PassResult, length: int, n: int, launc
 
 def run_generate(decoder: DecoderModel, ids: TokenIds, n: int) -> Timed:
     """transformers' generate, prompt included."""
-    clock, seconds = Clock(decoder.device), list[float]()
+    clock = Clock(decoder.device)
+    seconds: list[float] = []
 
     def stamp(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
         """Called after each token; never stops."""

@@ -55,7 +55,10 @@ class PromptFixture:
         """tier: memory that holds the chunks when a request comes. rates: with them, `run` also gives the KL of the first
         token to transformers', and the share of the roofline. Raises StoreError.
         """
-        self.model, self.workload, self._folder, self._tier = model, workload, folder, tier
+        self.model = model
+        self.workload = workload
+        self._folder = folder
+        self._tier = tier
         self._contexts = list(dict.fromkeys(method.kv_context for method in methods))
         self._rates = rates
         self._counts = Counts.of(model.decoder) if rates else None

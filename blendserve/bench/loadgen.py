@@ -38,7 +38,8 @@ class Response:
 
 async def send(http: httpx.AsyncClient, body: dict[str, Any]) -> Response:
     """Stream one answer of /v1/rag/query."""
-    start, at = time.perf_counter(), list[float]()
+    start = time.perf_counter()
+    at: list[float] = []
     with suppress(httpx.HTTPError):
         async with http.stream("POST", "/v1/rag/query", json={**body, "stream": True}) as response:
             async for line in response.aiter_lines():
@@ -62,8 +63,10 @@ async def closed_loop(
     start = time.perf_counter()
 
     async def ask(number: int, http: httpx.AsyncClient) -> None:
-        rng, pauses = random.Random(f"{seed}{number}"), random.Random(f"pauses {seed}{number}")
-        left_s, pause_s = seconds, pauses.uniform(0, think_s)
+        rng = random.Random(f"{seed}{number}")
+        pauses = random.Random(f"pauses {seed}{number}")
+        left_s = seconds
+        pause_s = pauses.uniform(0, think_s)
         while left_s > 0:
             await asyncio.sleep(min(pause_s, left_s))
             responses.append(await send(http, body(rng)))
@@ -76,7 +79,8 @@ async def closed_loop(
 
 async def open_loop(http: httpx.AsyncClient, body: Body, rate: float, seconds: float) -> dict[str, float]:
     """Arrivals at random times, `rate` a second on average; requests and times are the same in each call."""
-    rng, arrivals = random.Random(f"{rate}"), random.Random(f"at {rate}")
+    rng = random.Random(f"{rate}")
+    arrivals = random.Random(f"at {rate}")
     tasks: list[asyncio.Task[Response]] = []
     start = at = time.perf_counter()
     for _ in range(max(LEAST, round(rate * seconds))):

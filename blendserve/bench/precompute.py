@@ -29,7 +29,8 @@ class PrecomputeConfig(BenchConfig):
 def groups(config: PrecomputeConfig, log: SampleLog) -> Iterator[Group]:
     model = open_model(config, log)
     workload = make_workload(model, config.chunks, config.chunk_tokens, None, config.seed)
-    chunks, device = workload.chunks, model.decoder.device
+    chunks = workload.chunks
+    device = model.decoder.device
     n_tokens = sum(map(len, chunks))
     n_bytes = n_tokens * model.decoder.kv_bytes_per_token
 

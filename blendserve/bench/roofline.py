@@ -51,7 +51,8 @@ class Counts:
         linear = {n: m for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)}
         sizes = {name: module.weight.numel() for name, module in linear.items()}
         project = sum(n for name, n in sizes.items() if name.rpartition(".")[2] in PROJECTIONS)
-        width, windows = decoder.qkv_sizes(0)[0], tuple(spec.window for spec in decoder.specs)
+        width = decoder.qkv_sizes(0)[0]
+        windows = tuple(spec.window for spec in decoder.specs)
         return cls(project, sum(sizes.values()) - project, model.lm_head.weight.numel(), width, windows)
 
 
@@ -81,7 +82,8 @@ def bound_s(work: Flops, rates: Rates) -> float:
 
 def work_of(counts: Counts, rows: Iterable[Rows], loaded: float) -> Flops:
     """FLOPs of these rows and of one row of logits."""
-    linear, attention = 2.0 * counts.head, 0.0
+    linear = 2.0 * counts.head
+    attention = 0.0
     for l, projected, positions, finished in rows:
         window = counts.windows[l]
         seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
@@ -101,17 +103,20 @@ def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend:
 
 def _rows(n_layers: int, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Iterator[Rows]:
     """Tokens are [ exact | reusable | fresh ]."""
-    exact, last = report.tokens_exact, n_layers - 1
+    exact = report.tokens_exact
+    last = n_layers - 1
     n_reusable = report.tokens_reused + report.tokens_recomputed
     ends = pairwise((exact, exact + n_reusable, report.tokens_prompt))
     reusable, fresh = (torch.arange(*pair) for pair in ends)
-    active, first = torch.cat([fresh, recomputed]).sort().values, 0
+    active = torch.cat([fresh, recomputed]).sort().values
+    first = 0
     if 0 < len(recomputed) < n_reusable:
         policy = make_policy(blend)
         if policy.needs_scoring_pass:  # suffix rows in every layer; nothing reads the last one's output
             yield from ((l, len(fresh), fresh, len(fresh) if l < last else 0) for l in range(n_layers))
         if policy.check_layers:  # all rows up to the check layer's projection, the chosen ones from there on
-            dense, first = torch.cat([reusable, fresh]), min(policy.check_layers)
+            dense = torch.cat([reusable, fresh])
+            first = min(policy.check_layers)
             yield from ((l, len(dense), dense, len(dense)) for l in range(first))
             yield first, len(dense) - len(active), active[:0], 0
     yield from ((l, len(active), active, len(active)) for l in range(first, last))

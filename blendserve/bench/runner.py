@@ -151,7 +151,8 @@ def open_model(config: BenchConfig, log: SampleLog) -> LoadedModel:
     from blendserve.models.loader import load_model  # start-up: with torch
 
     loaded = load_model(config.model_settings)
-    decoder, dtype = loaded.decoder, str(loaded.decoder.dtype).removeprefix("torch.")
+    decoder = loaded.decoder
+    dtype = str(loaded.decoder.dtype).removeprefix("torch.")
     model = {"model": loaded.name, "device": str(decoder.device), "dtype": dtype}
     log.note(model=model, machine=machine(), kv_bytes_per_token=decoder.kv_bytes_per_token)
     return loaded

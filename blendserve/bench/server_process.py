@@ -36,7 +36,8 @@ class ServerProcess:
         with log.open("wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.pid = self._process.pid
-        has_ended, match = False, None
+        has_ended = False
+        match = None
         while not (match or has_ended):
             has_ended = self._process.poll() is not None  # before the log is read
             match = LISTENING.search(output := log.read_bytes())

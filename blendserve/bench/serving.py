@@ -97,7 +97,8 @@ def _body(
 
 def _client(config: ServingConfig, url: str) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
-    timeout, limits = httpx.Timeout(TIMEOUT_S, connect=30), httpx.Limits(max_connections=None)
+    timeout = httpx.Timeout(TIMEOUT_S, connect=30)
+    limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers)
 
 

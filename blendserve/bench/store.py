@@ -43,7 +43,8 @@ def groups(config: StoreBenchConfig, log: SampleLog) -> Iterator[Group]:
 
     def put(folder: Path) -> Metrics:
         with LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
-            clock, codec = Clock(), Raw()
+            clock = Clock()
+            codec = Raw()
             for key in keys:
                 store.put(key, ChunkRecord.encode(key, chunk, codec), pin=True)
             return _rate(n_bytes, clock)

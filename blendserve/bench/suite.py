@@ -172,10 +172,12 @@ def run_suite(
     """Run what has no result in `out` -> by name: "done", "skipped: REASON", or the error. Raises InputError."""
     if unknown := set(only) - set(suite.runs):
         raise InputError(f"the suite has no run {sorted(unknown)[0]!r}: it has {', '.join(suite.runs)}")
-    end, states = time.monotonic() + 60 * minutes, dict[str, str]()
+    end = time.monotonic() + 60 * minutes
+    states: dict[str, str] = {}
     out.mkdir(parents=True, exist_ok=True)
     for name, run in suite.runs.items():
-        left, file = (end - time.monotonic()) / 60, suite.file(name, out)
+        left = (end - time.monotonic()) / 60
+        file = suite.file(name, out)
         if only and name not in only:
             continue
         if file.exists() and not dry_run:

@@ -274,7 +274,8 @@ def _estimate(engine: Engine, chunks: Sequence[TokenIds]) -> PrecomputeEstimate:
     """Log what a run will compute and the room that this needs in the store, and return it."""
     from blendserve.blend.cost import chunk_work  # torch and all the rest: seconds
 
-    costs, n_before = engine.blender.planner.calibrate(), len(engine.prompts.kv_context)
+    costs = engine.blender.planner.calibrate()
+    n_before = len(engine.prompts.kv_context)
     found = engine.blender.writer.estimate(chunks, lambda n: costs.seconds(chunk_work(n, n_before)))
     config = engine.config.store
     if found.chunks:

@@ -117,7 +117,8 @@ class Options:
 
         load: reads the file of --config and the words of --set; None = no such options. names: path -> option.
         """
-        self._base, self._load = base, load
+        self._base = base
+        self._load = load
         own = type(base).__annotations__
         paths = paths or tuple(sorted(type(base).model_fields, key=lambda field: field not in own))
         self._paths = {names.get(path, path.rpartition(".")[2]): path for path in paths}
@@ -147,7 +148,8 @@ class Options:
         section, _, field = path.rpartition(".")
         owner: Any = reduce(getattr, section.split("."), self._base) if section else self._base
         info = type(owner).model_fields[field]
-        kind, value = _kind(info.annotation), getattr(owner, field)
+        kind = _kind(info.annotation)
+        value = getattr(owner, field)
         is_flag = kind is bool and not (value or self._load)  # else --no-... can switch off what was on
         words = [type(owner).description(field)]
         if choices := choices_of(info):
@@ -224,7 +226,8 @@ def shown(value: Any) -> str:
 
 def _kind(annotation: Any) -> Any:
     """How a field's type is written on the command line: what takes several types is a word."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         return _kind(parts[0])
     if origin in (Union, UnionType):

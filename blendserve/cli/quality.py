@@ -65,16 +65,21 @@ def _output(found: Evidence, least: float) -> Output:
     from blendserve.quality.risk import interval
     from blendserve.quality.target import ERROR, RATIOS, Target
 
-    target, weights = Target(1.0 - least), [1.0] * len(found.samples)
-    rows, shown = list[dict[str, Any]](), list[tuple[str, ...]]()
+    target = Target(1.0 - least)
+    weights = [1.0] * len(found.samples)
+    rows: list[dict[str, Any]] = []
+    shown: list[tuple[str, ...]] = []
     for ratio, losses in zip(RATIOS, found.losses, strict=True):
-        differ, kls = [1.0 - loss.agreement for loss in losses], [loss.kl for loss in losses]
-        agreement, (low, high) = 1.0 - fmean(differ), interval(differ, ERROR)
+        differ = [1.0 - loss.agreement for loss in losses]
+        kls = [loss.kl for loss in losses]
+        agreement = 1.0 - fmean(differ)
+        low, high = interval(differ, ERROR)
         worse = fmean(loss.is_worse for loss in losses)
         kept = target.p_value(losses, weights) <= ERROR
         row = {"ratio": ratio, "agreement": agreement, "low": 1.0 - high, "high": 1.0 - low}
         rows.append({**row, "mean_kl": fmean(kls), "worst_kl": max(kls), "worse": worse, "kept": kept})
-        ends, kl = f"{1.0 - high:.3f} to {1.0 - low:.3f}", f"{fmean(kls):.3f}, {max(kls):.2f}"
+        ends = f"{1.0 - high:.3f} to {1.0 - low:.3f}"
+        kl = f"{fmean(kls):.3f}, {max(kls):.2f}"
         says = "yes" if kept else "no" if target.seems_missed(losses, weights) else "not proven"
         shown.append((f"{ratio:g}", f"{agreement:.3f}", ends, kl, f"{worse:.1%}", says))
     report = RatioController(target, found).report()

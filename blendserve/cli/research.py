@@ -236,7 +236,9 @@ def doctor(settings: Config) -> Output:
     from blendserve.provenance import machine
 
     model = load_model(settings.model)
-    decoder, checks, prompts = model.decoder, check(model), PromptBuilder(model.tokenizer, settings.prompt)
+    decoder = model.decoder
+    checks = check(model)
+    prompts = PromptBuilder(model.tokenizer, settings.prompt)
     costs = calibrated(decoder, model.fingerprint, fresh=True)
     plan = plan_memory(model, settings.serve, settings.store)
     native, decoding = native_decoder(decoder)
@@ -293,7 +295,8 @@ def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
         for r in checks.rows
     ]
     console.table(title, ("check", "measured", "bound", ""), rows)
-    costs, kernels = found["seconds"], found["kernels"]
+    costs = found["seconds"]
+    kernels = found["kernels"]
     together, anywhere = kernels["attention"]
     lines = [
         "blending is correct with this model" if checks.passed else f"cannot blend: {checks.failure}",

@@ -99,7 +99,8 @@ def merge(
                 console.progress(name, "chunks") as update,
             ):
                 new, bad = merge(source, into, update)
-                copied, damaged = copied + new, damaged + bad
+                copied += new
+                damaged += bad
     return Output({"copied": copied, "damaged": damaged}, exit_code=int(damaged > 0))
 
 

@@ -63,7 +63,8 @@ def load(
     Where questions only name the passages they need, distractors drawn with `seed` complete their contexts
     (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
-    name, passages = str(source), list[Passage]()
+    name = str(source)
+    passages: list[Passage] = []
     if name.startswith(ruler.PREFIX):
         examples = ruler.examples(name)[:limit]
         return Dataset(name, tuple(examples), tuple(p for e in examples for p in e.contexts))
@@ -73,7 +74,8 @@ def load(
     else:
         examples, passages = _parsed(path, text, Path(corpus) if corpus else None, limit)
         examples = [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples]
-    (repeated, n), tasks = Counter(e.id for e in examples).most_common(1)[0], {e.task for e in examples}
+    repeated, n = Counter(e.id for e in examples).most_common(1)[0]
+    tasks = {e.task for e in examples}
     if n > 1:
         problem = f"dataset {name}: two questions have the id {repeated!r}: give each its own"
         raise CorpusError(problem, setting="id", path=name)
@@ -89,7 +91,8 @@ def continuations(text: str, name: str) -> list[Example]:
 
     | piece | ... | piece | lead | continuation |
     """
-    n_words, found = PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS, list[Example]()
+    n_words = PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS
+    found: list[Example] = []
     for n, excerpt in enumerate(split_words(text, n_words), 1):
         if len(excerpt.split()) == n_words:
             pieces = split_words(excerpt, PIECE_WORDS)
@@ -141,7 +144,8 @@ def _corpus(path: Path) -> list[Passage]:
     passages = []
     for n, (line, record) in enumerate(_records(path, _text(path))):
         with errors_of(record, path, line):
-            found, id = formats.CorpusPassage.model_validate(record), f"{path.stem}:{n}"
+            found = formats.CorpusPassage.model_validate(record)
+            id = f"{path.stem}:{n}"
             passages.append(Passage(found.text, found.title, id, id))
     return passages
 
@@ -178,7 +182,8 @@ def _download(task: str) -> str:
     """The task's file, from the hub's client, which reads its cache without a network."""
     from huggingface_hub import hf_hub_download
 
-    (repository, file), member = LONGBENCH_FILE, f"data/{task}.jsonl"
+    repository, file = LONGBENCH_FILE
+    member = f"data/{task}.jsonl"
     try:
         path = hf_hub_download(repository, file, repo_type="dataset")
     except Exception as error:  # the client's own errors differ by version
@@ -194,7 +199,8 @@ def _download(task: str) -> str:
 
 def _records(path: Path, text: str) -> list[tuple[int, Record]]:
     """(line, object) of a JSON array or of JSON lines. Raises CorpusError, also for none."""
-    is_array, values = text.lstrip().startswith("["), list[tuple[int, Any]]()
+    is_array = text.lstrip().startswith("[")
+    values: list[tuple[int, Any]] = []
     for n, part in enumerate([text] if is_array else text.split("\n"), 1):
         try:
             values += [(n, json.loads(part))] if part.strip() else []

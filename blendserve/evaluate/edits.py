@@ -65,7 +65,8 @@ def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None 
         ]
     name, _, share = kind.partition("@")
     edit = partial(_revised, float(share)) if name == REVISED else _KINDS[name]
-    texts, made = [p.text for p in passages], []
+    texts = [p.text for p in passages]
+    made = []
     for n, passage in enumerate(passages):
         others = [text for text in texts if text != passage.text] or texts
         made.append(replace(passage, text=edit(passage.text, random.Random(f"{seed}:{kind}:{n}"), others)))
@@ -106,7 +107,8 @@ def _negations(text: str, rng: random.Random, others: Sequence[str]) -> str:
 def _sentences(kind: str, text: str, rng: random.Random, others: Sequence[str]) -> str:
     sentences = _SENTENCES.split(text)
     if kind == "removed":  # since then
-        at, other = rng.randrange(len(sentences) + 1), _SENTENCES.split(rng.choice(others))
+        at = rng.randrange(len(sentences) + 1)
+        other = _SENTENCES.split(rng.choice(others))
         sentences.insert(at, rng.choice(other))
     elif kind == "moved" and len(sentences) > 1:
         a, b = rng.sample(range(len(sentences)), 2)
@@ -117,11 +119,13 @@ def _sentences(kind: str, text: str, rng: random.Random, others: Sequence[str]) 
 
 
 def _revised(share: float, text: str, rng: random.Random, others: Sequence[str]) -> str:
-    words, pool = text.split(" "), rng.choice(others).split(" ")
+    words = text.split(" ")
+    pool = rng.choice(others).split(" ")
     left = max(1, round(share * len(words)))
     while left > 0:
         n = min(left, rng.randint(*PHRASE))
-        at, source = rng.randrange(max(1, len(words) - n)), rng.randrange(max(1, len(pool) - n))
+        at = rng.randrange(max(1, len(words) - n))
+        source = rng.randrange(max(1, len(pool) - n))
         words[at : at + n] = pool[source : source + n]
         left -= n
     return " ".join(words)

@@ -61,15 +61,18 @@ def answer(
     prefix_kv: in place of the cached prefix. Raises StoreError when precomputed KV has left the store: another method
     would be measured.
     """
-    clock, decoder = Clock(model.decoder.device), model.decoder
+    clock = Clock(model.decoder.device)
+    decoder = model.decoder
     prompt = draw()
     with clock.stage("prefill"):
         room = max(decode.answer_tokens, len(reference or ()))  # a text to continue may be longer
         done = blender.run(prompt, method.blend, KVCache(decoder, len(prompt) + room), clock, prefix_kv)
-    cache, first = done.result.cache, done.result.logits
+    cache = done.result.cache
+    first = done.result.logits
     source = generate(decoder, cache, len(prompt), first, decode, model.end_tokens)
     begin = tuple(islice(source, 1))
-    ttft, refined = clock.elapsed(), done
+    ttft = clock.elapsed()
+    refined = done
     if len(done.to_refine):
         with clock.stage("refine"):
             refined = run(done.refine(decoder, prompt.ids))
@@ -94,11 +97,15 @@ def transformers_answer(
     model: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
 ) -> Generation:
     """The same by transformers' own forward: the rounding difference of two exact computations."""
-    own, along, clock = *(OwnDecoding(model.decoder) for _ in range(2)), Clock(model.decoder.device)
-    ids, tokens = draw().ids, list[int]()
+    own = OwnDecoding(model.decoder)
+    along = OwnDecoding(model.decoder)
+    clock = Clock(model.decoder.device)
+    ids = draw().ids
+    tokens: list[int] = []
     with clock.stage("prefill"):
         logits = own.feed(ids)
-    token, ttft = int(logits.argmax()), clock.elapsed()
+    token = int(logits.argmax())
+    ttft = clock.elapsed()
     while token not in model.end_tokens:
         tokens.append(token)
         if len(tokens) == decode.answer_tokens:

@@ -205,9 +205,11 @@ class OfCorpus(Form):
             if missing := [title for title in getattr(self, field) if title not in corpus]:
                 raise WrongField(field, f"the corpus has no passage with the title {missing[0]!r}")
         contexts = [passage for title in dict.fromkeys(self.contexts) for passage in corpus[title]]
-        answers, task = self.answers, QUESTIONS.name
+        answers = self.answers
+        task = QUESTIONS.name
         if self.counterfactual:  # the model continues the passages, title line included
-            answers, task = tuple(f" {answer}" for answer in answers), CONTINUATION.name
+            answers = tuple(f" {answer}" for answer in answers)
+            task = CONTINUATION.name
             contexts = [Passage(f"{p.title}\n{p.text}\n\n", p.title, p.id, p.doc_id) for p in contexts]
         return Example(
             *(self.id or id, self.question, answers, tuple(contexts), self.type, task),
@@ -241,7 +243,8 @@ def errors_of(record: Record, path: Path, line: int) -> Iterator[None]:
         yield
         return
     except ValidationError as error:
-        field, problem = str(error.errors()[0]["loc"][0]), error.errors()[0]["msg"]
+        field = str(error.errors()[0]["loc"][0])
+        problem = error.errors()[0]["msg"]
     except WrongField as error:
         field, problem = error.args
     found = "missing" if field not in record else f"{record[field]!r:.60}"

@@ -103,7 +103,8 @@ def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
     from blendserve.evaluate import plots  # start-up: matplotlib
 
     run_dir.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
-    title, methods = run_dir.path.name, metrics["methods"]
+    title = run_dir.path.name
+    methods = metrics["methods"]
     drawn = {"pareto.svg": plots.pareto(methods, title, metrics["metric"])}
     if any(method["codec"] for method in methods.values()):
         drawn["codecs.svg"] = plots.codecs(methods, title)
@@ -128,7 +129,8 @@ def evaluate_each(
 
 def with_task(settings: Config, task: Task, max_new_tokens: int | None = None) -> Config:
     """The task's own prompt and length of answers, where the user has not set others. max_new_tokens: of the user's."""
-    prompt, decode = settings.prompt, settings.decode
+    prompt = settings.prompt
+    decode = settings.decode
     if (prompt.system, prompt.instruction) == (PROMPT.system, PROMPT.instruction):
         prompt = prompt.with_values(system=task.prompt.system, instruction=task.prompt.instruction)
     if max_new_tokens or decode.max_new_tokens == DECODE.max_new_tokens:

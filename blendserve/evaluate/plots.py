@@ -57,7 +57,8 @@ class Panel(NamedTuple):
 
 def draw(title: str, panels: Sequence[Panel]) -> bytes:
     """The plot as SVG."""
-    columns, image = min(3, len(panels)), BytesIO()
+    columns = min(3, len(panels))
+    image = BytesIO()
     rows = -(-len(panels) // columns)
     with rc_context(STYLE):
         figure = Figure(figsize=(max(7.6, 5.2 * columns), 4.4 * rows), layout="constrained")
@@ -111,7 +112,8 @@ def _by_series(shown: Iterable[tuple[str, Point]]) -> dict[str, list[Point]]:
 
 def _draw(axis: Axes, panel: Panel) -> None:
     for (name, points), colour in zip(panel.lines.items(), cycle(COLOURS), strict=False):
-        xs, ys = [p.x for p in points], [p.y for p in points]
+        xs = [p.x for p in points]
+        ys = [p.y for p in points]
         bars = [max(0.0, p.y - p.low) for p in points], [max(0.0, p.high - p.y) for p in points]
         form: dict[str, Any] = {"fmt": "o" if panel.words else "o-", "markersize": 4, "linewidth": 1.4}
         axis.errorbar(xs, ys, bars, label=name, color=colour, elinewidth=0.5, clip_on=False, **form)

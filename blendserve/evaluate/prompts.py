@@ -45,17 +45,21 @@ class PromptSource:
     """Makes the prompts of a run."""
 
     def __init__(self, engine: Engine, config: EvaluateConfig) -> None:
-        self._engine, self._config = engine, config
+        self._engine = engine
+        self._config = config
 
     def with_passages(self, example: Example) -> tuple[Example, float | None, float]:
         """The question with the passages of its prompt in its permutation's order, recall, and seconds of retrieval.
 
         recall: of the needed titles; None if nothing was retrieved, or they are unknown.
         """
-        found, recall, seconds = example.contexts, None, 0.0
+        found = example.contexts
+        recall = None
+        seconds = 0.0
         if self._config.setting == "open":
             assert self._engine.index is not None
-            clock, needed = Clock(), set(example.supporting)
+            clock = Clock()
+            needed = set(example.supporting)
             search = reranked(self._engine.index.search, self._engine.reranker)
             found = tuple(search(example.question, self._config.top_k, ANY))
             seconds = clock.elapsed()
@@ -76,7 +80,8 @@ class PromptSource:
         """
         if not self.is_plain:
             return self._own_layout(example)
-        texts, words = [passage.text for passage in example.contexts], self._engine.config.prompt
+        texts = [passage.text for passage in example.contexts]
+        words = self._engine.config.prompt
         return self._engine.prompts.plain(client_chat(self._config.layout, example.question, texts, words))
 
     def stored_chunks(self, example: Example) -> list[TokenIds]:
@@ -87,7 +92,8 @@ class PromptSource:
 
     def _pasted(self, example: Example) -> Example:
         """The question with the texts of its chunks as passages without titles."""
-        decode, texts = self._engine.model.tokenizer.decode, [p.chunk_text for p in example.contexts]
+        decode = self._engine.model.tokenizer.decode
+        texts = [p.chunk_text for p in example.contexts]
         if self._config.window is not None:
             chunks = self._own_layout(example).chunks
             texts = [decode(chunk.ids, skip_special_tokens=True).strip() for chunk in chunks]
@@ -95,7 +101,8 @@ class PromptSource:
         return replace(example, contexts=tuple(passages[: self._config.chunks]))
 
     def _own_layout(self, example: Example) -> Prompt:
-        prompts, config = self._engine.prompts, self._config
+        prompts = self._engine.prompts
+        config = self._config
         if example.is_continuation:
             pieces = tuple(Chunk(prompts.text_ids(passage.text), passage) for passage in example.contexts)
             prompt = Prompt(prompts.prefix, pieces, prompts.text_ids(example.question))
@@ -141,7 +148,8 @@ def with_permutations(
     made = list[Example]()
     for example in examples:
         orders = math.factorial(min(20, len(example.contexts) if passages is None else passages))
-        numbers, of = range(1, min(permutations + 1, orders)), example.id
+        numbers = range(1, min(permutations + 1, orders))
+        of = example.id
         made.append(example)
         made += (replace(example, id=f"{of}~{n}", permutation=n, permutation_of=of) for n in numbers)
     if taken := {e.id for e in examples} & {e.id for e in made if e.permutation}:
@@ -152,7 +160,8 @@ def with_permutations(
 
 def permuted(passages: Sequence[Passage], example: Example, seed: int) -> tuple[Passage, ...]:
     """The passages in this permutation's order; as they are for the question itself."""
-    rng, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(passages)))
+    rng = random.Random(f"{seed}:{example.permutation_of}")
+    order = list(range(len(passages)))
     seen = {tuple(order): None}
     while len(seen) <= example.permutation:  # until the n-th order that is another one than all before
         rng.shuffle(order)

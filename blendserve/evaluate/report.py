@@ -98,7 +98,9 @@ def show_all(runs: Mapping[str, Metrics | str]) -> None:
 
 def facts(metrics: Metrics) -> list[str]:
     """What was measured, and where."""
-    where, model, recall = metrics["environment"], metrics["reader"], metrics["recall"]
+    where = metrics["environment"]
+    model = metrics["reader"]
+    recall = metrics["recall"]
     return [
         f"{_size(metrics)} of {Path(metrics['dataset']).name}, {metrics['setting']}, {metrics['layout']} layout",
         *([f"recall of needed titles {cell(recall, '.2f')}"] if recall else []),
@@ -111,7 +113,8 @@ def facts(metrics: Metrics) -> list[str]:
 
 def tables(metrics: Metrics) -> list[ReportTable]:
     """All tables of the page; those without a row are left out."""
-    methods, found = metrics["methods"], [_quality(metrics), _tails(metrics)]
+    methods = metrics["methods"]
+    found = [_quality(metrics), _tails(metrics)]
     for title, part, note, columns in (
         (TIME, "kind", TIME_NOTE, TIME_COLUMNS),
         ("Edited passages", "edited", EDITED_NOTE, EDITED_COLUMNS),
@@ -122,7 +125,8 @@ def tables(metrics: Metrics) -> list[ReportTable]:
 
 
 def _quality(metrics: Metrics) -> ReportTable:
-    metric, methods = metrics["metric"], metrics["methods"]
+    metric = metrics["metric"]
+    methods = metrics["methods"]
     columns = {
         "mean KL / reuse's": ("mean_kl_share", ".3f"),
         "first-token KL / reuse's": ("first_kl_share", ".3f"),
@@ -198,7 +202,8 @@ def _score_and_kl(m: Metrics) -> str:
 
 
 def _size(metrics: Metrics) -> str:
-    questions, prompts = metrics["questions"], metrics["prompts"]
+    questions = metrics["questions"]
+    prompts = metrics["prompts"]
     return f"{questions} questions" + (f" in {prompts} prompts" if prompts > questions else "")
 
 
@@ -222,7 +227,8 @@ def render(run: RunDir, metrics: Metrics, plots: Mapping[str, bytes]) -> str:
 
 def _viewer(methods: Mapping[str, Metrics], run: RunDir) -> Metrics:
     """Data of the page's script: every prompt that all methods answered."""
-    prompts, predictions = run.prompts, run.predictions
+    prompts = run.prompts
+    predictions = run.predictions
     ids = [i for i in prompts if all((i, m) in predictions for m in methods)]
     shown = [{**prompts[i], "titled": len(prompts[i]["titles"]) == len(prompts[i]["parts"]) - 2} for i in ids]
 

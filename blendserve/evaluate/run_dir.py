@@ -34,7 +34,8 @@ class RunDir:
 
         Raises ConfigError where that has other prompts or another model, InputError where it is damaged.
         """
-        self.path, file = path, path / "config.yaml"
+        self.path = path
+        file = path / "config.yaml"
         values = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
         if file.exists():
             before = _read_config(file)

@@ -48,7 +48,9 @@ class Runner:
             )
         for method in methods:
             validate_blend(method.blend, engine.model.decoder)
-        self._engine, self._source, self._stores = engine, source, stores
+        self._engine = engine
+        self._source = source
+        self._stores = stores
         self._full = next(m for m in methods if m.name == FULL)
         self._others = [m for m in methods if m.name != FULL]
         self._is_warm = False
@@ -70,8 +72,10 @@ class Runner:
 
     def _predict(self, example: Example, methods: Sequence[MethodSpec], run_dir: RunDir) -> Iterator[Record]:
         example, recall, retrieve_s = self._source.with_passages(example)
-        draw, model = partial(self._source.build, example), self._engine.model
-        prompt, limit = draw(), model.decoder.context_limit
+        draw = partial(self._source.build, example)
+        model = self._engine.model
+        prompt = draw()
+        limit = model.decoder.context_limit
         continuation: TokenIds = ()
         if example.is_continuation:
             continuation = self._engine.prompts.text_ids(example.answers[0])
@@ -79,7 +83,8 @@ class Runner:
         if len(prompt) + reserved > limit:
             raise PromptTooLong(len(prompt), limit, reserved)
         run_dir.add_prompt(self._prompt_record(example, prompt))
-        chunks, previous = self._source.stored_chunks(example), partial(self._source.previous_chunks, example)
+        chunks = self._source.stored_chunks(example)
+        previous = partial(self._source.previous_chunks, example)
         with self._stores.holding(chunks, methods, previous):
             if not self._is_warm:  # the first question does not pay for first allocations
                 for method in methods:
@@ -99,7 +104,10 @@ class Runner:
         self, method: MethodSpec, draw: Draw, reference: TokenIds | None
     ) -> tuple[Generation, Sizes]:
         """Generate an answer -> it, and the size of its chunks if coded. reference: None for full prefill."""
-        model, stores, sizes, kv = self._engine.model, self._stores, Sizes(), None
+        model = self._engine.model
+        stores = self._stores
+        sizes = Sizes()
+        kv = None
         if method.kind == TRANSFORMERS and reference:
             return fidelity.transformers_answer(model, draw, self._decode, reference), sizes
         if method.kind == EXACT:
@@ -111,7 +119,9 @@ class Runner:
         return fidelity.answer(model, blender, method, own, self._decode, reference, kv), sizes
 
     def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
-        text, kls, golds = self._text(done), kl(full.logits, done.logits), example.answers
+        text = self._text(done)
+        kls = kl(full.logits, done.logits)
+        golds = example.answers
         record = {
             "id": example.id,
             "method": method.name,

@@ -58,10 +58,12 @@ def _ratio(
         columns = np.array([reduce(columns[:, mask], axis=1) for mask in own]).T
 
     def statistic(top: Any, bottom: Any, axis: int = -1) -> Any:
-        top, bottom = reduce(top, axis=axis), reduce(bottom, axis=axis)
+        top = reduce(top, axis=axis)
+        bottom = reduce(bottom, axis=axis)
         return np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=np.asarray(bottom) > 0)
 
-    value, n = float(statistic(*columns)), columns.shape[1]
+    value = float(statistic(*columns))
+    n = columns.shape[1]
     low = high = value
     if np.isnan(value):
         return None

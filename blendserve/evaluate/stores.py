@@ -80,7 +80,10 @@ class PromptStores:
 
         Raises ConfigError, TablesMissing.
         """
-        self._engine, self._methods, self._evicts, self._is_plain = engine, methods, evicts, is_plain
+        self._engine = engine
+        self._methods = methods
+        self._evicts = evicts
+        self._is_plain = is_plain
         self._raw = {context: self._over_context(context) for context in {m.kv_context for m in methods}}
         self._codecs = {word: codec_for(engine, word) for word in {m.codec for m in methods} if word}
         self._made: dict[tuple[str | None, ...], Blender] = {}  # by KV context, codec and edit
@@ -101,7 +104,8 @@ class PromptStores:
         The chunks go through the codec one by one, the prompt's own prefix does not.
         """
         context = prompt.ids[: len(prompt) - len(prompt.suffix)]
-        exact, sizes = Prompt(context, (), prompt.suffix), Sizes()
+        exact = Prompt(context, (), prompt.suffix)
+        sizes = Sizes()
         kv = ChunkComputer(self._engine.model.decoder, ()).compute([context])[0]
         if method.codec is not None:
             ends = [0, len(prompt.prefix), *(span.stop for span in prompt.spans if len(span))]

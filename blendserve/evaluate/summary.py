@@ -87,7 +87,8 @@ def summarize(predictions: Predictions, metric: str) -> Metrics:
 
 
 def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metrics:
-    name, records = method.name, predictions.records[method.name]
+    name = method.name
+    records = predictions.records[method.name]
     counts = {count: float(np.mean(predictions.column(name, count))) for count in COUNTS}
     times = {stage: predictions.seconds(name, stage) for stage in STAGES}
     sizes = [record["kv"] for record in records if record.get("kv")]

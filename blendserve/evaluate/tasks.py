@@ -62,7 +62,8 @@ def agreement(answer: str, reference: str) -> float:
 
 def rouge_l(prediction: str, golds: Sequence[str]) -> float:
     """Harmonic mean of precision and recall of the longest common subsequence."""
-    said, expected = normalise(prediction).split(), [normalise(gold).split() for gold in golds]
+    said = normalise(prediction).split()
+    expected = [normalise(gold).split() for gold in golds]
     return max((_harmonic(_lcs(said, e), len(said), len(e)) for e in expected), default=0.0)
 
 

@@ -191,7 +191,7 @@ class Earlier:
         return body if body and f"{CHUNKS}/{body.hash.hex()}" in self.whole else None
 
     def replaced(self, write: Write) -> dict[str, int]:
-        """Its description and those before it, with the times at which they were replaced."""
+        """Return the hashes of the description and of earlier ones, with the times at which each was replaced."""
         if self._raw is None or self._collection is None:
             return {}
         now = int(time.time())

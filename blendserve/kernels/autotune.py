@@ -152,7 +152,8 @@ def choose(times: Times) -> str:
 def _times(kind: str, runs: Mapping[str, Callable[..., object]], calls: Calls) -> Times | None:
     """Times of all these backends, from the cache or measured and kept; None where the machine is too busy or slow."""
     found = load(kind, list(runs))
-    left_s, start = BUDGET_S - sum(SPENT_S.values()), time.perf_counter()
+    left_s = BUDGET_S - sum(SPENT_S.values())
+    start = time.perf_counter()
     if found is None and left_s > 0:
         found = measure(runs, calls, left_s)
         if found:
@@ -180,7 +181,8 @@ def measure(
 
 def timed(run: Callable[..., object], sample: Sequence[tuple[Any, ...]]) -> list[float]:
     """Seconds of a call; none where a thread waited for a core."""
-    waited, start = run_queue_wait_seconds(), time.perf_counter()
+    waited = run_queue_wait_seconds()
+    start = time.perf_counter()
     for args in sample:
         run(*args)
     seconds = time.perf_counter() - start

@@ -42,7 +42,9 @@ class Draw:
     def __init__(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0, fill: float = NAN
     ) -> None:
-        self.dtype, self.device, self.fill = dtype, torch.device(device), fill
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.fill = fill
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, *shape: int, apart: int = 0, scale: float = 1.0) -> Tensor:
@@ -81,7 +83,8 @@ def attention(
     if absent is not None:
         hidden = torch.rand(at[-1] + 1, generator=draw.generator) < absent
         hidden[at] = False
-    key, row = torch.arange(at[-1] + 1)[None], torch.tensor(at)[:, None]
+    key = torch.arange(at[-1] + 1)[None]
+    row = torch.tensor(at)[:, None]
     seen = (key <= row) & (key > row - (window or len(key[0])))
     unseen = ~seen.any(dim=0) if hidden is None else ~seen.any(dim=0) | hidden
     width = max(dim, value_dim or dim)
@@ -89,7 +92,8 @@ def attention(
     cache[:, :, : at[-1] + 1] = torch.randn(2, n_kv, at[-1] + 1, width, generator=draw.generator)
     cache[:, :, : at[-1] + 1][:, :, unseen] = 100.0 if math.isnan(draw.fill) else draw.fill
     if hidden is not None:
-        cache[0][:, : len(hidden)][:, hidden], cache[1][:, : len(hidden)][:, hidden] = draw.fill, 0.0
+        cache[0][:, : len(hidden)][:, hidden] = draw.fill
+        cache[1][:, : len(hidden)][:, hidden] = 0.0
         cache = cache[:, :, : len(hidden)]
     keys, values = cache.to(draw.device, draw.dtype)
     keys = keys[..., :dim]
@@ -170,14 +174,17 @@ def correction(
 
 
 def linear(draw: Draw, rows: int, outs: int, depth: int, bias: bool = True, apart: int = 0) -> Args:
-    x, weight = draw(rows, depth, apart=apart), draw(outs, depth, apart=apart)
+    x = draw(rows, depth, apart=apart)
+    weight = draw(outs, depth, apart=apart)
     return x, weight, draw(outs) if bias else None
 
 
 def packed(draw: Draw, outs: int, depth: int, kind: str) -> PackedMatrix:
     """Random codes whose scales are powers of two, so that every weight is one of bf16."""
-    form, heads = KINDS[kind], 1 + KINDS[kind].has_min
-    n, generator = -(-outs // STRIP) * (depth // form.inputs), draw.generator
+    form = KINDS[kind]
+    heads = 1 + KINDS[kind].has_min
+    n = -(-outs // STRIP) * (depth // form.inputs)
+    generator = draw.generator
     scales = 2.0 ** torch.randint(-8, -6, (n, STRIP * heads), generator=generator)
     small = 2 ** torch.randint(3, (n, STRIP * form.n_small), generator=generator)
     rest = form.strip_bytes - STRIP * (2 * heads + form.n_small)
@@ -198,14 +205,17 @@ def take(draw: Draw, rows: int, outs: int, depth: int, kind: str = "Q4_K") -> Ar
 
 
 def norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apart: int = 0) -> Args:
-    x, add, weight = draw(rows, dim, apart=apart, scale=3), draw(rows, dim, apart=apart, scale=3), draw(dim)
+    x = draw(rows, dim, apart=apart, scale=3)
+    add = draw(rows, dim, apart=apart, scale=3)
+    weight = draw(dim)
     shape = NORM_FORMS[form]
     own = partial(shape.normed, weight=weight, eps=1e-5)
     return x, add if adds else None, Norm(own, weight, 1e-5, shape)
 
 
 def gate(draw: Draw, rows: int, width: int, activation: Activation = F.silu, apart: int = 0) -> Args:
-    gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
+    gate = draw(rows, width, apart=apart, scale=9)
+    up = draw(rows, width, apart=apart)
     gate[:, ::5] *= 20  # to where the exponential overflows
     return gate, up, activation
 

@@ -44,7 +44,8 @@ class ChunkStack:
     @cached_property
     def key_index(self) -> Tensor:
         """Places in [prefix | chunk 0 | chunk 1 | ...] of the packed keys [prefix | chunk 0 | prefix | chunk 1 | ...]."""
-        prefix, own = torch.arange(self.n_prefix), self.n_prefix + torch.arange(sum(self.lengths))
+        prefix = torch.arange(self.n_prefix)
+        own = self.n_prefix + torch.arange(sum(self.lengths))
         parts = [x for chunk in torch.split(own, self.lengths) for x in (prefix, chunk)]
         return torch.cat(parts).to(self.device)
 

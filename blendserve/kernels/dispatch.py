@@ -41,8 +41,11 @@ class KernelOp(Generic[P, R]):
         validate: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         """rows: of a call's arguments, "" = the first in the table. validate: raises ValueError for wrong arguments."""
-        self.name, self.backends = plain.__name__, (*backends, Backend(PLAIN, plain))
-        self.__doc__, self._rows, self._validate = plain.__doc__, rows, validate
+        self.name = plain.__name__
+        self.backends = (*backends, Backend(PLAIN, plain))
+        self.__doc__ = plain.__doc__
+        self._rows = rows
+        self._validate = validate
         self.order: dict[Hashable, list[Backend]] = {}  # by kind of rows: the fastest first
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

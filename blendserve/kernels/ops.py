@@ -174,7 +174,8 @@ OPERATIONS = {operation.name: operation for operation in _ALL}
 
 def attention_backends(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> tuple[str, str]:
     """Names of the attention backends for such rows q [H, S, D] over [K, 2 S, D]: contiguous, and scattered."""
-    group, rows = len(q) // len(keys), torch.arange(q.shape[1])
+    group = len(q) // len(keys)
+    rows = torch.arange(q.shape[1])
     plans = (plan_rows(at.to(q.device), group, spec.window, at) for at in (rows, 2 * rows))
     contiguous, anywhere = (attend.select(q, keys, values, spec, plan).name for plan in plans)
     return contiguous, anywhere

@@ -99,7 +99,8 @@ class PackedMatrix:
 
     def numbers(self) -> Tensor:
         """The weights in fp32 [outputs, inputs], slowly: what kernels are compared with."""
-        kind, (outputs, inputs) = KINDS[self.kind], self.shape
+        kind = KINDS[self.kind]
+        outputs, inputs = self.shape
         n_heads = 1 + kind.has_min
         blocks = self.strips.view(-1, inputs // kind.inputs, kind.strip_bytes)  # [O / 16, B, bytes]
         n_blocks = blocks.shape[:2]

@@ -44,7 +44,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
     is made. The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
     """
     n_heads, n_rows, dim = q.shape
-    n_kv, width = keys.shape[0], values.shape[2]
+    n_kv = keys.shape[0]
+    width = values.shape[2]
     group = n_heads // n_kv
     q = q.view(n_kv, group, n_rows, dim)
     out = torch.empty(n_rows, n_kv, group, width, dtype=q.dtype, device=q.device)
@@ -182,8 +183,12 @@ def correct(
 
     In place; rope: of positions [N]. Formulas: blend/corrections.
     """
-    at, others, rotate, dim = fresh.recomputed_index, fresh.reused_index, rotary.rotate, keys.shape[-1]
-    inverse, elsewhere = rope.inverse, rope.at(others)
+    at = fresh.recomputed_index
+    others = fresh.reused_index
+    rotate = rotary.rotate
+    dim = keys.shape[-1]
+    inverse = rope.inverse
+    elsewhere = rope.at(others)
     wide = torch.promote_types(keys.dtype, torch.float32)
     (ours, our_weight), (theirs, their_weight) = (
         _by_token(tuple(sizes), tuple(fresh.context_weight), wide, keys.device)
@@ -210,7 +215,8 @@ def correct(
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
         shift = shift + their_weight * _by(rule, before_rope[:, others].to(wide))
-    by_key, by_value = shift[..., :dim], shift[..., dim:]
+    by_key = shift[..., :dim]
+    by_value = shift[..., dim:]
     keys.index_add_(1, others, rotate(by_key.to(keys.dtype), elsewhere))
     values.index_add_(1, others, by_value.to(keys.dtype))
 

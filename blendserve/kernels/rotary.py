@@ -20,10 +20,13 @@ class Rotary:
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """x [heads, S, D] rotated in its own dtype; dims beyond R stay."""
-        width, cos, sin = rope.cos.shape[-1], rope.cos, rope.sin
+        width = rope.cos.shape[-1]
+        cos = rope.cos
+        sin = rope.sin
         if width == 0:
             return x
-        half, turned = width // 2, x[..., :width]
+        half = width // 2
+        turned = x[..., :width]
         if self.neighbours:
             one, other = (
                 part.float() if self.wide else part for part in (turned[..., ::2], turned[..., 1::2])

@@ -66,7 +66,8 @@ def largest_error(
     The plain form computes in float64 on the CPU; is_exact: in the same dtype on the same device. relative: of the
     result, that is no error.
     """
-    make, plain = CASES[operation], getattr(reference, operation)
+    make = CASES[operation]
+    plain = getattr(reference, operation)
     wanted_args = make(Draw(dtype, device if is_exact else "cpu"), **options)
     got = outputs(operation, run, make(Draw(dtype, device), **options))
     wanted = outputs(operation, plain, wanted_args if is_exact else in_fp64(wanted_args))
@@ -222,7 +223,8 @@ def check_level(level: Level) -> None:
 @Once
 def packed_trouble(level: Level, kind: str) -> str:
     """Why these kernels may not read quantised weights of a kind, "" if they may."""
-    sizes, linear = {"outs": 34, "depth": 256, "kind": kind}, CHECKS["linear"]
+    sizes = {"outs": 34, "depth": 256, "kind": kind}
+    linear = CHECKS["linear"]
     calls = [{**sizes, "rows": n} for n in (7, 20)]
     checks = (
         (bindings.packed_linear, Check("packed_linear", calls, linear.bounds, linear.relative)),
@@ -254,7 +256,8 @@ class Kind:
 
     @classmethod
     def of(cls, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Kind:
-        group, has = q.shape[0] // keys.shape[0], (spec.window, spec.softcap, spec.sinks)
+        group = q.shape[0] // keys.shape[0]
+        has = (spec.window, spec.softcap, spec.sinks)
         return cls(q.device, q.dtype, group, q.shape[2], values.shape[2], *(x is not None for x in has))
 
     @property

@@ -42,7 +42,8 @@ def leaves() -> int:
 @contextmanager
 def at_most(threads: int | None) -> Iterator[None]:
     """Inside, kernels called by this thread run with no more; None = as torch has it."""
-    before, _own.most = _own.most, threads
+    before = _own.most
+    _own.most = threads
     try:
         yield
     finally:

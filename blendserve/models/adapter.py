@@ -36,8 +36,11 @@ class Adapter(NamedTuple):
 
     def merge(self, folder: Path) -> None:
         """Add to the folder's weights: in fp32, rounded to the weight's dtype once. Raises ModelError."""
-        factors, weights = load_file(self.find()), load_file(folder / WEIGHTS)
+        factors = load_file(self.find())
+        weights = load_file(folder / WEIGHTS)
         for name in {name.rpartition(".")[0] for name in factors}:
-            weight, a, b = weights[name], factors[f"{name}.a"], factors[f"{name}.b"]
+            weight = weights[name]
+            a = factors[f"{name}.a"]
+            b = factors[f"{name}.b"]
             weights[name] = (weight.float() + a.float() @ b.float()).to(weight.dtype)
         save_file(weights, folder / WEIGHTS, {"format": "pt"})

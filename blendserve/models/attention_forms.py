@@ -38,8 +38,10 @@ def layer_count(config: Any, family: Family) -> int:
 
 def kv_layout(config: Any, family: Family) -> tuple[tuple[KVShape, ...], list[int]]:
     """The shapes of the layers that keep KV, and for each layer the one whose KV it reads."""
-    n, heads = layer_count(config, family), config.num_attention_heads
-    shapes, sources = [], list(range(n))
+    n = layer_count(config, family)
+    heads = config.num_attention_heads
+    shapes = []
+    sources = list(range(n))
     for l in range(n - (getattr(config, "num_kv_shared_layers", None) or 0)):
         if is_recurrent(config, family, l):
             shapes.append(NO_KV)

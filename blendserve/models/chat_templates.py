@@ -136,7 +136,8 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, called: Any, *args: Any, **named: Any) -> Any:
         method = getattr(called, "__wrapped__", called)  # the sandbox wraps `format`
-        subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        subject = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "")
         if isinstance(subject, str) and name in GROWING:
             _check(name, subject, (*args, *named.values()))
         return super().call(context, called, *args, **named)

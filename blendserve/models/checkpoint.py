@@ -36,7 +36,8 @@ def loading(name: str) -> Iterator[None]:
 
 
 def _reason(name: str, error: BaseException) -> str:
-    said, kind = first_line(error), type(error).__name__
+    said = first_line(error)
+    kind = type(error).__name__
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
         return (
             f"model {name!r} does not fit into memory ({said}): use a smaller model, or a machine with more. "

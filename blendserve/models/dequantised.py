@@ -69,7 +69,8 @@ def write_folder(file: Path, into: Path) -> Start:
     check_fits(
         str(file), 2 * sum(math.prod(x.shape) for x in weights.values()), available_on(torch.device("cpu"))
     )
-    config, tokenizer = start.config, start.tokenizer
+    config = start.config
+    tokenizer = start.tokenizer
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     for name, values in (("config", config), ("tokenizer_config", settings)):
         (into / f"{name}.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
@@ -97,7 +98,8 @@ def _in_bf16(x: Weights) -> Tensor:
     """Dequantised in fp32 and rounded once."""
     if isinstance(x, Tensor):
         return x.to(torch.bfloat16)
-    out, n_rows = torch.empty(x.shape, dtype=torch.bfloat16), max(1, CHUNK // x.shape[1])
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    n_rows = max(1, CHUNK // x.shape[1])
     for at in range(0, len(out), n_rows):
         rows = x.blocks[at : at + n_rows]
         part = QuantisedMatrix(x.kind, (len(rows), x.shape[1]), rows)

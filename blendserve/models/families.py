@@ -125,7 +125,8 @@ def _qk_scale(config: Any) -> float:
 def _latent_scale(config: Any) -> float:
     """The scale of all dims of a query, and of YaRN's, which DeepSeek applies here instead of to cos and sin."""
     rope = getattr(config, "rope_parameters", None) or {}
-    factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
+    factor = rope.get("factor", 1.0)
+    mscale = rope.get("mscale_all_dim", 0)
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if mscale and factor > 1 else 1.0
     return float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * stretch**2)
 

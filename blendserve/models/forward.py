@@ -70,17 +70,20 @@ def _run_layer(model: DecoderModel, l: int, hidden: States, layers: LayerPass) -
     """Hidden states behind layer l of the rows that go on; None: they are not read."""
     if model.layers[l].mixer is not None:
         return model.finish(l, hidden, layers.recur(l, model.normed(l, hidden)))
-    rope, native = layers.rope(l), native_layers(model, len(hidden))
+    rope = layers.rope(l)
+    native = native_layers(model, len(hidden))
     if native and not isinstance(hidden, Hidden):
         *before_rope, q, keys = native.qkv(l, hidden, rope)
         fresh = Projected(*before_rope)
     else:
         fresh = model.project(l, hidden)
-        q, keys = model.rotate_queries(l, fresh.q, rope), model.rotate(fresh.k, rope)
+        q = model.rotate_queries(l, fresh.q, rope)
+        keys = model.rotate(fresh.k, rope)
     q = rope.scale_queries(q)
     left = layers.write(l, fresh, keys) if len(fresh.k) else None
     if left is not None:
-        q, hidden = q[:, left], hidden[left]
+        q = q[:, left]
+        hidden = hidden[left]
     attended = layers.attend(l, q)
     if attended is None:
         return None
@@ -104,7 +107,9 @@ class _AppendPass(LayerPass):
 
     def __init__(self, model: DecoderModel, rows: Sequence[Row]) -> None:
         at = torch.tensor([row.at for row in rows])
-        self._model, self._ropes, self._specs = model, model.rope(at.to(model.device)), model.specs
+        self._model = model
+        self._ropes = model.rope(at.to(model.device))
+        self._specs = model.specs
         self._runs = list(_runs(rows))
         self._plans = [
             plan_layers(Rows.on(model.device, at[part]), model.attention_forms) for _, part, _ in self._runs
@@ -127,7 +132,8 @@ class _AppendPass(LayerPass):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recur(self, l: int, x: Tensor) -> Tensor:
-        mixer, parts = self._model.mixer(l), list[Tensor]()
+        mixer = self._model.mixer(l)
+        parts: list[Tensor] = []
         for cache, part, positions in self._runs:
             before = cache.state(l, positions.start) if positions.start else mixer.empty
             added, after = mixer.run(x[part], before)
@@ -190,8 +196,12 @@ class _CapturedPass(LayerPass):
     """One row each of B requests at positions that only the device knows, as a graph replays them."""
 
     def __init__(self, model: DecoderModel, keys: Layers, values: Layers, at: Tensor, slot: Tensor) -> None:
-        self._layers, self._at, self._slot = list(zip(*map(_by_layer, (keys, values)), strict=True)), at, slot
-        self._model, self._specs, self._ropes = model, model.specs, model.rope(at)
+        self._layers = list(zip(*map(_by_layer, (keys, values)), strict=True))
+        self._at = at
+        self._slot = slot
+        self._model = model
+        self._specs = model.specs
+        self._ropes = model.rope(at)
         self._requests = torch.arange(len(at), device=at.device)
 
     def rope(self, l: int) -> Rope:
@@ -202,7 +212,8 @@ class _CapturedPass(LayerPass):
             all_kv[self._requests, :, self._slot] = ours.transpose(0, 1)
 
     def attend(self, l: int, q: Tensor) -> Tensor:
-        spec, only = self._specs[l], [slice(b, b + 1) for b in range(len(self._at))]
+        spec = self._specs[l]
+        only = [slice(b, b + 1) for b in range(len(self._at))]
         caches = zip(only, *self._layers[l], strict=True)
         return torch.cat(
             [attend_at(q[:, b], *self._model.attended_kv(l, *kv), spec, self._at[b]) for b, *kv in caches]

@@ -23,7 +23,8 @@ from blendserve.kernels.packed import KINDS
 from blendserve.models.checkpoint import first_line
 from blendserve.models.weights import QuantisedMatrix
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
 # struct codes by value type, and the two types that have a length
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY = 8, 9
@@ -156,7 +157,9 @@ class _Reader:
         return text
 
     def _texts(self, count: int) -> list[str]:
-        texts, data, at = [], self._data, self._at
+        texts = []
+        data = self._data
+        at = self._at
         for _ in range(count):
             (length,) = LENGTH.unpack_from(data, at)
             at += LENGTH.size
@@ -180,7 +183,8 @@ class _Reader:
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """A tensor's name; its shape in torch's order, type, and offset in the data."""
-        name, (n_dims,) = self._text(), self._numbers("I")
+        name = self._text()
+        (n_dims,) = self._numbers("I")
         if not 0 < n_dims <= MAX_DIMS:
             raise ValueError(f"tensor {name!r} has {n_dims} dimensions")
         dims = self._numbers(f"{n_dims}Q")

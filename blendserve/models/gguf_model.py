@@ -172,7 +172,8 @@ def _setting(gguf: Gguf, architecture: str, name: str, *default: Any) -> Any:
 def _config(gguf: Gguf, architecture: str, row: Dense) -> dict[str, Any]:
     """The fields of config.json that a decoder reads, and those by which transformers makes the same model."""
     read = partial(_setting, gguf, architecture)
-    heads, layers = read("attention.head_count"), read("block_count")
+    heads = read("attention.head_count")
+    layers = read("block_count")
     if not (heads > 0 and 0 < layers <= MAX_LAYERS):
         raise ValueError(f"it has {heads} heads and {layers} layers")
     kv_heads = read("attention.head_count_kv", heads)
@@ -222,7 +223,8 @@ def _layer_types(read: Read, layers: int, full_every: int, window: int | None) -
 
 def _rope(gguf: Gguf, read: Read, config: dict[str, Any]) -> dict[str, Any]:
     """rope_parameters of config.json."""
-    base, head_dim = read("rope.freq_base", LOCAL_BASE), config["head_dim"]
+    base = read("rope.freq_base", LOCAL_BASE)
+    head_dim = config["head_dim"]
     kind = read("rope.scaling.type", "none")
     made: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
     if kind == "none":
@@ -267,7 +269,9 @@ def _llama_3(gguf: Gguf, rope: dict[str, Any]) -> dict[str, Any]:
 
 def _roles(family: Family, config: Mapping[str, Any]) -> Roles:
     """The modules of a layer."""
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    dim = config["head_dim"]
     q, k = (config[f"num_{name}_heads"] * dim for name in ("attention", "key_value"))
     own = ["gate_proj", "up_proj"] if "gate_proj" in family.mlp_layers else family.mlp_layers[:1]
     is_fused = own[-1] == "gate_up_proj"
@@ -297,7 +301,8 @@ class GgufTensors(Mapping[str, Weights]):
 
     def __init__(self, gguf: Gguf, row: Dense, config: Mapping[str, Any]) -> None:
         """Raises ValueError for weights that are missing or of another shape than config says; ModelUnsupported."""
-        self._gguf, self._row = gguf, row
+        self._gguf = gguf
+        self._row = row
         family = FAMILIES[config["model_type"]]
         ends: Roles = {
             "token_embd": ("model.embed_tokens", {(config["vocab_size"], config["hidden_size"])}),
@@ -306,7 +311,8 @@ class GgufTensors(Mapping[str, Weights]):
         if not config["tie_word_embeddings"]:
             ends["output"] = "lm_head", {(config["vocab_size"], config["hidden_size"])}
         self._heads = {x: config[f"num_{name}_heads"] for x, name in (("q", "attention"), ("k", "key_value"))}
-        roles, self._missing = _roles(family, config), list[str]()
+        roles = _roles(family, config)
+        self._missing: list[str] = []
         called = {own: name for name, own in row.called.items()}
         self._names: dict[str, str] = {}
         self._add(ends, "", "")

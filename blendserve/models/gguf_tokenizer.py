@@ -27,7 +27,8 @@ def token_ids(metadata: dict[str, Any], *names: str) -> frozenset[int]:
 def read_tokenizer(gguf: Gguf, architecture: str) -> Tokenizer:
     """Raises ModelUnsupported for a kind that is not read; any error for damaged metadata."""
     metadata = gguf.metadata
-    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata["tokenizer.ggml.tokens"]
     special = {f"{name}_token": tokens[i] for name in NAMES for i in token_ids(metadata, name)}
     if kind == "gpt2":
         backend = _byte_level(metadata)
@@ -67,7 +68,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _sentence_piece(metadata: dict[str, Any], architecture: str, unknown: str | None) -> tokenizers.Tokenizer:
     """Gemma, Phi-3 and all others differ in how spaces are written."""
-    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    scores = metadata["tokenizer.ggml.scores"]
     is_gemma = architecture.startswith("gemma")
     if is_gemma:  # its order is that of the tokens, and tokens of spaces are written as such
         tokens = [SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
@@ -80,10 +82,8 @@ def _sentence_piece(metadata: dict[str, Any], architecture: str, unknown: str | 
         fuse_unk=True,
         byte_fallback=True,
     )
-    backend, parts = (
-        tokenizers.Tokenizer(bpe),
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()],
-    )
+    backend = tokenizers.Tokenizer(bpe)
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     adds_space = not is_gemma and metadata.get("tokenizer.ggml.add_space_prefix", True)
     if is_gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)

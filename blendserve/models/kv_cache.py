@@ -52,7 +52,9 @@ class KVCache:
     def over(cls, keys: Layers, values: Layers) -> KVCache:
         """A cache over existing memory: keys, values [L, K, capacity, D]."""
         cache = cls.__new__(cls)
-        cache.keys, cache.values, cache.capacity = keys, values, int(keys[0].shape[1])
+        cache.keys = keys
+        cache.values = values
+        cache.capacity = int(keys[0].shape[1])
         cache._states = {}
         return cache
 
@@ -109,7 +111,8 @@ class CachePool:
         self.keys, self.values = _layers(memory, model, (n,), n_tokens)
         self.caches = slots(self.keys, self.values)
         self._free = self.caches[::-1]
-        self.n, self.n_tokens = n, n_tokens
+        self.n = n
+        self.n_tokens = n_tokens
 
     @property
     def free(self) -> int:
@@ -133,7 +136,8 @@ def tokens_of_slots(model: DecoderModel, n: int, wanted: int | None) -> int:
     That is `wanted`, or by default the model's context; no more than the context, and by default no more than fill half
     of the available memory. Raises ConfigError where `wanted`, or a default of LEAST_TOKENS, does not fit.
     """
-    context, available = model.context_limit, available_on(model.device)
+    context = model.context_limit
+    available = available_on(model.device)
     per_token = n * _numbers(model, 1) * model.dtype.itemsize
     fitting = available // 2 // max(1, per_token)
     tokens = min(context, max(fitting, LEAST_TOKENS) if wanted is None else wanted)

@@ -49,7 +49,8 @@ class RopeAngles:
                 head_dim if family.latent else int(head_dim * share)
             )  # latent attention stores the rotated part alone
             steps = torch.arange(0, n, 2, dtype=torch.float) / n
-            self._frequencies, self._scale = 1.0 / (parameters["rope_theta"] ** steps), 1.0
+            self._frequencies = 1.0 / (parameters["rope_theta"] ** steps)
+            self._scale = 1.0
         else:
             from transformers import AutoConfig, PreTrainedConfig  # seconds to import
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -116,7 +117,10 @@ class Parts:
         self, config: Any, family: Family, tensors: Mapping[str, Any], reference: Callable[[], nn.Module]
     ) -> None:
         """tensors: matrices may be packed. reference: gives transformers' model, for the parts called as they are."""
-        self.config, self.family, self.tensors, self.reference = config, family, tensors, reference
+        self.config = config
+        self.family = family
+        self.tensors = tensors
+        self.reference = reference
         self.embeddings = tensors[f"model.{family.called('embed_tokens')}.weight"]  # [V, E]
         eps = (getattr(config, name, None) for name in EPS)
         self._eps: float = next((value for value in eps if value is not None), DEFAULT_EPS)
@@ -174,7 +178,8 @@ class Parts:
                 "its weights are quantised, and its queries and gates are cut out of them: use a checkpoint in bf16",
                 setting="model.name",
             )
-        n, parts = self.config.num_attention_heads, (whole.weight, whole.bias)
+        n = self.config.num_attention_heads
+        parts = (whole.weight, whole.bias)
         halves = (p if p is None else p.view(n, 2, -1, *p.shape[1:])[:, which] for p in parts)
         weight, bias = (p if p is None else p.reshape(-1, *p.shape[2:]) for p in halves)
         assert weight is not None
@@ -206,7 +211,8 @@ class Parts:
         """hidden before the MLP's norm [S, E] -> what a layer's experts add to the MLP's output, if it has some."""
         if not (self.family.experts_beside and self.config.enable_moe_block):
             return None
-        router, experts = self.module(f"{name}.router"), self.module(f"{name}.experts")
+        router = self.module(f"{name}.router")
+        experts = self.module(f"{name}.experts")
         before, after = (self.norm(f"{name}.{part}_feedforward_layernorm_2") for part in ("pre", "post"))
 
         def run(hidden: Tensor) -> Tensor:
@@ -273,8 +279,10 @@ class LayerEmbeddings:
     """Each layer's own embeddings of a prompt's tokens (Gemma 4): of the token, and projected from the model's."""
 
     def __init__(self, parts: Parts) -> None:
-        config, dtype = parts.config, parts.embeddings.dtype
-        self._n_layers, self._width = config.num_hidden_layers, config.hidden_size_per_layer_input
+        config = parts.config
+        dtype = parts.embeddings.dtype
+        self._n_layers = config.num_hidden_layers
+        self._width = config.hidden_size_per_layer_input
         self._table = parts.tensors["model.embed_tokens_per_layer.weight"]  # [V, L * I]
         self._project = parts.linear("model.per_layer_model_projection")
         self._norm = parts.norm("model.per_layer_projection_norm")
@@ -305,9 +313,11 @@ class LatentAttention:
     """
 
     def __init__(self, parts: Parts, name: str) -> None:
-        config, linear = parts.config, parts.linear
+        config = parts.config
+        linear = parts.linear
         self._n_heads = config.num_attention_heads
-        self._plain, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self._plain = config.qk_nope_head_dim
+        self._rope = config.qk_rope_head_dim
         self._compress: tuple[Function, Norm] | None = None
         if config.q_lora_rank:
             self._compress = linear(f"{name}.q_a_proj"), parts.norm(f"{name}.q_a_layernorm", LATENT_EPS)
@@ -321,7 +331,8 @@ class LatentAttention:
                 setting="model.name",
             )
         up = parts.tensors[f"{name}.kv_b_proj.weight"].view(self._n_heads, -1, config.kv_lora_rank)
-        self._key_up, self._value_up = up[:, : self._plain], up[:, self._plain :]  # [H, D, C]
+        self._key_up = up[:, : self._plain]
+        self._value_up = up[:, self._plain :]  # [H, D, C]
         self._order: Tensor | None = None  # from neighbours to halves
         if getattr(config, "rope_interleave", False):
             self._order = torch.arange(self._rope, device=up.device).view(-1, 2).mT.flatten()

@@ -150,7 +150,8 @@ def _folder_as_is(config: ModelConfig) -> tuple[fast_load.Start, Mapping[str, We
 
     check_folder(folder)
     with quiet():
-        own, tokenizer = _supported_config(str(folder)), _tokenizer(folder)
+        own = _supported_config(str(folder))
+        tokenizer = _tokenizer(folder)
         has_file = (folder / GENERATION).is_file()
         generation: Any = (
             GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(own)
@@ -173,7 +174,8 @@ def _pack(
     """A model over quantised weights. Its fingerprint is that of the same numbers in a dense model."""
     check_fits(name, packed_bytes(weights, dtype, in_q8_0), available_on(torch.device("cpu")))
     tensors = pack_weights(weights, dtype, in_q8_0)
-    config, n_bytes = fast_load.Configuration(**start.config), sum(map(bytes_of, tensors.values()))
+    config = fast_load.Configuration(**start.config)
+    n_bytes = sum(map(bytes_of, tensors.values()))
     if config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     decoder = DecoderModel(config, tensors, lambda: packed_reference(config, tensors, dtype))

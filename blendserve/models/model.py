@@ -84,7 +84,9 @@ class DecoderModel:
         missing tensor.
         """
         self.family = family = check_supported(config)
-        self.config, self.tensors, self._load_reference = config, tensors, load_reference
+        self.config = config
+        self.tensors = tensors
+        self._load_reference = load_reference
         self.decodes_in_int8 = False  # answers, approximately (runner.py)
         self.can_capture = True  # no capture of a decoding step has failed
         self.native_layers = dict[tuple[bool, int], Any]()  # by few rows and threads (native.py)
@@ -108,10 +110,8 @@ class DecoderModel:
             for l in range(self.n_layers)
         ]
         self._layer_embeddings = LayerEmbeddings.of(parts)
-        self.norm, self.lm_head = (
-            parts.norm(f"model.{family.called('norm')}", is_plain=True),
-            parts.linear("lm_head"),
-        )
+        self.norm = parts.norm(f"model.{family.called('norm')}", is_plain=True)
+        self.lm_head = parts.linear("lm_head")
         self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
         self.residual_scale = setting_of(config, family.residual_scale)
         self._input_scale = setting_of(config, family.scales.get("attention_input"))
@@ -300,7 +300,8 @@ class DecoderModel:
 
         A layer that reads the KV of another has no keys and values: K is 0.
         """
-        layer, x = self.layers[l], self.normed(l, hidden)
+        layer = self.layers[l]
+        x = self.normed(l, hidden)
         x = x if self._input_scale is None else x * self._input_scale
         if layer.latent is not None:
             return Projected(*(part.transpose(0, 1) for part in layer.latent.project(x)))
@@ -331,7 +332,8 @@ class DecoderModel:
 
     def _finish(self, l: int, hidden: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
         """own [S, I]: the layer's embedding of these rows."""
-        layer, scale = self.layers[l], self.residual_scale
+        layer = self.layers[l]
+        scale = self.residual_scale
         if layer.latent is not None:
             attended = layer.latent.output(attended)
         if layer.gate is not None:
@@ -350,7 +352,8 @@ class DecoderModel:
         if scale is not None:
             added = added * scale
         if self.family.parallel:
-            between, x = hidden + added, call_norm(layer.before_attention, hidden)[1]
+            between = hidden + added
+            x = call_norm(layer.before_attention, hidden)[1]
         else:
             between, x = call_norm(layer.before_mlp, hidden, added)
         if layer.mlp is None:
@@ -374,7 +377,8 @@ class DecoderModel:
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """The output head's numbers [S, V] as the family scales and caps them."""
-        factor, cap = self._logits_factor, self._logits_cap
+        factor = self._logits_factor
+        cap = self._logits_cap
         if factor is not None:
             logits = logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -66,7 +66,8 @@ def _backend(weight: Weight, n_rows: int) -> str:
 @torch.inference_mode()
 def _is_equal(model: DecoderModel, native: NativeLayers, n_rows: int) -> bool:
     """Whether the first and the last layer give the loop's bits, for random rows."""
-    generator, ropes = torch.Generator().manual_seed(0), model.rope(3 * torch.arange(n_rows))
+    generator = torch.Generator().manual_seed(0)
+    ropes = model.rope(3 * torch.arange(n_rows))
     pairs: list[tuple[Tensor, Tensor]] = []
     for l in {0, model.n_layers - 1}:
         hidden, attended = (
@@ -101,7 +102,8 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
     if model.dtype != torch.float32 and (rope.query_scale is not None or has_sinks):
         raise ValueError("attention has sinks or scaled queries: their kernels are proven in fp32 alone")
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
-    form, weight = model.norm.form, model.norm.weight
+    form = model.norm.form
+    weight = model.norm.weight
     if form is None or weight is None or len({(norm.form, norm.eps) for norm in norms}) > 1:
         raise ValueError("norms are of an unknown form, or of several")
     return DecodeWeights(
@@ -121,7 +123,9 @@ def native_weights(model: DecoderModel) -> DecodeWeights:
 
 
 def _layer_tensors(model: DecoderModel, layer: DecoderLayer) -> LayerTensors:
-    mlp, before, between = layer.mlp, _weight(layer.before_attention), _weight(layer.before_mlp)
+    mlp = layer.mlp
+    before = _weight(layer.before_attention)
+    between = _weight(layer.before_mlp)
     if not isinstance(mlp, MLP) or not mlp.is_gated or mlp.activation not in GATED:
         raise ValueError("the MLP has experts, no gate or another activation than SiLU and GELU by tanh")
     if before is None or between is None:

@@ -40,7 +40,8 @@ def pack_weights(
     kinds = {name: kind for name, x in weights.items() if (kind := _kind(name, x, in_q8_0))}
     shapes = {name: (weights[name].shape[0], weights[name].shape[1]) for name in kinds}
     sizes = {name: strips_bytes(kind, shapes[name]) for name, kind in kinds.items()}
-    memory, at = _huge(sum(sizes.values())), 0
+    memory = _huge(sum(sizes.values()))
+    at = 0
     made: dict[str, Tensor | PackedMatrix] = {}
     with console.progress("Packing weights", "matrices") as update:
         for name, x in weights.items():

@@ -33,16 +33,16 @@ def _words(digits: str, letters: str = r"\p{L}") -> str:
 
 def _cased(digits: str, short: str = "") -> str:
     """Cut as `_words` does, and before a capital letter inside a word. short: what may end a word."""
-    start, upper, lower = (
-        r"[^\r\n\p{L}\p{N}]?",
-        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
-    )
+    start = r"[^\r\n\p{L}\p{N}]?"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = rf"{start}{upper}*{lower}+{short}|{start}{upper}+{lower}*{short}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}"
 
 
-LLAMA_3, QWEN_2, GPT_4O = _words(THREE_DIGITS), _words(DIGIT), _cased(THREE_DIGITS, f"{SHORT}?")
+LLAMA_3 = _words(THREE_DIGITS)
+QWEN_2 = _words(DIGIT)
+GPT_4O = _cased(THREE_DIGITS, f"{SHORT}?")
 MARKS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
 SIGN_AND_LETTERS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 DEEPSEEK_3 = (THREE_DIGITS, HAN_OR_KANA, f"{SIGN_AND_LETTERS}|{MARKS}|{BLANKS}")

@@ -77,8 +77,10 @@ class Codes(NamedTuple):
         """The same as blocks of GGUF; None where these cannot hold it."""
         outputs, inputs = self.codes.shape
         firsts = self.group_of[::BLOCK].long()
-        scales, zeros = self.scales[:, firsts], self.zeros[:, firsts]
-        halves, is_symmetric = scales.half(), bool((self.zeros == 1 << (self.bits - 1)).all())
+        scales = self.scales[:, firsts]
+        zeros = self.zeros[:, firsts]
+        halves = scales.half()
+        is_symmetric = bool((self.zeros == 1 << (self.bits - 1)).all())
         if (
             inputs % BLOCK
             or self.bits not in (4, 8)
@@ -90,9 +92,11 @@ class Codes(NamedTuple):
         codes = self.codes.to(torch.uint8).view(outputs, -1, BLOCK)
         parts = [_bytes(halves)]
         if self.bits == 8:
-            kind, packed = "Q8_0", codes ^ 128  # as signed bytes
+            kind = "Q8_0"
+            packed = codes ^ 128  # as signed bytes
         else:
-            kind, packed = "Q4_0" if is_symmetric else "Q4_1", codes[..., :16] | codes[..., 16:] << 4
+            kind = "Q4_0" if is_symmetric else "Q4_1"
+            packed = codes[..., :16] | codes[..., 16:] << 4
             parts += [] if is_symmetric else [_bytes((-zeros.float() * scales.float()).half())]
         blocks = torch.cat([*parts, packed], dim=-1).view(outputs, -1)
         return QuantisedMatrix(kind, (outputs, inputs), blocks.numpy())
@@ -118,7 +122,9 @@ class QuantisedFolder(Mapping[str, "Tensor | QuantisedMatrix"]):
 
         Raises ModelError for a form that is not read.
         """
-        self._about, self._method, self._keeps_blocks = about, str(about["quant_method"]), keeps_blocks
+        self._about = about
+        self._method = str(about["quant_method"])
+        self._keeps_blocks = keeps_blocks
         self._folder = folder
         self._files: dict[str, Any] = {}  # by the tensors that they hold
         for file in sorted(folder.glob("*.safetensors")):
@@ -154,7 +160,8 @@ class QuantisedFolder(Mapping[str, "Tensor | QuantisedMatrix"]):
         return part == "weight" and base in self._marked
 
     def _check(self) -> None:
-        about, why = self._about, ""
+        about = self._about
+        why = ""
         if not self._marked:
             why = "and none of its weights are"
         elif self._method == "gptq" and about.get("bits") not in (2, 4, 8):
@@ -207,7 +214,8 @@ class QuantisedFolder(Mapping[str, "Tensor | QuantisedMatrix"]):
         scales = self._tensor(f"{base}.weight_scale")
         zero = f"{base}.weight_zero_point"
         if f"{base}.weight" in self._files:  # bytes
-            codes, bits = self._tensor(f"{base}.weight").int() + 128, 8
+            codes = self._tensor(f"{base}.weight").int() + 128
+            bits = 8
             zeros = self._tensor(zero).int() + 128 if zero in self._files else torch.full(scales.shape, 128)
         else:
             outputs, inputs = (int(n) for n in self._tensor(f"{base}.weight_shape"))
@@ -245,7 +253,8 @@ def read_blocks(
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     stored = QuantisedFolder(folder, about, keeps_blocks=True)
-    weights, n_dense = dict[str, Tensor | QuantisedMatrix](), 0
+    weights: dict[str, Tensor | QuantisedMatrix] = {}
+    n_dense = 0
     for name in stored:
         x = stored[name]
         n_dense += isinstance(x, Tensor) and stored.is_marked(name)

@@ -130,7 +130,8 @@ class ModuloTokenizer:
     """A tokenizer with each id modulo a smaller vocabulary: as much work as its own, other tokens."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._size = vocab_size
         self.eos_token_id = tokenizer.eos_token_id % vocab_size
 
     def __call__(self, text: str, **options: Any) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class RecurrentMixer:
                 "a model with recurrent layers needs transformers 5.23 or newer and Python 3.11 or newer; this is "
                 f"transformers {transformers.__version__}: upgrade it, or choose a model with attention alone"
             )
-        self._module, self._is_matrix = module, is_matrix
+        self._module = module
+        self._is_matrix = is_matrix
         arguments = signature(module.forward).parameters
         self._argument = next((name for name in ARGUMENTS if name in arguments), None)  # None: an MLP alone
         slot = _Slot(None)
@@ -69,7 +70,8 @@ class RecurrentMixer:
         heads, self._rows, width = memory.shape
         below = -(-inputs.numel() // (heads * width))
         dim = self._rows if is_matrix and self._rows else 1
-        self.shape, self.n_rows = KVShape(heads, dim, width), max(1, self._rows + below)  # of a state map, R
+        self.shape = KVShape(heads, dim, width)
+        self.n_rows = max(1, self._rows + below)  # of a state map, R
 
     def run(self, x: Tensor, before: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Normed rows [S, E] behind a state -> what the layer adds to them [S, E], and the state behind them."""

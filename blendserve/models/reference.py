@@ -85,7 +85,8 @@ class OwnDecoding:
     def __init__(self, model: DecoderModel) -> None:
         from transformers import DynamicCache  # seconds to import
 
-        self._model, self._device = cast(Any, model.reference), model.device
+        self._model = cast(Any, model.reference)
+        self._device = model.device
         self._cache = cache_argument(self._model, DynamicCache(config=self._model.config))
 
     @torch.inference_mode()
@@ -107,7 +108,8 @@ class TextTower(nn.Module):
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__()
-        self.model, self.lm_head = checkpoint.model.language_model, checkpoint.lm_head
+        self.model = checkpoint.model.language_model
+        self.lm_head = checkpoint.lm_head
         self.config: Any = checkpoint.config.get_text_config()
         self.generation_config = checkpoint.generation_config
 

@@ -48,7 +48,8 @@ class NativeDecoder:
     """A model's decoding steps by native calls. One thread at a time."""
 
     def __init__(self, model: DecoderModel, native: NativeLayers) -> None:
-        self._model, self._native = model, native
+        self._model = model
+        self._native = native
         self._tables = model.rope_tables[1]
         self._series = Series(ThreadTuner())
 
@@ -178,7 +179,9 @@ class DecodeRunner:
         is_fixed = not (model.has_experts or model.recurrent)
         can = model.device.type == "cuda" and is_fixed and len(self._caches) <= MAX_CACHES
         pays = can and new_tokens >= MIN_NEW_TOKENS
-        self._model, self._keys, self._values = model, keys, values
+        self._model = model
+        self._keys = keys
+        self._values = values
         self._capture = capture or (CudaGraph if pays else None)
         self._graph: Replayed | None = None
         self._n_steps = 0

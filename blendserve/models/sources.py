@@ -222,7 +222,8 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as hf_logging
 
     logging = cast(Any, hf_logging)
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -46,7 +46,9 @@ class ThreadTuner(threading.local):
         cpu: Seconds = time.thread_time,
     ) -> None:
         """clock, cpu: seconds elapsed, and those in which the calling thread computed."""
-        self.all_threads, self.clock, self.cpu = all_threads, clock, cpu
+        self.all_threads = all_threads
+        self.clock = clock
+        self.cpu = cpu
         self.threads = all_threads()
         self.not_before = -float("inf")  # on `clock`: the next trial
         self.tries_more = False  # the last trial was of more threads
@@ -74,10 +76,13 @@ class Series(threading.local):
                 return unit()
         tuner.threads = min(tuner.threads, most)
         if self._threads != tuner.threads:  # a nested series changed it
-            self._threads, self._trial, self._trial_s = tuner.threads, 0, []
+            self._threads = tuner.threads
+            self._trial = 0
+            self._trial_s = []
             self._window.clear()
         with team.at_most(self._trial or self._threads):
-            began, computed = tuner.clock(), tuner.cpu()
+            began = tuner.clock()
+            computed = tuner.cpu()
             result = unit()
             self._note(tuner.clock() - began, tuner.cpu() - computed, most)
         return result
@@ -93,7 +98,8 @@ class Series(threading.local):
 
     def _next_trial(self, most: int) -> int:
         """Threads to try now; 0 = none. Where both could be better, more and fewer in turns."""
-        tuner, threads = self._tuner, self._threads
+        tuner = self._tuner
+        threads = self._threads
         elapsed, computed = map(sum, zip(*self._window, strict=True))
         can_be_fewer = threads > 1 and computed < MIN_BUSY * elapsed
         tuner.tries_more = threads < most and not (can_be_fewer and tuner.tries_more)
@@ -107,7 +113,10 @@ class Series(threading.local):
         is_lost = sum(self._trial_s) >= usual_s * min(n + 1, WINDOW) / WINDOW
         if not is_lost and n < WINDOW:
             return
-        tuner, tried, self._trial, self._trial_s = self._tuner, self._trial, 0, []
+        tuner = self._tuner
+        tried = self._trial
+        self._trial = 0
+        self._trial_s = []
         if is_lost and 1 < tried < tuner.threads:
             self._trial = tried // 2  # one core more or less may make no difference
         elif (

@@ -90,7 +90,10 @@ class QualityControl:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """clock: gives seconds; decides when the next answer is checked."""
-        self._config, self._model, self._blender, self._clock = config, model, blender, clock
+        self._config = config
+        self._model = model
+        self._blender = blender
+        self._clock = clock
         self.target = _target(config, model)
         self.on_check: list[CheckListener] = []
         # By path of the index ("": requests' own passages), and whether the correction has a prior.
@@ -152,7 +155,9 @@ class QualityControl:
                 self._next_check = now + (now - start) * (1.0 / self._config.quality.check_share - 1.0)
 
     def _checked(self, pending: PendingCheck) -> Steps[None]:
-        start, (choice, place) = self._clock(), (pending.choice, pending.place)
+        start = self._clock()
+        choice = pending.choice
+        place = pending.place
         try:
             losses = yield from pending.verifier.measure(self._blends(choice.blend))
         except (StoreError, MemoryError, RuntimeError) as error:  # torch has no memory: RuntimeError
@@ -161,7 +166,8 @@ class QualityControl:
             return
         served = choice.report.ratio
         sample = MeasuredPrompt(tuple(losses), choice.passages)
-        store, stored = self._blender.store, None
+        store = self._blender.store
+        stored = None
         with suppress(StoreError):
             stored = Evidence.load(store, place.owner)
         place.controller.add(served, sample, stored)
@@ -208,7 +214,8 @@ class QualityControl:
             raise InputError(
                 "there is nothing to calibrate: open an index that has passages", setting="index"
             )
-        store, owner = self._blender.store, self._owner(index)
+        store = self._blender.store
+        owner = self._owner(index)
         found = Evidence.load(store, owner) or Evidence()
         chosen = list(islice(dict.fromkeys(questions or make_questions(index.passages)), prompts))
         measured = {sample.question for sample in found.samples}
@@ -280,12 +287,14 @@ class QualityControl:
 
     def _owner(self, index: VectorIndex | None) -> str:
         """Return the name of an index's evidence in the store: a hash of whatever changes the answers."""
-        name, key = "" if index is None else index.path.name, self._blender.key
+        name = "" if index is None else index.path.name
+        key = self._blender.key
         return owner_of(name, key.fingerprint, key.context, *self._settings())
 
     def _settings(self) -> tuple[object, ...]:
         """What changes the answers of a model."""
-        config, has_prior = self._config, self._blender.priors.current() is not None
+        config = self._config
+        has_prior = self._blender.priors.current() is not None
         blend = config.blend
         work = blend.policy, blend.correction, blend.near, blend.refine, has_prior
         rest = config.store.codec, config.model.decode, config.retrieve.top_k
@@ -294,6 +303,7 @@ class QualityControl:
 
 def _target(config: Config, model: LoadedModel) -> Target | None:
     """The target of the settings; None if they, or the model, leave no ratio to choose."""
-    least, blend = config.quality.min_agreement, config.blend
+    least = config.quality.min_agreement
+    blend = config.blend
     is_open = blend.ratio is None and blend.method in ("auto", "blend") and takes(blend.policy, "ratio")
     return Target(1.0 - least) if least is not None and is_open and not model.decoder.recurrent else None

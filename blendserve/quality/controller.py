@@ -24,7 +24,9 @@ class RatioController:
 
     def __init__(self, target: Target, evidence: Evidence | None = None, passages: int = 0) -> None:
         """passages: of the index."""
-        self.target, self.evidence, self._passages = target, evidence or Evidence(), passages
+        self.target = target
+        self.evidence = evidence or Evidence()
+        self._passages = passages
         self._lock = threading.Lock()
         self._start: float | None = START_RATIO  # without proof, no ratio below serves
         self.checks = self.alarms = self.changes = 0
@@ -35,7 +37,8 @@ class RatioController:
     def _choose(self) -> None:
         weights = self.evidence.weights(self._passages)
         self.ratio = self.target.ratio(self.evidence.losses, weights, self._start)
-        self._detectors, self._since = [Detector(self.target.limit), Detector(WORSE)], 0
+        self._detectors = [Detector(self.target.limit), Detector(WORSE)]
+        self._since = 0
 
     def add(self, ratio: float | None, sample: MeasuredPrompt, stored: Evidence | None = None) -> None:
         """A check of an answer that was served with `ratio` (None: exactly).
@@ -43,9 +46,14 @@ class RatioController:
         stored: the evidence as the store has it, in place of the own: another process may have added to it.
         """
         with self._lock:
-            self.checks, self.checked_at, self._report = self.checks + 1, time.time(), None
-            self.evidence, self._passages = (stored or self.evidence).plus(sample), sample.passages
-            before, detectors, since = self.ratio, self._detectors, self._since + 1
+            self.checks += 1
+            self.checked_at = time.time()
+            self._report = None
+            self.evidence = (stored or self.evidence).plus(sample)
+            self._passages = sample.passages
+            before = self.ratio
+            detectors = self._detectors
+            since = self._since + 1
             if (
                 ratio is not None
                 and ratio == before
@@ -57,7 +65,8 @@ class RatioController:
                 self._start = LEVELS[max(LEVELS.index(ratio) + 1, LEVELS.index(START_RATIO))]
             self._choose()
             if self.ratio == before:
-                self._detectors, self._since = detectors, since
+                self._detectors = detectors
+                self._since = since
             else:
                 self.changes += 1
 
@@ -88,10 +97,12 @@ class RatioController:
             return self._report
 
     def _made_report(self) -> QualityReport:
-        least, prompts = self.target.min_agreement, round(sum(self.evidence.weights(self._passages)))
+        least = self.target.min_agreement
+        prompts = round(sum(self.evidence.weights(self._passages)))
         if self.ratio is None:
             return QualityReport("answered exactly", least, None, prompts)
-        found, (losses, weights) = self.interval(), self.losses()
+        found = self.interval()
+        losses, weights = self.losses()
         if found is None:
             return QualityReport("no evidence yet", least, self.ratio, prompts)
         mean, low, high = found

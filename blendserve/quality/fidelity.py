@@ -101,7 +101,10 @@ class Verifier:
         in_short_steps: bool = False,
     ) -> None:
         """in_short_steps: whether full prefill runs in parts and an answer by layers: requests may wait for a step."""
-        self._model, self._blender, self._prompt, self._decode = model, blender, prompt, decode
+        self._model = model
+        self._blender = blender
+        self._prompt = prompt
+        self._decode = decode
         self._in_short_steps = in_short_steps
         self._full: PassResult | None = None
 
@@ -143,7 +146,9 @@ class Verifier:
         full = yield from self.full()
         answer = yield from self.greedy(full)
         along = yield from self._forced(full.cache, full.logits, answer, append_each)
-        end, losses, reuse_kl = self._model.end_tokens, list[Loss](), 0.0
+        end = self._model.end_tokens
+        losses: list[Loss] = []
+        reuse_kl = 0.0
         for blend in (blends[0].with_values(method="reuse"), *blends):
             done = yield from self.prefill(blend)
             if done.missing:
@@ -165,7 +170,8 @@ class Verifier:
 
     def _forced(self, cache: KVCache, first: Tensor, answer: TokenIds, step: Append) -> Steps[Tensor]:
         """Run `forced`; a layer a step, if steps are short and weights the model's own."""
-        decoder, n = self._model.decoder, len(self._prompt)
+        decoder = self._model.decoder
+        n = len(self._prompt)
         if self._in_short_steps and not (step is decode_each and decoder.decodes_in_int8):
             rows = decisions(cache, n, answer)
             return torch.cat([first[None], (yield from append(decoder, rows))]) if rows else first[None]
@@ -174,9 +180,12 @@ class Verifier:
 
     def greedy(self, result: PassResult) -> Steps[TokenIds]:
         """Generate the likeliest answer over this prefill's cache, as `with_end` has it."""
-        model, n, most = self._model, len(self._prompt), self._decode.answer_tokens
+        model = self._model
+        n = len(self._prompt)
+        most = self._decode.answer_tokens
         runner = DecodeRunner.over(model.decoder, result.cache, n, most)
-        tokens, token = list[int](), int(result.logits.argmax())
+        tokens: list[int] = []
+        token = int(result.logits.argmax())
         while token not in model.end_tokens:
             tokens.append(token)
             yield

@@ -33,7 +33,8 @@ def capital(losses: ArrayLike, limits: ArrayLike, weights: ArrayLike = 1.0) -> F
 
     weights: in [0, 1], of each loss [n]: shares of its stake.
     """
-    x, limit = np.asarray(losses, float)[:, None], np.atleast_1d(np.asarray(limits, float))
+    x = np.asarray(losses, float)[:, None]
+    limit = np.atleast_1d(np.asarray(limits, float))
     n = np.arange(1, len(x) + 1)[:, None]
     mean = (0.5 + np.cumsum(x, axis=0)) / (n + 1)
     variance = (0.25 + np.cumsum((x - mean) ** 2, axis=0)) / (n + 1)
@@ -71,7 +72,8 @@ def interval(losses: ArrayLike, error: float, weights: ArrayLike = 1.0) -> tuple
     """The means that losses leave possible: the true one lies outside, at any time, with probability at most `error`."""
     if not np.size(losses):
         return 0.0, 1.0
-    x, most = np.asarray(losses, float), 2.0 / error
+    x = np.asarray(losses, float)
+    most = 2.0 / error
     below = capital(x, GRID, weights).max(axis=0) < most  # not refuted from above
     above = capital(1.0 - x, 1.0 - GRID, weights).max(axis=0) < most
     left = GRID[below & above]

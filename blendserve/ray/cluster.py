@@ -56,7 +56,9 @@ def cluster(address: str | None, workers: int) -> Iterator[WorkerResources]:
         check_address(given)
     else:
         _configure_ray_env()
-    ray, options, scratch = import_ray(), dict[str, Any](), ""
+    ray = import_ray()
+    options: dict[str, Any] = {}
+    scratch = ""
     if not given:
         scratch = tempfile.mkdtemp(prefix="bs-")  # short, as a part of socket paths
         n_cpus = max(workers, os.cpu_count() or 1)

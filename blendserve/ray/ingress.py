@@ -55,7 +55,9 @@ class RayEngineClient(EngineClient):
         replicas: Replicas,
     ) -> None:
         """The replicas are their opener's to close. They share no evidence yet: blend.ratio applies."""
-        self._facts, self.prompts, self._replicas = replicas.facts(), prompts, replicas
+        self._facts = replicas.facts()
+        self.prompts = prompts
+        self._replicas = replicas
         config = config.replace("blend", defaults_for(config.blend, self._facts))
         super().__init__(config, http, HttpMetrics(), self._facts.name, tokenizer, self._facts.max_tokens)
         retrieval = FairExecutor("retrieval", http.max_concurrent, BackgroundThrottle(http.background_share))
@@ -67,7 +69,8 @@ class RayEngineClient(EngineClient):
             raise ShuttingDown("the server is shutting down: ask again in a moment")
         if query.check:
             raise InputError("a cluster does not check answers: leave out `check`", setting="check")
-        clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
+        clock = Clock()
+        search = partial(self.collections.search, tenant, query.collections)
         limits = self._facts, self.max_tokens
         arguments = query.seeded(), self.config, *limits, self.prompts, search, clock
         prepared = await self.collections.executor.run(tenant.name, prepare_request, *arguments)

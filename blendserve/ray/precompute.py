@@ -36,7 +36,8 @@ class PrecomputeActor:
 
     def __init__(self, open_engine: OpenEngine, probe: ChunkKey) -> None:
         """probe: the key of the chunk PROBE in the driver's engine."""
-        self._open, self._probe = open_engine, probe
+        self._open = open_engine
+        self._probe = probe
         self._engine: Engine | None = None
 
     def ready(self) -> None:
@@ -78,7 +79,8 @@ def precompute_index(
             f"workers cannot share a store of kind {kind!r}: set store.location to a folder or a server"
         )
     engine.gate.require()
-    chunks, opener = engine.chunks(), partial(Engine.open, worker_config(engine.config, folder))
+    chunks = engine.chunks()
+    opener = partial(Engine.open, worker_config(engine.config, folder))
     with cluster(address, workers) as resources:
         report = precompute(engine, opener, chunks, workers, resources, progress)
     engine.learn(chunks, learning)
@@ -105,7 +107,8 @@ def precompute(
     if missing:
         batches = [list(batch) for batch in in_stacks(missing, STACK_TOKENS)]
         limits = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
-        actor, probe = import_ray().remote(PrecomputeActor).options(**limits), engine.blender.key(PROBE)
+        actor = import_ray().remote(PrecomputeActor).options(**limits)
+        probe = engine.blender.key(PROBE)
         new_actor = partial(actor.remote, open_engine, probe)
         for batch, report in compute_batches(new_actor, min(workers, len(batches)), batches):
             run.count(report.computed, report.tokens, report.bytes)
@@ -122,7 +125,8 @@ def compute_batches(
 
     Raises ClusterUnavailable if no actor runs and no machine has room for one for PATIENCE_S.
     """
-    ray, todo = import_ray(), deque(batches)
+    ray = import_ray()
+    todo = deque(batches)
     actors = [new_actor() for _ in range(n)]
     # Reference of a call -> its actor and batch; [] for an actor's start
     calls: dict[Any, tuple[Any, list[TokenIds]]] = {a.ready.remote(): (a, []) for a in actors}

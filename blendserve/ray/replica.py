@@ -61,7 +61,8 @@ class EngineReplica:
 
     def facts(self) -> ModelFacts:
         """The facts of the replica's model."""
-        model, decoder = self._engine.model, self._engine.model.decoder
+        model = self._engine.model
+        decoder = model.decoder
         n_tokens = self._batch.pool.n_tokens
         layers = decoder.n_kv_layers, decoder.recurrent
         return ModelFacts(model.name, model.fingerprint, str(decoder.dtype), *layers, n_tokens)
@@ -108,7 +109,8 @@ class CacheReports:
         """Keys of the chunks in each replica's memory; none if its report is too old. Forgets other replicas."""
         before, self._seen = self._seen, {}
         for name, report in reports.items():
-            version, known = report.get("version", 0), before.get(name)
+            version = report.get("version", 0)
+            known = before.get(name)
             self._seen[name] = known if known and known[0] == version else (version, now)
         recent = {name for name, (_, arrival) in self._seen.items() if now - arrival <= REPORT_EXPIRY_S}
         return {

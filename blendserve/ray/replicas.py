@@ -155,12 +155,16 @@ class ReplayFilter:
     """Drops the part of a repeated answer that the client already has."""
 
     def __init__(self) -> None:
-        self._is_prefilled, self._sent, self._replayed = False, "", ""
+        self._is_prefilled = False
+        self._sent = ""
+        self._replayed = ""
 
     def unsent(self, event: Event) -> Event | None:
         """The part of an event that the client does not have. Raises ClusterUnavailable if the text differs."""
         if isinstance(event, PrefillDone):
-            is_first, self._is_prefilled, self._replayed = not self._is_prefilled, True, ""
+            is_first = not self._is_prefilled
+            self._is_prefilled = True
+            self._replayed = ""
             return event if is_first else None
         if isinstance(event, TextDelta):
             self._replayed += event.text

@@ -32,7 +32,10 @@ class Unreadable(Exception):
     ) -> None:
         """line: of the file, or number of the record. setting: field of the record. is_known: there is a reader."""
         super().__init__(reason)
-        self.reason, self.line, self.setting, self.is_known = reason, line, setting, is_known
+        self.reason = reason
+        self.line = line
+        self.setting = setting
+        self.is_known = is_known
 
 
 def check_size(path: Path, most: int, remedy: str) -> None:
@@ -58,7 +61,8 @@ def check_archive(path: Path) -> None:
 
 def join(parts: Iterable[str], separator: str = "\n\n") -> str:
     """The parts that are not blank. Raises Unreadable above MAX_TEXT characters."""
-    found, length = list[str](), 0
+    found: list[str] = []
+    length = 0
     for part in parts:
         if part.strip():
             found.append(part)

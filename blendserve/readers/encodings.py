@@ -40,7 +40,8 @@ TWO_BYTES = {
 }
 FREQUENT = 0.95  # share of letters that must be frequent ones
 ENOUGH = 16  # letters: fewer may be frequent ones of another language by chance
-KANA, LEAST_KANA = re.compile("[\u3041-\u30ff]"), 0.2  # share of kana in Japanese; other languages have none
+KANA = re.compile("[\u3041-\u30ff]")
+LEAST_KANA = 0.2  # share of kana in Japanese; other languages have none
 WIDE = re.compile(
     "[\u1100-\u1fff\u2e80-\u2fff\u3040-\ufeff\uff61-\U0010ffff]"
 )  # letters: no signs, no forms of ASCII
@@ -66,10 +67,8 @@ OTHERS = {
     **dict.fromkeys(("cp1255", "iso8859_8"), HEBREW),
     **dict.fromkeys(("cp1256", "iso8859_6"), ARABIC),
 }
-N_FREQUENT, LEAST_FREQUENT = (
-    10,
-    0.5,
-)  # letters, and their share of a text; by a wrong encoding it is about a third
+N_FREQUENT = 10  # the most frequent letters
+LEAST_FREQUENT = 0.5  # their share of a text; by a wrong encoding it is about a third
 FOREIGN = 0.05  # share of letters and signs that may be of other languages
 SIGNS = "–—‘’‚“”„‹›«»…•·†°§©®™€£¢¥±×÷µ²³¹ªº¼½¾¡¿№،؛؟\xa0\xad"
 ASCII = re.compile("[a-zA-Z]")
@@ -191,7 +190,8 @@ def _wide_letters(sample: bytes, encoding: str) -> int:
     except UnicodeDecodeError:
         return 0
     counts = Counter(WIDE.findall(text))
-    n, n_kana = sum(counts.values()), sum(counts[char] for char in counts if KANA.match(char))
+    n = sum(counts.values())
+    n_kana = sum(counts[char] for char in counts if KANA.match(char))
     if TWO_BYTES[encoding][0] == "euc_jp" and n_kana < LEAST_KANA * n:
         return 0
     n_frequent = n_kana + sum(counts[char] for char in counts if char in _frequent(encoding))

@@ -54,7 +54,8 @@ def read_xlsx(path: Path) -> Iterator[Content]:
 
 
 def _paragraph(paragraph: Any) -> str:
-    text, style = paragraph.text.strip(), (paragraph.style.name or "") if paragraph.style else ""
+    text = paragraph.text.strip()
+    style = (paragraph.style.name or "") if paragraph.style else ""
     if not text:
         return ""
     if level := _LEVEL.match(style):

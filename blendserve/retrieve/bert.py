@@ -71,7 +71,8 @@ class BertFolder(NamedTuple):
             config, sentence, modules = map(
                 content, ("config.json", "sentence_bert_config.json", "modules.json")
             )
-            tokenizer, normalizer = content("tokenizer_config.json"), content("tokenizer.json")["normalizer"]
+            tokenizer = content("tokenizer_config.json")
+            normalizer = content("tokenizer.json")["normalizer"]
             settings = content(modules[1]["path"] + "/config.json")
             older = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on]
             pooling = settings.get("pooling_mode") or " ".join(POOLING.get(name, name) for name in older)
@@ -117,10 +118,12 @@ class Bert:
         self.tokenizer.no_padding()
         self._cls, self._sep = (self.tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
         self.dimension = int(folder.config["hidden_size"])
-        self.max_tokens, self.overhead = folder.max_tokens, 2
+        self.max_tokens = folder.max_tokens
+        self.overhead = 2
         self._heads = int(folder.config["num_attention_heads"])
         self._attention = AttentionSpec((self.dimension // self._heads) ** -0.5)
-        self._eps, self._pooling = float(folder.config["layer_norm_eps"]), folder.pooling
+        self._eps = float(folder.config["layer_norm_eps"])
+        self._pooling = folder.pooling
         tensors = load_file(folder.path / WEIGHTS)  # memory-mapped
         weights = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
         token_types = weights["embeddings.token_type_embeddings.weight"]
@@ -211,7 +214,8 @@ def plain_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Layer:
 
 def packed_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Layer:
     """A linear layer of oneDNN on weights in its own order. Uses private operations of torch: check `can_pack`."""
-    run, packed = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight(weight)
+    run = torch.ops.mkldnn._linear_pointwise
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     activation = "gelu" if gelu else "none"
     return lambda x: run(x, packed, bias, activation, [], "none")
 

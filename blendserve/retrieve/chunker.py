@@ -59,8 +59,11 @@ class _Splitter:
     """Splits one document."""
 
     def __init__(self, document: Document, max_tokens: int, count: Count) -> None:
-        self.document, self.max_tokens, self.count = document, max_tokens, count
-        self.text, self.doc_id = document.text.rstrip(), document_id(document)
+        self.document = document
+        self.max_tokens = max_tokens
+        self.count = count
+        self.text = document.text.rstrip()
+        self.doc_id = document_id(document)
         self.density = _CHARACTERS_PER_TOKEN
         self.structure = parse(document, self.text)
         between_characters: tuple[Sequence[int], float] = (range(len(self.text)), 0.0)

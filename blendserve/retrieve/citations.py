@@ -44,9 +44,11 @@ class Citer:
 
     def of_sentence(self, sentence: str) -> list[Citation]:
         """The citations of one sentence, the best first."""
-        said, found = _meaning(sentence), list[tuple[float, int]]()
+        said = _meaning(sentence)
+        found: list[tuple[float, int]] = []
         for n, words in enumerate(self._words):
-            share, asked = self._share(said, words), self._asked[n]
+            share = self._share(said, words)
+            asked = self._asked[n]
             if share >= SAID and (asked >= ASKED or len(said & words) >= MANY_WORDS):
                 found.append((-share - asked, n))
         return [self._citation(n, said, len(sentence)) for _, n in sorted(found)[:MOST]]

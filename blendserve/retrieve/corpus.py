@@ -91,7 +91,8 @@ def read_documents(
     not followed. strict: such a file is an error, unless it is hidden. Raises CorpusError, naming file and line, before
     or while reading.
     """
-    path, found = Path(source), ReadReport() if report is None else report
+    path = Path(source)
+    found = ReadReport() if report is None else report
     if not path.exists():
         raise CorpusError(f"corpus {path} does not exist: give a folder or a file", path=path)
     files = _files(path, found) if path.is_dir() else [(printable(path.name), path)]
@@ -115,7 +116,11 @@ def read_files(
     add_plugins()
     with closing(Child()) if child is None else nullcontext(child) as process:
         for name, path in files:
-            n, size, note, line, field = 0, 0, "", None, None
+            n = 0
+            size = 0
+            note = ""
+            line = None
+            field = None
             try:
                 contents = _contents(name, path, process, in_process=child is None)
                 for content in contents if strict else list(contents):
@@ -126,7 +131,8 @@ def read_files(
                         yield _document(content, name, n)
                 done = FileReport(name, "read" if n else "empty", note or ("" if n else BLANK), n, size)
             except Unreadable as error:
-                line, field = error.line, error.setting
+                line = error.line
+                field = error.setting
                 done = FileReport(name, "failed" if error.is_known else "skipped", error.reason, line=line)
             if strict and done.state != "read":
                 raise CorpusError(f"{path}{done.place}: {done.note}", path=path, line=line, setting=field)

@@ -33,7 +33,8 @@ class Database:
     """The file of one index. Thread-safe: each transaction has a connection of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / FILE
+        self.folder = folder
+        self.file = folder / FILE
         self.is_exclusive = False  # whether no other process may read or write until it is closed
         self._idle: dict[int, list[Rows]] = {}  # by inode: a file that takes this one's place is opened anew
 

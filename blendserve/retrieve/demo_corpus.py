@@ -56,6 +56,7 @@ def unwrap(text: str) -> str:
 def _was_wrapped(line: str, after: str) -> bool:
     if not line.strip() or not after.strip() or "::=" in line or line.lstrip().startswith(("|", "+-", ">>>")):
         return False
-    first_word, indent = after.split(maxsplit=1)[0], _INDENT.match(line)
+    first_word = after.split(maxsplit=1)[0]
+    indent = _INDENT.match(line)
     same_column = (indent.end() if indent else 0) == len(after) - len(after.lstrip())
     return same_column and len(line.rstrip()) + 1 + len(first_word) > _WRAPPED_AT

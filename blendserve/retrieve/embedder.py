@@ -47,7 +47,8 @@ class Embedder:
         self._tokenizer = encoder.tokenizer
         self.name = name
         self.fingerprint = fingerprint  # digest of weights and configuration
-        self.dimension, self.max_tokens = encoder.dimension, encoder.max_tokens
+        self.dimension = encoder.dimension
+        self.max_tokens = encoder.max_tokens
         self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
 
     @classmethod
@@ -94,7 +95,8 @@ class Embedder:
         """Unit vectors, [n, dimension] float32; windows of like length form a batch, longest first."""
         begin_computing()
         vectors = np.zeros((len(windows), self.dimension), np.float32)
-        order, done = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids)), 0
+        order = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids))
+        done = 0
         while done < len(windows):
             if progress:
                 progress(done, len(windows))
@@ -133,11 +135,14 @@ class Embedder:
         if len(encoding.ids) <= self._room:
             yield _window(whole, encoding)
             return
-        offsets, words = encoding.offsets, encoding.word_ids
+        offsets = encoding.offsets
+        words = encoding.word_ids
         in_head = bisect_right(offsets, len(head), key=lambda span: span[1]) if head else 0
         if in_head > self._room // 2:
-            head, in_head = "", 0
-        start, room = in_head, self._room - in_head
+            head = ""
+            in_head = 0
+        start = in_head
+        room = self._room - in_head
         while True:
             begin, end = max(len(head), offsets[start][0]), _word_edge(words, start, start + room)
             while True:

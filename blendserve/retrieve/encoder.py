@@ -73,7 +73,8 @@ class SentenceTransformersEncoder:
     def encode(self, windows: Sequence[Window], is_question: bool) -> Steps[np.ndarray]:
         """See Encoder; the library tokenises the texts again."""
         yield
-        texts, prompt = [window.text for window in windows], self._prompt(is_question)
+        texts = [window.text for window in windows]
+        prompt = self._prompt(is_question)
         vectors = self._model.encode(texts, prompt=prompt, batch_size=BATCH_SIZE, show_progress_bar=False)
         return np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)
 

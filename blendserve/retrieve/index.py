@@ -59,19 +59,16 @@ class VectorIndex:
     """
 
     def __init__(self, path: Path, embedder: Embedder, tokens: TokenCounter) -> None:
-        self.path, self.embedder, self.tokens = path, embedder, tokens
+        self.path = path
+        self.embedder = embedder
+        self.tokens = tokens
         self.database = Database(path)
         self._loaded: tuple[Vectors, Words] | None = None
         self._loading = threading.Lock()
 
     @classmethod
     def create(
-        cls,
-        path: str | Path,
-        embedder: Embedder,
-        tokens: TokenCounter,
-        *,
-        chunk_tokens: int,
+        cls, path: str | Path, embedder: Embedder, tokens: TokenCounter, *, chunk_tokens: int
     ) -> VectorIndex:
         """An empty index, in place of any index at `path`. Raises VectorIndexError."""
         index = cls(Path(path), embedder, tokens)
@@ -94,7 +91,8 @@ class VectorIndex:
         A long build saves batches in a folder of its own. When it is killed, the same call continues after the last
         batch. Raises as `add`.
         """
-        path, given = Path(path), list(as_documents(documents))
+        path = Path(path)
+        given = list(as_documents(documents))
         index = cls(path / BUILDING, embedder, tokens)
         index.database.is_exclusive = True
         with closing(index):
@@ -208,11 +206,14 @@ class VectorIndex:
         `commit`. Documents are cut, embedded and saved in batches: after a kill the same call continues with the next
         one. `progress` counts characters.
         """
-        new, n_new, replaced = self._new(as_documents(documents)), 0, list[Passage]()
+        new = self._new(as_documents(documents))
+        n_new = 0
+        replaced: list[Passage] = []
         warning = languages.warning((document.text for document in new), self.embedder.name)
         if warning and self.embedder.name in BUNDLED:
             log.warning("%s", warning)
-        done, total = 0, sum(len(document.text) for document in new)
+        done = 0
+        total = sum(len(document.text) for document in new)
         for batch in _batches(new):
             size = sum(len(document.text) for document in batch)
             added = self.commit(run(self._embed(batch, _part(progress, done, size, total))))
@@ -235,7 +236,8 @@ class VectorIndex:
         with self.database.write() as rows:
             new = [d for d in documents if tables.digest_of(rows, d.id) != d.digest]
             for document in new:
-                old, passages = tables.remove(rows, document.id), document.passages
+                old = tables.remove(rows, document.id)
+                passages = document.passages
                 kept = {*old} & {*passages}
                 tables.insert(rows, document)
                 added.passages.extend(p for p in passages if p not in kept)
@@ -312,7 +314,7 @@ class VectorIndex:
         return self._loaded
 
     def _new(self, documents: Iterable[Document]) -> list[Document]:
-        """Those whose content the index does not have, each with its id. Raises CorpusError."""
+        """Return the documents whose content the index does not have, each with its id. Raises CorpusError."""
         given: dict[str, Document] = {}
         for document in documents:
             doc_id = document_id(document)
@@ -333,7 +335,8 @@ class VectorIndex:
         """Cut the documents into passages, and embed these. Raises ConfigError."""
         with self.database.read() as rows:
             chunk_tokens = self.database.manifest(rows).chunk_tokens
-        made, passages = list[EmbeddedDocument](), list[Passage]()
+        made: list[EmbeddedDocument] = []
+        passages: list[Passage] = []
         for document in documents:
             texts = list[tuple[str, str]]()
             for passage in split(document, chunk_tokens, self.tokens.count):
@@ -352,13 +355,15 @@ class VectorIndex:
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """The documents in order, in batches of BATCH characters or more."""
-    batch, size = list[Document](), 0
+    batch: list[Document] = []
+    size = 0
     for document in documents:
         batch.append(document)
         size += len(document.text)
         if size >= BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -377,7 +382,8 @@ def fuse(candidates: Sequence[Candidates], top_k: int) -> list[Passage]:
     depth = max(DEPTH, top_k)
     near = [(passage.score or 0.0, passage) for found in candidates for passage in found.near]
     by_words = [each for found in candidates for each in found.by_words]
-    passages, values = dict[tuple[str, str], Passage](), defaultdict[tuple[str, str], float](float)
+    passages: dict[tuple[str, str], Passage] = {}
+    values = defaultdict[tuple[str, str], float](float)
     for ranking in (near, by_words):
         ranked = dict.fromkeys(
             (passage.title, passage.text)

@@ -36,7 +36,9 @@ class Line:
 
 def to_files(index: VectorIndex) -> dict[str, bytes]:
     """The files of an index, by name; the same for the same contents."""
-    manifest, lines, vectors = index.manifest, list[str](), list[bytes]()
+    manifest = index.manifest
+    lines: list[str] = []
+    vectors: list[bytes] = []
     with index.database.read() as rows:
         metadata = tables.all_metadata(rows)
         for document, passages in tables.documents_with_vectors(rows):
@@ -59,7 +61,8 @@ def manifest_file(manifest: Manifest) -> bytes:
 
 def parse_files(files: Mapping[str, bytes]) -> Contents:
     """The contents of files that anybody may have made. Raises ValueError for what `to_files` never makes."""
-    manifest, parse = TypeAdapter(Manifest).validate_json(files[MANIFEST]), TypeAdapter(Line).validate_json
+    manifest = TypeAdapter(Manifest).validate_json(files[MANIFEST])
+    parse = TypeAdapter(Line).validate_json
     lines = [parse(line) for line in files[DOCUMENTS].split(b"\n")[:-1]]
     windows = [n for line in lines for n in line.windows]
     made = len({line.id for line in lines}), len(windows), sum(windows)

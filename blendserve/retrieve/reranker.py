@@ -23,7 +23,8 @@ class Reranker:
 
     def __init__(self, model: Any, name: str) -> None:
         """model: a CrossEncoder."""
-        self._model, self.name = model, name
+        self._model = model
+        self.name = name
 
     @classmethod
     def load(cls, name: str) -> Reranker:

@@ -104,7 +104,8 @@ def parse(document: Document, text: str) -> Structure:
     """The structure of a document's text."""
     if _CODE.search(document.id or document.title):
         return Structure(ends=[(_positions(pattern, text), fill) for pattern, fill in _IN_CODE])
-    found, fenced = Structure(), list[tuple[int, int]]()
+    found = Structure()
+    fenced: list[tuple[int, int]] = []
     for block in _BLOCK.finditer(text):
         if block["head"]:
             found.tables.append(TextTable(block.start(), block.end("head"), block.end(), block["head"]))
@@ -127,7 +128,8 @@ def parse(document: Document, text: str) -> Structure:
 
 def sentences(text: str) -> list[tuple[int, int]]:
     """Where each sentence, or line, begins and ends, without space around it."""
-    found, start = list[tuple[int, int]](), 0
+    found: list[tuple[int, int]] = []
+    start = 0
     for end in (*_positions(f"{_SENTENCES}|{_LINES}", text), len(text)):
         piece = text[start:end]
         if piece.strip():

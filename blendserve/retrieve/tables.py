@@ -221,7 +221,9 @@ def read_vectors(rows: Rows, after: int, dimension: int) -> tuple[np.ndarray, np
     (n,) = rows.execute(
         "SELECT coalesce(sum(windows), 0) FROM passages WHERE number > ?", (after,)
     ).fetchone()
-    owner, vectors, at = np.empty(n, np.int64), np.empty((n, dimension), np.float32), 0
+    owner = np.empty(n, np.int64)
+    vectors = np.empty((n, dimension), np.float32)
+    at = 0
     query = "SELECT passage, content, hash FROM vectors WHERE passage > ? ORDER BY passage"
     for number, content, hash in rows.execute(query, (after,)):
         if _hash(content) != hash:
@@ -240,7 +242,8 @@ def read_words(rows: Rows, after: int) -> Iterator[tuple[int, bytes]]:
 
 def selected(selection: PassageFilter, document: str) -> tuple[str, list[str]]:
     """A condition of SQL for a column with numbers of documents, and its values. Without metadata, it is always true."""
-    terms, values = ["1"], list[str]()
+    terms = ["1"]
+    values: list[str] = []
     for name, wanted in selection.conditions:
         marks = ", ".join("?" * len(wanted))
         terms.append(f"{document} IN (SELECT document FROM metadata WHERE name = ? AND value IN ({marks}))")

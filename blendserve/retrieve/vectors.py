@@ -76,8 +76,8 @@ class Vectors:
     @classmethod
     def _none(cls) -> Vectors:
         nothing = np.zeros(0, np.int64)
-        is_left, lock = nothing.astype(np.bool_), threading.Lock()
-        return cls(("", 0), nothing, nothing, nothing, nothing, is_left, None, -1, lock)
+        is_left = nothing.astype(np.bool_)
+        return cls(("", 0), nothing, nothing, nothing, nothing, is_left, None, -1, threading.Lock())
 
     @property
     def last(self) -> int:
@@ -112,18 +112,22 @@ class Vectors:
             by_number[self.numbers] = allowed
             mask = by_number[self.owner]
         n = int(mask.sum())
-        fetch, share = 2 * k + 8, PROBED * len(mask) / max(1, n)
+        fetch = 2 * k + 8
+        share = PROBED * len(mask) / max(1, n)
         while n > fetch:
             best, is_whole = self._distinct(self._nearest(query, fetch, mask, share), k)
             if is_whole:
                 return best
-            fetch, share = 4 * fetch, 4 * share
+            fetch *= 4
+            share *= 4
         return self._distinct(self._nearest(query, n, mask, 1.0), k)[0] if n else {}
 
     @staticmethod
     def _distinct(ranked: Ranked, k: int) -> tuple[dict[int, float], bool]:
         """The k best passages of different texts, and their equals in score; whether there are others behind them."""
-        best, texts, last = dict[int, float](), dict[int, float](), 0.0
+        best: dict[int, float] = {}
+        texts: dict[int, float] = {}
+        last = 0.0
         for score, number, text in ranked:
             last = best.setdefault(number, round(score, SCORE_DIGITS))
             texts.setdefault(text, last)

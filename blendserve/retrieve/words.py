@@ -73,7 +73,8 @@ class Words:
 
         Also their equals in score. texts: a hash of each passage's text. allowed: [passages] bool.
         """
-        n, scores = len(self.numbers), np.zeros(len(self.numbers))
+        n = len(self.numbers)
+        scores = np.zeros(len(self.numbers))
         mean = max(1.0, float(self.lengths.mean())) if n else 1.0
         norm = K1 * (1 - B + B * self.lengths / mean)
         words = dict.fromkeys(words_of(question))
@@ -97,7 +98,8 @@ class Words:
 
     def _passages(self, hash: int) -> tuple[np.ndarray, np.ndarray]:
         """Places of the passages with a word, and how often each has it; of many passages, not of most of them."""
-        numbers, counts = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint8)]
+        numbers = [np.zeros(0, np.uint32)]
+        counts = [np.zeros(0, np.uint8)]
         for segment in self.segments:
             start = np.searchsorted(segment.hashes, np.uint32(hash), "left")
             end = np.searchsorted(segment.hashes, np.uint32(hash), "right")

@@ -31,7 +31,8 @@ class AnswerParser:
     def __init__(self, tools: Schemas, is_thinking: bool | None) -> None:
         """is_thinking: whether the prompt has begun a thought; None: the answer has none."""
         self._calls = ToolCallParser(tools)
-        self._is_thinking, self._is_first = bool(is_thinking), is_thinking is False
+        self._is_thinking = bool(is_thinking)
+        self._is_first = is_thinking is False
         self._is_blank = False  # whether a thought has ended, and nothing was said since
         self._held = ""  # may begin OPEN or CLOSE
 
@@ -53,14 +54,17 @@ class AnswerParser:
             start = self._held.lstrip()
             if OPEN.startswith(start):
                 return AnswerParts()
-            self._is_first, self._is_thinking = False, start.startswith(OPEN)
+            self._is_first = False
+            self._is_thinking = start.startswith(OPEN)
             self._held = start.removeprefix(OPEN) if self._is_thinking else self._held
         if not self._is_thinking:
             text, self._held = self._held, ""
             return AnswerParts("", *self._say(text))
         thought, close, text = self._held.partition(CLOSE)
         if close:
-            self._is_thinking, self._is_blank, self._held = False, True, ""
+            self._is_thinking = False
+            self._is_blank = True
+            self._held = ""
             return AnswerParts(thought, *self._say(text))
         n_held = next(n for n in range(len(CLOSE) - 1, -1, -1) if thought.endswith(CLOSE[:n]))
         end = len(thought) - n_held
@@ -86,9 +90,11 @@ class AnswerParser:
 
 def url_citations(answer: Answer, said: str) -> list[dict[str, Any]]:
     """The citations of what an answer says, as OpenAI has them. The URL of a passage is its document's id."""
-    offset, found = answer.text.rfind(said), list[dict[str, Any]]()
+    offset = answer.text.rfind(said)
+    found: list[dict[str, Any]] = []
     for each in answer.citations:
-        passage, start = answer.passages[each.passage], each.start - offset
+        passage = answer.passages[each.passage]
+        start = each.start - offset
         if 0 <= start < len(said):
             place = {"start_index": start, "end_index": each.end - offset}
             found.append({**place, "url": passage.doc_id or passage.id, "title": passage.title})

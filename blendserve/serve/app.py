@@ -196,12 +196,15 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     """The first validation error of a request, without the invalid value."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
-    where, kind, why = problem["loc"], problem["type"], problem["msg"].removeprefix("Value error, ")
+    where = problem["loc"]
+    kind = problem["type"]
+    why = problem["msg"].removeprefix("Value error, ")
     # Pydantic's location also names the branch of a union, such as `list[TextPart]`: not a field.
     field = ".".join(str(part) for part in where[1:] if "[" not in str(part))
     if kind == "json_invalid":
         reason = problem["ctx"]["error"]
-        field, message = "", f"the body is not JSON: {reason[0].lower()}{reason[1:]} at position {where[1]}"
+        field = ""
+        message = f"the body is not JSON: {reason[0].lower()}{reason[1:]} at position {where[1]}"
     elif where == ("body",) and kind != "value_error":
         message = "the body is not a JSON object: send one, with `Content-Type: application/json`"
     else:

@@ -22,8 +22,11 @@ class ServiceBackend:
 
     def __init__(self, http: HttpConfig, metrics: HttpMetrics, namespace: str = "") -> None:
         """namespace: of requests without a key, and of the single key. Raises ConfigError for a damaged key file."""
-        self.http, self.metrics, self.namespace = http, metrics, namespace
-        self.keys, self.notices = ApiKeys(http, namespace), Notices()
+        self.http = http
+        self.metrics = metrics
+        self.namespace = namespace
+        self.keys = ApiKeys(http, namespace)
+        self.notices = Notices()
         self.limits = Limits(http.max_concurrent, http.max_per_minute)
         self._is_draining = False
 

@@ -61,7 +61,8 @@ class CacheSelection(Caller):
 
     async def keys(self) -> list[ChunkKey]:
         """The keys of the chunks, without empty passages."""
-        blender, prompts = self.client.batch.blender(self.tenant.namespace), self.client.engine.prompts
+        blender = self.client.batch.blender(self.tenant.namespace)
+        prompts = self.client.engine.prompts
 
         def find() -> Steps[list[ChunkKey]]:
             keys = list[ChunkKey]()
@@ -156,7 +157,8 @@ async def delete_kv(chosen: SelectionDep) -> dict[str, Any]:
 async def list_chunks(query: ListDep) -> dict[str, Any]:
     """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
     name, index = query.find(query.collection)
-    engine, blender = query.client.engine, query.client.batch.blender(query.tenant.namespace)
+    engine = query.client.engine
+    blender = query.client.batch.blender(query.tenant.namespace)
 
     def look_up() -> Steps[tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]]:
         found = yield from query.matching(index, lambda p: (p.id, p.chunk_text))

@@ -81,7 +81,8 @@ class Caller:
         """Compute and pin KV in batches, as the tokens of a collection may not fit in memory."""
         distinct = list({text: p for p in passages if (text := p.chunk_text)}.values())
         job.chunks = len(distinct)
-        batch, writer = self.client.batch, self.client.batch.blender(self.tenant.namespace).writer
+        batch = self.client.batch
+        writer = batch.blender(self.tenant.namespace).writer
 
         async def compute(ids: TokenIds, on_leased: Literal["skip", "compute"]) -> bool:
             """Whether the chunk is left to another process. One task each: a request never waits for more than one."""
@@ -112,7 +113,8 @@ class Caller:
         So keys other than an admin's leave room for each other, and for chunks that are not pinned. expected: bytes of
         each chunk, 0 for one that is pinned only if it is stored. A full quota may be exceeded by a batch of each job.
         """
-        store, namespace = self.client.engine.store, self.tenant.namespace
+        store = self.client.engine.store
+        namespace = self.tenant.namespace
         infos = store.describe(expected)
         if self.tenant.admin:
             return [*infos]
@@ -132,7 +134,9 @@ class Caller:
 
     def chunk_ids(self, passages: Sequence[Passage]) -> Steps[list[TokenIds]]:
         """Raises InputError for a passage that no request could hold."""
-        limit, prompts, chunks = self.client.max_tokens, self.client.engine.prompts, list[TokenIds]()
+        limit = self.client.max_tokens
+        prompts = self.client.engine.prompts
+        chunks: list[TokenIds] = []
         for passage in passages:
             yield
             least = prompts.at_least((passage.title, passage.text), limit)  # without tokenising all of it
@@ -169,7 +173,8 @@ class ListQuery(Caller):
         self, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]
     ) -> Steps[list[Passage]]:
         """The passages with the text in one of their fields."""
-        text, found = self.search.strip().casefold(), list[Passage]()
+        text = self.search.strip().casefold()
+        found: list[Passage] = []
         for some in index.scan(PASSAGES_PER_STEP, self.tenant.selection):
             yield
             found += [p for p in some if not text or any(text in field.casefold() for field in fields(p))]
@@ -183,7 +188,8 @@ class Adding:
         """Raises InputError, NotFound."""
         self._caller = caller
         self._name, self._index = caller.find(collection)
-        self._documents, self._passages = caller.documents(self._index), list[Passage]()
+        self._documents = caller.documents(self._index)
+        self._passages: list[Passage] = []
 
     def start(self, add_all: Callable[[Job], Awaitable[None]], total_documents: int) -> Job:
         """Start a job that adds all documents, then computes their KV. Raises RateLimited."""
@@ -192,7 +198,8 @@ class Adding:
             await add_all(job)
             await self._caller.precompute(self._passages, job)
 
-        jobs, namespace = self._caller.client.jobs, self._caller.tenant.namespace
+        jobs = self._caller.client.jobs
+        namespace = self._caller.tenant.namespace
         return jobs.start(namespace, f"documents into {self._name}", work, total_documents, self._index)
 
     async def add(self, document: Document, job: Job) -> None:

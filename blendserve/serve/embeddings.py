@@ -50,7 +50,9 @@ async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: Limited
             f"dimensions {body.dimensions}: vectors of {name!r} have {embedder.dimension}: leave it out",
             setting="dimensions",
         )
-    texts, rows, n_tokens = body.texts, list[np.ndarray](), 0
+    texts = body.texts
+    rows: list[np.ndarray] = []
+    n_tokens = 0
     for start in range(0, len(texts), BATCH):
         arguments = embedder, texts[start : start + BATCH], body.input_type == "query"
         vectors, n = await client.collections.executor.run(tenant.name, embed, *arguments)
@@ -76,7 +78,9 @@ async def rerank(body: RerankRequest, client: ClientDep, tenant: LimitedTenantDe
     if (reranker := client.reranker) is None:
         raise NotFound("this server has no reranker: start it with --set retrieve.reranker=MODEL")
     name = _served("reranker", reranker.name, client, body.model)
-    texts, scores, n_tokens = body.texts, list[float](), 0
+    texts = body.texts
+    scores: list[float] = []
+    n_tokens = 0
     for start in range(0, len(texts), BATCH):
         part = texts[start : start + BATCH]
         scores += await client.collections.executor.run(tenant.name, reranker.scores, body.query, part)
@@ -97,7 +101,9 @@ def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[
     """A unit vector [dimension] float32 for each text, and the number of tokens that were read."""
     cut = run(embedder.cut([Passage(text) for text in texts]))
     flat = [window for windows in cut for window in windows]
-    encoded, at, rows = run(embedder.encode(flat, None, is_question)), 0, list[np.ndarray]()
+    encoded = run(embedder.encode(flat, None, is_question))
+    at = 0
+    rows: list[np.ndarray] = []
     for windows in cut:
         total = encoded[at : at + len(windows)].sum(0)
         rows.append(total / max(float(np.linalg.norm(total)), np.finfo(np.float32).tiny))

@@ -72,9 +72,12 @@ class RequestHandle:
         verify: Callable[[Answer], Future[Verified]] | None = None,
     ) -> None:
         """verify: compares the answer with full prefill's, where it is asked for."""
-        self._events, self.cancel, self._verify = events, cancel, verify
+        self._events = events
+        self.cancel = cancel
+        self._verify = verify
         self.quality = request.quality.report if request.quality else None
-        self.passages, self.prompt_ids = request.passages, request.prompt.ids
+        self.passages = request.passages
+        self.prompt_ids = request.prompt.ids
         self.question_tokens = len(request.prompt.suffix)
         self.runs = request.prompt.runs  # stored chunks that were found in a plain prompt
         # Of the prompt; set when the prefill is done. Blended: those of the cached ones whose KV is approximate.
@@ -91,7 +94,8 @@ class RequestHandle:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, PrefillDone):
-                self.cached_tokens, self.blended_tokens = event.cached, event.blended
+                self.cached_tokens = event.cached
+                self.blended_tokens = event.blended
                 self.prompt_logprobs = event.logprobs
             elif isinstance(event, Completed):
                 self._answer = event.answer
@@ -149,7 +153,9 @@ class TenantCollections:
     """
 
     def __init__(self, library: Collections, executor: FairExecutor, reranker: Reranker | None) -> None:
-        self._library, self.indexes, self.executor = library, library.collections, executor
+        self._library = library
+        self.indexes = library.collections
+        self.executor = executor
         self._reranker = reranker
 
     def names(self, tenant: Tenant) -> list[str]:
@@ -207,7 +213,9 @@ class EngineClient(ServiceBackend):
         Raises ModelError for a reranker that cannot be loaded.
         """
         super().__init__(http, metrics, config.store.namespace)
-        self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.config = config
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
         self.model_names = served_names(model, http.served_model_name)  # in requests; in responses the first
         self.public_names = http.served_model_name or self.model_names[:1]  # of /v1/models
         self.started = int(time.time())
@@ -238,22 +246,34 @@ class LocalEngineClient(EngineClient):
 
     def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
-        metrics, model = Metrics(), engine.model
-        self.engine, self.batch = engine, BatchEngine(engine, metrics, http)
+        metrics = Metrics()
+        model = engine.model
+        self.engine = engine
+        self.batch = BatchEngine(engine, metrics, http)
         self.jobs = Jobs(library.collections.values())
         self.prompts = engine.prompts
         super().__init__(engine.config, http, metrics, model.name, model.tokenizer, self.batch.pool.n_tokens)
         if self.max_tokens < engine.model.decoder.context_limit:
             engine.warn_of_room(self.max_tokens, library.collections.values())
         self.scheduler = self.batch.scheduler
-        load, learnt = lambda: self.scheduler.load, lambda: self.batch.learnt_bytes
-        held = lambda: self.in_use["held_chunks"]  # noqa: E731
-        failed = lambda: engine.fetcher.failed_writes  # noqa: E731
-        metrics.watch(load, http.slots, engine.fetcher, learnt, engine.quality.controllers, held, failed)
+        metrics.watch(
+            lambda: self.scheduler.load,
+            http.slots,
+            engine.fetcher,
+            lambda: self.batch.learnt_bytes,
+            engine.quality.controllers,
+            lambda: self.in_use["held_chunks"],
+            lambda: engine.fetcher.failed_writes,
+        )
         engine.quality.on_check.append(metrics.checked)
         throttle = BackgroundThrottle(http.background_share)
-        in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
-        retrieval = FairExecutor("retrieval", http.max_concurrent, throttle, in_flight, has_other_tenants)
+        retrieval = FairExecutor(
+            "retrieval",
+            http.max_concurrent,
+            throttle,
+            lambda: self.scheduler.in_flight,
+            self.scheduler.has_other_tenants,
+        )
         self.collections = TenantCollections(library, retrieval, self.reranker)
         self.storage = FairExecutor("storage", http.max_concurrent)  # for calls to the store alone
         self._preparing: Counter[str] = Counter()
@@ -265,7 +285,8 @@ class LocalEngineClient(EngineClient):
     @property
     def in_use(self) -> dict[str, int]:
         """What requests occupy; all 0 when none is under way."""
-        fetcher, (n_waiting, n_slots) = self.engine.fetcher, self.scheduler.load
+        fetcher = self.engine.fetcher
+        n_waiting, n_slots = self.scheduler.load
         return {
             "running": self.limits.n_running,
             "preparing": self._preparing.total(),
@@ -298,7 +319,8 @@ class LocalEngineClient(EngineClient):
         """See EngineClient."""
         self.scheduler.refuse_if_full(tenant.name, self._preparing[tenant.name])
         queues = [event_queue() for _ in range(query.n)]
-        clock, search = Clock(), partial(self.collections.search, tenant, query.collections)
+        clock = Clock()
+        search = partial(self.collections.search, tenant, query.collections)
 
         def prepare() -> list[TokenSequence]:
             """Check, search and tokenise, on the retrieval thread."""
@@ -329,7 +351,8 @@ class LocalEngineClient(EngineClient):
 
     def _verify(self, request: PreparedRequest, tenant: Tenant, answer: Answer) -> Future[Verified]:
         """Compare a served answer with full prefill's, as a background task."""
-        model, blender = self.engine.model, self.batch.blender(tenant.namespace)
+        model = self.engine.model
+        blender = self.batch.blender(tenant.namespace)
         tokens = answer.token_ids or with_end(model, (), request.decode)
         decode = request.decode.with_values(max_new_tokens=len(tokens))
         verifier = Verifier(model, blender, request.prompt, decode)
@@ -338,7 +361,8 @@ class LocalEngineClient(EngineClient):
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:
     """A queue from another thread to this event loop: the function that adds an event, and the events."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+    loop = asyncio.get_running_loop()
+    queue = asyncio.Queue[Event]()
 
     def emit(event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended

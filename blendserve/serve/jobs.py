@@ -75,7 +75,8 @@ class Jobs:
         found = sorted(saved, key=lambda job: job.created)
         for job in found:
             if job.state == "running":
-                job.state, job.error = "failed", STOPPED
+                job.state = "failed"
+                job.error = STOPPED
         self._jobs = {job.id: job for job in found}
         self._tasks: set[asyncio.Task[None]] = set()
         self.reading = asyncio.Semaphore(MAX_READING)
@@ -129,23 +130,28 @@ class Jobs:
 
 async def _run(job: Job, work: Callable[[Job], Awaitable[None]], index: VectorIndex | None) -> None:
     """Run a job to its end. Its state is saved at both ends, the last one before it is reported."""
-    state, error = "done", ""
+    state = "done"
+    error = ""
     try:
         await _save(job, index)
         await work(job)
     except BlendserveError as failure:
         log.warning("a job failed: %s", failure)
-        state, error = "failed", failure.public_message
+        state = "failed"
+        error = failure.public_message
     except asyncio.CancelledError:
-        state, error = "failed", STOPPED
+        state = "failed"
+        error = STOPPED
         log.warning("a job was cut by the shutdown, at %s", job.progress)
         raise
     except Exception:
         log.exception("a job failed")
-        state, error = "failed", "internal server error: see the server's log"
+        state = "failed"
+        error = "internal server error: see the server's log"
     finally:
         await _save(replace(job, state=state, error=error), index)
-        job.state, job.error = state, error
+        job.state = state
+        job.error = error
 
 
 async def _save(job: Job, index: VectorIndex | None) -> None:

@@ -153,7 +153,8 @@ class ApiKeys:
 
     def tenant(self, key: str) -> Tenant:
         """The tenant of a key. Raises NotAuthenticated."""
-        digest, found = _digest(key), None
+        digest = _digest(key)
+        found = None
         for known, tenant in self._entries().items():  # all of them, so that the time tells nothing
             if hmac.compare_digest(known, digest):
                 found = tenant
@@ -174,11 +175,13 @@ class ApiKeys:
                 stat = self._file.path.stat()
                 stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
                 if stamp != self._stamp:
-                    self._of_file, self._stamp = self._file.read(), stamp
+                    self._of_file = self._file.read()
+                    self._stamp = stamp
         except (OSError, ConfigError) as error:
             if self._stamp is not None:  # once, not for each request
                 log.error("the key file cannot be read, so none of its keys is valid: %s", error)
-            self._of_file, self._stamp = {}, None
+            self._of_file = {}
+            self._stamp = None
         return {**self._single, **self._of_file}
 
 
@@ -222,10 +225,12 @@ class Limits:
     def __init__(
         self, max_concurrent: int, max_per_minute: int, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_concurrent, self._max_per_minute = max_concurrent, max_per_minute
+        self._max_concurrent = max_concurrent
+        self._max_per_minute = max_per_minute
         self._running: Counter[str] = Counter()
         self._uploading: Counter[str] = Counter()
-        self._requests, self._body_bytes = TokenBucket(now), TokenBucket(now)
+        self._requests = TokenBucket(now)
+        self._body_bytes = TokenBucket(now)
 
     @property
     def n_running(self) -> int:

@@ -74,7 +74,8 @@ def _of_result(result: SearchResult, n: int) -> Iterator[Piece]:
 def _of_document(document: DocumentBlock, n: int) -> Iterator[Piece]:
     """n: its number among the documents."""
     place = {"document_index": n, "document_title": document.title, "file_id": None}
-    title, blocks = document.title or "", document.source.data
+    title = document.title or ""
+    blocks = document.source.data
     if not document.citations.enabled:
         return
     if document.source.has_blocks:

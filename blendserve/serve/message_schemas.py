@@ -243,7 +243,8 @@ class MessagesRequest(CountRequest):
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must look like. Raises InputError for what cannot be compiled."""
-        choice, form = self.tool_choice, self.output_config.format if self.output_config else None
+        choice = self.tool_choice
+        form = self.output_config.format if self.output_config else None
         if choice and choice.type in ("any", "tool"):
             return forced_call((tool.for_template()["function"] for tool in self.tools or ()), choice.name)
         return None if form is None else compiled("output_config.format", Grammar.of_json, form.of_answer)

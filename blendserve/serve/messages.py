@@ -71,12 +71,16 @@ class MessagesFormat:
         self, client: EngineClient, model: str, tools: Schemas, citer: MessageCiter, notices: dict[str, Any]
     ) -> None:
         """model: its name in the response. tools: that it may call."""
-        self._tokenizer, self._citer = client.tokenizer, citer
-        self.model, self._tools, self._notices = model, tools, notices
+        self._tokenizer = client.tokenizer
+        self._citer = citer
+        self.model = model
+        self._tools = tools
+        self._notices = notices
         self._id = f"msg_{secrets.token_hex(12)}"
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
-        (handle,), (answer,) = handles, answers
+        (handle,) = handles
+        (answer,) = answers
         thought, text, calls = self._parser(handle).whole(answer.text)
         content = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
         if text and self._citer:
@@ -91,7 +95,8 @@ class MessagesFormat:
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
-        (handle,), blocks = handles, Blocks(self._citer)
+        (handle,) = handles
+        blocks = Blocks(self._citer)
         parser = self._parser(handle)
         try:
             async for event in handle.events():
@@ -135,8 +140,10 @@ class Blocks:
     """
 
     def __init__(self, citer: MessageCiter) -> None:
-        self._citer, self._sentence = citer, ""  # the text block that goes on
-        self._n, self._open = 0, ""  # the kind of the block that goes on
+        self._citer = citer
+        self._sentence = ""  # the text block that goes on
+        self._n = 0
+        self._open = ""  # the kind of the block that goes on
         self.n_calls = 0
 
     def push(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
@@ -180,7 +187,8 @@ class Blocks:
         return {"type": "content_block_delta", "index": self._n, "delta": delta}
 
     def _stop(self) -> dict[str, Any]:
-        self._open, self._n = "", self._n + 1
+        self._open = ""
+        self._n += 1
         return {"type": "content_block_stop", "index": self._n - 1}
 
 

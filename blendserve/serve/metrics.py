@@ -170,7 +170,9 @@ class Metrics(HttpMetrics):
         near_tokens = {kind: sum(chunk[f"tokens_{kind}"] for chunk in near) for kind in ("stored", "fresh")}
         kinds = ("exact", "kept", "reused", "recomputed", "suffix")
         tokens = {kind: getattr(report, f"tokens_{kind}") for kind in kinds}
-        hits, misses, corrupt = report.chunks_hit, report.chunks_missing, report.chunks_corrupt
+        hits = report.chunks_hit
+        misses = report.chunks_missing
+        corrupt = report.chunks_corrupt
         counts: dict[str, Mapping[str, int]] = {
             "prompt_tokens": {**tokens, "missing": report.tokens_computed},
             "chunks": {"hit": hits, "miss": misses, "corrupt": corrupt},
@@ -218,7 +220,8 @@ class StoreCollector(Collector):
 
     def __init__(self, store: KVStore | KVFetcher, failed: Callable[[], int]) -> None:
         """failed: number of failed writes."""
-        self._store, self._failed = store, failed
+        self._store = store
+        self._failed = failed
 
     def collect(self) -> Iterator[Metric]:
         help = "Missing chunks that could not be written to the store"

@@ -57,8 +57,11 @@ class RequestBodyMiddleware:
 
     def __init__(self, app: ASGIApp, backend: ServiceBackend, max_upload: int = 0) -> None:
         """max_upload: bytes of a form; 0 for a service that takes none."""
-        self._app, self._limits, self._max_upload = app, backend.limits, max_upload
-        self._max_bytes, self._timeout_s = backend.http.max_body, backend.http.body_s
+        self._app = app
+        self._limits = backend.limits
+        self._max_upload = max_upload
+        self._max_bytes = backend.http.max_body
+        self._timeout_s = backend.http.body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -87,7 +90,9 @@ class RequestBodyMiddleware:
         self, tenant: Tenant, receive: Receive, most: int, timeout_s: float
     ) -> AsyncIterator[bytes]:
         """The parts of a body. Raises BodyTooLarge, BodyTooSlow, ClientDisconnected."""
-        clock, n, has_more = Clock(), 0, True
+        clock = Clock()
+        n = 0
+        has_more = True
         while has_more:
             try:
                 part, has_more = await asyncio.wait_for(
@@ -174,7 +179,8 @@ class SameSiteMiddleware:
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]) -> None:
         """hosts: names of the server, besides localhost. origins: that may send requests; * allows all."""
-        self._app, self._origins = app, {*origins}
+        self._app = app
+        self._origins = {*origins}
         self._hosts = {*LOOPBACK, *map(str.lower, hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,12 +214,15 @@ class AccessLogMiddleware:
     """
 
     def __init__(self, app: ASGIApp, backend: ServiceBackend) -> None:
-        self._app, self._metrics = app, backend.metrics
+        self._app = app
+        self._metrics = backend.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        clock, ids, status = Clock(), _ids(Headers(scope=scope)), 0
+        clock = Clock()
+        ids = _ids(Headers(scope=scope))
+        status = 0
         request_ids.set(ids)
 
         async def send_with_id(message: Message) -> None:
@@ -236,7 +245,8 @@ class AccessLogMiddleware:
 
 def _ids(headers: Headers) -> dict[str, str]:
     """The ids of a request, by their name in the log."""
-    given, trace = headers.get("x-request-id", ""), TRACE.fullmatch(headers.get("traceparent", ""))
+    given = headers.get("x-request-id", "")
+    trace = TRACE.fullmatch(headers.get("traceparent", ""))
     id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     return {"request": id, **({"trace_id": trace[1]} if trace else {})}
 
@@ -261,7 +271,8 @@ class PrefixMiddleware:
     """Serves all paths below a prefix, whether or not the proxy has removed it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app, self._prefix = app, prefix
+        self._app = app
+        self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -49,8 +49,10 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
 
 def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
     """What a chat asks. Raises InputError, NotFound."""
-    last, client = body.messages[-1], context.client
-    served, query = ServedModel.of(client, body.model), body.query(last.content_text, body.options)
+    last = body.messages[-1]
+    client = context.client
+    served = ServedModel.of(client, body.model)
+    query = body.query(last.content_text, body.options)
     plain, removed = body.chat().without_lines(client.http.volatile_lines)
     has_passages = _has_passages(context, query)
     if not has_passages and (served.is_plain or last.content_text.startswith(TASK)):
@@ -77,7 +79,8 @@ async def complete(body: CompletionRequest, context: ContextDep) -> Response:
 
     echo: the text begins with the prompt, and so do the log probabilities, by full prefill.
     """
-    served, queries = ServedModel.of(context.client, body.model), list[QueryRequest]()
+    served = ServedModel.of(context.client, body.model)
+    queries: list[QueryRequest] = []
     for prompt in body.prompts:
         text = prompt if isinstance(prompt, str) else context.client.tokenizer.decode(prompt)
         query = body.query(text, body.options)
@@ -123,7 +126,8 @@ class ServedModel:
     def of(cls, client: EngineClient, name: str | None) -> ServedModel:
         """name: by default the public one. Raises NotFound for a name that the model does not have."""
         name = client.model_names[0] if name is None else name
-        base, variant = name, ""
+        base = name
+        variant = ""
         if name not in client.model_names:
             variant = next((each for each in VARIANTS if name.endswith(each)), "")
             base = name.removesuffix(variant)
@@ -162,7 +166,8 @@ class Asked:
         removed: Sequence[str] = (),
     ) -> Asked:
         """removed: lines of the prompt that are left out. Raises InputError for too many answers at once."""
-        client, n = context.client, body.n or 1
+        client = context.client
+        n = body.n or 1
         if len(queries) * n > MAX_ANSWERS:
             raise InputError(f"the request asks for more than {MAX_ANSWERS} answers", setting="n")
         own = [replace(query, scope=body.scope, may_fill=True, n=n) for query in queries]
@@ -184,12 +189,16 @@ class OpenAIFormat:
 
     def __init__(self, client: EngineClient, body: OpenAIRequest, asked: Asked) -> None:
         query = asked.queries[0]
-        self._client, self.model, self._notices = client, asked.model, asked.notices
+        self._client = client
+        self.model = asked.model
+        self._notices = asked.notices
         self._retrieves = query.passages is None and query.plain is None
-        self._is_chat, self._n = isinstance(body, ChatRequest), query.n
+        self._is_chat = isinstance(body, ChatRequest)
+        self._n = query.n
         self._tools = body.schemas if isinstance(body, ChatRequest) else {}
         prefix = "chatcmpl" if self._is_chat else "cmpl"
-        self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
         echoes = isinstance(body, CompletionRequest) and body.echo
         self._echoed = [query.question for query in asked.queries] if echoes else []
         self._scores_prompt = query.rules.scores_prompt

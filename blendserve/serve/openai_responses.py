@@ -212,7 +212,9 @@ class ResponsesFormat:
 
     def __init__(self, client: EngineClient, body: ResponsesRequest, chat: ChatRequest, asked: Asked) -> None:
         self._tokenizer = client.tokenizer
-        self.model, self._notices, self._tools = asked.model, asked.notices, chat.schemas
+        self.model = asked.model
+        self._notices = asked.notices
+        self._tools = chat.schemas
         echoed = {"instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user"}
         self._facts = {
             **{"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())},
@@ -282,7 +284,8 @@ class Stream:
     """The events of one response, numbered, and the items that they make."""
 
     def __init__(self) -> None:
-        self.n, self.output = 0, list[dict[str, Any]]()
+        self.n = 0
+        self.output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the message or thought whose text comes
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:

@@ -84,11 +84,14 @@ class RagFormat:
     """A response of /v1/rag/query."""
 
     def __init__(self, client: EngineClient, explain: bool, notices: dict[str, Any]) -> None:
-        self.model, self._tokenizer = client.model_names[0], client.tokenizer
-        self._explain, self._notices = explain, notices
+        self.model = client.model_names[0]
+        self._tokenizer = client.tokenizer
+        self._explain = explain
+        self._notices = notices
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
-        (handle,), (answer,) = handles, answers
+        (handle,) = handles
+        (answer,) = answers
         body = {**answer.to_dict(), "cached_tokens": handle.cached_tokens, **self._notices}
         if self._explain:
             body["explanation"] = explanation_json(self._tokenizer, handle.prompt_ids, answer.report)
@@ -96,7 +99,8 @@ class RagFormat:
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
         (handle,) = handles
-        n_tokens, passages = len(handle.prompt_ids), [asdict(passage) for passage in handle.passages]
+        n_tokens = len(handle.prompt_ids)
+        passages = [asdict(passage) for passage in handle.passages]
         yield {"event": "passages", "passages": passages, "tokens": n_tokens, **self._notices}
         async for event in handle.events():
             if isinstance(event, PrefillProgress):

@@ -83,7 +83,8 @@ class Context:
 
         Events begin as soon as the queries are queued: passages are sent before the prefill ends.
         """
-        request, client = self.request, self.client
+        request = self.request
+        client = self.client
         with ExitStack() as stack:
             stack.enter_context(client.limits.concurrency_slot(self.tenant))
             if client.http.log_text:
@@ -99,7 +100,8 @@ class Context:
                 return submitted
 
             handles = await until_disconnect(request, submit())
-            request.state.model, request.state.answered = form.model, handles
+            request.state.model = form.model
+            request.state.answered = handles
             found = _found(handles[0])
             if stream:
                 response = EventStream(form.events(handles), client.http.ping_s, found)
@@ -266,7 +268,8 @@ async def until_disconnect(request: Request, job: Coroutine[Any, Any, T]) -> T:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(job), asyncio.ensure_future(disconnect())
+    task = asyncio.ensure_future(job)
+    watch = asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

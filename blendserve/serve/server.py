@@ -115,7 +115,8 @@ class HttpServer(uvicorn.Server):
 
         page_key: an API key that was made for this run; the page's URL with it is printed.
         """
-        connections, http = Connections(raise_file_limit()), backend.http
+        connections = Connections(raise_file_limit())
+        http = backend.http
         settings: dict[str, Any] = {
             "host": http.host,
             "port": http.port,
@@ -130,7 +131,9 @@ class HttpServer(uvicorn.Server):
             "timeout_keep_alive": KEEP_ALIVE_S,
         }
         super().__init__(uvicorn.Config(app, **settings | options))
-        self.server_state, self._backend, self._page_key = connections, backend, page_key
+        self.server_state = connections
+        self._backend = backend
+        self._page_key = page_key
 
     def run(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         try:
@@ -150,7 +153,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Keep the port open until the running requests have ended, then end as uvicorn does."""
-        clock, running = Clock(), {*self.server_state.tasks}
+        clock = Clock()
+        running = {*self.server_state.tasks}
         while running and not self.force_exit and clock.elapsed() < self._backend.http.drain_s:
             _, running = await asyncio.wait(running, timeout=TICK_S)
         left_s = self._backend.http.drain_s - clock.elapsed()

@@ -101,7 +101,8 @@ class ToolCallParser:
     """
 
     def __init__(self, tools: Schemas) -> None:
-        self._tools, self._openings = tools, _openings(max(map(len, tools), default=0))
+        self._tools = tools
+        self._openings = _openings(max(map(len, tools), default=0))
         self._names = sorted(tools, key=len, reverse=True)
         self._text = ""  # from the last character that was shown on
         self._n_shown = 0  # characters of it that were shown: 0 or 1
@@ -116,7 +117,8 @@ class ToolCallParser:
         if not self._tools:
             return piece, []
         self._text += piece
-        shown, calls = "", list[Call]()
+        shown = ""
+        calls: list[Call] = []
         while True:
             head = self._head(self._text, self._n_shown, partial=True)
             shown += self._show(head.start() if head else len(self._text))
@@ -130,7 +132,10 @@ class ToolCallParser:
 
     def finish(self) -> tuple[str, list[Call]]:
         """The rest of the text, and the calls in it."""
-        text, at, calls, kept = self._text, self._n_shown, list[Call](), list[str]()
+        text = self._text
+        at = self._n_shown
+        calls: list[Call] = []
+        kept: list[str] = []
         search_at = at
         while self._tools and (head := self._head(text, search_at)):
             end, found = self._calls(text, head, is_whole=True)
@@ -161,14 +166,18 @@ class ToolCallParser:
         shown = self._text[self._n_shown : end]
         start = max(0, end - 1)
         if shown:
-            self._tried, self._is_behind_call = 0, False
+            self._tried = 0
+            self._is_behind_call = False
         self._text = self._text[start:]
         self._n_shown = end - start
         return shown
 
     def _skip(self, end: int) -> None:
         """Go on behind calls that were found."""
-        self._text, self._n_shown, self._tried, self._is_behind_call = self._text[end:], 0, 0, True
+        self._text = self._text[end:]
+        self._n_shown = 0
+        self._tried = 0
+        self._is_behind_call = True
 
     def _closed(self) -> Found | None:
         """The call at the beginning of the text that has not been shown, if its end is there."""
@@ -187,7 +196,8 @@ class ToolCallParser:
 
         is_whole: whether the answer ends with the text.
         """
-        form, start = _form(head), head.start()
+        form = _form(head)
+        start = head.start()
         if form in CLOSED or form == "harmony":
             call, end = CALL_OF[form](text, head, self._tools)
             close = _END[form].match(text, end) if call else None
@@ -198,7 +208,8 @@ class ToolCallParser:
             return len(text), _python_calls(text[start:], self._tools)
         if form in UNMARKED and text[:start].rstrip().endswith((",", "[", "{")):
             return start, []  # within a list that is no call
-        calls, end = list[Call](), _FENCE.match(text, start).end() if form == "fence" else start
+        calls: list[Call] = []
+        end = _FENCE.match(text, start).end() if form == "fence" else start
         while unit := self._unit(text, _SEPARATORS.match(text, end).end()):
             end = unit[0]
             calls += unit[1]
@@ -241,9 +252,11 @@ def _by_json(text: str, head: Any, tools: Schemas) -> tuple[Call | None, int]:
 
 def _by_pairs(text: str, head: Any, tools: Schemas) -> tuple[Call | None, int]:
     """Arguments as texts, which their schema reads."""
-    name, is_xml = head["name"], _form(head) == "xml"
+    name = head["name"]
+    is_xml = _form(head) == "xml"
     pair, end = (_PARAMETER, head.end()) if is_xml else (_PAIR, head.end("name"))
-    kinds, arguments = tools[name].get("properties") or {}, dict[str, Any]()
+    kinds = tools[name].get("properties") or {}
+    arguments: dict[str, Any] = {}
     while found := pair.match(text, end):
         arguments[found[1].strip()] = _value(found[2], kinds.get(found[1].strip()))
         end = found.end()

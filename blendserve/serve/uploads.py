@@ -59,7 +59,9 @@ class Upload:
     """The files of a form, in a folder of their own until the job that reads them has ended."""
 
     def __init__(self, collection: str | None, files: Sequence[tuple[str, Path]], folder: Any) -> None:
-        self.collection, self.files, self._folder = collection, files, folder
+        self.collection = collection
+        self.files = files
+        self._folder = folder
 
     @classmethod
     async def receive(cls, request: Request) -> Upload:
@@ -92,7 +94,8 @@ class Upload:
 
         Raises InputError if no file could be read.
         """
-        report, child = ReadReport(), Child()
+        report = ReadReport()
+        child = Child()
         job.total_documents = len(self.files)  # until it is known how many a file has
         try:
             for file in self.files:

@@ -54,7 +54,10 @@ class Cache(OrderedDict[int, None]):
     ) -> None:
         """admission: None admits everything. directory: is told what this node holds."""
         super().__init__()
-        self._capacity, self._admission, self._directory, self._node = capacity, admission, directory, node
+        self._capacity = capacity
+        self._admission = admission
+        self._directory = directory
+        self._node = node
 
     def hit(self, chunk: int) -> bool:
         """Whether the chunk is here; it becomes the most recently used one."""

@@ -26,7 +26,9 @@ from blendserve.simulate.service_time import ServiceTime
 
 Constants = dict[str, float]
 
-MODEL, CHUNK_TOKENS, REQUEST_CHUNKS = "smollm2-135m", 64, 4
+MODEL = "smollm2-135m"
+CHUNK_TOKENS = 64
+REQUEST_CHUNKS = 4
 DEADLINE_S = 30.0  # of the server on this machine
 SETS = 5  # of chunks, each requested once
 FETCHES = 2  # rounds of fetching every set: a fetch takes little time, so it needs more tries
@@ -51,7 +53,8 @@ class CalibratedNode:
         """url: of the server; None: no shared store. Raises ModelError, InputError."""
         self.model = load_model(ModelConfig(name=model, threads=1))
         self.workload = make_workload(self.model, pool, chunk_tokens, None, seed)
-        self.url, self._chunk_tokens = url, chunk_tokens
+        self.url = url
+        self._chunk_tokens = chunk_tokens
 
     @property
     def prompt_shape(self) -> dict[str, int]:
@@ -86,7 +89,8 @@ class CalibratedNode:
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
         """Constants of the compute and links settings; without a server, none of its link. `hot`: TTFT from memory."""
         model = measure_cost_model(self.model.decoder, repeats=5)
-        n, tokens = request_chunks, self._chunk_tokens
+        n = request_chunks
+        tokens = self._chunk_tokens
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + SETS)]
         with self.open("measure", memory, disk) as engine:
             self._least(engine, sets[:1])  # warms the process up
@@ -97,10 +101,8 @@ class CalibratedNode:
             hot = min(hot, again_s)
         constants = {**asdict(model), **link}
         settings = configured(SimulateConfig(), constants, self.prompt_shape, tokens, n)
-        fixed, stored_s = (
-            hot - ServiceTime(settings).prefill([True] * n),
-            first_after - after - model.per_pass,
-        )
+        fixed = hot - ServiceTime(settings).prefill([True] * n)
+        stored_s = first_after - after - model.per_pass
         return {
             **{**constants, "hot": hot, "fixed": max(0.0, fixed)},
             **{"per_answer_token": after, "per_stored": max(0.0, stored_s) / (n * tokens)},
@@ -108,7 +110,8 @@ class CalibratedNode:
 
     def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
         """Constants of the server's link, and the TTFT of a set from memory. The server has the sets."""
-        n, raw_bytes = len(sets[0]), self.model.decoder.kv_bytes_per_token
+        n = len(sets[0])
+        raw_bytes = self.model.decoder.kv_bytes_per_token
         ones = [[k] for k in range(len(sets) * n, len(sets) * n + SETS)]
         rounds = []
         for _ in range(1 + FETCHES):  # the first one stores what the others fetch

@@ -38,7 +38,9 @@ class Node:
 
     def __init__(self, config: SimulateConfig, number: int, directory: ChunkDirectory | None) -> None:
         """directory: is told what the node's memory holds."""
-        tiers, compute, tokens = config.tiers, config.compute, config.corpus.chunk_tokens
+        tiers = config.tiers
+        compute = config.compute
+        tokens = config.corpus.chunk_tokens
         policy = ADMISSIONS.load(tiers.admission)
         self.admission: Admission | None = None if policy is Always else policy(config.seed)
         places = tiers.memory_bytes // (compute.raw_bytes * tokens)
@@ -65,7 +67,8 @@ class SimulationResult:
     """Every request, by number [R]."""
 
     def __init__(self, number: int) -> None:
-        self.arrived_at, self.ttft = np.zeros(number), np.zeros(number)
+        self.arrived_at = np.zeros(number)
+        self.ttft = np.zeros(number)
         self.finished_at = np.zeros(number)  # when its node was free again
         self.node = np.zeros(number, np.int64)
         self.found = np.zeros((number, len(TIERS)), np.int64)  # chunks
@@ -78,12 +81,15 @@ class Cluster:
     """Nodes under one routing method."""
 
     def __init__(self, config: SimulateConfig, nodes: int, routing: Routing) -> None:
-        self._config, compute, tiers = config, config.compute, config.tiers
+        self._config = config
+        compute = config.compute
+        tiers = config.tiers
         self._chunk_bytes = compute.stored_bytes * config.corpus.chunk_tokens
         self._holds_all = tiers.precomputed and tiers.remote_bytes == "all"
         self._remote = Cache(inf if tiers.remote_bytes == "all" else tiers.remote_bytes // self._chunk_bytes)
         self._prefill_s = cache(ServiceTime(config).prefill)
-        self._loads, self._link = Loads(nodes, config.bound), StoreLink(config.links)
+        self._loads = Loads(nodes, config.bound)
+        self._link = StoreLink(config.links)
         directory = ChunkDirectory()
         self._route = make_router(routing, self._loads, directory)
         told = directory if routing == "chunks" else None
@@ -98,11 +104,14 @@ class Cluster:
         self, blocks: Iterable[tuple[Floats, Ints]], number: int, update: Update = lambda done, total: None
     ) -> SimulationResult:
         """Run all `number` requests of the blocks. Without a rate in the settings, in a closed loop."""
-        began, events, result = process_time(), self._events, SimulationResult(number)
+        began = process_time()
+        events = self._events
+        result = SimulationResult(number)
         self._result = result
         closed = not self._config.requests.rate
         idle = self._config.requests.clients * len(self._nodes)  # clients of a closed loop
-        done, now = 0, 0.0
+        done = 0
+        now = 0.0
         for times, chunks in blocks:
             for at, wanted in zip(times.tolist(), chunks.tolist(), strict=True):
                 while events and (not idle if closed else events[0][0] <= at):
@@ -129,7 +138,8 @@ class Cluster:
             self._start(request.arrived_at, request)
 
     def _start(self, now: float, request: SimulatedRequest) -> None:
-        request.began, request.stages = now, self._stages(request)
+        request.began = now
+        request.stages = self._stages(request)
         if self._machines:
             self._advance(now, request)
             return
@@ -194,7 +204,8 @@ class Cluster:
     def _stages(self, request: SimulatedRequest) -> Stages:
         """The stages of an answer; their consumer updates `request.elapsed`."""
         tiers = self._look_up(self._nodes[request.node], request.chunks)
-        compute, links = self._config.compute, self._config.links
+        compute = self._config.compute
+        links = self._config.links
         counts = [tiers.count(tier) for tier in range(len(TIERS))]
         self._result.found[request.number] = counts
         _, disk, remote, missing = counts
@@ -214,7 +225,8 @@ class Cluster:
 
     def _look_up(self, node: Node, chunks: Sequence[int]) -> list[int]:
         """The tier of each chunk; hits enter memory. As the engine does: local caches first, then the shared store."""
-        memory, disk = node.memory, node.disk
+        memory = node.memory
+        disk = node.disk
         tiers = [COMPUTED] * len(chunks)
         for place, chunk in enumerate(chunks):
             if node.admission:

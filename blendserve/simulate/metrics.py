@@ -27,7 +27,8 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
             f"setting 'simulate.requests.chunks' cannot be {config.requests.chunks}: "
             f"the corpus has {config.corpus.chunks}"
         )
-    grid, cells = list(product(config.nodes, config.routing)), list[Metrics]()
+    grid = list(product(config.nodes, config.routing))
+    cells: list[Metrics] = []
 
     def step(done: int, _: int) -> None:
         update(len(cells) * number + done, len(grid) * number)
@@ -57,7 +58,8 @@ def _peak_memory_bytes() -> int | None:
 def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Metrics:
     """Metrics of the requests after the warm-up; bytes of all requests, by link."""
     first = round(config.requests.warm_up * len(result.ttft))
-    ttft, found = result.ttft[first:], result.found[first:]
+    ttft = result.ttft[first:]
+    found = result.found[first:]
     span = result.finished_at[first:].max() - result.arrived_at[first:].min()
     chunk_bytes = config.compute.stored_bytes * config.corpus.chunk_tokens
     read = result.found.sum(axis=0) * chunk_bytes
@@ -82,7 +84,8 @@ def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Met
 
 def show(metrics: Metrics) -> None:
     """Print the table."""
-    corpus, requests = metrics["settings"]["corpus"], metrics["settings"]["requests"]
+    corpus = metrics["settings"]["corpus"]
+    requests = metrics["settings"]["requests"]
     columns = "nodes, routing|memory disk store none|TTFT ms|p50|p95|p99|worst|a second|GB sent|CPU s"
     rows = [
         [
@@ -109,7 +112,8 @@ def plot(metrics: Metrics) -> bytes:
     """SVG: hit rate of memory and TTFT against the number of nodes, one line per routing method."""
     from blendserve.evaluate.plots import Panel, Point, draw  # start-up: matplotlib
 
-    settings, cells = metrics["settings"], sorted(metrics["cells"], key=lambda cell: int(cell["nodes"]))
+    settings = metrics["settings"]
+    cells = sorted(metrics["cells"], key=lambda cell: int(cell["nodes"]))
     panels = []
     for label, part, name in (
         ("hit rate of the nodes' memory", "hit_rates", "memory"),
@@ -119,7 +123,9 @@ def plot(metrics: Metrics) -> bytes:
         points = [(cell["routing"], Point(cell["nodes"], *[cell[part][name]] * 3)) for cell in cells]
         lines = {routing: [p for own, p in points if own == routing] for routing in settings["routing"]}
         panels.append(Panel("nodes", label, lines, log="x"))
-    corpus, requests, memory = settings["corpus"], settings["requests"], settings["tiers"]["memory_bytes"]
+    corpus = settings["corpus"]
+    requests = settings["requests"]
+    memory = settings["tiers"]["memory_bytes"]
     rate = f"{requests['rate']:g} per second and node" if requests["rate"] else "a closed loop"
     title = (
         f"Simulated: {corpus['chunks']:,} chunks, Zipf {corpus['zipf']:g}, {requests['chunks']} per request, {rate}, "

@@ -32,9 +32,12 @@ class Loads:
     """Requests at each node, queued ones included."""
 
     def __init__(self, nodes: int, slack: float) -> None:
-        self.at, self.total, self._slack = [0] * nodes, 0, slack
+        self.at = [0] * nodes
+        self.total = 0
+        self._slack = slack
         self._heap: list[tuple[int, int, int]] | None = None  # (load, time, node); made on first use
-        self._now, self._changed_at = 0, [0] * nodes
+        self._now = 0
+        self._changed_at = [0] * nodes
 
     def add(self, node: int, requests: int) -> None:
         """Change a node's load."""
@@ -59,7 +62,8 @@ class Loads:
 
     def from_home(self, home: int) -> int:
         """The home node, or the next one that is below the bound."""
-        bound, node = self.bound(), home % len(self.at)
+        bound = self.bound()
+        node = home % len(self.at)
         while self.at[node] >= bound:
             node = (node + 1) % len(self.at)
         return node
@@ -68,7 +72,8 @@ class Loads:
 def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Router:
     """The router of a cluster."""
     if routing == "round_robin":
-        turn, nodes = count(), len(loads.at)
+        turn = count()
+        nodes = len(loads.at)
         return lambda chunks: next(turn) % nodes
     if routing == "least_loaded":
         return lambda chunks: loads.least()
@@ -79,7 +84,8 @@ def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Ro
 
 def _by_chunks(chunks: Sequence[int], loads: Loads, directory: ChunkDirectory) -> int:
     hits = Counter(node for chunk in chunks for node in directory.holders(chunk))
-    at, bound = loads.at, loads.bound()
+    at = loads.at
+    bound = loads.bound()
     free = [(-n, at[node], node) for node, n in hits.items() if at[node] < bound]
     if not free:
         return loads.from_home(xxhash.xxh3_64_intdigest(anchor(map(key_of, chunks))))

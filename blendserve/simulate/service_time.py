@@ -18,15 +18,20 @@ class ServiceTime:
     """Prefill times of one prompt shape."""
 
     def __init__(self, config: SimulateConfig) -> None:
-        self._compute, self._chunk = config.compute, config.corpus.chunk_tokens
-        self._prefix, self._question = config.requests.prefix_tokens, config.requests.question_tokens
+        self._compute = config.compute
+        self._chunk = config.corpus.chunk_tokens
+        self._prefix = config.requests.prefix_tokens
+        self._question = config.requests.question_tokens
 
     def counts(self, hits: Sequence[bool]) -> tuple[int, float, float, int]:
         """Passes, rows, (row, key) pairs and loaded tokens of a prompt, by whether each chunk is a hit."""
-        size, prefix, question = self._chunk, self._prefix, self._question
+        size = self._chunk
+        prefix = self._prefix
+        question = self._question
         n_hits = sum(hits)
         length = prefix + len(hits) * size + question
-        rows, pairs = float(question), _pairs(length - question, question)
+        rows = float(question)
+        pairs = _pairs(length - question, question)
         for i, hit in enumerate(hits):
             if not hit:
                 rows += size
@@ -39,7 +44,8 @@ class ServiceTime:
             pairs += chosen * (prefix + at / reusable * size + (size + 1) / 2)
         scored = self._compute.scoring_pass and 0 < chosen < reusable * size
         if scored:
-            rows, pairs = rows + question, pairs + question * length
+            rows += question
+            pairs += question * length
         return 1 + scored, rows, pairs, prefix + n_hits * size
 
     def prefill(self, hits: Sequence[bool]) -> float:
@@ -96,7 +102,8 @@ class Machine:
         return node
 
     def _schedule(self, now: float) -> None:
-        self._now, n = now, len(self._ends)
+        self._now = now
+        n = len(self._ends)
         self.due = now + (self._ends[0][0] - self._attained) * self._slowdown[n - 1] if n else inf
 
 

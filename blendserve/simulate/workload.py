@@ -27,7 +27,8 @@ class Zipf:
     """Numbers 0 .. n - 1; the k-th has a probability proportional to (k + 1) ** -s."""
 
     def __init__(self, n: int, s: float) -> None:
-        self.n, self.s = n, s
+        self.n = n
+        self.s = s
         self._low, self._high = self._integral(1.5) - 1.0, self._integral(n + 0.5)
         self._sure = 2.0 - self._inverse(self._integral(2.5) - 2.0**-s)
 
@@ -56,8 +57,11 @@ def requests(config: SimulateConfig, nodes: int) -> Iterator[tuple[Floats, Ints]
 
     In a closed loop all times are 0. A seed gives the same chunks for any number of nodes.
     """
-    rng, clock = np.random.default_rng([config.seed, 0]), np.random.default_rng([config.seed, 1])
-    popularity, now, wanted = _Popularity(config.corpus), 0.0, config.requests
+    rng = np.random.default_rng([config.seed, 0])
+    clock = np.random.default_rng([config.seed, 1])
+    popularity = _Popularity(config.corpus)
+    now = 0.0
+    wanted = config.requests
     for first in range(0, wanted.number, BLOCK):
         numbers = np.arange(first, min(first + BLOCK, wanted.number))
         times = np.zeros(len(numbers))
@@ -71,7 +75,8 @@ class _Popularity:
     """Topics by Zipf, chunks of a topic by Zipf; the topic of a popularity rank changes with time."""
 
     def __init__(self, corpus: CorpusConfig) -> None:
-        self._corpus, self._per_topic = corpus, min(corpus.topic_chunks, corpus.chunks)
+        self._corpus = corpus
+        self._per_topic = min(corpus.topic_chunks, corpus.chunks)
         self._topic = Zipf(-(-corpus.chunks // self._per_topic), corpus.zipf)
         self._within = Zipf(self._per_topic, corpus.zipf if self._per_topic > 1 else 0.0)
 
@@ -94,7 +99,8 @@ class _Popularity:
         return chunks
 
     def _chunk(self, topics: Ints, within: Ints, at: Ints, rng: np.random.Generator) -> Ints:
-        lifetime, n_chunks = self._corpus.lifetime, self._corpus.chunks
+        lifetime = self._corpus.lifetime
+        n_chunks = self._corpus.chunks
         if lifetime:  # the k-th most popular topic is another one after each lifetime
             turn = (at + _mixed(topics) % lifetime) // lifetime
             topics = _mixed(topics + turn * self._topic.n) % self._topic.n

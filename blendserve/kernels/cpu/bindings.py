@@ -80,7 +80,8 @@ def attention(
     masked: [T + KEY_PAD] uint8. key_scores: [T] fp32, gets squared norms.
     """
     n_heads, n_rows, dim = q.shape
-    n_kv, positions = keys.shape[0], plan.positions.contiguous()
+    n_kv = keys.shape[0]
+    positions = plan.positions.contiguous()
     out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
     loaded(level).attention(
         *map(pointer, (q, keys, values, out, positions, masked, key_scores, spec.sinks)),
@@ -95,13 +96,16 @@ def attention_with_key_scores(
     level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor]:
     """ops.attend_with_scores."""
-    n_keys, absent = keys.shape[1], plan.masked_keys
+    n_keys = keys.shape[1]
+    absent = plan.masked_keys
     assert absent is not None
     masked = torch.zeros(n_keys + KEY_PAD, dtype=torch.uint8)
     masked[:n_keys] = absent
-    squares, out = torch.zeros(n_keys), torch.empty(q.shape[1], q.shape[0] * q.shape[2], dtype=q.dtype)
+    squares = torch.zeros(n_keys)
+    out = torch.empty(q.shape[1], q.shape[0] * q.shape[2], dtype=q.dtype)
     for start in range(0, q.shape[1], SCORED_ROWS):
-        rows, part = slice(start, start + SCORED_ROWS), torch.zeros(n_keys)
+        rows = slice(start, start + SCORED_ROWS)
+        part = torch.zeros(n_keys)
         some = replace(plan, positions=plan.positions[rows])
         out[rows] = attention(level, q[:, rows], keys, values, spec, some, masked, part)
         squares += part
@@ -137,7 +141,8 @@ def _linear(
     run: Callable[..., int], x: Tensor, weight: Tensor | PackedMatrix, w_row: int, bias: Tensor | None,
     int8_rows: bool = False,
 ) -> Tensor:  # fmt: skip
-    (rows, inputs), outputs = x.shape, weight.shape[0]
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype)
     run(
         pointer(x), *matrix(weight), pointer(bias), pointer(out), 0,
@@ -177,7 +182,8 @@ def supports_take(level: Level, weight: PackedMatrix, rows: Tensor) -> bool:
 
 def take(level: Level, weight: PackedMatrix, rows: Tensor) -> Tensor:
     """ops.take."""
-    out, rows = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype), rows.contiguous()
+    out = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
+    rows = rows.contiguous()
     loaded(level).take(*matrix(weight), pointer(rows), pointer(out), len(rows), weight.shape[1], team.size())
     return out
 
@@ -197,7 +203,8 @@ def packed(
     assert strips.numel() == strips_bytes(kind, shape)
     assert blocks.strides[1] == 1
     made = PackedMatrix(kind, shape, dtype_of(level), strips)
-    rows, row = blocks.ctypes.data, blocks.strides[0]
+    rows = blocks.ctypes.data
+    row = blocks.strides[0]
     loaded(level).pack(rows, pointer(strips), row, made.form, outputs, inputs, team.size())
     return made
 
@@ -253,7 +260,8 @@ def supports_gated_activation(level: Level, gate: Tensor, up: Tensor, activation
 
 def gated_activation(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """ops.gated_activation, in place of `gate`."""
-    at, row = gate.data_ptr(), gate.stride(0)
+    at = gate.data_ptr()
+    row = gate.stride(0)
     run = getattr(loaded(level), GATED[activation])
     run(at, up.data_ptr(), at, row, up.stride(0), row, *gate.shape, team.size())
     return gate
@@ -323,7 +331,8 @@ def supports_correction(
     rotary: Rotary,
     *_: object,
 ) -> bool:
-    dim, parts = keys.shape[-1], (keys, values, fresh.keys, fresh.values)
+    dim = keys.shape[-1]
+    parts = (keys, values, fresh.keys, fresh.values)
     is_equal = dim == values.shape[-1]
     return is_equal and dim % ROPE_STEP == 0 and _can_rotate(level, rope, rotary, dim, *parts)
 

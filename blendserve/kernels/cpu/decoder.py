@@ -71,7 +71,8 @@ class DecodeWeights:
 
 def unsupported(level: Level, weights: DecodeWeights, int8: bool = False) -> str:
     """Why this instruction set's kernel cannot run such a model, or its weights in int8, "" if it can."""
-    dtype, dim = dtype_of(level), weights.head_dim
+    dtype = dtype_of(level)
+    dim = weights.head_dim
     if any(x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous() for x in weights.tensors):
         return f"weights are not contiguous {level.dtype} in the CPU's memory"
     if dim % ROPE_STEP or dim > MAX_DIM:
@@ -106,7 +107,9 @@ class NativeLayers:
 
         int8_rows: steps round what quantised weights are multiplied with to int8.
         """
-        self.weights, self._kernels, self._int8_rows = weights, loaded(level), int8_rows
+        self.weights = weights
+        self._kernels = loaded(level)
+        self._int8_rows = int8_rows
         rows = []
         for tensors, spec, rope in zip(weights.layers, weights.specs, ropes, strict=True):
             matrices = chain(*map(matrix, tensors.matrices))
@@ -116,8 +119,12 @@ class NativeLayers:
 
     def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Norm, projections and RoPE of layer l: hidden [S, E] -> q [H, S, D], k and v [K, S, D], and q and k rotated."""
-        w, (n, dim), cos, sin = self.weights, hidden.shape, rope.cos, rope.sin
-        heads, width = (w.n_heads, w.n_kv_heads, w.n_kv_heads), cos.shape[-1]
+        w = self.weights
+        n, dim = hidden.shape
+        cos = rope.cos
+        sin = rope.sin
+        heads = (w.n_heads, w.n_kv_heads, w.n_kv_heads)
+        width = cos.shape[-1]
         q, k, v = (torch.empty(n, h, w.head_dim, dtype=hidden.dtype) for h in heads)
         rotated = [torch.empty(h, n, w.head_dim, dtype=hidden.dtype) for h in heads[:2]]
         self._kernels.layer_qkv(
@@ -131,7 +138,8 @@ class NativeLayers:
 
     def out(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """The rest of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
-        w, (n, dim) = self.weights, hidden.shape
+        w = self.weights
+        n, dim = hidden.shape
         out = torch.empty(n, dim, dtype=hidden.dtype)
         self._kernels.layer_out(
             self._at(l), *map(pointer, (hidden, attended, out)),
@@ -151,7 +159,9 @@ class NativeLayers:
         ropes: the model's tables, at the rows' positions. caches: for each row keys and values [L, K, T, D], and its
         position. The GIL is free during the call.
         """
-        w, n_rows, hidden = self.weights, len(caches), hidden.contiguous()
+        w = self.weights
+        n_rows = len(caches)
+        hidden = hidden.contiguous()
         logits = torch.empty(n_rows, w.head[0].shape[0], dtype=hidden.dtype)
         tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
         angles = pack("RopeTable", [(*map(pointer, table), table[0].shape[-1]) for table in tables])

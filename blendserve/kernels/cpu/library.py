@@ -23,7 +23,8 @@ LETTERS = {"int64_t": "q", "float": "f"}  # of module struct; all other fields a
 
 def _layouts() -> dict[str, struct.Struct]:
     """The structs of kernels.h by name, and by the function of which one is the argument."""
-    text, found = re.sub(r"//.*", "", HEADER.read_text()), dict[str, struct.Struct]()
+    text = re.sub(r"//.*", "", HEADER.read_text())
+    found: dict[str, struct.Struct] = {}
     for name, body in re.findall(r"struct (\w+) \{([^}]*)\};", text):
         letters = ""
         for field in filter(None, map(str.strip, body.split(";"))):
@@ -65,7 +66,8 @@ def bind(library: ctypes.CDLL, names: Iterable[str]) -> SimpleNamespace:
 
 
 def _function(function: Any, fields: struct.Struct) -> Callable[..., int]:
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int64
     return lambda *values: function(fields.pack(*values))
 
 

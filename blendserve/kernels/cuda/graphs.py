@@ -25,7 +25,8 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
         with capturing:  # one at a time in a process
-            stream, ours = capture_stream(device), torch.cuda.current_stream(device)
+            stream = capture_stream(device)
+            ours = torch.cuda.current_stream(device)
             self._graph = torch.cuda.CUDAGraph()
             stream.wait_stream(ours)
             try:

@@ -66,7 +66,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: A
 
     The host never waits for the GPU.
     """
-    n_kv, queries = keys.shape[0], q.shape[1] * (q.shape[0] // keys.shape[0])
+    n_kv = keys.shape[0]
+    queries = q.shape[1] * (q.shape[0] // keys.shape[0])
     tile = tile_for(q.dtype, q.shape[2], queries, _roomy(q.device))
     seen = keys.shape[1] if plan.host_positions is None else plan.kv_len
     if plan.window is not None:
@@ -92,7 +93,8 @@ def run(
     out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype, device=q.device)
     if not n_rows:
         return out
-    parts, logs = out, out
+    parts = out
+    logs = out
     if splits > 1:
         parts = torch.empty(splits, n_rows, n_heads, dim, dtype=torch.float32, device=q.device)
         logs = torch.empty(splits, n_rows, n_heads, dtype=torch.float32, device=q.device)
