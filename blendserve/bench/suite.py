@@ -47,13 +47,14 @@ log = logging.getLogger(__name__)
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 TINY_MODEL = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 500,
-        "max_position_embeddings": 2048,
-    },
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 2048,
 }
 TINY_RUN = {"dtype": "float32", "device": "cpu", "tier": "disk"}  # with it every bench takes seconds
 FOLDER = "OUT"  # the variable of a command's scratch folder

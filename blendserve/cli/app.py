@@ -23,9 +23,17 @@ from blendserve.provenance import package_version
 from blendserve.registry import Registry
 
 USER_COMMANDS = {  # command -> its file
-    **{"demo": "core", "index": "core", "precompute": "core", "ask": "core", "serve": "server"},
-    **{"doctor": "research", "store": "store", "codec": "store", "keys": "server"},
-    **{"calibrate": "quality", "kdn": "kdn"},
+    "demo": "core",
+    "index": "core",
+    "precompute": "core",
+    "ask": "core",
+    "serve": "server",
+    "doctor": "research",
+    "store": "store",
+    "codec": "store",
+    "keys": "server",
+    "calibrate": "quality",
+    "kdn": "kdn",
 }
 RESEARCH_COMMANDS = {"evaluate": "research", "bench": "bench", "simulate": "research", "cost": "research"}
 log = logging.getLogger(__name__)

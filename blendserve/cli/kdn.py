@@ -65,13 +65,14 @@ def publish(
             made = run(engine, place, level or (), key, computed, encoded, sampled, fitted)
     deleted = delete_unnamed(place, prune) if prune else 0
     facts = {
-        **{"name": made.name, "levels": made.levels, "chunks": made.chunks, "tokens": made.tokens},
-        **{
-            "bytes": made.n_bytes,
-            "written": place.written,
-            "deleted": deleted,
-            "signed": bool(made.signature),
-        },
+        "name": made.name,
+        "levels": made.levels,
+        "chunks": made.chunks,
+        "tokens": made.tokens,
+        "bytes": made.n_bytes,
+        "written": place.written,
+        "deleted": deleted,
+        "signed": bool(made.signature),
     }
     text = (
         f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "

@@ -65,8 +65,10 @@ def _help_all(context: typer.Context, asked: bool | None) -> None:
 
 HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
 FLAGS = {  # options that are not named after their setting's last part
-    **{"model.name": "model", "store.location": "store"},
-    **{"requests.chunks": "request_chunks", "requests.number": "requests"},
+    "model.name": "model",
+    "store.location": "store",
+    "requests.chunks": "request_chunks",
+    "requests.number": "requests",
 }
 VERBATIM = ("decode.stop",)  # options whose texts may hold commas
 Load = Callable[[Path | None, Sequence[str]], Settings]

@@ -132,7 +132,9 @@ def _revised(share: float, text: str, rng: random.Random, others: Sequence[str])
 
 
 _KINDS: dict[str, Edit] = {
-    **{"numbers": _numbers, "names": _names, "negations": _negations},
+    "numbers": _numbers,
+    "names": _names,
+    "negations": _negations,
     **{kind: partial(_sentences, kind) for kind in ("moved", "added", "removed")},
 }
 EDITS = (*_KINDS, *(f"{REVISED}@{share:g}" for share in SHARES), WINDOW)

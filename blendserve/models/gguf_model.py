@@ -94,15 +94,15 @@ CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcappi
 LAYER_NORM: dict[str, Any] = {"eps": "layer_norm_eps"}
 COHERE: dict[str, Any] = {**LAYER_NORM, "settings": {"logit_scale": "logit_scale"}}
 GEMMA: dict[str, Any] = {
-    **{
-        "adds_one": True,
-        "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-        "flags": ("attention_bias",),
-    }
+    "adds_one": True,
+    "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+    "flags": ("attention_bias",),
 }
 GRANITE = {
-    **{"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"},
-    **{"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"},
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
 # fmt: off
 ROWS = {
@@ -276,8 +276,10 @@ def _roles(family: Family, config: Mapping[str, Any]) -> Roles:
     own = ["gate_proj", "up_proj"] if "gate_proj" in family.mlp_layers else family.mlp_layers[:1]
     is_fused = own[-1] == "gate_up_proj"
     norms = {
-        **{"attn_norm": family.before_attention, "post_attention_norm": family.after_attention},
-        **{"ffn_norm": None if family.parallel else family.before_mlp, "post_ffw_norm": family.after_mlp},
+        "attn_norm": family.before_attention,
+        "post_attention_norm": family.after_attention,
+        "ffn_norm": None if family.parallel else family.before_mlp,
+        "post_ffw_norm": family.after_mlp,
     }
     projections = {"qkv": q + 2 * k} if family.fused_qkv else {"q": q, "k": k, "v": k}
     heads = {"q": (q, config["num_attention_heads"]), "k": (k, config["num_key_value_heads"])}

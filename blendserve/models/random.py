@@ -25,7 +25,10 @@ SIZES = (
 )
 ROPE_1M = {"rope_type": "default", "rope_theta": 1e6}
 LLAMA_3 = {
-    **{"rope_type": "llama3", "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 TIED, QWEN = {"tie_word_embeddings": True}, {"rope_parameters": ROPE_1M, "rms_norm_eps": 1e-6}

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/rag/retrieve: the embedder, the reranker, and a search without an answer."""
+"""POST /v1/embeddings, /v1/rerank and /v1/rag/retrieve: vectors, relevance scores, and search without an answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,36 +19,32 @@ from blendserve.serve.auth import LimitedTenantDep
 from blendserve.serve.engine_client import ClientDep, EngineClient, served_names
 from blendserve.serve.schemas import EmbeddingsRequest, RerankRequest, RetrieveRequest
 
-BATCH = 16  # texts; a question of another client may be embedded after each
+BATCH = 16  # texts; between two batches, the question of another client may be embedded
 
 router = APIRouter(prefix="/v1")
 
 
 @router.post("/rag/retrieve", tags=["RAG"])
 async def retrieve(body: RetrieveRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
-    """The passages nearest to a question, over all collections that this key may use, or the named ones."""
+    """Return the passages nearest to a question, from the named collections, or all that this key may use."""
     names = None if body.collections is None else tuple(body.collections)
     config = client.config.retrieve
     least = config.min_score if body.min_score is None else body.min_score
-    arguments = (
-        tenant,
-        names,
-        body.question,
-        body.top_k or config.top_k,
-        PassageFilter(least, body.filter or {}),
-    )
-    found = await client.collections.executor.run(tenant.name, client.collections.search, *arguments)
+    selection = PassageFilter(least, body.filter or {})
+    top_k = body.top_k or config.top_k
+    search = partial(client.collections.search, tenant, names, body.question, top_k, selection)
+    found = await client.collections.executor.run(tenant.name, search)
     return {"passages": [asdict(passage) for passage in found], **client.notices.as_extras(body)}
 
 
 @router.post("/embeddings", tags=["OpenAI"])
 async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
-    """The unit vectors of texts, by the embedder of the index. A text longer than its context has its windows' mean."""
+    """Return unit vectors of texts, from the embedder of the index. A long text has the mean of its windows' vectors."""
     embedder = await client.collections.executor.run(tenant.name, _embedder, client)
     name = _served("embedder", embedder.name, client, body.model)
     if body.dimensions not in (None, embedder.dimension):
         raise InputError(
-            f"dimensions {body.dimensions}: vectors of {name!r} have {embedder.dimension}: leave it out",
+            f"dimensions {body.dimensions}: vectors of {name!r} have {embedder.dimension}; leave the field out",
             setting="dimensions",
         )
     texts = body.texts
@@ -74,7 +71,7 @@ async def embeddings(body: EmbeddingsRequest, client: ClientDep, tenant: Limited
 
 @router.post("/rerank", tags=["RAG"])
 async def rerank(body: RerankRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
-    """The documents that fit a query best, best first, by the cross-encoder of the settings; as vLLM's route."""
+    """Return documents by relevance to a query, best first, by the cross-encoder of the settings. As vLLM's route."""
     if (reranker := client.reranker) is None:
         raise NotFound("this server has no reranker: start it with --set retrieve.reranker=MODEL")
     name = _served("reranker", reranker.name, client, body.model)
@@ -86,19 +83,21 @@ async def rerank(body: RerankRequest, client: ClientDep, tenant: LimitedTenantDe
         scores += await client.collections.executor.run(tenant.name, reranker.scores, body.query, part)
         n_tokens += await client.collections.executor.run(tenant.name, reranker.n_tokens, body.query, part)
     best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
-    told = [{"text": text} if body.return_documents is not False else None for text in texts]
-    results = [{"index": i, "relevance_score": scores[i], "document": told[i]} for i in best]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": texts[result["index"]]}
     return {
         "id": f"rerank-{uuid.uuid4().hex}",
         "model": name,
-        "results": [{k: v for k, v in result.items() if v is not None} for result in results],
+        "results": results,
         "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         **client.notices.as_extras(body),
     }
 
 
 def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[list[np.ndarray], int]:
-    """A unit vector [dimension] float32 for each text, and the number of tokens that were read."""
+    """Return a unit vector [dimension] float32 for each text, and the number of tokens read."""
     cut = run(embedder.cut([Passage(text) for text in texts]))
     flat = [window for windows in cut for window in windows]
     encoded = run(embedder.encode(flat, None, is_question))
@@ -112,15 +111,15 @@ def embed(embedder: Embedder, texts: Sequence[str], is_question: bool) -> tuple[
 
 
 def _served(kind: str, model: str, client: EngineClient, asked: str | None) -> str:
-    """The name of a model beside the language model. Raises NotFound where a request names another."""
+    """Return the public name of the embedder or reranker. Raises NotFound if the request names another model."""
     names = served_names(model, ())
     if asked not in (None, *names, *client.model_names):
-        raise NotFound(f"there is no {kind} {asked!r} here: this server has {names[0]!r}")
+        raise NotFound(f"there is no {kind} {asked!r} on this server: it has {names[0]!r}")
     return names[0]
 
 
 def _embedder(client: EngineClient) -> Embedder:
-    """The embedder of the collections, or of the settings where there are none."""
+    """Return the embedder of the collections; without collections, that of the settings."""
     for index in client.collections.indexes.values():
         return index.embedder
     return client.embedder

@@ -1,6 +1,6 @@
-"""POST /v1/responses: OpenAI's Responses API without a memory. A request is read as a chat of openai.py.
+"""POST /v1/responses: OpenAI's Responses API, without stored responses. A request is read as a chat of openai.py.
 
-Items become messages: texts, calls of functions and their outputs. What would need stored responses is refused by name.
+Items become messages: texts, function calls and their outputs. Fields that need stored responses are refused by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 def _message_of(item: Any) -> Any:
-    """An item without a type is a message."""
+    """Return the item; one without a type is a message."""
     return {"type": "message", **item} if isinstance(item, dict) else item
 
 
@@ -88,7 +88,7 @@ class OutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """What a model thought in an earlier turn: no prompt repeats it."""
+    """What a model thought in an earlier turn. It is left out of the prompt."""
 
     type: Literal["reasoning"]
 
@@ -156,7 +156,7 @@ class ResponsesRequest(Body):
     x_blendserve: BlendOptions | None = None
 
     def chat(self) -> ChatRequest:
-        """The same request as a chat. Raises InputError for an input without a message."""
+        """Return the same request as a chat. Raises InputError for an input without a message."""
         said: list[dict[str, Any]] = []
         if self.instructions:
             said.append({"role": "system", "content": self.instructions})
@@ -181,10 +181,12 @@ class ResponsesRequest(Body):
         return ChatRequest.model_validate(
             {
                 **same,
-                **{"messages": said, "tools": [tool.tool() for tool in self.tools or ()] or None},
-                **{"tool_choice": choice, "response_format": self._format()},
-                **{"max_completion_tokens": self.max_output_tokens},
-                **{"documents": self.documents and [each.model_dump() for each in self.documents]},
+                "messages": said,
+                "tools": [tool.tool() for tool in self.tools or ()] or None,
+                "tool_choice": choice,
+                "response_format": self._format(),
+                "max_completion_tokens": self.max_output_tokens,
+                "documents": self.documents and [each.model_dump() for each in self.documents],
                 "x_blendserve": self.x_blendserve and self.x_blendserve.model_dump(exclude_none=True),
             }
         )
@@ -215,15 +217,21 @@ class ResponsesFormat:
         self.model = asked.model
         self._notices = asked.notices
         self._tools = chat.schemas
+        text = body.model_dump(by_alias=True)["text"] or {}
         echoed = {"instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user"}
         self._facts = {
-            **{"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())},
-            **{"model": self.model, "error": None, "incomplete_details": None, "store": False},
-            **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}},
-            **{"parallel_tool_calls": body.parallel_tool_calls is not False, "truncation": "disabled"},
-            "text": {"format": body.model_dump(by_alias=True)["text"]["format"] or {"type": "text"}}
-            if body.text
-            else {"format": {"type": "text"}},
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self.model,
+            "error": None,
+            "incomplete_details": None,
+            "store": False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "truncation": "disabled",
+            "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": body.model_dump()["tool_choice"] or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             **body.model_dump(include=echoed),
@@ -231,10 +239,14 @@ class ResponsesFormat:
 
     async def complete(self, handles: Sequence[RequestHandle], answers: Sequence[Answer]) -> dict[str, Any]:
         thought, text, calls = self._parser(handles[0]).whole(answers[0].text)
-        output = [*([_reasoning(thought)] if thought else [])]
-        message = _message(text)
-        message["content"][0]["annotations"] = _annotations(answers[0], text)
-        output += [*([message] if text or not calls else []), *map(_call, calls)]
+        output = []
+        if thought:
+            output.append(_reasoning(thought))
+        if text or not calls:
+            message = _message(text)
+            message["content"][0]["annotations"] = _annotations(answers[0], text)
+            output.append(message)
+        output += map(_call, calls)
         return self._ended(handles, answers[0], output)
 
     def _ended(
@@ -243,20 +255,23 @@ class ResponsesFormat:
         is_cut = answer.finish_reason == "length"
         counts = usage_of(handles, [answer], 1)
         usage = {
-            **{"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]},
-            **{"total_tokens": counts["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0}},
+            "input_tokens": counts["prompt_tokens"],
+            "output_tokens": counts["completion_tokens"],
+            "total_tokens": counts["total_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
             "input_tokens_details": counts["prompt_tokens_details"],
         }
         return {
             **self._facts,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            **{"output": output, "usage": usage},
+            "output": output,
+            "usage": usage,
             "x_blendserve": {**self._notices, **figures(answer)},
         }
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
-        """An error is the last event."""
+        """Yield the events of the response. An error is the last event."""
         stream = Stream()
         started = {**self._facts, "status": "in_progress", "output": [], "usage": None}
         for kind in ("created", "in_progress"):
@@ -281,12 +296,12 @@ class ResponsesFormat:
 
 
 class Stream:
-    """The events of one response, numbered, and the items that they make."""
+    """The numbered events of one response, and its output items so far."""
 
     def __init__(self) -> None:
         self.n = 0
         self.output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the message or thought whose text comes
+        self._open: dict[str, Any] | None = None  # the message or thought that grows
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event."""
@@ -294,7 +309,7 @@ class Stream:
         return {"type": f"response.{kind}", "sequence_number": self.n - 1, **fields}
 
     def push(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
-        """Some more of the answer."""
+        """Return the events of the next part of the answer."""
         for made, text in ((_reasoning(""), parts.thought), (_message(""), parts.text)):
             if text:
                 yield from self._start_text(made)
@@ -316,7 +331,7 @@ class Stream:
             yield self.event("output_item.done", **at, item=item)
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """The end of the answer; it has a message unless it has calls. The last message has its citations."""
+        """Return the events that end the answer: its citations, and a message where it has neither text nor calls."""
         if not self.output or self.output[-1]["type"] == "reasoning":
             yield from self._start_text(_message(""))
         if self._open is not None and self._open["type"] == "message":
@@ -332,14 +347,14 @@ class Stream:
         return {"item_id": self._open["id"], "output_index": len(self.output) - 1, "content_index": 0}
 
     def _text_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the text that comes."""
+        """Return an event of the open message or thought."""
         assert self._open
         name = self._open["content"][0]["type"]
         logprobs: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
         return self.event(f"{name}.{kind}", **self._place(), **fields, **logprobs)
 
     def _start_text(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Begin an item, unless one of its type goes on."""
+        """Begin an item, unless an item of its type is open."""
         if self._open is not None and self._open["type"] == item["type"]:
             return
         yield from self._end_text()

@@ -1,4 +1,4 @@
-"""Responses: complete or streamed, errors in OpenAI's or Anthropic's format, requests whose client disconnected."""
+"""HTTP responses: complete or streamed; errors in OpenAI's or Anthropic's format; clients that disconnect."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Context:
     tenant: TenantDep
 
     async def respond(self, form: ResponseFormat, stream: bool | None, *queries: QueryRequest) -> Response:
-        """Run queries and respond, completely or in events. Raises BlendserveErrors and ClientDisconnected.
+        """Run queries and respond with a body, or with events. Raises BlendserveErrors and ClientDisconnected.
 
         Events begin as soon as the queries are queued: passages are sent before the prefill ends.
         """
@@ -91,7 +91,7 @@ class Context:
                 request.state.text = queries[0].question
 
             async def submit() -> list[RequestHandle]:
-                """Whoever cancels the outer task, submitted requests are cancelled with it."""
+                """Submit the queries. Requests that are submitted already are cancelled when this task is."""
                 submitted = list[RequestHandle]()
                 for query in map(self._by_headers, queries):
                     for handle in await client.submit(query, self.tenant):
@@ -102,17 +102,17 @@ class Context:
             handles = await until_disconnect(request, submit())
             request.state.model = form.model
             request.state.answered = handles
-            found = _found(handles[0])
+            headers = _headers(handles[0])
             if stream:
-                response = EventStream(form.events(handles), client.http.ping_s, found)
+                response = EventStream(form.events(handles), client.http.ping_s, headers)
                 response.on_close = stack.pop_all().close  # after all that may raise
                 return response
             answers = await until_disconnect(request, _gathered(handles))
             body = await until_disconnect(request, form.complete(handles, answers))
-            return JSONResponse(body, headers=found)
+            return JSONResponse(body, headers=headers)
 
     def _by_headers(self, query: QueryRequest) -> QueryRequest:
-        """The request with what its headers ask for, unless its body says something else. Raises InputError."""
+        """Return the query with the options of its HTTP headers; options of the body win. Raises InputError."""
         headers = self.request.headers
         scope = next(filter(None, map(headers.get, self.client.http.scope_headers)), "")
         learns = "no-store" not in headers.get("cache-control", "").lower()
@@ -136,21 +136,25 @@ async def _gathered(handles: Sequence[RequestHandle]) -> list[Answer]:
 ContextDep = Annotated[Context, Depends()]
 
 
-def _found(handle: RequestHandle) -> dict[str, str]:
-    """The headers that say what was found in a plain prompt, and how a target of quality stands, if there is one."""
-    n_tokens = sum(len(run.span) for run in handle.runs)
-    matched = {MATCHED: f"spans={len(handle.runs)}; tokens={n_tokens}"} if handle.runs else {}
-    return matched | ({QUALITY: handle.quality.summary} if handle.quality else {})
+def _headers(handle: RequestHandle) -> dict[str, str]:
+    """Return the headers with the cached passages found in a plain prompt, and with the state of the quality target."""
+    headers = {}
+    if handle.runs:
+        n_tokens = sum(len(run.span) for run in handle.runs)
+        headers[MATCHED] = f"spans={len(handle.runs)}; tokens={n_tokens}"
+    if handle.quality:
+        headers[QUALITY] = handle.quality.summary
+    return headers
 
 
 def figures(answer: Answer) -> dict[str, Any]:
-    """What `x_blendserve` says of an answer."""
+    """Return the report, timings and citations of an answer, for `x_blendserve`."""
     cited = {"citations": [asdict(each) for each in answer.citations]} if answer.citations else {}
     return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict(), **cited}
 
 
 class ErrorDetails(BaseModel):
-    """What was wrong, in a response of OpenAI's form or of Anthropic's."""
+    """The `error` of a response, in OpenAI's format or in Anthropic's."""
 
     type: str
     message: str
@@ -170,7 +174,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def public_message(error: Exception) -> str:
-    """The message for the client. What it leaves out is logged."""
+    """Return the message for the client. If it leaves anything out, the whole message is logged."""
     message = error.public_message if isinstance(error, errors.BlendserveError) else str(error)
     if message != str(error):
         log.warning("a request failed: %s", error)
@@ -178,7 +182,7 @@ def public_message(error: Exception) -> str:
 
 
 def error_details(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error. An unexpected error is a bug: the log has its traceback, the client does not."""
+    """Return status and body of an error. An unexpected one is a bug: only the log shows its traceback."""
     for error_class, status, kind, code in ERRORS:
         if isinstance(error, error_class):
             return status, error_body(public_message(error), kind, code=code)
@@ -196,7 +200,7 @@ def anthropic_error(body: Mapping[str, Any]) -> dict[str, Any]:
 def error_json(
     body: dict[str, Any], status: int, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response to a request. body: in OpenAI's format."""
+    """Return an error in the format of the request's path. body: the error in OpenAI's format."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return JSONResponse(anthropic_error(body) if path.startswith(ANTHROPIC) else body, status, headers)
 
@@ -217,10 +221,10 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, and a comment every `ping_s` seconds without one, so that no proxy ends a silent stream.
+    """Server-sent events. After `ping_s` seconds without one, a comment is sent, so that no proxy closes the stream.
 
-    The `type` of an event, which Anthropic's have, is its name. `on_close` is called in any case, even if the client
-    disconnects before the first event. X-Accel-Buffering keeps nginx from sending the stream in one piece.
+    An event with a field `type`, as Anthropic's have, is named by it. `on_close` is always called, even if the client
+    disconnects before the first event. The header X-Accel-Buffering keeps nginx from buffering the stream.
     """
 
     def __init__(
@@ -256,7 +260,7 @@ async def _sse_lines(events: AsyncIterator[StreamEvent], ping_s: float) -> Async
     except Exception as error:
         yield f"data: {json.dumps(error_details(error)[1])}\n\n"
     finally:
-        if upcoming:  # its error, if it has one, counts as handled
+        if upcoming:  # asyncio would log an error that nothing reads
             upcoming.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             upcoming.cancel()
 

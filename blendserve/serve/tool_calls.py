@@ -264,8 +264,11 @@ def _by_pairs(text: str, head: Any, tools: Schemas) -> tuple[Call | None, int]:
 
 
 CALL_OF: dict[str, Callable[[str, Any, Schemas], tuple[Call | None, int]]] = {
-    **{"hermes": _hermes, "xml": _by_pairs, "pairs": _by_pairs},
-    **{"deepseek": _by_json, "harmony": _by_json},
+    "hermes": _hermes,
+    "xml": _by_pairs,
+    "pairs": _by_pairs,
+    "deepseek": _by_json,
+    "harmony": _by_json,
 }
 
 

@@ -104,8 +104,11 @@ class CalibratedNode:
         fixed = hot - ServiceTime(settings).prefill([True] * n)
         stored_s = first_after - after - model.per_pass
         return {
-            **{**constants, "hot": hot, "fixed": max(0.0, fixed)},
-            **{"per_answer_token": after, "per_stored": max(0.0, stored_s) / (n * tokens)},
+            **constants,
+            "hot": hot,
+            "fixed": max(0.0, fixed),
+            "per_answer_token": after,
+            "per_stored": max(0.0, stored_s) / (n * tokens),
         }
 
     def _measure_link(self, sets: list[list[int]], memory: int, disk: int) -> tuple[Constants, float]:
