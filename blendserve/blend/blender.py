@@ -26,10 +26,10 @@ from blendserve.blend.report import make_report
 from blendserve.blend.runs import (
     MIN_SPAN,
     RunFinder,
-    best_cover,
     donor_requests,
     reuse_in_chunks,
     reuse_in_prompt,
+    usable_cover,
 )
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Prompt, Steps, TokenIds, run
@@ -163,8 +163,9 @@ class Blender:
             return prompt
         n_cached = self.n_cached(prompt, blend)
         stop = len(prompt.prefix)
-        runs = [run for finder in self._finders for run in finder.in_prompt(prompt.ids, n_cached, stop)]
-        return Prompt.plain(prompt.ids, best_cover(runs, MIN_SPAN), prompt.texts)
+        seam = self.model.seam
+        runs = [run for finder in self._finders for run in finder.in_prompt(prompt.ids, n_cached, stop, seam)]
+        return Prompt.plain(prompt.ids, usable_cover(runs, MIN_SPAN, seam), prompt.texts)
 
     def n_cached(self, prompt: Prompt, blend: BlendConfig) -> int:
         """How many tokens of the prompt's prefix the prefix cache has, for this method."""
@@ -278,7 +279,7 @@ class Blender:
             layout = reuse_in_prompt(layout, fetch, self._token_saves_s(prompt, blend, [0]))
         elif blend.near and blend.method != "prefix" and not fetch.trouble:
             saves_s = self._token_saves_s(prompt, blend, requests)
-            layout = reuse_in_chunks(layout, fetch, self.finder, saves_s)
+            layout = reuse_in_chunks(layout, fetch, self.finder, saves_s, self.model.seam)
         return layout.with_seams(self.model.seam)
 
     def _token_saves_s(

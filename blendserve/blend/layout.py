@@ -36,6 +36,11 @@ from blendserve.store.view import ChunkView
 
 LEAST_REUSED = 64  # tokens of a stored chunk: a shorter one is computed where tokens may be recomputed
 
+# Why stored tokens are fresh, although the method would reuse them.
+SHORT = f"a chunk of fewer than {LEAST_REUSED} tokens is too short to be blended"
+PART = "the model has recurrent layers, which go on behind whole chunks only, and the prompt has a part of this one"
+ALL_SEAM = "the model has recurrent layers, and all tokens of so short a chunk are computed anyway"
+
 LayerKV = tuple[Tensor, Tensor]  # one layer's keys after RoPE, and values [K, S, D]
 
 
@@ -58,7 +63,9 @@ class Segment:
     view: ChunkView | None = None  # where KV is read from, whether the method uses it or not
     offset: int = 0  # where the segment starts in the view
     source: str = ""  # local | remote | computed
-    is_short: bool = False  # fresh, as its stored chunk has fewer than LEAST_REUSED tokens
+    unused: str = (
+        ""  # why it is fresh, although it is stored and the method would reuse it: one of the reasons above
+    )
     is_seam: bool = False  # fresh, as a state map begins behind it
     donor: ChunkKey | None = None  # the stored chunk that the view belongs to, of a run
     # why the chunk's own KV, or that of a chunk found in a plain prompt, is not here
@@ -168,15 +175,23 @@ class Layout:
                 yield segment
                 return
             cut = len(span)  # the map is of the tokens from the n-th on, to the last one
-            if offset <= n and offset + len(span) == view.n_tokens:
+            unused = PART
+            if has_state_map(offset, view.n_tokens - offset - len(span), n):
                 cut = min(n - offset, len(span))
+                unused = ALL_SEAM
             middle = span.start + cut
             is_seam = cut < len(span)
-            yield replace(segment, span=Span(span.start, middle), state=State.FRESH, is_seam=is_seam)
+            fresh = replace(segment, span=Span(span.start, middle), state=State.FRESH, is_seam=is_seam)
+            yield fresh if is_seam else replace(fresh, unused=unused)
             yield replace(segment, span=Span(middle, span.stop), offset=offset + cut)
 
         cut = (part for segment in self.segments for part in parts(segment) if len(part.span))
         return replace(self, segments=tuple(cut)) if n else self
+
+    @property
+    def unused(self) -> str:
+        """Why the first of the segments that could be reused, but are not, is fresh; "" if there is none."""
+        return next((segment.unused for segment in self.segments if segment.unused), "")
 
     def for_method(self, method: Method, recomputes: bool = False) -> Layout:
         """The same with the segments that a method does not use left fresh: prefix caching uses what is exact.
@@ -227,7 +242,12 @@ def lay_out(
 def _floored(segment: Segment) -> Segment:
     """Fresh, if it is reused from a chunk that is too short."""
     is_short = segment.state is State.REUSED and segment.view and segment.view.n_tokens < LEAST_REUSED
-    return replace(segment, state=State.FRESH, is_short=True) if is_short else segment
+    return replace(segment, state=State.FRESH, unused=SHORT) if is_short else segment
+
+
+def has_state_map(offset: int, n_after: int, seam: int) -> bool:
+    """Whether a part of a chunk can start from its state map: it begins within the seam, and is whole from there on."""
+    return offset <= seam and n_after == 0
 
 
 def _never_read(l: int) -> Pair:

@@ -63,6 +63,7 @@ class Planner:
         reason = ""
         if blend.method == "auto":
             method: Method = "prefix" if layout.n_loaded else "full"
+            reason = layout.unused
             if layout.n_found:
                 method, reason = choose_method(self._estimates(layout, policy))
             blend = blend.with_values(method=method)

@@ -6,12 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from blendserve.blend.layout import LEAST_REUSED, Layout, Segment, State
+from blendserve.blend.layout import Layout, Segment, State
 from blendserve.blend.prefill import PassResult, PrefillPlan
 from blendserve.core import BlendReport, PromptSpan
 from blendserve.fetch.fetcher import COMPUTED
-
-SHORT = f"a chunk of fewer than {LEAST_REUSED} tokens is too short to be blended"
 
 
 def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> BlendReport:
@@ -106,8 +104,8 @@ def _why(plan: PrefillPlan, kind: str, segments: Sequence[Segment]) -> str:
         return _why_near(segments, plan.layout.donor_errors[s.chunk])
     if s.state is not State.FRESH:
         return _why_used(s)
-    if s.is_short:
-        return f"Stored, but computed: {SHORT}"
+    if s.unused:
+        return f"Stored, but computed: {s.unused}"
     if s.is_stored:
         because = plan.reason or f"method {plan.blend.method!r} uses only exact KV"
         return f"Stored, but not used: {because}"
@@ -136,6 +134,7 @@ def _why_used(s: Segment) -> str:
 def _why_near(segments: Sequence[Segment], error: str) -> str:
     """Why a passage starts from text of other chunks, or why not. error: why a similar chunk could not be used."""
     used = [s for s in segments if s.state is not State.FRESH]
+    unused = next((s.unused for s in segments if s.unused), "")
     miss = segments[0].miss
     n_donors = len({s.donor for s in used})
     reason = "It was not in the store"
@@ -145,6 +144,8 @@ def _why_near(segments: Sequence[Segment], error: str) -> str:
         donors = "a stored chunk has" if n_donors == 1 else f"{n_donors} stored chunks have"
         n, n_tokens = (sum(len(s.span) for s in some) for some in (used, segments))
         reason += f", but {donors} {n} of its {n_tokens} tokens in the same order"
+    elif unused:
+        reason += f", and text of other chunks is computed: {unused}"
     else:
         reason += ", and no stored chunk has enough of its text"
     return f"{reason}; a similar chunk could not be used: {error}" if error else reason
@@ -154,8 +155,8 @@ def _why_nothing_was_blended(plan: PrefillPlan) -> str:
     layout = plan.layout
     if plan.blend.method in {"full", "prefix"}:
         return f"method {plan.blend.method!r} does not blend"
-    if not layout.n_reusable and any(s.is_short for s in layout.segments):
-        return SHORT
+    if not layout.n_reusable and layout.unused:
+        return layout.unused
     if layout.n_reusable:
         return "every token was chosen for recomputation"
     if layout.n_found:

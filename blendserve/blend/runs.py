@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from blendserve.blend.donors import DonorIndex, Donors
-from blendserve.blend.layout import Layout, Segment, with_runs
+from blendserve.blend.layout import Layout, Segment, has_state_map, with_runs
 from blendserve.core import Prompt, Run, Span, TokenIds
 from blendserve.fetch.fetcher import Fetch
 from blendserve.fetch.incoming import ChunkRequest
@@ -46,35 +46,40 @@ SEPARATOR = -1  # between texts that are searched together: no token
 class RunFinder(DonorIndex):
     """Finds text of the stored chunks of one namespace. Thread-safe."""
 
-    def in_prompt(self, ids: TokenIds, start: int, stop: int) -> tuple[Run, ...]:
+    def in_prompt(self, ids: TokenIds, start: int, stop: int, seam: int = 0) -> tuple[Run, ...]:
         """The runs that cover most of a plain prompt from one position up to another.
 
-        None while the index is being built.
+        None while the index is being built. seam: of the model.
         """
         self.refresh_if_due()
         is_learnt = self._key.scope is not None
-        found = find_runs(np.asarray(ids[start:stop], np.int64), self.index, self.read)
+        found = find_runs(np.asarray(ids[start:stop], np.int64), self.index, self.read, seam)
         runs = (_moved(run, start)._replace(is_learnt=is_learnt) for run in found)
-        return choose_runs(runs, MIN_SPAN, n_merged=EDGE)
+        return choose_runs(runs, MIN_SPAN, n_merged=EDGE, seam=seam)
 
-    def in_chunks(self, chunks: Mapping[int, TokenIds]) -> dict[int, list[Run]]:
-        """All runs of these chunks, by number, at their places in the chunk. They are searched together."""
+    def in_chunks(self, chunks: Mapping[int, TokenIds], seam: int = 0) -> dict[int, list[Run]]:
+        """All runs of these chunks, by number, at their places in the chunk. They are searched together.
+
+        seam: of the model.
+        """
         self.refresh_if_due()
         starts = [0, *accumulate(len(ids) + 1 for ids in chunks.values())]
         text = [i for ids in chunks.values() for i in (*ids, SEPARATOR)]
         found: dict[int, list[Run]] = {i: [] for i in chunks}
         numbers = list(chunks)
-        for run in find_runs(np.asarray(text, np.int64), self.index, self.read):
+        for run in find_runs(np.asarray(text, np.int64), self.index, self.read, seam):
             at = bisect_right(starts, run.span.start) - 1
             found[numbers[at]].append(_moved(run, -starts[at]))
         return found
 
 
-def find_runs(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey]], Donors]) -> list[Run]:
+def find_runs(
+    ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey]], Donors], seam: int = 0
+) -> list[Run]:
     """Runs of at least MIN_RUN tokens that a text has in common with stored chunks, overlapping ones too.
 
     read: the tokens of stored chunks. First those are read that have most anchors in the text; then, as some have little
-    but the anchor in common with it, those with anchors where no run was found.
+    but the anchor in common with it, those with anchors where no run was found that a model with this seam can use.
     """
     hits = index.find(ids)
     runs = list[Run]()
@@ -88,7 +93,7 @@ def find_runs(ids: Tokens, index: SpanIndex, read: Callable[[Sequence[ChunkKey]]
         found, n_left = equal_runs(ids, hits, donors, index, MIN_RUN, n_left)
         runs += found
         known.update(keys)
-        hits = _uncovered(hits, runs, known)
+        hits = _uncovered(hits, [run for run in runs if is_usable(run, seam)], known)
     return runs
 
 
@@ -168,20 +173,42 @@ def _uncovered(hits: Iterable[Hit], runs: Iterable[Run], known: Collection[Chunk
 
 
 def choose_runs(
-    runs: Iterable[Run], least: int, lost: Collection[ChunkKey] = (), n_merged: int = 0
+    runs: Iterable[Run], least: int, lost: Collection[ChunkKey] = (), n_merged: int = 0, seam: int = 0
 ) -> tuple[Run, ...]:
     """The runs that cover most without their margins, of at least `least` tokens, ascending, none overlapping.
 
-    lost: donors whose KV cannot be read. n_merged: tokens missing at a donor's beginning that need no margin.
+    lost: donors whose KV cannot be read. n_merged: tokens missing at a donor's beginning that need no margin. seam: of
+    the model.
     """
     behind = (_behind_margin(run, n_merged) for run in runs if run.donor not in lost)
-    return best_cover((run for run in behind if len(run.span) >= least), least)
+    return usable_cover([run for run in behind if len(run.span) >= least], least, seam)
 
 
 def _behind_margin(run: Run, n_merged: int) -> Run:
     """The run without the tokens that may have attended to other text right before them."""
     n = min(MARGIN, len(run.span)) if run.offset > n_merged else 0
     return run._replace(span=Span(run.span.start + n, run.span.stop), offset=run.offset + n)
+
+
+def usable_cover(runs: Sequence[Run], least: int, seam: int) -> tuple[Run, ...]:
+    """The best cover; with recurrent layers (seam > 0), that of runs with state maps, and other runs beside it.
+
+    The others are computed, and the report says why.
+    """
+    if not seam:
+        return best_cover(runs, least)
+    cover = best_cover((run for run in runs if is_usable(run, seam)), least)
+    others = (run for run in runs if not any(_overlap(run.span, used.span) for used in cover))
+    return tuple(sorted((*cover, *best_cover(others, least)), key=lambda run: run.span.start))
+
+
+def is_usable(run: Run, seam: int) -> bool:
+    """Whether a model can start from the run's KV: with recurrent layers (seam > 0), from a state map alone."""
+    return not seam or has_state_map(run.offset, run.n_after, seam)
+
+
+def _overlap(a: Span, b: Span) -> bool:
+    return a.start < b.stop and b.start < a.stop
 
 
 def best_cover(runs: Iterable[Run], least: int) -> tuple[Run, ...]:
@@ -238,21 +265,23 @@ def reuse_in_prompt(layout: Layout, fetch: Fetch, token_saves_s: float | None) -
     return replace(layout, segments=tuple(segments))
 
 
-def reuse_in_chunks(layout: Layout, fetch: Fetch, finder: RunFinder, token_saves_s: float | None) -> Layout:
+def reuse_in_chunks(
+    layout: Layout, fetch: Fetch, finder: RunFinder, token_saves_s: float | None, seam: int = 0
+) -> Layout:
     """The layout with runs of stored chunks in place of missing chunks.
 
     token_saves_s: seconds that a donor's token saves; None: fetch every donor. Runs of a donor that cannot be read are
-    looked for in the other donors.
+    looked for in the other donors. seam: of the model.
     """
     chunks = layout.prompt.chunks
     missing = {s.chunk: chunks[s.chunk].ids for s in layout.segments if s.chunk is not None and s.miss}
     if not missing:
         return layout
-    equal = finder.in_chunks(missing)
+    equal = finder.in_chunks(missing, seam)
     errors = {i: dict[ChunkKey, str]() for i in missing}
     lost = set[ChunkKey]()
     while True:
-        runs = {i: choose_runs(found, MIN_RUN, lost) for i, found in equal.items()}
+        runs = {i: choose_runs(found, MIN_RUN, lost, seam=seam) for i, found in equal.items()}
         fetch.extend(_requests((run for found in runs.values() for run in found), token_saves_s))
         new = {run.donor for found in runs.values() for run in found if run.donor not in fetch.views}
         if not new:

@@ -163,7 +163,9 @@ def check_spans(report: BlendReport, prompt: Prompt) -> None:
         len(prompt) - PLAIN_SUFFIX,
     ]
     assert not report.spans or ends == sorted(ends)
-    assert len(report.spans) in (0, report.chunks_hit)
+    hit = [span for span in report.layout if span.donor and span.lookup == "hit"]
+    assert report.chunks_hit == len({span.chunk for span in hit})
+    assert len(report.spans) == len({span.chunk for span in hit if span.is_read})
     n_tokens = sum(span["stop"] - span["start"] for span in report.spans)
     assert n_tokens == report.tokens_first + report.tokens_reused + report.tokens_recomputed
 
