@@ -155,7 +155,9 @@ def read_gguf(file: Path) -> tuple[Start, Mapping[str, Weights]]:
         check_supported(Configuration(**config))
         tensors = GgufTensors(gguf, row, config)
         tokenizer = read_tokenizer(gguf, architecture)
-        return Start(config, tokenizer, token_ids(gguf.metadata, "eos", "eot", "eom"), None), tensors
+        start = Start(config, tokenizer, token_ids(gguf.metadata, "eos", "eot", "eom"), None)
+        gguf.metadata.clear()  # or lists of all tokens take memory while weights are packed
+        return start, tensors
 
 
 def _setting(gguf: Gguf, architecture: str, name: str, *default: Any) -> Any:

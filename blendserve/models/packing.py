@@ -23,7 +23,7 @@ from blendserve.models.layers import Linear
 from blendserve.models.weights import QuantisedMatrix, Weights
 
 HUGE_PAGE = 2 << 20
-ROWS = 4096  # that are dequantised at once
+NUMBERS = 1 << 20  # that are dequantised at once
 
 
 def pack_weights(
@@ -85,15 +85,19 @@ def _kind(name: str, x: Weights, in_q8_0: bool) -> str:
 def _dense(level: Level, x: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """Quantised weights that kernels do not multiply, in this dtype."""
     made = torch.empty(x.shape, dtype=dtype)
-    for at in range(0, len(made), ROWS):
-        blocks = x.blocks[at : at + ROWS]
-        made[at : at + ROWS] = packed(level, x.kind, (len(blocks), x.shape[1]), blocks).numbers()
+    step = _rows_at_once(x.shape)
+    for at in range(0, len(made), step):
+        blocks = x.blocks[at : at + step]
+        made[at : at + step] = packed(level, x.kind, (len(blocks), x.shape[1]), blocks).numbers()
     return made
 
 
 def _huge(n_bytes: int) -> Tensor:
-    """Memory in large pages, where the system has some: a strip is read once a step."""
-    memory = mmap.mmap(-1, n_bytes + HUGE_PAGE)
+    """Memory in large pages, where the system has some: a strip is read once a step.
+
+    It is private: Linux gives shared memory no large pages unless it is told to.
+    """
+    memory = mmap.mmap(-1, n_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -113,8 +117,13 @@ def _give_back(blocks: Any) -> None:
 
 def number_blocks(x: PackedMatrix) -> Iterator[Tensor]:
     """The weights in their dtype, some rows at a time."""
-    for at in range(0, x.shape[0], ROWS):
-        yield take(x, torch.arange(at, min(at + ROWS, x.shape[0])))
+    step = _rows_at_once(x.shape)
+    for at in range(0, x.shape[0], step):
+        yield take(x, torch.arange(at, min(at + step, x.shape[0])))
+
+
+def _rows_at_once(shape: tuple[int, int]) -> int:
+    return max(1, NUMBERS // shape[1])
 
 
 @torch.inference_mode()

@@ -97,7 +97,7 @@ def test_a_file_as_it_is_gives_what_its_numbers_give(
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("name", ["llama-biased", "qwen3-window", "phi3-window"])
+@pytest.mark.parametrize("name", ["llama-biased", "qwen3-window", "phi3-window", "gemma3_text"])
 @torch.inference_mode()
 def test_steps_and_halves_of_layers_equal_the_layer_loop(name: str, dtype: torch.dtype) -> None:
     reference = wide_model(name, dtype)
@@ -146,6 +146,16 @@ def test_any_model_is_quantised_to_q8_0_when_it_is_loaded(tmp_path: Path) -> Non
     assert packed.fingerprint != dense.fingerprint
     for got, want in zip(run(packed), run(dense), strict=True):
         assert 0 < distance(got, want) < 0.05
+
+
+def test_packed_weights_lie_in_private_memory() -> None:
+    """Linux gives shared memory no large pages, unless it is told to."""
+    strips = pack_weights({"a": torch.ones(32, 64)}, DTYPES[0], in_q8_0=True)["a"]
+    assert isinstance(strips, PackedMatrix)
+    at = strips.strips.data_ptr()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = {tuple(int(end, 16) for end in span.split("-")): mode for span, mode, *_ in maps}
+    assert [mode for (begin, end), mode in ends.items() if begin <= at < end] == ["rw-p"]
 
 
 def test_without_kernels_a_file_is_dequantised(tmp_path: Path) -> None:
