@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from pydantic import Field
@@ -33,7 +34,7 @@ from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Arithmetic, ModelConfig, Positive
 from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.sources import BUNDLED
+from blendserve.models.sources import BUNDLED, bundled_file
 from blendserve.timing import Clock
 
 OURS, OURS_INT8, TRANSFORMERS = "blendserve", "blendserve int8", "transformers"
@@ -67,7 +68,7 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
     with scratch(config.folder) as folder:
         files = {name: folder / f"{kind}.gguf" for name, kind in LLAMA.items() if config.llama}
         for name, file in files.items():
-            convert(config.gguf or gguf_file(config.model), file, LLAMA[name])
+            convert(config.gguf or gguf_file(config.model, folder), file, LLAMA[name])
         for threads, context in product(config.thread_counts, config.contexts):
             with ExitStack() as stack:
                 tasks = {name: (config, name, context, threads, files.get(name)) for name in engines}
@@ -77,15 +78,11 @@ def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
                 yield Group({"context": context, "threads": threads}, cases)
 
 
-def gguf_file(model: str) -> Path:
-    """Of a bundled model. Raises InputError where it has none."""
-    known = BUNDLED.get(model)
-    spec = importlib.util.find_spec(known.packages[0]) if known else None
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    files = [file for folder in folders for file in Path(folder).rglob(known.file if known else "")]
-    if not files:
+def gguf_file(model: str, folder: Path) -> Path:
+    """A bundled model's, in this folder. Raises InputError for other models, ModelError for one that is not installed."""
+    if model not in BUNDLED:
         raise InputError(f"llama.cpp needs a GGUF file of {model}: give --gguf FILE")
-    return files[0]
+    return bundled_file(model, folder)
 
 
 def convert(source: Path, target: Path, kind: str) -> None:
@@ -152,10 +149,17 @@ def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[]
 class LlamaCpp:
     """A model of llama-cpp-python, with room for this many tokens."""
 
-    def __init__(self, file: Path, room: int, threads: int) -> None:
-        make = importlib.import_module("llama_cpp").Llama
-        about = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
-        self._llama = make(str(file), n_ctx=room, n_batch=BATCH, **about)
+    def __init__(
+        self, file: Path, room: int, threads: int, repacks: bool = True, has_flash: bool = False
+    ) -> None:
+        """repacks: weights into llama.cpp's own layouts where it has some. has_flash: its flash attention runs."""
+        library = importlib.import_module("llama_cpp.llama_cpp")
+        parameters = library.llama_model_default_params()
+        parameters.use_extra_bufts = repacks  # which the class has no argument for
+        about = {"n_threads": threads, "n_threads_batch": threads, "flash_attn": has_flash, "verbose": False}
+        with patch.object(library, "llama_model_default_params", lambda: parameters):
+            make = importlib.import_module("llama_cpp").Llama
+            self._llama = make(str(file), n_ctx=room, n_batch=BATCH, **about)
 
     def prefill(self, ids: tuple[int, ...]) -> int:
         """From nothing -> the first token."""

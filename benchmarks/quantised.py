@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from blendserve.blend.layout import lay_out
 from blendserve.blend.policies import defaults_for
 from blendserve.blend.prefill import PrefillPlan, blend_prefill
 from blendserve.config import Arithmetic, BlendConfig, ModelConfig, Positive, Ratio
-from blendserve.core import Prompt, run
+from blendserve.core import Prompt, TokenIds, run
 from blendserve.errors import ConfigError
 from blendserve.kernels.packed import KINDS
 from blendserve.models.forward import Row
@@ -43,8 +43,20 @@ from blendserve.models.runner import decode_each
 from blendserve.store.view import TensorView
 from blendserve.timing import Clock
 
-OURS, INT8, BF16, LLAMA = "as it is", "as it is, int8 inputs", "in bf16", "llama.cpp"
+
+class LlamaOptions(NamedTuple):
+    repacks: bool = True
+    has_flash: bool = False
+
+
+OURS, INT8, BF16 = "as it is", "as it is, int8 inputs", "in bf16"
 SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, INT8: {"decode": "int8"}, BF16: {"weights": "bf16"}}
+LLAMA = {
+    "llama.cpp": LlamaOptions(),
+    "llama.cpp, flash attention": LlamaOptions(has_flash=True),
+    "llama.cpp, not repacked": LlamaOptions(repacks=False),
+    "llama.cpp, not repacked, flash attention": LlamaOptions(repacks=False, has_flash=True),
+}
 SHAPES = {  # architecture, layers, hidden and inner size, heads, kv heads, dims of a head, vocabulary
     "tiny": ("qwen3", 2, 256, 512, 4, 2, 64, 49_152),
     "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
@@ -79,20 +91,29 @@ def groups(config: QuantisedConfig, log: SampleLog) -> Iterator[Group]:
     with scratch(config.folder) as folder:
         file = folder / f"{config.shape}-{config.kind}.gguf"
         write_random(file, config.shape, config.kind)
-        engines = [*SETTINGS, *([LLAMA] if has_llama else [])]
+        n_bytes = file.stat().st_size
         with ExitStack() as stack:
             workers = {
-                name: stack.enter_context(WorkerProcess(start, (config, name, file))) for name in engines
+                name: stack.enter_context(WorkerProcess(start, (config, name, file))) for name in SETTINGS
             }
+            if has_llama:
+                ids = workers[OURS].about
+                workers |= {
+                    name: stack.enter_context(WorkerProcess(start_llama, (config, options, file, ids)))
+                    for name, options in LLAMA.items()
+                }
             cases = [Case({"engine": name}, partial(w.call, None)) for name, w in workers.items()]
             yield Group(
                 {"about": SPEED, "shape": config.shape, "kind": config.kind},
                 cases,
-                partial(dict, file_bytes=file.stat().st_size),
+                partial(dict, file_bytes=n_bytes),
             )
         for name in config.fidelity:
             cases = [
-                Case({"inputs": inputs}, partial(losses, gguf_file(name), inputs, config.fidelity_tokens))
+                Case(
+                    {"inputs": inputs},
+                    partial(losses, gguf_file(name, folder), inputs, config.fidelity_tokens),
+                )
                 for inputs in INPUTS
             ]
             yield Group({"about": FIDELITY, "model": name}, cases, repeats=1, warm_up=False)
@@ -103,7 +124,7 @@ def write_random(file: Path, shape: str, kind: str) -> None:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
 
     arch, layers, hidden, inner, heads, kv_heads, dim, vocabulary = SHAPES[shape]
-    given, writer = GGUFReader(gguf_file("smollm2-135m")), GGUFWriter(file, arch)
+    given, writer = GGUFReader(gguf_file("smollm2-135m", file.parent)), GGUFWriter(file, arch)
     writer.add_context_length(32_768)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)
@@ -171,20 +192,13 @@ def _random_blocks(generator: Any, kind: str, sizes: tuple[int, ...]) -> Any:
     return blocks.reshape(sizes[0], -1)
 
 
-def start(task: tuple[QuantisedConfig, str, Path]) -> tuple[str, Callable[[None], Metrics]]:
-    """A worker: the times of a full prefill, a blended one, and a decoded token."""
+def start(task: tuple[QuantisedConfig, str, Path]) -> tuple[TokenIds, Callable[[None], Metrics]]:
+    """A worker: the prompt, and the times of a full prefill, a blended one, and a decoded token."""
     config, engine, file = task
-    threads, n = config.threads or os.cpu_count() or 1, config.new_tokens
-    settings = {} if engine == LLAMA else SETTINGS[engine]
-    clock = Clock()
-    model = load_model(ModelConfig(name=str(file), threads=threads, **settings))
-    load_s, peak = clock.elapsed(), status_bytes("VmHWM")
+    n, memory, clock = config.new_tokens, Memory(file), Clock()
+    model = load_model(ModelConfig(name=str(file), threads=_threads(config), **SETTINGS[engine]))
+    loaded = {"load_s": clock.elapsed(), **memory.peak()}
     prompt = make_workload(model, 4, config.context // 4, 40, config.seed).prompt
-    if engine == LLAMA:
-        ids = prompt.ids
-        del model
-        llama = LlamaCpp(file, len(ids) + n + 1, threads)
-        return engine, partial(_run_llama, llama, ids, n)
     blend = _blender(model, prompt, config.ratio)
 
     def measure(_: None) -> Metrics:
@@ -195,10 +209,49 @@ def start(task: tuple[QuantisedConfig, str, Path]) -> tuple[str, Callable[[None]
         blend()
         blended_s = clock.elapsed()
         at = run_ours(model.decoder, done, len(prompt.ids), n)[1]
-        memory = {"memory_bytes": status_bytes("VmRSS"), "peak_bytes": peak}
-        return {"load_s": load_s, "full_s": full_s, "blended_s": blended_s, "token_s": token_s(at), **memory}
+        times = {"full_s": full_s, "blended_s": blended_s, "token_s": token_s(at)}
+        return {**loaded, **times, **memory.now()}
 
-    return engine, measure
+    return prompt.ids, measure
+
+
+def start_llama(
+    task: tuple[QuantisedConfig, LlamaOptions, Path, TokenIds],
+) -> tuple[str, Callable[[None], Metrics]]:
+    """A worker of llama.cpp."""
+    config, options, file, ids = task
+    n, memory, clock = config.new_tokens, Memory(file), Clock()
+    llama = LlamaCpp(file, len(ids) + n + 1, _threads(config), *options)
+    loaded = {"load_s": clock.elapsed(), **memory.peak()}
+
+    def measure(_: None) -> Metrics:
+        clock = Clock()
+        first = llama.prefill(ids)
+        full_s = clock.elapsed()
+        at = llama.decode(len(ids), first, n)
+        return {**loaded, "full_s": full_s, "token_s": token_s(at), **memory.now()}
+
+    return "llama.cpp", measure
+
+
+class Memory:
+    """What a process takes above what it has now, with the pages that it reads of mapped files."""
+
+    def __init__(self, file: Path) -> None:
+        """file: of the model."""
+        self._before, self._file_bytes = status_bytes("VmRSS"), file.stat().st_size
+
+    def now(self) -> Metrics:
+        return {"memory_bytes": status_bytes("VmRSS") - self._before}
+
+    def peak(self) -> Metrics:
+        """The most since the process began."""
+        most = status_bytes("VmHWM") - self._before
+        return {"peak_bytes": most, "peak_share": most / self._file_bytes}
+
+
+def _threads(config: QuantisedConfig) -> int:
+    return config.threads or os.cpu_count() or 1
 
 
 def _blender(model: LoadedModel, prompt: Prompt, share: float) -> Callable[[], object]:
@@ -210,14 +263,6 @@ def _blender(model: LoadedModel, prompt: Prompt, share: float) -> Callable[[], o
     )
     plan = PrefillPlan.of(layout, defaults_for(BlendConfig(method="blend", ratio=share), model.decoder))
     return lambda: run(blend_prefill(model.decoder, plan, KVCache(model.decoder, len(prompt) + 1)))
-
-
-def _run_llama(llama: LlamaCpp, ids: tuple[int, ...], n: int, _: None) -> Metrics:
-    clock = Clock()
-    first = llama.prefill(ids)
-    full_s = clock.elapsed()
-    seconds = token_s(llama.decode(len(ids), first, n))
-    return {"full_s": full_s, "token_s": seconds, "memory_bytes": status_bytes("VmRSS")}
 
 
 @torch.inference_mode()
@@ -247,12 +292,13 @@ TABLES = (
         "A model of quantised weights",
         count("memory MB", "memory_bytes", 1e-6),
         count("peak of loading MB", "peak_bytes", 1e-6),
+        count("peak / file", "peak_share", digits=2),
         ms("load ms", "load_s", spread=False),
         ms("full prefill ms", "full_s"),
         ms("blended ms", "blended_s"),
         ms("ms per token", "token_s"),
         ratio("/ bf16", "token_s", engine=BF16),
-        ratio("/ llama.cpp", "token_s", engine=LLAMA),
+        ratio("/ llama.cpp", "token_s", engine="llama.cpp"),
         about=SPEED,
     ),
     table(

@@ -126,7 +126,7 @@ def _other_engines(
     if importlib.util.find_spec("llama_cpp"):
         for name, kind in LLAMA.items():
             files[name] = folder / f"{kind}.gguf"
-            convert(gguf_file(config.model), folder / f"{kind}.gguf", kind)
+            convert(gguf_file(config.model, folder), folder / f"{kind}.gguf", kind)
     for name, file in files.items():
         task = config.model_settings.model_copy(update={"threads": threads}), file
         worker = stack.enter_context(WorkerProcess(start_generator, task))

@@ -78,21 +78,9 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     target = _converted(made_of)
     if (target / "config.json").exists():
         return target
-    specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
-    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
-    if len(folders) < len(specs):
-        raise ModelError(
-            f"the bundled model {name!r} is not installed: run {bundled.install}", setting="model.name"
-        )
     log.info("Converting the bundled model %s (once) into %s", name, target)
     with tempfile.TemporaryDirectory() as scratch, _new_folder(target) as into:
-        file = Path(scratch) / bundled.file
-        with file.open("wb") as whole:
-            for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.file}*")):
-                whole.write(part.read_bytes())
-        if _sha256(file) != bundled.sha256:
-            raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
-        start = write_folder(file, into)
+        start = write_folder(bundled_file(name, Path(scratch)), into)
         if bundled.adapter:
             bundled.adapter.merge(into)
     if start.config["model_type"] != "llama":  # transformers adds to its configuration what it assumes
@@ -100,6 +88,24 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
         fast_load.save(target, dtype, start)
     return target
+
+
+def bundled_file(name: str, into: Path) -> Path:
+    """A copy of a bundled model's GGUF file, whole and checked, in this folder. Raises ModelError."""
+    bundled = BUNDLED[name]
+    specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    if len(folders) < len(specs):
+        raise ModelError(
+            f"the bundled model {name!r} is not installed: run {bundled.install}", setting="model.name"
+        )
+    file = into / bundled.file
+    with file.open("wb") as whole:
+        for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.file}*")):
+            whole.write(part.read_bytes())
+    if _sha256(file) != bundled.sha256:
+        raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
+    return file
 
 
 def gguf_folder(file: Path) -> Path:

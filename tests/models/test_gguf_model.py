@@ -30,7 +30,21 @@ from tests.support.gguf_files import MODELS, ONE_MORE, as_stored, tiny, write_mo
 IDS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(1))
 KINDS = [*("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")]  # that the package can write
 # transformers reads these too. It takes the first tensor of a bias pair only if the settings say so.
-THEIRS = ["llama", "mistral", "qwen2", "starcoder2", "nemotron", "gemma2", "gemma3_text"]
+THEIRS = [
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "stablelm",
+        "starcoder2",
+        "nemotron",
+        "gemma2",
+        "gemma3_text",
+    )
+]
+ASSUMED = {"qwen3": {"head_dim": 128}}  # by transformers, which does not read it
 
 
 def plain(x: Weights) -> torch.Tensor:
@@ -83,8 +97,9 @@ def test_weights_are_as_the_file_holds_them(name: str, kind: str, tmp_path: Path
 @pytest.mark.parametrize("name", THEIRS)
 def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
-    arch, model = MODELS[name][0], tiny(name)
-    file = write_model(tmp_path / "tiny.gguf", model, arch, "Q8_0")
+    arch, model = MODELS[name][0], tiny(name, **ASSUMED.get(name, {}))
+    padding = {"tokenizer.ggml.padding_token_id": 0}  # of Phi-3 it assumes one that is not in this vocabulary
+    file = write_model(tmp_path / "tiny.gguf", model, arch, "Q8_0", more=padding)
     _, weights = read_gguf(file)
     auto: Any = AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()
