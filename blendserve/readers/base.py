@@ -1,4 +1,4 @@
-"""What a reader makes of a file, the limits of all readers."""
+"""What readers return, and the limits of all readers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_size(path: Path, most: int, remedy: str) -> None:
 
 
 def check_archive(path: Path) -> None:
-    """Raises Unreadable for a ZIP archive that unpacks to too much, or is none."""
+    """Raises Unreadable for a ZIP archive that unpacks to too much; zipfile.BadZipFile for another file."""
     check_size(path, MAX_FILE, "split it")
     with path.open("rb") as file:
         if file.read(len(OLE)) == OLE:
@@ -60,7 +60,7 @@ def check_archive(path: Path) -> None:
 
 
 def join(parts: Iterable[str], separator: str = "\n\n") -> str:
-    """The parts that are not blank. Raises Unreadable above MAX_TEXT characters."""
+    """Join the parts that are not blank. Raises Unreadable above MAX_TEXT characters."""
     found: list[str] = []
     length = 0
     for part in parts:

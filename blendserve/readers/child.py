@@ -1,7 +1,7 @@
-"""A child process that runs readers which need a library, one file after the other.
+"""A child process that runs the readers that need a library, one file after the other.
 
-A file may be made to take all time or memory, or to end the library's process. So the child has an address space of
-MAX_MEMORY, is killed after TIMEOUT_S for a file, and a new one takes the next file.
+A malicious file may use all time or memory, or crash the library. So the child has an address space of MAX_MEMORY and is
+killed after TIMEOUT_S per file; a new child then reads the next file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from blendserve.readers.base import Content, Unreadable, join
 
 MAX_MEMORY = 1_500_000_000  # bytes
-TIMEOUT_S = 120.0  # for a file; 300 pages of PDF take two seconds
+TIMEOUT_S = 120.0  # per file; 300 pages of PDF take two seconds
 START = "import sys; sys.path[:] = {path!r}; from blendserve.readers.child import main; main()"
 
 
@@ -31,7 +31,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def read(self, target: str, path: Path) -> list[Content]:
-        """The documents of a file. target: its reader, MODULE:FUNCTION. Raises Unreadable, ModuleNotFoundError."""
+        """Return the documents of a file. target: its reader, MODULE:FUNCTION. Raises Unreadable, ModuleNotFoundError."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -57,19 +57,19 @@ class Child:
         return [Content(*content) for content in found["contents"]]
 
     def kill(self) -> None:
-        """End the process; from any thread. The file that it reads is not read."""
+        """Kill the process, from any thread. The file that it reads counts as unreadable."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End the process, and forget it."""
+        """Kill the process and wait for its end; the next file starts a new one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """It imports from where this process does: not from its working folder, where files come from anywhere."""
+        """Start the child. It imports from this process's path, not from the working folder, which is not trusted."""
         command = [sys.executable, "-I", "-c", START.format(path=sys.path)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -77,7 +77,7 @@ class Child:
 
 
 def main() -> None:
-    """Answer requests on stdin, one a line, until it is closed."""
+    """Answer requests on stdin, one per line, until it is closed."""
     with suppress(ImportError):  # Windows
         import resource
 

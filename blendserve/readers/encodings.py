@@ -1,7 +1,7 @@
-"""Text of bytes in any encoding. What its letters do not tell is refused, as wrong letters would go unseen.
+"""Decodes text in any encoding. Text whose encoding is not clear is refused, as wrong letters would go unnoticed.
 
-Text that is not UTF-8 is read in an encoding if its letters beyond ASCII are then those of one language. Alike texts of
-two encodings are refused. A library's guess is no help: charset-normalizer 3.5 read six of the 23 paragraphs of
+Text that is not UTF-8 is read in an encoding if all its letters beyond ASCII are then of one language. If two encodings
+fit, the text is refused. A library's guess is no help: charset-normalizer 3.5 read six of the 23 paragraphs of
 tests/readers/test_encodings.py with wrong letters, such as Hebrew as Russian.
 """
 
@@ -28,7 +28,7 @@ ESCAPES = (b"\x1b$B", b"\x1b$@")  # by which ISO-2022-JP begins Japanese letters
 PART = 4_000_000  # bytes of a text larger than MAX_TEXT
 SAMPLE = 100_000  # bytes by which an encoding is detected
 
-# Encodings of two bytes a letter, in the order in which they are tried, with the first bytes of the frequent letters of
+# Encodings of two bytes per letter, in the order in which they are tried, with the first bytes of the frequent letters of
 # their standard, which is the second name. Japanese stands first, as its kana are letters of Big5; then Korean, whose
 # syllables are letters of GB 2312.
 TWO_BYTES = {
@@ -39,12 +39,11 @@ TWO_BYTES = {
     "big5": ("big5", 0xA4, 0xC6),
 }
 FREQUENT = 0.95  # share of letters that must be frequent ones
-ENOUGH = 16  # letters: fewer may be frequent ones of another language by chance
+ENOUGH = 16  # letters; fewer may be frequent ones of another language by chance
 KANA = re.compile("[\u3041-\u30ff]")
 LEAST_KANA = 0.2  # share of kana in Japanese; other languages have none
-WIDE = re.compile(
-    "[\u1100-\u1fff\u2e80-\u2fff\u3040-\ufeff\uff61-\U0010ffff]"
-)  # letters: no signs, no forms of ASCII
+# Letters of two bytes, without signs and forms of ASCII.
+WIDE = re.compile("[\u1100-\u1fff\u2e80-\u2fff\u3040-\ufeff\uff61-\U0010ffff]")
 
 # Letters beyond ASCII of the languages that are written in an encoding of one byte a letter. Where the language does not
 # have those of ASCII, the frequent ones stand first.
@@ -78,7 +77,7 @@ INNER_SIGN = re.compile(r"(?<=[^\W\d_])(?:(?:[^\w\x00-\x7f’‘·–—\xa0\xad
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """The text of a file with "\\n" as the end of lines, and its encoding if that was detected. Raises Unreadable."""
+    """Return a file's text, with "\\n" as the end of lines, and its encoding if it was detected. Raises Unreadable."""
     check_size(path, MAX_TEXT, "split it")
     text, encoding = decode(path.read_bytes())
     return text.replace("\r\n", "\n"), encoding
@@ -112,9 +111,9 @@ def read_parts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def decode(data: bytes, declared: str = "") -> tuple[str, str]:
-    """Text, and its encoding if it is not UTF-8. declared: the encoding that the text itself names.
+    """Return the text, and its encoding if it is not UTF-8. declared: the encoding that the text itself names.
 
-    Raises Unreadable if the encoding is not clear, or for UTF-8 with wrong bytes.
+    Raises Unreadable if the encoding is not clear, and for UTF-8 with wrong bytes.
     """
     for mark, encoding in BOMS:
         if data.startswith(mark):
@@ -133,7 +132,7 @@ def decode(data: bytes, declared: str = "") -> tuple[str, str]:
 
 
 def not_utf8(error: UnicodeDecodeError, line: int = 0) -> Unreadable:
-    """line: of the file; 0 if the text is all of it."""
+    """Return the error for a byte that is not UTF-8. line: of the file; 0 if the text is the whole file."""
     found = line or error.object[: error.start].count(b"\n") + 1
     return Unreadable(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}): save it as UTF-8", line=found)
 
@@ -147,7 +146,7 @@ def _strictly(data: bytes, encoding: str) -> str:
 
 
 def _is_utf8(data: bytes, error: UnicodeDecodeError) -> bool:
-    """Whether text is UTF-8 but for a few bytes: read in another encoding, all its letters would be wrong."""
+    """Return whether text is UTF-8 except for a few bytes: another encoding would give wrong letters throughout."""
     if error.reason == "unexpected end of data" and error.end - error.start > 1:
         return True  # cut within a character
     text = data.decode("utf-8", "replace")
@@ -156,7 +155,7 @@ def _is_utf8(data: bytes, error: UnicodeDecodeError) -> bool:
 
 
 def _known(encoding: str) -> str:
-    """The name of an encoding, "" for one that Python does not know or that is no encoding of text."""
+    """Return Python's name of a text encoding; "" for an unknown name or another codec."""
     try:
         codec = codecs.lookup(encoding)
     except (LookupError, ValueError):
@@ -166,7 +165,7 @@ def _known(encoding: str) -> str:
 
 
 def _detect(data: bytes) -> str:
-    """The encoding of text that is not UTF-8. Raises Unreadable if the letters do not tell it."""
+    """Detect the encoding of text that is not UTF-8. Raises Unreadable if its letters do not tell it."""
     sample = b"\n".join(line for line in data.split(b"\n") if not line.isascii())[:SAMPLE]
     alike = list[str]()
     for encoding in TWO_BYTES:
@@ -184,7 +183,7 @@ def _detect(data: bytes) -> str:
 
 
 def _wide_letters(sample: bytes, encoding: str) -> int:
-    """The number of letters in an encoding of two bytes; 0 if they make no text of its language."""
+    """Count the letters in an encoding of two bytes; 0 if they are not text of its language."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(sample)  # the sample may end within a letter
     except UnicodeDecodeError:
@@ -206,7 +205,7 @@ def _frequent(encoding: str) -> frozenset[str]:
 
 
 def _single_byte(sample: bytes) -> list[str]:
-    """The encodings of one byte a letter that make text of a language, and different texts."""
+    """Return the encodings of one byte per letter that give text of a language; one of those that give the same."""
     found = dict[str, str]()
     for encoding, alphabets in {**LATIN, **OTHERS}.items():
         text = sample.decode(encoding, "replace")
@@ -217,7 +216,7 @@ def _single_byte(sample: bytes) -> list[str]:
 
 
 def _is_latin(text: str, alphabet: str) -> bool:
-    """Whether a text's letters beyond ASCII are those of the alphabet, within words of ASCII's."""
+    """Return whether a text's letters beyond ASCII are of the alphabet, and stand in words with ASCII letters."""
     words = [word for word in WORD.findall(text) if not word.isascii()]
     n = sum(char > "\x7f" for word in words for char in word)
     n_alone = sum(len(word) for word in words if len(word) > 1 and all(char > "\x7f" for char in word))
@@ -225,7 +224,7 @@ def _is_latin(text: str, alphabet: str) -> bool:
 
 
 def _is_other(text: str, alphabet: str) -> bool:
-    """Whether a text's words beyond ASCII are of the alphabet alone, and have its frequent letters."""
+    """Return whether a text's words beyond ASCII are of the alphabet alone, and have its frequent letters."""
     words = [word for word in WORD.findall(text) if not word.isascii()]
     letters = "".join(words)
     n_upper = sum(char.isupper() for char in letters)
@@ -236,7 +235,7 @@ def _is_other(text: str, alphabet: str) -> bool:
 
 
 def _n_wrong(text: str, words: Sequence[str], alphabet: str) -> int:
-    """The number of letters and signs that text of a language does not have, or not there."""
+    """Count the letters and signs that text of the language would not have, or not in these places."""
     letters = sum(char > "\x7f" and char.lower() not in alphabet for word in words for char in word)
     capitals = sum(not word.isupper() and word[1:] != word[1:].lower() for word in words)
     signs = sum(sign not in SIGNS and sign not in alphabet for sign in SIGN.findall(text))

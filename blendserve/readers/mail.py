@@ -14,7 +14,7 @@ HEADERS = ("From", "To", "Date", "Subject")
 
 
 def read(path: Path) -> Iterator[Content]:
-    """The headers and the text of a message, titled by its subject; attachments are named, and not read."""
+    """Read headers and text of a message, titled by its subject; attachments are named in the note, not read."""
     check_size(path, MAX_TEXT, "save its attachments as files")
     message = message_from_bytes(path.read_bytes(), policy=policy.default)
     assert isinstance(message, EmailMessage)

@@ -16,7 +16,7 @@ _LEVEL = re.compile(r"heading (\d)", re.IGNORECASE)
 
 
 def read_docx(path: Path) -> Iterator[Content]:
-    """A Word document, titled by its properties."""
+    """Read a Word document, titled by its properties."""
     import docx  # in the child alone
     from docx.table import Table
 
@@ -32,7 +32,7 @@ def read_docx(path: Path) -> Iterator[Content]:
 
 
 def read_pptx(path: Path) -> Iterator[Content]:
-    """A presentation: a section a slide, with its notes."""
+    """Read a presentation: one section per slide, with its notes."""
     import pptx  # in the child alone
 
     check_archive(path)
@@ -42,7 +42,7 @@ def read_pptx(path: Path) -> Iterator[Content]:
 
 
 def read_xlsx(path: Path) -> Iterator[Content]:
-    """The sheets of a workbook, with the values of formulas as they were saved."""
+    """Read the sheets of a workbook, with the saved values of formulas."""
     import openpyxl  # in the child alone
 
     check_archive(path)
@@ -77,7 +77,7 @@ def _slide(slide: Any, n: int) -> str:
 
 
 def _shape(shape: Any) -> str:
-    """The text of a shape, and of those in a group."""
+    """Return the text of a shape, or of all shapes in a group."""
     if hasattr(shape, "shapes"):
         return join(_shape(inner) for inner in shape.shapes)
     if shape.has_table:

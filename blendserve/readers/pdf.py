@@ -11,7 +11,7 @@ from blendserve.readers.base import MAX_FILE, Content, Unreadable, check_size, j
 
 
 def read(path: Path) -> Iterator[Content]:
-    """The text of all pages. Raises Unreadable for an encrypted file and for one of pictures."""
+    """Read the text of all pages. Raises Unreadable for an encrypted file; a scanned one is empty, with a note."""
     import pypdfium2  # in the child alone
 
     check_size(path, MAX_FILE, "split it")
@@ -28,7 +28,7 @@ def read(path: Path) -> Iterator[Content]:
 
 
 def _page(page: Any) -> str:
-    """The text of a page. PDFium marks hyphens at ends of lines by U+FFFE and U+0002."""
+    """Return the text of a page, without the U+FFFE and U+0002 by which PDFium marks hyphens at ends of lines."""
     with closing(page), closing(page.get_textpage()) as content:
         text: str = content.get_text_bounded()
     for mark in ("\ufffe\r\n", "\x02\r\n", "\ufffe", "\x02", "\0"):

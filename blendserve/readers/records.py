@@ -1,4 +1,4 @@
-"""Documents as JSON: an object a line, also compressed, or an array."""
+"""Documents as JSON: one object per line, also compressed, or an array."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ def read(path: Path) -> Iterator[Content]:
 
 
 def record(value: object, n: int) -> Content:
-    """The document of a JSON object. n: its number, from 1. Raises Unreadable."""
+    """Return the document that a JSON object describes. n: the object's number, from 1. Raises Unreadable."""
     if not isinstance(value, Mapping):
         raise Unreadable(f"{_start(repr(value))} is not an object: {FORM}", line=n)
-    more = value.get("metadata")
-    if more is not None and not isinstance(more, Mapping):
-        raise Unreadable(f"its `metadata` is no object: {_start(repr(more))}", line=n, setting="metadata")
-    title = more.get("title") if more and value.get("title") is None else value.get("title")
+    given = value.get("metadata")
+    if given is not None and not isinstance(given, Mapping):
+        raise Unreadable(
+            f"its `metadata` is not an object: {_start(repr(given))}", line=n, setting="metadata"
+        )
+    title = value.get("title")
+    if title is None and given:
+        title = given.get("title")
     text = next((value[name] for name in TEXT_FIELDS if value.get(name) is not None), None)
     if text is None:
         raise Unreadable(f"has no `text`: {FORM}", line=n, setting="text")
@@ -56,7 +60,7 @@ def record(value: object, n: int) -> Content:
     if not text.strip():
         raise Unreadable("its `text` is blank: give it text or remove it", line=n, setting="text")
     metadata = {
-        str(key): field for key, field in (more or {}).items() if field is not None and key != "title"
+        str(key): field for key, field in (given or {}).items() if field is not None and key != "title"
     }
     return Content(text, (title or "").strip(), fields["id"] or "", metadata=metadata)
 

@@ -1,9 +1,9 @@
 """Splits documents into passages of at most N tokens of the language model; each becomes one chunk.
 
-A passage ends at the coarsest boundary that leaves it well filled: of a section, else of a paragraph, a sentence, a
-line, a word, else between two characters (structure.py). It never ends with a heading. Its title is the document's and
-the path of its section, and among the rows of a table it begins with the table's header. Only white space at the cuts
-is dropped.
+A passage ends at the coarsest boundary that still fills it well (structure.py): the end of a section, else of a
+paragraph, a sentence, a line or a word, else any character. It never ends with a heading. Its title is the document's
+with the path of its section. A passage that begins among the rows of a table repeats the table's header. Only white
+space at the cuts is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blendserve.errors import ConfigError
 from blendserve.retrieve.documents import document_id
 from blendserve.retrieve.structure import parse
 
-# Tokens of a passage in the prompt, title line and separators included.
+# Counts the tokens of a passage in the prompt, with its title line and separators.
 Count = Callable[[Passage], int]
 
 
@@ -37,8 +37,8 @@ _MAX_CONTEXT = 1 / 3  # of a passage's tokens, for the path of its section and a
 
 
 @dataclass(frozen=True, slots=True)
-class _Cutting:
-    """What a passage has besides its own text, by where it begins."""
+class _Context:
+    """What a passage has besides its own text: a title, and the header of the table that it begins in."""
 
     title: str
     head: str
@@ -46,11 +46,11 @@ class _Cutting:
 
 
 def split(document: Document, max_tokens: int, count: Count) -> Iterator[Passage]:
-    """The document's passages in order, `count(passage) <= max_tokens` for each; ids are "<doc id>:<n>".
+    """Yield the document's passages in order, each of at most `max_tokens` tokens; ids are "<doc id>:<n>".
 
-    `count` need not be additive: every returned passage has been counted as it is. It runs about eight times a passage,
-    on texts of a passage's length (once on an empty one): linear in the document. Raises ConfigError when the title and
-    separators leave no room for text, or for a part of it.
+    `count` need not be additive: every passage is counted whole. It is called about eight times per passage, on texts of
+    a passage's length, so the time is linear in the document. Raises ConfigError when title and separators leave no room
+    for text.
     """
     return _Splitter(document, max_tokens, count).run()
 
@@ -80,8 +80,11 @@ class _Splitter:
                 yield self._passage(start, end, n)
                 n += 1
 
-    def _context(self, start: int) -> _Cutting:
-        """The title and the header that a passage has which begins at `start`: as much of both as leaves room."""
+    def _context(self, start: int) -> _Context:
+        """Return title and table header of a passage that begins at `start`.
+
+        The header, then the section's path, is left out if it would take more than _MAX_CONTEXT of the tokens.
+        """
         names = (self.document.title, *self.structure.path(start))
         path = " > ".join(name for name in dict.fromkeys(names) if name)
         for title, head in ((path, self.structure.head(start)), (path, "")):
@@ -93,13 +96,13 @@ class _Splitter:
             raise self._no_room(context)
         return context
 
-    def _measured(self, title: str, head: str) -> _Cutting:
+    def _measured(self, title: str, head: str) -> _Context:
         if (title, head) not in self.overheads:
             self.overheads[title, head] = self.count(Passage(head, title, f"{self.doc_id}:0", self.doc_id))
-        return _Cutting(title, head, self.overheads[title, head])
+        return _Context(title, head, self.overheads[title, head])
 
     def _end(self, start: int) -> int:
-        """The end of the passage that begins at `start`."""
+        """Return the end of the passage that begins at `start`."""
 
         def tokens(end: int) -> int:
             return self.count(self._passage(start, end, 0))
@@ -110,7 +113,7 @@ class _Splitter:
         room = self.max_tokens - self.context.overhead
         for ends, fill in self.ends:
             end = self._furthest(ends, start, horizon, tokens)
-            if self.structure.start_of_whole(end) > start:  # unless what must not be cut is too long
+            if self.structure.start_of_whole(end) > start:  # else the part that must stay whole is too long
                 end = self.structure.start_of_whole(end)
             filled = tokens(end) - self.context.overhead
             if end > start and filled >= fill * room:
@@ -119,7 +122,7 @@ class _Splitter:
         raise self._no_room(self.context)
 
     def _horizon(self, start: int, tokens: Callable[[int], int]) -> int:
-        """An end up to which the text does not fit, not much too far; beyond the text if all of it fits."""
+        """Return a position up to which the text is a little too long; len(text) + 1 if all of the text fits."""
         reach = 2 + int(1.1 * self.density * (self.max_tokens - self.context.overhead))
         while tokens(start + reach) <= self.max_tokens:
             if start + reach >= len(self.text):
@@ -128,17 +131,17 @@ class _Splitter:
         return min(start + reach, len(self.text))
 
     def _furthest(self, ends: Sequence[int], start: int, horizon: int, tokens: Callable[[int], int]) -> int:
-        """The last of the ends inside (start, horizon) up to which the text fits, or `start`.
+        """Return the last of `ends` in (start, horizon) up to which the text fits; `start` if none fits.
 
-        Assumes that the token count grows with the text. Where BPE breaks that by a token, the passage is a little
-        shorter than it could be, never too long: bisection has counted the end that it returns.
+        This assumes that the token count grows with the text. Where BPE breaks that by a token, the passage is a little
+        shorter than it could be, but never too long: bisection has counted the end that it returns.
         """
         first, last = bisect_right(ends, start), bisect_left(ends, horizon)
-        behind = bisect_right(ends, self.max_tokens, first, max(first, last), key=tokens)
-        return ends[behind - 1] if behind > first else start
+        after = bisect_right(ends, self.max_tokens, first, max(first, last), key=tokens)
+        return ends[after - 1] if after > first else start
 
     def _skip_space(self, start: int) -> int:
-        """The position after the white space at `start`, but before the indentation of the first line with text."""
+        """Return the position after white space at `start`, but before the indentation of the first line with text."""
         space = _SPACE.match(self.text, start)
         return space.end() if space else start
 
@@ -146,7 +149,7 @@ class _Splitter:
         text = self.context.head + self.text[start:end].rstrip()
         return Passage(text, self.context.title, f"{self.doc_id}:{n}", self.doc_id)
 
-    def _no_room(self, context: _Cutting) -> ConfigError:
+    def _no_room(self, context: _Context) -> ConfigError:
         return ConfigError(
             f"chunk_tokens={self.max_tokens} leaves no room for text: the title and separators of document "
             f"{self.doc_id!r} take {context.overhead} tokens: raise chunk_tokens or shorten the title",

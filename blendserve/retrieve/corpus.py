@@ -1,6 +1,6 @@
-"""Reads a corpus: a folder, or a file. Each file is read in full or not at all, and a report says which.
+"""Reads a corpus: a folder or a file. Each file is read in full or not at all; a report says what happened to each.
 
-Names are relative to the folder: they are the ids of documents, so an edited file replaces its old version in an index.
+A document's id is the file's name relative to the folder, so an edited file replaces its old version in an index.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class FileReport:
 
     name: str
     state: State
-    note: str = ""  # why it was not read; of one that was, a detected encoding, or what was left out
+    note: str = ""  # why it was not read; for a file that was read: a detected encoding, or what was left out
     documents: int = 0
     characters: int = 0
-    line: int | None = None  # where it is wrong
+    line: int | None = None  # of the error
 
     @property
     def place(self) -> str:
-        """The line, as a message has it."""
+        """Return ", line N" for messages; "" without a line."""
         return "" if self.line is None else f", line {self.line}"
 
     def __str__(self) -> str:
@@ -55,17 +55,17 @@ class FileReport:
 
 @dataclass(slots=True)
 class ReadReport:
-    """All files of a corpus. A folder that is not entered has one entry."""
+    """What was read of each file of a corpus. A folder that is skipped has one entry."""
 
     files: list[FileReport] = field(default_factory=list)
 
     @property
     def notes(self) -> list[FileReport]:
-        """The files that were not read, and those of which something is to be said."""
+        """Return the files with a note: those that were not read, and those read with a remark."""
         return [file for file in self.files if file.note]
 
     def lines(self) -> list[str]:
-        """What to show of it: a row for each kind of files, and a line for each that has a note."""
+        """Return lines to print: a table of the kinds of files by state, then one line per file with a note."""
         kinds: dict[str, Counter[str]] = {}
         for file in self.files:
             kinds.setdefault(Path(file.name).suffix.lower() or "none", Counter())[file.state] += 1
@@ -85,11 +85,11 @@ class ReadReport:
 def read_documents(
     source: str | Path, report: ReadReport | None = None, strict: bool = False
 ) -> Iterator[Document]:
-    """The documents of a folder, in the order of names, or of a file; registry.py names the kinds of files.
+    """Yield the documents of a file, or of a folder by name; registry.py lists the kinds of files.
 
-    In a folder, files are left out that are hidden, of another kind, without text or not readable; linked folders are
-    not followed. strict: such a file is an error, unless it is hidden. Raises CorpusError, naming file and line, before
-    or while reading.
+    In a folder, files are skipped that are hidden, of an unknown kind, blank or unreadable; linked folders are not
+    followed. strict: such a file is an error, unless it is hidden. Raises CorpusError with file and line, before or while
+    reading.
     """
     path = Path(source)
     found = ReadReport() if report is None else report
@@ -109,9 +109,9 @@ def read_documents(
 def read_files(
     files: Files, report: ReadReport, strict: bool = False, child: Child | None = None
 ) -> Iterator[Document]:
-    """The documents of these files. strict: raises CorpusError for the first that is not read.
+    """Yield the documents of these files. strict: raises CorpusError for the first that is not read.
 
-    child: a process that reads all of them, as it is right for a server; by default, only those that need a library.
+    child: a process that reads all files, as a server needs it; by default, a child reads those that need a library.
     """
     add_plugins()
     with closing(Child()) if child is None else nullcontext(child) as process:
@@ -120,32 +120,36 @@ def read_files(
             size = 0
             note = ""
             line = None
-            field = None
+            setting = None
             try:
                 contents = _contents(name, path, process, in_process=child is None)
-                for content in contents if strict else list(contents):
+                if not strict:
+                    contents = iter(list(contents))  # a file that fails at its end gives no document
+                for content in contents:
                     note = content.note or note
                     if content.text.strip():
                         n += 1
                         size += len(content.text)
                         yield _document(content, name, n)
-                done = FileReport(name, "read" if n else "empty", note or ("" if n else BLANK), n, size)
+                done = (
+                    FileReport(name, "read", note, n, size) if n else FileReport(name, "empty", note or BLANK)
+                )
             except Unreadable as error:
                 line = error.line
-                field = error.setting
+                setting = error.setting
                 done = FileReport(name, "failed" if error.is_known else "skipped", error.reason, line=line)
             if strict and done.state != "read":
-                raise CorpusError(f"{path}{done.place}: {done.note}", path=path, line=line, setting=field)
+                raise CorpusError(f"{path}{done.place}: {done.note}", path=path, line=line, setting=setting)
             report.files.append(done)
 
 
 def printable(name: str) -> str:
-    """A file's name as UTF-8, its other bytes written as \\xff: distinct names stay distinct."""
+    """Return a file's name as UTF-8, with other bytes written as \\xff, so that distinct names stay distinct."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _files(folder: Path, report: ReadReport) -> list[tuple[str, Path]]:
-    """All that is below a folder, by name. What is hidden goes into the report, and is not entered."""
+    """Return the files below a folder, by name. Hidden files and folders are skipped, and reported."""
     found = list[Path]()
 
     def refuse(error: OSError) -> None:
@@ -165,7 +169,7 @@ def _files(folder: Path, report: ReadReport) -> list[tuple[str, Path]]:
 
 
 def _contents(name: str, path: Path, child: Child, in_process: bool) -> Iterator[Content]:
-    """The documents of a file. in_process: text is not read in the child. Raises Unreadable."""
+    """Yield the documents of a file. in_process: plain text is read in this process. Raises Unreadable."""
     if not path.is_file():
         what = "a folder that cannot be opened" if path.is_dir() else "no regular file"
         what = "a link to a folder or to nothing" if path.is_symlink() else what
@@ -185,7 +189,7 @@ def _contents(name: str, path: Path, child: Child, in_process: bool) -> Iterator
 
 
 def _kind(name: str) -> str:
-    """The longest suffix of a file's name that has a reader. Raises Unreadable."""
+    """Return the longest suffix of a file's name that has a reader. Raises Unreadable."""
     parts = name.rpartition("/")[2].lower().split(".")
     suffixes = [".".join(parts[n:]) for n in range(1, len(parts))]
     for suffix in suffixes:
@@ -196,7 +200,7 @@ def _kind(name: str) -> str:
 
 
 def add_plugins() -> None:
-    """Register the readers that other packages have."""
+    """Register the readers of other packages."""
     for entry in entry_points(group=READER_PLUGINS):
         if entry.name not in READERS.names:
             READERS.add(entry.name, entry.value)
@@ -211,7 +215,7 @@ def _document(content: Content, name: str, n: int) -> Document:
 
 
 def _with_log(documents: Iterator[Document], path: Path, report: ReadReport) -> Iterator[Document]:
-    """The documents; at their end, the log has what was not read."""
+    """Yield the documents, then log which files were not read."""
     yield from documents
     for file in report.notes[:SHOWN]:
         log.warning("%s", file)

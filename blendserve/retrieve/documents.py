@@ -1,4 +1,4 @@
-"""Documents of Python objects; ids and digests of documents."""
+"""Makes documents of Python objects; ids and digests of documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blendserve.readers.records import record
 
 
 def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Iterator[Document]:
-    """Documents from documents, plain texts, or mappings with `text` and optionally `title` and `id`.
+    """Yield documents from documents, texts, or mappings with `text` and optionally `title`, `id` and `metadata`.
 
     Raises CorpusError with the position of an invalid object.
     """
@@ -34,12 +34,12 @@ def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Itera
 
 
 def document_id(document: Document) -> str:
-    """The document's own id, else a digest of its title and text."""
+    """Return the document's own id, else a digest of its title and text."""
     return document.id or _digest(document.title, document.text)[:16]
 
 
 def content_digest(document: Document) -> str:
-    """32 hex digits that change when the title, the text or the metadata does."""
+    """Return 32 hex digits that change when the title, the text or the metadata changes."""
     metadata = json.dumps(document.metadata, sort_keys=True, default=str) if document.metadata else ""
     return _digest(document.title, document.text, *filter(None, [metadata]))
 

@@ -1,4 +1,4 @@
-"""Texts -> unit vectors: passages longer than the model's context become windows, questions a bounded number of them."""
+"""Embeds texts as unit vectors. A text longer than the model's context is cut into windows; a question into few."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Embedder:
             ) from error
 
     def cut(self, passages: Sequence[Passage]) -> Steps[list[list[Window]]]:
-        """The windows of each passage."""
+        """Return the windows of each passage."""
         windows: list[list[Window]] = []
         for start in range(0, len(passages), TOKENIZER_BATCH):
             yield
@@ -92,7 +92,7 @@ class Embedder:
     def encode(
         self, windows: Sequence[Window], progress: Progress | None = None, is_question: bool = False
     ) -> Steps[np.ndarray]:
-        """Unit vectors, [n, dimension] float32; windows of like length form a batch, longest first."""
+        """Return unit vectors [n, dimension] float32. Windows of similar length form a batch, the longest first."""
         begin_computing()
         vectors = np.zeros((len(windows), self.dimension), np.float32)
         order = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids))
@@ -109,7 +109,7 @@ class Embedder:
         return vectors
 
     def embed_question(self, question: str) -> np.ndarray:
-        """The question's unit vector, [dimension] float32; over the limit, the mean of its windows'.
+        """Return the question's unit vector [dimension] float32; for a long question, the mean of its windows' vectors.
 
         A question is about all of its text, hence the mean; a passage counts by its best window, as its answer may stand
         in any (index.py). Of a question of more than MAX_QUESTION_WINDOWS windows, the first ones and the last count: the
@@ -124,7 +124,7 @@ class Embedder:
         return vector
 
     def _windows(self, text: str, title: str = "") -> Iterator[Window]:
-        """Overlapping windows that fit the encoder, each headed by the title; together they have every token.
+        """Yield overlapping windows that fit the encoder, each beginning with the title; together they have every token.
 
         A window is cut when it is asked for; it begins and ends with words where words fit. A title that would fill more
         than half of a window counts as the text's beginning instead.
@@ -170,7 +170,7 @@ def _window(text: str, encoding: Any) -> Window:
 
 
 def _word_edge(words: Sequence[int | None], start: int, end: int) -> int:
-    """The last token in (start, end] that begins a word; `end` when one word spans them all."""
+    """Return the last token in (start, end] that begins a word; `end` if one word spans them all."""
     if end >= len(words):
         return len(words)
     for n in range(end, start, -1):
@@ -186,7 +186,7 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of the model's files: in its package, the one named, or a snapshot in the hub's cache."""
+    """Return the folder of the model's files: a bundled one, a local one, or a snapshot in the hub's cache."""
     if bundled := BUNDLED.get(name):
         spec = find_spec(
             bundled.partition("==")[0].replace("-", "_")
@@ -214,7 +214,7 @@ def model_folder(name: str) -> Path:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """16 hex digits over the files that decide what the embedder computes, wherever the folder lies."""
+    """Return 16 hex digits over the files that decide what the embedder computes, wherever the folder is."""
     files = sorted(p for p in folder.rglob("*") if p.name in FINGERPRINT_FILES or p.suffix == ".safetensors")
     if not any(p.suffix == ".safetensors" for p in files):
         files += sorted(folder.rglob("pytorch_model*.bin"))

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Added(NamedTuple):
-    """What adding documents has changed."""
+    """The changes by which documents were added."""
 
     documents: int  # new ones
     passages: list[Passage]  # that were not in the index
@@ -122,7 +122,7 @@ class VectorIndex:
             return tables.select_passages(rows)
 
     def scan(self, n: int, selection: PassageFilter = ANY) -> Iterator[list[Passage]]:
-        """All passages, at most n at a time; not those that are deleted meanwhile. selection: by metadata."""
+        """Yield all passages, at most n at a time, without those deleted meanwhile. selection: by metadata."""
         condition, values = tables.selected(selection, "p.document")
         with self._reading() as (_, vectors, _):
             numbers = vectors.numbers.tolist()
@@ -139,7 +139,7 @@ class VectorIndex:
             return [p for doc_id in doc_ids for p in tables.select_passages(rows, "d.id = ?", doc_id)]
 
     def passages_like(self, passage: Passage) -> list[Passage]:
-        """The passages that make the same chunk."""
+        """Return the passages that make the same chunk as this one."""
         with self.database.read() as rows:
             return tables.select_passages(rows, "p.hash = ?", tables.text_hash(passage))
 
@@ -165,8 +165,8 @@ class VectorIndex:
     def search(self, question: str, top_k: int, selection: PassageFilter = ANY) -> list[Passage]:
         """The `top_k` passages that fit the question best (all, if fewer), best first, with `score` set.
 
-        Ranks by vectors and by words are fused (`fuse`). Of passages with the same title and text, one is found. Raises
-        InputError for a blank question or top_k < 1, IndexMissing when nothing has been added yet.
+        Ranks by vectors and by words are fused (`fuse`). Of passages with the same title and text, only one is returned.
+        Raises InputError for a blank question or top_k < 1, IndexMissing for an empty index.
         """
         return fuse([self.candidates(question, top_k, selection)], top_k)
 
@@ -223,7 +223,7 @@ class VectorIndex:
         return n_new, replaced
 
     def embed_steps(self, documents: Iterable[Document]) -> Steps[list[EmbeddedDocument]]:
-        """The new ones of these documents, for `commit`. Raises CorpusError, ConfigError."""
+        """Cut and embed the documents that are new, for `commit`. Raises CorpusError, ConfigError."""
         return (yield from self._embed(self._new(documents)))
 
     def commit(self, documents: Sequence[EmbeddedDocument], job: Mapping[str, Any] | None = None) -> Added:
@@ -269,7 +269,7 @@ class VectorIndex:
         self.database.close()
 
     def _begin(self, chunk_tokens: int, keep: bool = False) -> None:
-        """Make the index empty; keep: unless it has the same settings."""
+        """Make the index empty. keep: unless it has the same settings."""
         manifest = Manifest(
             format=FORMAT,
             embedder=self.embedder.name,
@@ -290,7 +290,7 @@ class VectorIndex:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Rows, Vectors, Words]]:
-        """One state of the index: its rows, and its vectors and words, which are loaded if they have changed."""
+        """Open one state of the index: its rows, vectors and words. The latter two are loaded if they have changed."""
         with self.database.read() as rows:
             with self._loading:  # the state is read within: no thread has a later one
                 vectors, words = self._load(rows)
@@ -308,7 +308,7 @@ class VectorIndex:
         )
         before, words = self._loaded or (None, None)
         vectors = Vectors.load(rows, manifest.dimension, before)
-        if before is not None and vectors.found is not before.found:
+        if before is not None and vectors.faiss_index is not before.faiss_index:
             words = None  # all is loaded anew, without the words of passages that are gone
         self._loaded = vectors, Words.load(rows, vectors.numbers, words)
         return self._loaded
@@ -369,15 +369,15 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _part(progress: Progress | None, done: int, size: int, total: int) -> Progress | None:
-    """The progress of a batch as that of all, in characters. done: before it. size: of the batch."""
+    """Return the progress of a batch as a part of all characters. done: before the batch. size: of the batch."""
     return (lambda n, of: progress(done + size * n // of, total)) if progress else None
 
 
 def fuse(candidates: Sequence[Candidates], top_k: int) -> list[Passage]:
     """The `top_k` best passages of one or several indexes, by reciprocal rank fusion (Cormack et al., SIGIR 2009).
 
-    A passage's rank by vectors and that by words count alike. Equal ones are put in order of passage id; of those with
-    the same title and text, the first is found.
+    A passage's ranks by vectors and by words count alike. Passages of equal score are in order of their ids; of those
+    with the same title and text, only the first is returned.
     """
     depth = max(DEPTH, top_k)
     near = [(passage.score or 0.0, passage) for found in candidates for passage in found.near]

@@ -1,4 +1,4 @@
-"""The languages of texts other than English, by letters and frequent words.
+"""Detects texts in other languages than English, by letters and frequent words.
 
 A text is in the script of most of its letters. One in Latin letters is in the language whose frequent words it has most,
 if these are many and different, as they are in sentences. Code, tables and names have few: they are in no language.
@@ -55,7 +55,7 @@ LANGUAGES = {name: frozenset(words.split()) for name, words in FREQUENT.items()}
 
 
 def other_languages(texts: Iterable[str]) -> dict[str, float]:
-    """The share of the characters in each other language, the largest first, of those in any language or none."""
+    """Return each other language's share of all characters, the largest first."""
     counts = Counter[str]()
     for text in texts:
         for at in range(0, len(text), PIECE):
@@ -66,7 +66,7 @@ def other_languages(texts: Iterable[str]) -> dict[str, float]:
 
 
 def warning(texts: Iterable[str], embedder: str) -> str:
-    """What to say of texts for an embedder that reads English; "" if nearly all of them are in English, or in none."""
+    """Return a warning about texts that an English embedder cannot read; "" if nearly none are in other languages."""
     found = other_languages(texts)
     if sum(found.values()) < NOTED:
         return ""
@@ -78,7 +78,7 @@ def warning(texts: Iterable[str], embedder: str) -> str:
 
 
 def language_of(text: str) -> str:
-    """The language of some sentences; "" for text in none."""
+    """Return the language of some sentences; "" for code, tables and names."""
     words = [word.casefold() for word in WORD.findall(text)]
     script = "" if text.isascii() else _script("".join(words))
     if script:
@@ -91,7 +91,7 @@ def language_of(text: str) -> str:
 
 
 def _script(letters: str) -> str:
-    """The script of more than half of the letters, as a language; "" for Latin letters."""
+    """Return the language whose script has more than half of the letters; "" for Latin letters."""
     counts = {name: len(pattern.findall(letters)) for name, pattern in LETTERS.items()}
     if counts["Japanese"] >= KANA_SHARE * (counts["Japanese"] + counts["Chinese"]):
         counts["Japanese"] += counts["Chinese"]

@@ -1,4 +1,4 @@
-"""An index as files: what is published of it, and a folder made of published files."""
+"""Writes an index as files for publishing, and makes an index of published files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Line:
 
 
 def to_files(index: VectorIndex) -> dict[str, bytes]:
-    """The files of an index, by name; the same for the same contents."""
+    """Return the files of an index, by name; equal contents give equal files."""
     manifest = index.manifest
     lines: list[str] = []
     vectors: list[bytes] = []
@@ -60,7 +60,7 @@ def manifest_file(manifest: Manifest) -> bytes:
 
 
 def parse_files(files: Mapping[str, bytes]) -> Contents:
-    """The contents of files that anybody may have made. Raises ValueError for what `to_files` never makes."""
+    """Parse files from an untrusted source. Raises ValueError for what `to_files` never makes."""
     manifest = TypeAdapter(Manifest).validate_json(files[MANIFEST])
     parse = TypeAdapter(Line).validate_json
     lines = [parse(line) for line in files[DOCUMENTS].split(b"\n")[:-1]]

@@ -1,4 +1,4 @@
-"""A cross-encoder of sentence-transformers: reads a question and a text together -> how well the text answers it."""
+"""A cross-encoder of sentence-transformers: scores how well a text answers a question, reading both together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blendserve.forks import begin_computing
 from blendserve.models.checkpoint import first_line
 from blendserve.models.sources import quiet
 
-CANDIDATES = 30  # passages that are found and put in order, unless more are asked for
+CANDIDATES = 30  # passages that are retrieved for reranking, unless more are asked for
 
 Search = Callable[[str, int, PassageFilter], list[Passage]]
 
@@ -46,24 +46,24 @@ class Reranker:
             ) from error
 
     def scores(self, question: str, texts: Sequence[str]) -> list[float]:
-        """The score of each text; of most models between 0 and 1. What is longer than the model's context is cut."""
+        """Return a score for each text, between 0 and 1 for most models. Texts are cut at the model's context."""
         pairs = [(question, text) for text in texts]
         found: list[float] = self._model.predict(pairs, show_progress_bar=False).tolist() if pairs else []
         return found
 
     def n_tokens(self, question: str, texts: Sequence[str]) -> int:
-        """The tokens that `scores` reads, before long texts are cut."""
+        """Return the number of tokens of all pairs, before long texts are cut."""
         return sum(map(len, self._model.tokenizer([question] * len(texts), list(texts))["input_ids"]))
 
 
 @lru_cache(maxsize=1)
 def reranker_of(name: str | None) -> Reranker | None:
-    """The reranker of this name, loaded once; None without a name. Raises ModelError."""
+    """Return the reranker of this name, loaded once; None without a name. Raises ModelError."""
     return None if name is None else Reranker.load(name)
 
 
 def reranked(search: Search, reranker: Reranker | None) -> Search:
-    """The search, whose best passages are put in order, if there is a reranker."""
+    """Return a search whose passages the reranker orders; the search itself without a reranker."""
     if reranker is None:
         return search
 

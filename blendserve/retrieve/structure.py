@@ -1,6 +1,6 @@
-"""What a text is made of: headings with their sections, tables, and where it may be cut.
+"""Finds the structure of a text: headings and their sections, tables, and the positions where it may be cut.
 
-Markdown, reStructuredText and plain text are read by their lines. Source code, told by its document's name, is cut by
+Markdown, reStructuredText and plain text are parsed by lines. Source code, recognised by the document's name, is cut by
 its indentation: between functions first, then between methods, then between lines.
 """
 
@@ -75,33 +75,31 @@ class Structure:
     headings: list[Heading] = field(default_factory=list)
     tables: list[TextTable] = field(default_factory=list)
     ends: list[tuple[Sequence[int], float]] = field(default_factory=list)  # where to cut, the coarsest first
-    whole: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # no cut after the first position, up to the second
-    paths: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    whole: list[tuple[int, int]] = field(default_factory=list)  # (start, end] of parts that stay whole
+    paths: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)  # see `_paths`
 
     def path(self, at: int) -> tuple[str, ...]:
-        """The names of the sections that a passage is in which begins at a position, without its own headings."""
+        """Return the names of the sections around a passage that begins at `at`, without headings inside it."""
         n = bisect_right(self.paths, at, key=lambda entry: entry[0])
         return self.paths[n - 1][1] if n else ()
 
     def head(self, at: int) -> str:
-        """The header of the table whose rows a passage begins among; "" outside."""
+        """Return the header of the table if a passage that begins at `at` begins among its rows; else ""."""
         n = bisect_left(self.tables, at, key=lambda table: table.start)
         return self.tables[n - 1].head if n and self.tables[n - 1].rows <= at < self.tables[n - 1].end else ""
 
     def may_end(self, at: int) -> bool:
-        """Whether a passage may end at a position: not after a heading, nor in a table's header."""
+        """Return whether a passage may end at `at`: not after a heading, nor inside a table's header."""
         return self.start_of_whole(at) == at
 
     def start_of_whole(self, at: int) -> int:
-        """The start of what must not be cut at a position; the position itself if it may."""
+        """Return where the part begins that may not be cut at `at`; `at` itself if a cut is allowed there."""
         n = bisect_left(self.whole, at, key=lambda pair: pair[0])
         return self.whole[n - 1][0] if n and at <= self.whole[n - 1][1] else at
 
 
 def parse(document: Document, text: str) -> Structure:
-    """The structure of a document's text."""
+    """Return the structure of a document's text."""
     if _CODE.search(document.id or document.title):
         return Structure(ends=[(_positions(pattern, text), fill) for pattern, fill in _IN_CODE])
     found = Structure()
@@ -127,7 +125,7 @@ def parse(document: Document, text: str) -> Structure:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Where each sentence, or line, begins and ends, without space around it."""
+    """Return start and end of each sentence, or line without one, without the space around it."""
     found: list[tuple[int, int]] = []
     start = 0
     for end in (*_positions(f"{_SENTENCES}|{_LINES}", text), len(text)):
@@ -153,7 +151,7 @@ def _heading(block: re.Match[str]) -> Heading | None:
 
 
 def _paths(headings: Iterable[Heading]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Positions, and the sections that passages from there on begin in."""
+    """Yield (position, names of the sections around passages that begin there or later)."""
     above = list[Heading]()
     for heading in headings:
         above = [other for other in above if other.level < heading.level]
@@ -163,7 +161,7 @@ def _paths(headings: Iterable[Heading]) -> Iterator[tuple[int, tuple[str, ...]]]
 
 
 def _merged(text: str, found: Structure) -> Iterator[tuple[int, int]]:
-    """Headings with the beginning of the text below them, and headers of tables with their first row's."""
+    """Yield the parts that stay whole: a heading, or a table's header, with the start of the text below it."""
     parts = [*((part.start, part.end) for part in found.headings), *((t.start, t.rows) for t in found.tables)]
     start = end = -1
     for first, last in sorted(parts):
@@ -178,7 +176,7 @@ def _merged(text: str, found: Structure) -> Iterator[tuple[int, int]]:
 
 
 def _before(text: str, headings: Sequence[Heading], level: int) -> Sequence[int]:
-    """The ends of text before headings of at most this level; of several that follow each other, before the first."""
+    """Return where text ends before headings of at most this level; before the first of several in a row."""
     ends = array("Q")
     for n, heading in enumerate(headings):
         before = heading.start

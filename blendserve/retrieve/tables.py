@@ -79,7 +79,7 @@ class Manifest:
     vectors: int = 0
 
     def check(self, folder: Path, embedder: tuple[str, str], model: tuple[str, str]) -> None:
-        """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
+        """Raises IndexMismatch unless the index was built with this embedder and reader (name, fingerprint)."""
         for part, name, digest, (given_name, given) in (
             ("embedder", self.embedder, self.embedder_fingerprint, embedder),
             ("model", self.reader, self.reader_fingerprint, model),
@@ -119,7 +119,7 @@ def begin(rows: Rows, manifest: Manifest) -> None:
 
 
 def state(rows: Rows) -> tuple[str, int]:
-    """A random stamp, drawn when the index was begun, and the number of changes since then."""
+    """Return the index's random stamp, drawn when it was begun, and the number of changes since then."""
     stamp, revision = rows.execute("SELECT stamp, revision FROM manifest").fetchone()
     return stamp, revision
 
@@ -241,7 +241,7 @@ def read_words(rows: Rows, after: int) -> Iterator[tuple[int, bytes]]:
 
 
 def selected(selection: PassageFilter, document: str) -> tuple[str, list[str]]:
-    """A condition of SQL for a column with numbers of documents, and its values. Without metadata, it is always true."""
+    """Return an SQL condition on a column of document numbers, and its values. Without metadata it is always true."""
     terms = ["1"]
     values: list[str] = []
     for name, wanted in selection.conditions:
@@ -308,7 +308,7 @@ def read_jobs(rows: Rows) -> list[dict[str, Any]]:
 
 
 def text_hash(passage: Passage) -> int:
-    """Equal for passages that make the same chunk."""
+    """Return a number that is equal for passages that make the same chunk."""
     return _hash(passage.chunk_text.encode())
 
 
@@ -318,7 +318,7 @@ def _passage(doc_id: str, place: int, title: str, text: str) -> Passage:
 
 
 def _json(value: Any) -> str:
-    """Equal for equal values: 1 and 1.0 are."""
+    """Return a text that is equal for equal values, as for 1 and 1.0."""
     is_whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if is_whole else value, sort_keys=True, default=str)
 

@@ -19,7 +19,7 @@ PAIRED = re.compile(
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, without case and accents."""
+    """Return the words of a text, without case and accents."""
     if text.isascii():
         return WORD.findall(text.lower())
     plain = "".join(c for c in unicodedata.normalize("NFKD", text.casefold()) if not unicodedata.combining(c))
@@ -35,7 +35,7 @@ def words_of(text: str) -> list[str]:
 
 
 def pack(text: str) -> bytes:
-    """The words of a passage as its row has them: hashes, counts of at most 255, a checksum."""
+    """Pack the words of a passage for its row: hashes, counts of at most 255, a checksum."""
     counts = sorted(Counter(map(hash_of, words_of(text))).items())
     hashes = np.array([hash for hash, _ in counts], "<u4").tobytes()
     content = hashes + bytes(min(255, n) for _, n in counts)
@@ -43,7 +43,7 @@ def pack(text: str) -> bytes:
 
 
 def unpack(content: bytes) -> tuple[bytes, bytes]:
-    """Hashes as uint32, and counts as uint8. Raises ValueError for a wrong checksum."""
+    """Unpack a row into hashes as uint32 and counts as uint8. Raises ValueError for a wrong checksum."""
     words, checksum = content[:-4], content[-4:]
     if zlib.crc32(words).to_bytes(4, "little") != checksum:
         raise ValueError("the words of a passage do not match their checksum")
@@ -52,5 +52,5 @@ def unpack(content: bytes) -> tuple[bytes, bytes]:
 
 
 def hash_of(word: str) -> int:
-    """32 bits."""
+    """Return a hash of 32 bits."""
     return zlib.crc32(word.encode())

@@ -1,6 +1,6 @@
-"""The words of an index's passages in memory, and the search by them: names, numbers and code that vectors blur.
+"""The words of an index's passages in memory, and the search by them: it finds names, numbers and code.
 
-BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009), with the constants that are usual.
+BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009), with the usual constants.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from blendserve.retrieve.tables import Rows, read_words
 from blendserve.retrieve.terms import hash_of, unpack, words_of
 
 K1, B = 1.2, 0.75
-# Words of questions, which are rare in texts and would count much.
+# Words of questions. Some are rare in passages, so they would count too much.
 _ASKING = (
     "what which who whom whose where when why how do does did is are was were can could should would "
     "a an the of in on to for and or from with by at as it that this there has have had"
 )
 ASKING = frozenset(_ASKING.split())
-MANY = 1000  # passages: in as many, words that most of them have cost time and tell little
-DIGITS = 6  # of a score; the rest depends on the order of sums
-MERGED = 2  # segments are merged until each has this many times the words of the next
+MANY = 1000  # passages from which on words that most of them have are skipped
+DIGITS = 6  # of a score; further ones depend on the order of sums
+MERGED = 2  # segments are merged until each has at least this many times the words of the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WordSegment:
     counts: np.ndarray  # [words] uint8
 
     def merge(self, other: WordSegment) -> WordSegment:
-        """Both together."""
+        """Return a segment with the words of both."""
         pairs = zip(
             (self.hashes, self.numbers, self.counts), (other.hashes, other.numbers, other.counts), strict=True
         )
@@ -46,11 +46,11 @@ class WordSegment:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of all passages in one state of an index. Those of passages that are gone stay, and are skipped."""
+    """The words of all passages in one state of an index. Those of deleted passages stay, and are skipped."""
 
     numbers: np.ndarray  # [passages] int64, ascending
     lengths: np.ndarray  # [passages] words
-    places: np.ndarray  # [a larger number than any + 1] int32: in these arrays, -1 for passages that are gone
+    places: np.ndarray  # [largest number + 2] int32: passage number -> place in these arrays, -1 if deleted
     segments: Sequence[WordSegment]
 
     @classmethod
@@ -69,9 +69,9 @@ class Words:
         return cls(numbers, np.concatenate([left, lengths]), places, segments)
 
     def best(self, question: str, k: int, texts: np.ndarray, allowed: np.ndarray | None) -> dict[int, float]:
-        """Passage number -> score: the k best passages of different texts that have a word of the question.
+        """Return the k best passages of different texts that share a word with the question: passage number -> score.
 
-        Also their equals in score. texts: a hash of each passage's text. allowed: [passages] bool.
+        Passages with equal scores are included. texts: a hash of each passage's text. allowed: [passages] bool.
         """
         n = len(self.numbers)
         scores = np.zeros(len(self.numbers))
@@ -86,7 +86,7 @@ class Words:
         if allowed is not None:
             scores[~allowed] = 0
         found = np.flatnonzero(scores > 0)
-        n_copies = 1  # at most, of the best ones
+        n_copies = 1  # passages per text among the best, as far as known
         while len(found) > k * n_copies:
             least = np.partition(scores[found], -k * n_copies)[-k * n_copies]
             best = found[scores[found] >= least]
@@ -97,7 +97,7 @@ class Words:
         return dict(zip(self.numbers[found].tolist(), scores[found].tolist(), strict=True))
 
     def _passages(self, hash: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the passages with a word, and how often each has it; of many passages, not of most of them."""
+        """Return the places of the passages with a word, and its counts; none for a word that most of many have."""
         numbers = [np.zeros(0, np.uint32)]
         counts = [np.zeros(0, np.uint8)]
         for segment in self.segments:
@@ -114,7 +114,7 @@ class Words:
 
 
 def _read(rows: Rows, after: int) -> tuple[WordSegment, np.ndarray]:
-    """The words of passages with larger numbers, and their lengths in words. Raises DatabaseError."""
+    """Return the words of passages after this number, and the passages' lengths. Raises DatabaseError."""
     try:
         found = [(number, *unpack(content)) for number, content in read_words(rows, after)]
     except ValueError as error:
