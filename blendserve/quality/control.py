@@ -1,7 +1,7 @@
 """Keeps the target of one engine: chooses the ratio before a prefill, and checks answers while the engine is idle.
 
 One answer at a time is checked: the next one after a rest, so that checks take at most `quality.check_share` of the
-time. A check measures all ratios. It holds the prompt's token ids in memory until it ran, and keeps none.
+time. A check measures all ratios. It holds the prompt's token ids in memory until it has run, and stores none.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from blendserve.retrieve import VectorIndex
 from blendserve.store import ChunkKey
 from blendserve.store.base import Progress
 
-MEASURED_TOKENS = 32  # of full prefill's answer, at most: longer ones cost more than they tell
+MEASURED_TOKENS = 32  # of full prefill's answer, at most; longer ones cost more than they tell
 WORK = ("policy", "ratio", "refine", "correction", "near")  # options that say what is recomputed
 SAVED_EVERY = 8  # prompts of a calibration
-# times the chunks of a prompt: to measure one is estimated to take 5 times what its chunks took
+# One prompt is measured per 50 prompts' worth of computed chunks. Measuring takes about 5 times as long as computing the
+# prompt's chunks, so it adds about a tenth to the time.
 CHUNKS_PER_PROMPT = 50
 
 CheckListener = Callable[[str, Loss | None, float], None]
@@ -106,10 +107,10 @@ class QualityControl:
     def choose(
         self, blend: BlendConfig, asked: Mapping[str, object], indexes: Sequence[VectorIndex]
     ) -> Choice | None:
-        """Choose what keeps the target in one request; None if there is none, or the request says what is recomputed.
+        """Choose the ratio of one request; None without a target, or if the request itself says what is recomputed.
 
-        asked: what the request says of BlendConfig; methods auto and blend leave the ratio open. indexes: that the
-        passages are from; none if they are the request's own.
+        asked: the request's options of BlendConfig; methods auto and blend leave the ratio open. indexes: those that the
+        passages come from; none if they are the request's own.
         """
         is_chosen = any(asked.get(name) is not None for name in WORK)
         if self.target is None or is_chosen or asked.get("method") not in (None, "auto", "blend"):
@@ -205,9 +206,9 @@ class QualityControl:
         progress: Progress | None = None,
         limit: int | None = None,
     ) -> Evidence:
-        """Measure prompts of an index and store their losses; those of an earlier run count.
+        """Measure prompts of an index and store their losses. Prompts of an earlier run count, too.
 
-        lay_out: question -> prompt. questions: users' own; without any, one is made of each of as many passages.
+        lay_out: question -> prompt. questions: users' own; without any, they are generated from passages.
         limit: of prompts to measure now. Raises InputError, StoreError.
         """
         if not len(index):
@@ -219,8 +220,7 @@ class QualityControl:
         found = Evidence.load(store, owner) or Evidence()
         chosen = list(islice(dict.fromkeys(questions or make_questions(index.passages)), prompts))
         measured = {sample.question for sample in found.samples}
-        left = [question for question in chosen if hash_of(question) not in measured]
-        left = left[:limit]
+        left = [question for question in chosen if hash_of(question) not in measured][:limit]
         for n, question in enumerate(left, 1):
             losses = self.losses(lay_out(question))
             found = found.plus(MeasuredPrompt(tuple(losses), len(index), hash_of(question)))
@@ -230,7 +230,7 @@ class QualityControl:
                 progress(n, len(left))
         found.save(store, owner)
         with self._lock:
-            self._places.pop(self._path(index), None)  # it begins anew
+            self._places.pop(self._path(index), None)  # the next request reads the new evidence
         return found
 
     def losses(self, prompt: Prompt) -> list[Loss]:
@@ -249,7 +249,8 @@ class QualityControl:
     def evidence(self, index: VectorIndex | None) -> Evidence:
         """Return the stored evidence of an index, or of requests' own passages. Raises StoreError.
 
-        An index without any begins with what the package has of a bundled model: as old, as its index was smaller.
+        An index without evidence starts with the package's evidence of a bundled model, which was measured on a smaller
+        index and weighs less accordingly.
         """
         if found := Evidence.load(self._blender.store, self._owner(index)):
             return found
@@ -258,7 +259,7 @@ class QualityControl:
 
     @property
     def shipped_owner(self) -> str:
-        """The name of this model's evidence, with these settings, in the package."""
+        """Return the owner of the package's evidence of this model with these settings."""
         return owner_of("", self._model.name, *self._settings())
 
     def controllers(self) -> list[tuple[str, RatioController]]:
@@ -267,7 +268,7 @@ class QualityControl:
             return [(path.rpartition("/")[2], place.controller) for (path, _), place in self._places.items()]
 
     def _place(self, index: VectorIndex | None, target: Target) -> Place:
-        """Return where an index's evidence is gathered. It is read once; without the store, there is none."""
+        """Return where an index's evidence is gathered. The store is read once; if it fails, there is no evidence."""
         path = self._path(index)
         with self._lock:
             if found := self._places.get(path):
@@ -292,7 +293,7 @@ class QualityControl:
         return owner_of(name, key.fingerprint, key.context, *self._settings())
 
     def _settings(self) -> tuple[object, ...]:
-        """What changes the answers of a model."""
+        """Return the settings that change the answers of a model."""
         config = self._config
         has_prior = self._blender.priors.current() is not None
         blend = config.blend
@@ -302,7 +303,7 @@ class QualityControl:
 
 
 def _target(config: Config, model: LoadedModel) -> Target | None:
-    """The target of the settings; None if they, or the model, leave no ratio to choose."""
+    """Return the target of the settings; None if they, or the model, leave no ratio to choose."""
     least = config.quality.min_agreement
     blend = config.blend
     is_open = blend.ratio is None and blend.method in ("auto", "blend") and takes(blend.policy, "ratio")

@@ -1,8 +1,8 @@
-"""The ratio that keeps a target over one index, by all evidence: calibrations, and checks of answered requests.
+"""Chooses the ratio that keeps a target over one index, from calibrations and checks of answered requests.
 
-proof at all ratios from the largest down to this one     -> the least of them
+proof at all ratios from the largest down to this one     -> the smallest of them
 no proof                                                  -> the start, or the next larger one that seems to keep it
-alarm: the ratio that serves loses more than it did       -> the next larger one at once; older evidence is dropped
+alarm: the current ratio loses more than it did before    -> the next larger one at once; older evidence is dropped
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from blendserve.quality.evidence import Evidence, MeasuredPrompt
 from blendserve.quality.risk import Detector, interval
 from blendserve.quality.target import ERROR, LEVELS, RATIOS, WORSE, Loss, Target
 
-MIN_CHECKS = 30  # between two alarms; after one, older evidence is dropped
+MIN_CHECKS = 30  # between two alarms; an alarm drops all evidence but this much
 
 
 class RatioController:
@@ -28,10 +28,10 @@ class RatioController:
         self.evidence = evidence or Evidence()
         self._passages = passages
         self._lock = threading.Lock()
-        self._start: float | None = START_RATIO  # without proof, no ratio below serves
+        self._start: float | None = START_RATIO  # the smallest ratio that is used without proof
         self.checks = self.alarms = self.changes = 0
         self.checked_at = 0.0  # Unix time of the last check
-        self._report: QualityReport | None = None  # since the last check: every answer has it
+        self._report: QualityReport | None = None  # for all answers until the next check
         self._choose()
 
     def _choose(self) -> None:
@@ -41,9 +41,9 @@ class RatioController:
         self._since = 0
 
     def add(self, ratio: float | None, sample: MeasuredPrompt, stored: Evidence | None = None) -> None:
-        """A check of an answer that was served with `ratio` (None: exactly).
+        """Add the check of an answer that was served with `ratio` (None: exactly), and choose the ratio again.
 
-        stored: the evidence as the store has it, in place of the own: another process may have added to it.
+        stored: evidence in the store, to which another process may have added; default: this controller's.
         """
         with self._lock:
             self.checks += 1
@@ -76,13 +76,13 @@ class RatioController:
         return any(alarms)
 
     def losses(self) -> tuple[list[Loss], list[float]]:
-        """Losses at the ratio that serves, each with its weight; none of exact answers."""
+        """Return the losses at the current ratio, and their weights; none for exact answers."""
         if self.ratio is None:
             return [], []
         return self.evidence.losses[RATIOS.index(self.ratio)], self.evidence.weights(self._passages)
 
     def interval(self) -> tuple[float, float, float] | None:
-        """Mean share of tokens that differ at the ratio that serves, and its interval; None without evidence."""
+        """Return the mean share of tokens that differ at the current ratio, and its interval; None without evidence."""
         losses, weights = self.losses()
         if not sum(weights):
             return None
@@ -91,12 +91,12 @@ class RatioController:
         return (mean, *interval(differ, ERROR, weights))
 
     def report(self) -> QualityReport:
-        """What an answer's report says."""
+        """Return the state of the target, for the reports of answers."""
         with self._lock:
-            self._report = self._report or self._made_report()
+            self._report = self._report or self._make_report()
             return self._report
 
-    def _made_report(self) -> QualityReport:
+    def _make_report(self) -> QualityReport:
         least = self.target.min_agreement
         prompts = round(sum(self.evidence.weights(self._passages)))
         if self.ratio is None:
@@ -106,8 +106,7 @@ class RatioController:
         if found is None:
             return QualityReport("no evidence yet", least, self.ratio, prompts)
         mean, low, high = found
-        worse = sum(weight * loss.is_worse for loss, weight in zip(losses, weights, strict=True)) / sum(
-            weights
-        )
+        n_worse = sum(weight * loss.is_worse for loss, weight in zip(losses, weights, strict=True))
+        worse = n_worse / sum(weights)
         status = "kept" if self.target.p_value(losses, weights) <= ERROR else "not yet proven"
         return QualityReport(status, least, self.ratio, prompts, 1.0 - mean, (1.0 - high, 1.0 - low), worse)

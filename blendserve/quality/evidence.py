@@ -1,7 +1,7 @@
-"""What prompts of one index lost at each ratio, as calibrations and checks measured it. A store keeps it as a blob.
+"""Evidence of quality: the losses of prompts at each ratio, from calibrations and checks. A store keeps it as a blob.
 
-It has no text and no tokens. Whatever changes the answers changes the owner under which it is stored: model, prompt,
-policy, correction, codec. So other evidence is not found any more. Evidence serves every target.
+It has no text and no tokens. It is stored under an owner, a hash of all that changes the answers: model, prompt, policy,
+correction, codec. So evidence of other settings is never used. The same evidence is used for every target.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from blendserve.quality.target import RATIOS, Loss
 from blendserve.store import KVStore
 
 KIND = "quality"  # in the place of a codec's name
-PROMPTS = 128  # that can prove a target
-KEPT = 1_000  # prompts
+PROMPTS = 128  # that are enough to prove a target
+KEPT = 1_000  # prompts, the newest
 QUOTED_WORDS = 12  # of a passage
 MIDDLE = 0.5
-QUOTED_PLACES = (
-    0.25,
-    0.75,
-    0.9,
-    0.1,
-)  # of a passage's words: a small index has enough questions to prove a target
+# Places in a passage that further questions quote, so that a small index has enough questions to prove a target.
+QUOTED_PLACES = (0.25, 0.75, 0.9, 0.1)
 
 
 class MeasuredPrompt(NamedTuple):
-    """One prompt."""
+    """The losses of one prompt."""
 
     losses: tuple[Loss, ...]  # at each of RATIOS
     passages: int = 0  # of the index then; 0: the passages were the request's own
@@ -62,11 +58,11 @@ class Evidence:
         return [min(1.0, sample.passages / passages) if passages else 1.0 for sample in self.samples]
 
     def plus(self, sample: MeasuredPrompt) -> Evidence:
-        """The evidence with one more prompt, without the oldest one of too many."""
+        """Return the evidence with one more prompt; beyond KEPT, the oldest one is dropped."""
         return Evidence((*self.samples, sample)[-KEPT:])
 
     def latest(self, n: int) -> Evidence:
-        """The newest n prompts alone."""
+        """Return the evidence of the newest n prompts."""
         return Evidence(self.samples[-n:])
 
     @classmethod
@@ -80,7 +76,7 @@ class Evidence:
             return None
 
     def save(self, store: KVStore, owner: str) -> None:
-        """Store the evidence in the place of the owner's before. Raises StoreError."""
+        """Store the evidence in place of the owner's earlier one. Raises StoreError."""
         before = store.blobs.current(KIND, owner)
         now = store.blobs.put(KIND, owner, self.to_bytes())
         if before not in (None, now):
@@ -119,7 +115,7 @@ def _rounded(number: str) -> float:
 
 
 def hash_of(question: str) -> str:
-    """A hash of a question, which evidence does not keep."""
+    """Return a hash of a question: evidence does not keep the text."""
     return xxhash.xxh3_64_hexdigest(question.encode())
 
 

@@ -1,6 +1,6 @@
-"""How far a method's distribution is from full prefill's along an answer: the package's one definition of fidelity.
+"""How far a method's distribution is from full prefill's along an answer: the package's only definition of fidelity.
 
-Each method is asked, over its own cache, for its logits at each decision of the same answer:
+Each method computes, over its own cache, the logits at each decision of the same answer:
 
     KL(full || method) at   the prompt's end | answer token 1 | ... | answer token n      (the last one decides to stop)
 """
@@ -82,7 +82,7 @@ def loss(
 
 
 class Verified(NamedTuple):
-    """An answer against full prefill."""
+    """The result of comparing an answer with full prefill."""
 
     loss: Loss
     tokens: TokenIds  # of the answer, with an end token if it has one
@@ -100,7 +100,7 @@ class Verifier:
         decode: DecodeConfig,
         in_short_steps: bool = False,
     ) -> None:
-        """in_short_steps: whether full prefill runs in parts and an answer by layers: requests may wait for a step."""
+        """in_short_steps: run full prefill in parts and answers layer by layer, as requests may wait for a step."""
         self._model = model
         self._blender = blender
         self._prompt = prompt
@@ -141,7 +141,7 @@ class Verifier:
     def measure(self, blends: Sequence[BlendConfig]) -> Steps[list[Loss]]:
         """Compare methods with full prefill along its own answer, and with full reuse -> the loss of each.
 
-        Raises StoreError, also for a chunk that the store has not.
+        Raises StoreError, also for a chunk that is not stored.
         """
         full = yield from self.full()
         answer = yield from self.greedy(full)

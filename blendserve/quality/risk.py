@@ -1,4 +1,4 @@
-"""Statistics of losses in [0, 1]: may a mean loss be above a limit, and has it risen? All hold however often one looks.
+"""Statistics of losses in [0, 1]: may a mean loss be above a limit, and has it risen? Valid however often computed.
 
 A bettor who doubts "the mean is `limit` or more" stakes a share of the capital on each loss, chosen from earlier losses
 alone. If the claim holds, the capital ever reaches 1/p with probability at most p (Ville). So 1 / largest capital is a
@@ -12,24 +12,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 GRID = np.linspace(0.0025, 0.9975, 200)  # means that are tried for an interval
-SHARES = (
-    0.5,
-    1.0,
-)  # of aGRAPA's stake: two bettors; the whole one is too much where most losses are 0 and some 1
-MAX_STAKE = 0.9  # of what would lose the whole capital
-RARER = (
-    (0.0, 0.6),
-    (0.25, 0.2),
-    (0.5, 0.2),
-)  # bettors on rare events: of the limit, and capital at the start
+# Shares of aGRAPA's stake of two bettors: the whole stake is too much where most losses are 0 and some are 1.
+SHARES = (0.5, 1.0)
+MAX_STAKE = 0.9  # of the stake that could lose the whole capital
+# Bettors on rare events: the share of the limit that each bets on, and its capital at the start.
+RARER = ((0.0, 0.6), (0.25, 0.2), (0.5, 0.2))
 FACTORS = (1.5, 2.0, 3.0, 5.0)  # times the limit: rises that the detector looks for
-FALSE_ALARM = 0.002  # alarms for each check while the mean is at its limit, at most
+FALSE_ALARM = 0.002  # largest rate of alarms per check while the mean is at its limit
 
 Floats = NDArray[np.float64]
 
 
 def capital(losses: ArrayLike, limits: ArrayLike, weights: ArrayLike = 1.0) -> Floats:
-    """The capital [g] after each loss [n], betting that the mean is below each of `limits` [g] -> [n, g].
+    """Return the capital after each loss [n] of bets that the mean is below each of `limits` [g] -> [n, g].
 
     weights: in [0, 1], of each loss [n]: shares of its stake.
     """
@@ -39,7 +34,7 @@ def capital(losses: ArrayLike, limits: ArrayLike, weights: ArrayLike = 1.0) -> F
     mean = (0.5 + np.cumsum(x, axis=0)) / (n + 1)
     variance = (0.25 + np.cumsum((x - mean) ** 2, axis=0)) / (n + 1)
     mean, variance = (np.vstack([[[start]], of[:-1]]) for start, of in ((0.5, mean), (0.25, variance)))
-    gap = limit - mean  # by the losses before
+    gap = limit - mean  # by the earlier losses
     stakes = (np.clip(share * gap / (variance + gap**2), 0.0, MAX_STAKE / (1.0 - limit)) for share in SHARES)
     weight = np.broadcast_to(np.asarray(weights, float), len(x))[:, None]
     bettors = [np.cumprod(1.0 + weight * stake * (limit - x), axis=0) for stake in stakes]
@@ -47,15 +42,16 @@ def capital(losses: ArrayLike, limits: ArrayLike, weights: ArrayLike = 1.0) -> F
 
 
 def p_value(losses: ArrayLike, limit: float, weights: ArrayLike = 1.0) -> float:
-    """How surprising these losses would be if their mean were `limit` or more; 1 for none."""
+    """Return the p-value of the claim that the mean of these losses is `limit` or more; 1 without losses."""
     most = float(capital(losses, limit, weights).max()) if np.size(losses) else 1.0
     return 1.0 / max(1.0, most)
 
 
 def p_value_of_share(cases: ArrayLike, limit: float, weights: ArrayLike = 1.0) -> float:
-    """The same for cases, 0 or 1, and a small limit of their share: 128 without a 1 prove a limit of 2% with p = 0.1.
+    """Return the p-value of the claim that the share of ones among `cases` is `limit` or more, for a small limit.
 
-    The bettors stake on probabilities that are known before: their capital is the likelihood ratio (Wald's test).
+    128 zeros prove a limit of 2% with p = 0.1. The bettors stake on fixed probabilities, so their capital is a likelihood
+    ratio (Wald's test).
     """
     if not np.size(cases):
         return 1.0
@@ -69,7 +65,7 @@ def p_value_of_share(cases: ArrayLike, limit: float, weights: ArrayLike = 1.0) -
 
 
 def interval(losses: ArrayLike, error: float, weights: ArrayLike = 1.0) -> tuple[float, float]:
-    """The means that losses leave possible: the true one lies outside, at any time, with probability at most `error`."""
+    """Return an interval of the mean. The true mean is outside, at any time, with probability at most `error`."""
     if not np.size(losses):
         return 0.0, 1.0
     x = np.asarray(losses, float)
@@ -82,7 +78,7 @@ def interval(losses: ArrayLike, error: float, weights: ArrayLike = 1.0) -> tuple
 
 
 class Detector:
-    """Tells that a mean loss has risen above its limit at some time (an e-detector: Shin et al., arXiv 2203.03532)."""
+    """Detects that a mean loss has risen above its limit (an e-detector: Shin et al., arXiv 2203.03532)."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
