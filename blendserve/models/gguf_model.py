@@ -36,7 +36,7 @@ LOCAL_BASE = 10_000.0  # of RoPE, where a file names none, and in Gemma 3's laye
 YARN = {  # rope_parameters -> the file's
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
-    "attention_factor": "attn_factor",
+    "attention_factor": "yarn_attn_factor",
     "mscale_all_dim": "yarn_log_multiplier",
 }
 FLAGS = {  # settings -> the weights of layer 0 by which a file shows them

@@ -248,7 +248,7 @@ def _write_scaling(writer: Any, rope: dict[str, Any]) -> None:
     for name, key in (
         ("beta_fast", "yarn_beta_fast"),
         ("beta_slow", "yarn_beta_slow"),
-        ("attention_factor", "attn_factor"),
+        ("attention_factor", "yarn_attn_factor"),
     ):
         if rope.get(name) is not None:
             writer.add_float32(f"{writer.arch}.rope.scaling.{key}", rope[name])
