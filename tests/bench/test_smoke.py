@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import auto, delivery, noisy_neighbor, plain
+from benchmarks import auto, delivery, noisy_neighbor, plain, traffic
 from benchmarks.__main__ import BENCHES as CLAIMS
 from benchmarks.support.clients import CLIENTS as PLAIN_CLIENTS
 from benchmarks.support.clients import Wire
@@ -42,7 +42,7 @@ from blendserve.retrieve.index import VectorIndex
 from blendserve.store import MemoryStore
 from tests.retrieve.conftest import toy_embedder, words
 from tests.support.engines import PASSAGES
-from tests.support.http import Server
+from tests.support.http import CommandServer, Server
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "benchmarks.noisy_neighbor"
@@ -106,6 +106,8 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setattr(noisy_neighbor, "server", lambda folder: toy_server(folder, keys=folder / "keys.json"))
         for attribute, value in {"prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}.items():
             patch.setattr(noisy_neighbor, attribute, value)
+        for module in (plain, traffic):
+            patch.setattr(module, "ServerProcess", CommandServer)
         yield result
 
 

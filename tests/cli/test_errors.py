@@ -109,12 +109,13 @@ def test_a_mistake_is_one_line_that_names_it(line: str, name: str, values: dict[
     assert not Path(f"{values['tmp']}/runs").exists()
 
 
+COST = "cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml"
 COMMANDS = (
     "--version",
     "index build {corpus} {made}/index",
     "ask Why? -i {index} --max-new-tokens 1",
     "keys list --file {made}/none.json",
-    "cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml",
+    COST,
 )
 HOMES = {  # HOME, XDG_CACHE_HOME, and whether there is a folder for temporary files
     "home is a file": ("/dev/null", "", True),
@@ -143,7 +144,7 @@ def test_without_a_home_a_command_works_or_says_why(
 
 
 READ = "import sys; from blendserve.cli import main; sys.exit(main())"
-LINES = ("--help", "cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml --json", "codec list")
+LINES = ("--help", COST, f"{COST} --json")  # commands that start at once
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -187,7 +188,9 @@ sys.exit(blendserve.cli.main())
 """
 
 
-@pytest.mark.parametrize("at", [1, 3, 20, 90, 250, 500, 900, 1400])
+@pytest.mark.parametrize(
+    "at", [1, 3, 20, *(pytest.param(n, marks=pytest.mark.nightly) for n in (90, 250, 500, 900)), 1400]
+)
 def test_ctrl_c_at_any_moment_is_one_line(at: int, values: dict[str, object], tmp_path: Path) -> None:
     """The command imports nearly everything."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", 1)

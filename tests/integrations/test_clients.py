@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.bench.server_process import serve_command
+from tests.support.http import CommandServer
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "integrations" / "clients"
@@ -36,7 +37,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of the bundled model: the clients ask it for answers that no random model gives."""
     log = tmp_path_factory.mktemp("clients") / "log"
     command = serve_command("--no-index", "--set", f"decode.max_new_tokens={runner.CAP}")
-    with ServerProcess(command, log) as server:
+    with CommandServer(command, log) as server:
         yield server.url
 
 

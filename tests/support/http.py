@@ -23,6 +23,7 @@ import pytest
 from fastapi import FastAPI
 
 from blendserve.bench.server_process import LISTENING, ServerProcess
+from blendserve.cli import main
 from blendserve.config import ServeConfig
 from blendserve.core import Document, Passage, Steps
 from blendserve.engine.documents import Collections
@@ -293,24 +294,27 @@ def certificate(folder: Path, name: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     return made, key
 
 
-def run_toy_server(_: Connection, folder: Path) -> None:
-    """In its own process; writes its output to `folder`/log."""
-    with (folder / "log").open("wb") as log:
+def run_logged(_: Connection, log: Path, serve: Callable[..., None], *args: Any) -> None:
+    """In its own process: run `serve(*args)`, with its output in `log`."""
+    with log.open("wb") as file:
         for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
+            os.dup2(file.fileno(), stream)
+    serve(*args)
+
+
+def run_toy_server(folder: Path) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with toy_engine(LMDBStore(folder / "kv", 2**27)) as engine:
         run(engine, library(folder, engine), ServeConfig(port=0, drain_s=20))
 
 
-class ToyServer(ExitStack):
-    """A toy server as its own process with its store on disk; has the methods of `ServerProcess`."""
+class ForkedServer(ExitStack):
+    """A server as its own process, which starts without imports; has the methods of `ServerProcess`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, log: Path, serve: Callable[..., None], *args: Any) -> None:
         super().__init__()
-        log = folder / "log"
         log.write_bytes(b"")
-        self._process, _ = self.enter_context(process(run_toy_server, folder))
+        self._process, _ = self.enter_context(process(run_logged, log, serve, *args))
         self.pid = self._process.pid
         found = eventually(lambda: LISTENING.findall(log.read_bytes()))
         self.url: str = found[0].decode()
@@ -331,6 +335,20 @@ class ToyServer(ExitStack):
     def stop(self) -> int | None:
         self.terminate()
         return self.wait()
+
+
+class ToyServer(ForkedServer):
+    """The toy engine, with its store on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "log", run_toy_server, folder)
+
+
+class CommandServer(ForkedServer):
+    """A command `python -m blendserve serve ...`."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        super().__init__(log, main, command[3:])
 
 
 @contextmanager
