@@ -294,7 +294,7 @@ def certificate(folder: Path, name: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     return made, key
 
 
-def run_logged(_: Connection, log: Path, serve: Callable[..., None], *args: Any) -> None:
+def run_logged(_: Connection, log: Path, serve: Callable[..., object], *args: Any) -> None:
     """In its own process: run `serve(*args)`, with its output in `log`."""
     with log.open("wb") as file:
         for stream in (1, 2):
@@ -311,7 +311,7 @@ def run_toy_server(folder: Path) -> None:
 class ForkedServer(ExitStack):
     """A server as its own process, which starts without imports; has the methods of `ServerProcess`."""
 
-    def __init__(self, log: Path, serve: Callable[..., None], *args: Any) -> None:
+    def __init__(self, log: Path, serve: Callable[..., object], *args: Any) -> None:
         super().__init__()
         log.write_bytes(b"")
         self._process, _ = self.enter_context(process(run_logged, log, serve, *args))
