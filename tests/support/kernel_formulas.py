@@ -1,4 +1,4 @@
-"""Attention, RoPE and corrections as float64 loops, and flash-attn by them: what kernels are compared with."""
+"""Attention, RoPE and corrections in float64, and flash-attn by them: what kernels are compared with."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 
 
-def visible_keys(at: Sequence[int], window: int | None, absent: Sequence[int] = ()) -> list[list[int]]:
+def visible_keys(at: Sequence[int], window: int | None, absent: Sequence[int] = ()) -> list[Tensor]:
     """The keys that each row sees."""
-    return [[j for j in range(max(0, p + 1 - (window or p + 1)), p + 1) if j not in absent] for p in at]
+    seen = [torch.arange(max(0, p + 1 - (window or p + 1)), p + 1) for p in at]
+    hidden = torch.tensor(absent, dtype=torch.long)
+    return [keys[~torch.isin(keys, hidden)] for keys in seen] if absent else seen
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, seen: Sequence[Sequence[int]]
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, seen: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Row after row over the keys that it sees -> [S, H * D], and each key's score [T]."""
+    """Each row over the keys that it sees -> [S, H * D], and each key's score [T]."""
     q, keys, values = (x.detach().double().cpu() for x in (q, keys, values))
     n_kv, total, dim = keys.shape
-    out, scores = [], torch.zeros(total, dtype=torch.float64)
+    is_seen = torch.zeros(len(seen), total, dtype=torch.bool)
     for s, visible in enumerate(seen):
-        k, v = keys[:, visible], values[:, visible]
-        logits = spec.scale * torch.einsum("kgd,knd->kgn", q[:, s].view(n_kv, -1, dim), k)
-        if spec.softcap is not None:
-            logits = spec.softcap * torch.tanh(logits / spec.softcap)
-        peak, beside = logits.amax(-1, keepdim=True), torch.zeros(())
-        if spec.sinks is not None:
-            sink = spec.sinks.double().cpu().view(n_kv, -1, 1)
-            peak = torch.maximum(peak, sink)
-            beside = torch.exp(sink - peak)
-        weights = torch.exp(logits - peak)
-        weights /= weights.sum(-1, keepdim=True) + beside
-        out.append(torch.einsum("kgn,knd->kgd", weights, v).flatten())
-        scores[list(visible)] += (weights * v.norm(dim=-1)[:, None]).flatten(0, 1).mean(0) ** 2
-    return [torch.stack(out), scores.sqrt()]
+        is_seen[s, visible] = True
+    used = is_seen.any(dim=0).nonzero()[:, 0]  # others may be NaN
+    k, v = keys[:, used], values[:, used]
+    logits = spec.scale * torch.einsum("kgsd,knd->kgsn", q.reshape(n_kv, -1, len(seen), dim), k)
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    logits = logits.masked_fill(~is_seen[:, used], -torch.inf)
+    peak, beside = logits.amax(-1, keepdim=True), torch.zeros(())
+    if spec.sinks is not None:
+        sink = spec.sinks.double().cpu().view(n_kv, -1, 1, 1)
+        peak = torch.maximum(peak, sink)
+        beside = torch.exp(sink - peak)
+    weights = torch.exp(logits - peak)
+    weights /= weights.sum(-1, keepdim=True) + beside
+    scores = torch.zeros(total, dtype=torch.float64)
+    scores[used] = (weights * v.norm(dim=-1)[:, None, None]).flatten(0, 1).mean(0).square().sum(0).sqrt()
+    return [torch.einsum("kgsn,knd->skgd", weights, v).flatten(1), scores]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> list[Tensor]:

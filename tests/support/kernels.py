@@ -165,13 +165,15 @@ def attention_shapes(way: Way, **more: Any) -> st.SearchStrategy[Options]:
     """Vectors, strips and blocks end at these totals; a window of 1 or of all keys hides most or nothing."""
     totals = [1, 2, 15, 16, 17, 63, 64, 65, 130, *(() if way.is_slow else (128, 129, 256, 257, 300, 600))]
     dims = [16, 32, 48, 64, 80, 96, 112, 128] if way.is_native else [2, 16, 24, 64, 80, 128]
+    most_kv = 2 if way.is_slow else 3
 
     def of(total: int) -> st.SearchStrategy[Options]:
         windows = st.none() | st.sampled_from([1, 2, total, total + 5]) | st.integers(1, total)
         if way.is_contiguous and way.name == "torch_s_sdpa":
             windows = st.sampled_from([None, total, total + 5])
+        shares = [0.02, 0.3] if way.is_slow and total > 17 else [0.02, 0.3, 1.0]
         return options(
-            total=total, share=st.sampled_from([0.02, 0.3, 1.0]), n_kv=st.integers(1, 3), window=windows,
+            total=total, share=st.sampled_from(shares), n_kv=st.integers(1, most_kv), window=windows,
             group=st.sampled_from([1, 2, 3, 4, 7, 8]), dim=st.sampled_from(dims),
             softcap=st.none() if way.name == "torch_s_sdpa" else st.sampled_from([None, 0.7, 20.0]),
             dense=way.is_contiguous or st.booleans(), sinks=way.has_sinks and st.booleans(), **more,
