@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import subprocess
 import sys
 import tokenize
 from argparse import ArgumentParser
@@ -82,10 +83,9 @@ def links(page: Path) -> list[str]:
 
 IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 OWN = re.compile(r"^(?:from|import) blendserve\b", re.MULTILINE)
-PYTHON = [  # of the tutorials: tests/test_tutorials.py
+PYTHON = [
     pytest.param(block, id=f"{name(page)}-{i}")
     for page in (*RECIPES, REFERENCE / "python-api.md")
-    if page.parent.name != "tutorial"
     for i, block in enumerate(blocks(page, "python"))
 ]
 OF_PACKAGE, OF_CLIENTS = (
@@ -199,13 +199,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the tutorial."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["bash", "-c", blocks(DOCS / "tutorial" / "2-your-documents.md", "bash")[0]], check=True)
+
+
 def for_toy(text: str, server: Server) -> str:
     """The same for this server: its address, model and collection."""
-    text = text.replace(SERVER, server.url).replace("smollm2-135m", "tiny")
+    text = re.sub("smollm2-135m(-reader)?", "tiny", text.replace(SERVER, server.url))
     return text.replace('"docs"', '"a"').replace("collection=docs", "collection=a")
 
 
 @pytest.mark.parametrize("example", OF_CLIENTS)
+@pytest.mark.usefixtures("notes")
 def test_python(server: Server, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     for module in IMPORT.findall(example):
         pytest.importorskip(module)

@@ -10,7 +10,8 @@ from scripts.strangers import visit
 
 TUTORIALS = [f"docs/tutorial/{n}.md" for n in ("1-first-answer", "2-your-documents", "3-your-rag-chain")]
 pytest.importorskip("openai")
-pytestmark = pytest.mark.timeout(900)  # a minute on an idle machine
+# Nine processes. By day tests/test_docs.py runs their Python over a random model, and parses their commands.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
