@@ -27,6 +27,7 @@ INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src", "moq", "vllm"):  # imported from this checkout
     sys.path.append(str(INTEGRATIONS / folder))
 
+gc.disable()  # while tests are collected: what they import stays, and to look at it took a tenth of that time
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("push", COMMON, derandomize=True, max_examples=25)
 settings.register_profile("nightly", COMMON, derandomize=False, max_examples=200)
@@ -76,11 +77,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(f"{count:4} {name}")
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
-def ends_no_process() -> Iterator[None]:
+def ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command freezes its objects, as its process ends (cli/core.py); here a thousand tests follow."""
-    yield
-    gc.unfreeze()
+    monkeypatch.setattr("gc.freeze", lambda: None)
 
 
 @pytest.fixture(autouse=True)
