@@ -9,7 +9,8 @@ llama.cpp comes by llama-cpp-python, which blendserve does not need. Build it fo
     pip install --target FOLDER --no-deps --no-binary llama-cpp-python llama-cpp-python diskcache
     PYTHONPATH=FOLDER python -m benchmarks engines
 
---no-llama leaves it out.
+On a CPU with AMX build it with GCC 13 or later, or with Clang: GCC 12 drops the set-up of its tiles, and the process ends
+with an illegal instruction. --no-llama leaves it out.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -49,13 +49,20 @@ class LlamaOptions(NamedTuple):
     has_flash: bool = False
 
 
-OURS, INT8, BF16 = "as it is", "as it is, int8 inputs", "in bf16"
-SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, INT8: {"decode": "int8"}, BF16: {"weights": "bf16"}}
-LLAMA = {
+OURS, BF16 = "as it is", "bf16"
+Engine = Literal[
+    "int8 inputs", "bf16", "llama.cpp", "llama.cpp flash", "llama.cpp mapped", "llama.cpp mapped flash"
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    "int8 inputs": {"decode": "int8"},
+    BF16: {"weights": "bf16"},
+}
+LLAMA = {  # mapped: its weights stay in the file's layout
     "llama.cpp": LlamaOptions(),
-    "llama.cpp, flash attention": LlamaOptions(has_flash=True),
-    "llama.cpp, not repacked": LlamaOptions(repacks=False),
-    "llama.cpp, not repacked, flash attention": LlamaOptions(repacks=False, has_flash=True),
+    "llama.cpp flash": LlamaOptions(has_flash=True),
+    "llama.cpp mapped": LlamaOptions(repacks=False),
+    "llama.cpp mapped flash": LlamaOptions(repacks=False, has_flash=True),
 }
 SHAPES = {  # architecture, layers, hidden and inner size, heads, kv heads, dims of a head, vocabulary
     "tiny": ("qwen3", 2, 256, 512, 4, 2, 64, 49_152),
@@ -75,6 +82,9 @@ class QuantisedConfig(BenchConfig):
 
     shape: Shape = Field("qwen3-0.6b", description="Model whose shape the file has.")
     kind: Kind = Field("Q4_K_M", description="Blocks of the file; Q4_K_M is llama.cpp's mixture.")
+    beside: tuple[Engine, ...] = Field(
+        get_args(Engine), description="Engines that are measured beside the file as it is."
+    )
     context: Positive = Field(1024, description="Context length, in tokens, in four chunks.")
     ratio: Ratio = Field(0.15, description="Recompute ratio of the blended prefill.")
     new_tokens: int = Field(32, ge=2, description="Number of tokens to decode.")
@@ -93,15 +103,13 @@ def groups(config: QuantisedConfig, log: SampleLog) -> Iterator[Group]:
         write_random(file, config.shape, config.kind)
         n_bytes = file.stat().st_size
         with ExitStack() as stack:
-            workers = {
-                name: stack.enter_context(WorkerProcess(start, (config, name, file))) for name in SETTINGS
-            }
-            if has_llama:
-                ids = workers[OURS].about
-                workers |= {
-                    name: stack.enter_context(WorkerProcess(start_llama, (config, options, file, ids)))
-                    for name, options in LLAMA.items()
-                }
+            workers = {OURS: stack.enter_context(WorkerProcess(start, (config, OURS, file)))}
+            for engine in config.beside:
+                if engine in SETTINGS:
+                    workers[engine] = stack.enter_context(WorkerProcess(start, (config, engine, file)))
+                elif has_llama:
+                    task = config, engine, file, workers[OURS].about
+                    workers[engine] = stack.enter_context(WorkerProcess(start_llama, task))
             cases = [Case({"engine": name}, partial(w.call, None)) for name, w in workers.items()]
             yield Group(
                 {"about": SPEED, "shape": config.shape, "kind": config.kind},
@@ -109,11 +117,9 @@ def groups(config: QuantisedConfig, log: SampleLog) -> Iterator[Group]:
                 partial(dict, file_bytes=n_bytes),
             )
         for name in config.fidelity:
+            file = gguf_file(name, folder)
             cases = [
-                Case(
-                    {"inputs": inputs},
-                    partial(losses, gguf_file(name, folder), inputs, config.fidelity_tokens),
-                )
+                Case({"inputs": inputs}, partial(losses, file, inputs, config.fidelity_tokens))
                 for inputs in INPUTS
             ]
             yield Group({"about": FIDELITY, "model": name}, cases, repeats=1, warm_up=False)
@@ -216,12 +222,12 @@ def start(task: tuple[QuantisedConfig, str, Path]) -> tuple[TokenIds, Callable[[
 
 
 def start_llama(
-    task: tuple[QuantisedConfig, LlamaOptions, Path, TokenIds],
+    task: tuple[QuantisedConfig, str, Path, TokenIds],
 ) -> tuple[str, Callable[[None], Metrics]]:
     """A worker of llama.cpp."""
-    config, options, file, ids = task
+    config, name, file, ids = task
     n, memory, clock = config.new_tokens, Memory(file), Clock()
-    llama = LlamaCpp(file, len(ids) + n + 1, _threads(config), *options)
+    llama = LlamaCpp(file, len(ids) + n + 1, _threads(config), *LLAMA[name])
     loaded = {"load_s": clock.elapsed(), **memory.peak()}
 
     def measure(_: None) -> Metrics:
@@ -231,7 +237,7 @@ def start_llama(
         at = llama.decode(len(ids), first, n)
         return {**loaded, "full_s": full_s, "token_s": token_s(at), **memory.now()}
 
-    return "llama.cpp", measure
+    return name, measure
 
 
 class Memory:
@@ -267,24 +273,30 @@ def _blender(model: LoadedModel, prompt: Prompt, share: float) -> Callable[[], o
 
 @torch.inference_mode()
 def losses(file: Path, inputs: Arithmetic, n: int) -> Metrics:
-    """KL of decoded steps to the file's weights in fp32, and how often both name the same token."""
+    """KL of decoded steps to the file's weights in fp32, and how often both name the same token.
+
+    The steps are behind a prompt's prefix: without the token that begins a text some models give other answers at once.
+    """
     exact = load_model(ModelConfig(name=str(file), dtype="float32"))
     try:
         model = load_model(ModelConfig(name=str(file), decode=inputs))
     except ConfigError as error:
         console.note(str(error))
         return {}
-    ids = make_workload(exact, 1, n, None, 0).chunks[0][:n]
-    wanted, found = (_steps(each, ids).double().log_softmax(-1) for each in (exact, model))
+    prompt = make_workload(exact, 1, n, None, 0).prompt
+    wanted, found = (
+        _steps(each, prompt.prefix, prompt.chunks[0].ids).double().log_softmax(-1) for each in (exact, model)
+    )
     kl = (wanted.exp() * (wanted - found)).sum(-1)
     same = (wanted.argmax(-1) == found.argmax(-1)).double()
     return {"kl": float(kl.mean()), "largest_kl": float(kl.max()), "same_token": float(same.mean())}
 
 
-def _steps(model: LoadedModel, ids: tuple[int, ...]) -> torch.Tensor:
-    """Logits [n, V] of these tokens, decoded one after the other."""
-    cache = KVCache(model.decoder, len(ids))
-    return torch.cat([decode_each(model.decoder, [Row(cache, at, token)]) for at, token in enumerate(ids)])
+def _steps(model: LoadedModel, prefix: TokenIds, ids: TokenIds) -> torch.Tensor:
+    """Logits [n, V] of these tokens behind a prefix, all decoded one after the other."""
+    cache = KVCache(model.decoder, len(prefix) + len(ids))
+    steps = [decode_each(model.decoder, [Row(cache, at, token)]) for at, token in enumerate((*prefix, *ids))]
+    return torch.cat(steps[len(prefix) :])
 
 
 TABLES = (
