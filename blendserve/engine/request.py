@@ -202,12 +202,13 @@ def _fitting_chunks(
 
 
 def follow_up(messages: Sequence[str]) -> tuple[str, ...]:
-    """Return what to search for at a user's last message: it alone and, as it may refer to that, behind the one before.
+    """Return the queries for a user's last message: the message alone, and after the message that it may refer to.
 
     A small model writes worse queries (scripts/compare_chats.py).
     """
-    *_, before, last = ("", *messages)
-    return (last, f"{before[-MAX_BEFORE:]} {last}") if before else (last,)
+    last = messages[-1]
+    before = messages[-2][-MAX_BEFORE:] if len(messages) > 1 else ""
+    return (last, f"{before} {last}") if before else (last,)
 
 
 def _retrieve(request: Request, config: RetrieveConfig, search: Search) -> tuple[tuple[Passage, ...], float]:

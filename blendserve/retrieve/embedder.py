@@ -144,7 +144,8 @@ class Embedder:
         start = in_head
         room = self._room - in_head
         while True:
-            begin, end = max(len(head), offsets[start][0]), _word_edge(words, start, start + room)
+            begin = max(len(head), offsets[start][0])
+            end = _word_edge(words, start, start + room)
             while True:
                 piece = head + whole[begin : offsets[end - 1][1]]
                 window = _window(piece, self._tokenise(piece))

@@ -1,7 +1,7 @@
-"""An answer in parts: what the model thinks, what it says, and the tools that it calls.
+"""Splits an answer into parts: the model's thought, its text, and its tool calls.
 
-A thought stands between <think> and </think> at the beginning of an answer, as Qwen, DeepSeek and GLM write it. The
-prompt may have opened it already.
+A thought is between <think> and </think> at the beginning of an answer, as Qwen, DeepSeek and GLM write it. The prompt
+may end with <think> already.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from blendserve.engine.request import Completed, Event, TextDelta
 from blendserve.serve.tool_calls import Call, Schemas, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
-N_LAST = 8  # tokens of a prompt, among which the beginning of a thought is
+N_LAST = 8  # tokens at the end of a prompt that are searched for <think>
 
 
 class AnswerParts(NamedTuple):
-    """Some more of an answer, in this order."""
+    """The next parts of an answer, in this order."""
 
     thought: str = ""
     text: str = ""
@@ -33,22 +33,23 @@ class AnswerParser:
         self._calls = ToolCallParser(tools)
         self._is_thinking = bool(is_thinking)
         self._is_first = is_thinking is False
-        self._is_blank = False  # whether a thought has ended, and nothing was said since
+        self._is_blank = False  # whether a thought has ended, and no text came since
         self._held = ""  # may begin OPEN or CLOSE
 
     def read(self, event: Event) -> AnswerParts:
-        """The parts that an event makes sure."""
+        """Return the parts that are complete after an event."""
         if isinstance(event, TextDelta):
             return self.push(event.text)
         return self.finish() if isinstance(event, Completed) else AnswerParts()
 
     def whole(self, text: str) -> AnswerParts:
-        """The parts of a whole answer."""
-        first, last = self.push(text), self.finish()
+        """Return the parts of a whole answer."""
+        first = self.push(text)
+        last = self.finish()
         return AnswerParts(first.thought + last.thought, first.text + last.text, [*first.calls, *last.calls])
 
     def push(self, piece: str) -> AnswerParts:
-        """The parts that are sure."""
+        """Return the parts that are complete after a piece of text."""
         self._held += piece
         if self._is_first:
             start = self._held.lstrip()
@@ -72,7 +73,7 @@ class AnswerParser:
         return AnswerParts(thought[:end])
 
     def finish(self) -> AnswerParts:
-        """The rest."""
+        """Return the parts that were held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._is_thinking:
             return AnswerParts(held)
@@ -81,7 +82,7 @@ class AnswerParser:
         return AnswerParts("", shown + rest, [*first, *last])
 
     def _say(self, text: str) -> tuple[str, list[Call]]:
-        """Some more text behind the thought, without white space between them."""
+        """Return text and calls after the thought, without the white space between thought and text."""
         if self._is_blank:
             text = text.lstrip()
             self._is_blank = not text
@@ -89,7 +90,7 @@ class AnswerParser:
 
 
 def url_citations(answer: Answer, said: str) -> list[dict[str, Any]]:
-    """The citations of what an answer says, as OpenAI has them. The URL of a passage is its document's id."""
+    """Return the citations of an answer's text in OpenAI's format. A passage's URL is its document's id."""
     offset = answer.text.rfind(said)
     found: list[dict[str, Any]] = []
     for each in answer.citations:
@@ -102,5 +103,5 @@ def url_citations(answer: Answer, said: str) -> list[dict[str, Any]]:
 
 
 def begins_thought(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
-    """Whether a prompt ends with the beginning of a thought."""
+    """Return whether a prompt ends with the beginning of a thought."""
     return str(tokenizer.decode(prompt_ids[-N_LAST:])).rstrip().endswith(OPEN)

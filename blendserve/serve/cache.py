@@ -1,4 +1,4 @@
-"""KV of chunks: /v1/cache."""
+"""Routes of the stored KV of chunks: /v1/cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blendserve.serve.jobs import Job
 from blendserve.serve.schemas import CacheRequest
 from blendserve.store import ChunkKey
 
-KEYS_PER_CALL = 1000  # between two calls, other tenants have their turn
+KEYS_PER_CALL = 1000  # chunks per call to the store; between two calls, other tenants have their turn
 EXCERPT = 240  # characters of a passage in a list
 
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
@@ -56,11 +56,11 @@ class CacheSelection(Caller):
 
     @property
     def index(self) -> VectorIndex | None:
-        """The collection that the chunks are of; None for passages of the request's own."""
+        """Return the collection of the chunks; None for passages in the request."""
         return None if self.body.passages is not None else self.find(self.body.collection)[1]
 
     async def keys(self) -> list[ChunkKey]:
-        """The keys of the chunks, without empty passages."""
+        """Return the keys of the chunks, without empty passages."""
         blender = self.client.batch.blender(self.tenant.namespace)
         prompts = self.client.engine.prompts
 
@@ -75,7 +75,7 @@ class CacheSelection(Caller):
         return await self.on_index(find)
 
     async def call(self, name: str, call: Callable[[Sequence[ChunkKey]], int]) -> dict[str, Any]:
-        """Call the store for the chunks -> their number and, as `name`, the sum of the calls."""
+        """Call the store with the chunks -> the number of chunks and, as `name`, the sum of the results."""
         keys = await self.keys()
         n = sum([await self.on_store(call, some) for some in in_batches(keys, KEYS_PER_CALL)])
         return {"chunks": len(keys), name: n, **self.client.notices.as_extras(self.body)}
@@ -126,7 +126,7 @@ async def unpin(chosen: SelectionDep) -> dict[str, Any]:
 
 @router.post("/cache/lookup")
 async def lookup(chosen: SelectionDep) -> dict[str, Any]:
-    """Whether chunks are in the store, in this key's namespace. Does not count as a use of them."""
+    """Look up which chunks are in the store, in this key's namespace. A lookup does not count as a use."""
     is_cached = list[bool]()
 
     def look_up(keys: Sequence[ChunkKey]) -> int:
@@ -155,7 +155,7 @@ async def delete_kv(chosen: SelectionDep) -> dict[str, Any]:
 
 @router.get("/cache/chunks")
 async def list_chunks(query: ListDep) -> dict[str, Any]:
-    """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
+    """List the passages of a collection that contain the text, with the state of their KV in this key's namespace."""
     name, index = query.find(query.collection)
     engine = query.client.engine
     blender = query.client.batch.blender(query.tenant.namespace)
@@ -172,17 +172,26 @@ async def list_chunks(query: ListDep) -> dict[str, Any]:
     data = []
     for passage, ids, key in page:
         info = infos.get(key)
-        names = {"id": passage.id, "doc_id": passage.doc_id, "title": passage.title}
-        text = {"text": passage.text[:EXCERPT], "tokens": len(ids)}
-        state = {"stored": key in tiers, "tier": tiers.get(key), "pinned": info is not None and info.pinned}
-        sizes = {"bytes": info.n_bytes if info else 0, "raw_bytes": info.raw_bytes if info else 0}
-        data.append({**names, **text, **state, **sizes})
+        data.append(
+            {
+                "id": passage.id,
+                "doc_id": passage.doc_id,
+                "title": passage.title,
+                "text": passage.text[:EXCERPT],
+                "tokens": len(ids),
+                "stored": key in tiers,
+                "tier": tiers.get(key),
+                "pinned": info is not None and info.pinned,
+                "bytes": info.n_bytes if info else 0,
+                "raw_bytes": info.raw_bytes if info else 0,
+            }
+        )
     return query.answer(name, total, data)
 
 
 @router.get("/cache/stats")
 async def stats(caller: CallerDep) -> dict[str, Any]:
-    """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
+    """Return statistics of this key's namespace; for an admin's key also those of the whole store, as `store`."""
     read = caller.client.engine.fetcher.stats
     own: dict[str, Any] = (await caller.on_store(read, caller.tenant.namespace)).to_dict()
     for of_all_tenants in ("path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"):

@@ -24,9 +24,9 @@ from blendserve.serve.schemas import DocumentsRequest
 from blendserve.serve.uploads import FORM, SCHEMA, Upload, UploadRoute
 from blendserve.store import ChunkKey
 
-BATCH = 64  # passages whose tokens a job holds, and chunks that it fetches in one call
-PASSAGES_PER_STEP = 500  # searched before questions may run
-MAX_PAGE = 200  # entries
+BATCH = 64  # passages whose tokens a job holds at a time, and chunks that it fetches in one call
+PASSAGES_PER_STEP = 500  # that a list searches between two questions
+MAX_PAGE = 200  # entries of a list
 
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
 
@@ -42,7 +42,7 @@ class Caller:
     tenant: LimitedTenantDep
 
     def find(self, collection: str | None) -> tuple[str, VectorIndex]:
-        """A collection by name, or the tenant's only one. Raises InputError, NotFound."""
+        """Return a collection by name, or the tenant's only one. Raises InputError, NotFound."""
         return self.client.collections.find(self.tenant, collection)
 
     async def on_index(self, call: Callable[..., Steps[T]], *args: Any) -> T:
@@ -65,12 +65,12 @@ class Caller:
         total_documents: int = 0,
         index: VectorIndex | None = None,
     ) -> dict[str, Any]:
-        """Start a job -> its state, and the fields of the request that are ignored. index: that has its row."""
+        """Start a job -> its state, and the ignored fields of the request. index: the collection that saves the job."""
         job = self.client.jobs.start(self.tenant.namespace, kind, work, total_documents, index)
         return {**job.to_dict(), **self.client.notices.as_extras(body)}
 
     def documents(self, index: VectorIndex) -> Documents:
-        """The documents of a collection, whose KV may be in every key's namespace."""
+        """Return the documents of a collection, for changes that reach their KV in every key's namespace."""
         client = self.client
         others = [other for other in client.collections.indexes.values() if other is not index]
         namespaces = client.batch.namespaces | client.keys.namespaces()
@@ -85,7 +85,7 @@ class Caller:
         writer = batch.blender(self.tenant.namespace).writer
 
         async def compute(ids: TokenIds, on_leased: Literal["skip", "compute"]) -> bool:
-            """Whether the chunk is left to another process. One task each: a request never waits for more than one."""
+            """Compute a chunk in a task of its own, as a request waits for one task -> whether another process has it."""
             task = batch.in_background(writer.precompute_one(ids, on_leased), self.tenant.name)
             is_left = await asyncio.wrap_future(task)
             job.computed += not is_left
@@ -108,10 +108,10 @@ class Caller:
                 await compute(ids, "compute")
 
     def check_quota(self, expected: Mapping[ChunkKey, int]) -> list[ChunkKey]:
-        """The stored ones of these chunks. Raises PermissionDenied if the namespace may not pin all of them.
+        """Return those of the chunks that are stored. Raises PermissionDenied if the namespace may not pin all of them.
 
         So keys other than an admin's leave room for each other, and for chunks that are not pinned. expected: bytes of
-        each chunk, 0 for one that is pinned only if it is stored. A full quota may be exceeded by a batch of each job.
+        each chunk, 0 for one that is pinned only if it is stored. Concurrent jobs may exceed the quota by a batch each.
         """
         store = self.client.engine.store
         namespace = self.tenant.namespace
@@ -121,10 +121,12 @@ class Caller:
         own = store.stats(namespace).pinned_bytes
         others = store.stats().pinned_bytes - own
         quota = round(StoreConfig.pinned_share * max(0, store.cap_bytes - others))
-        more = sum(
-            infos[key].n_bytes * (not infos[key].pinned) if key in infos else n_bytes
-            for key, n_bytes in expected.items()
-        )
+        more = 0
+        for key, n_bytes in expected.items():
+            if key not in infos:
+                more += n_bytes
+            elif not infos[key].pinned:
+                more += infos[key].n_bytes
         if more and own + more > quota:
             raise PermissionDenied(
                 f"this key's namespace has pinned {own:,} bytes, and {more:,} more exceed its quota of {quota:,}: unpin "
@@ -133,7 +135,7 @@ class Caller:
         return [*infos]
 
     def chunk_ids(self, passages: Sequence[Passage]) -> Steps[list[TokenIds]]:
-        """Raises InputError for a passage that no request could hold."""
+        """Return the token ids of passages. Raises InputError for a passage that no request could hold."""
         limit = self.client.max_tokens
         prompts = self.client.engine.prompts
         chunks: list[TokenIds] = []
@@ -152,7 +154,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class ListQuery(Caller):
-    """The query of a list: which entries, and which page of them."""
+    """The parameters of a list: which entries, and which page of them."""
 
     collection: Annotated[Name | None, Query(description="Collection; optional if there is only one.")] = None
     search: Annotated[
@@ -162,17 +164,17 @@ class ListQuery(Caller):
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of entries to return.")] = 50
 
     def page(self, entries: Sequence[T]) -> Sequence[T]:
-        """The entries of this page."""
+        """Return the entries of this page."""
         return entries[self.offset : self.offset + self.limit]
 
     def answer(self, name: str, total: int, data: list[dict[str, Any]]) -> dict[str, Any]:
-        """The body of a response. name: of the collection. data: entries of this page."""
+        """Return the body of the response. name: of the collection. data: entries of this page."""
         return {"collection": name, "total": total, "offset": self.offset, "data": data}
 
     def matching(
         self, index: VectorIndex, fields: Callable[[Passage], tuple[str, ...]]
     ) -> Steps[list[Passage]]:
-        """The passages with the text in one of their fields."""
+        """Return the passages that contain the searched text in one of these fields."""
         text = self.search.strip().casefold()
         found: list[Passage] = []
         for some in index.scan(PASSAGES_PER_STEP, self.tenant.selection):
@@ -182,7 +184,7 @@ class ListQuery(Caller):
 
 
 class Adding:
-    """Documents that a job adds to a collection, one at a time; questions run between the parts of each."""
+    """Adds documents to a collection in a job, one at a time; questions run between the parts of each."""
 
     def __init__(self, caller: Caller, collection: str | None) -> None:
         """Raises InputError, NotFound."""
@@ -203,12 +205,12 @@ class Adding:
         return jobs.start(namespace, f"documents into {self._name}", work, total_documents, self._index)
 
     async def add(self, document: Document, job: Job) -> None:
-        """Embed a document; save it and that the job has done so in one transaction."""
+        """Embed a document, and save it with the job's progress in one transaction."""
         embedded = await self._caller.on_index(self._index.embed_steps, [document])
         self._passages += await uncancelled(asyncio.to_thread(self._save, embedded, job))
 
     def _save(self, embedded: Sequence[EmbeddedDocument], job: Job) -> list[Passage]:
-        """Return the passages that the index did not have."""
+        """Save a document -> the passages that the index did not have."""
         added = self._documents.commit(embedded, asdict(replace(job, documents=job.documents + 1)))
         job.documents += 1
         return added.passages
@@ -219,7 +221,7 @@ ListDep = Annotated[ListQuery, Depends()]
 
 
 async def add_files(request: Request, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """Add the documents of files. A job reads them, and goes on as `add_documents`."""
+    """Add the documents of uploaded files. A job reads them, then continues as `add_documents`."""
     tenant.require_write_access()
     upload = await Upload.receive(request)
     try:
@@ -260,19 +262,19 @@ async def add_documents(body: DocumentsRequest, client: ClientDep, tenant: Tenan
 
 @router.get("/jobs")
 async def list_jobs(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The jobs of this key's namespace, newest first."""
+    """List the jobs of this key's namespace, newest first."""
     return {"data": [job.to_dict() for job in client.jobs.of(tenant.namespace)]}
 
 
 @router.get("/jobs/{job_id}")
 async def get_job(job_id: str, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The progress of a job."""
+    """Return the progress of a job."""
     return client.jobs.get(tenant.namespace, job_id).to_dict()
 
 
 @router.get("/documents")
 async def list_documents(query: ListDep) -> dict[str, Any]:
-    """The documents of a collection whose id or title contains the text, with their numbers of passages."""
+    """List the documents of a collection whose id or title contains the text, with their numbers of passages."""
     name, index = query.find(query.collection)
     text = query.search.strip().casefold()
 
@@ -301,5 +303,5 @@ async def delete_document(
 
 
 def in_batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Parts of at most `size` items."""
+    """Cut a sequence into parts of at most `size` items."""
     return (items[at : at + size] for at in range(0, len(items), size))

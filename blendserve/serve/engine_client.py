@@ -1,4 +1,4 @@
-"""Requests to an engine: in this process (LocalEngineClient), or by replicas on a cluster (ray/ingress.py)."""
+"""Sends requests to an engine: in this process (LocalEngineClient), or in replicas on a cluster (ray/ingress.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from blendserve.serve.keys import Tenant, counted
 from blendserve.serve.metrics import HttpMetrics, Metrics
 from blendserve.timing import Clock
 
-WRITE_BACK_S = 5.0  # limit of storing what answered requests computed, when the server stops
+WRITE_BACK_S = 5.0  # limit for storing what answered requests computed, when the server stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class QueryRequest(Request):
     """A client's request. collections: None = all that the client may use."""
 
     collections: tuple[str, ...] | None = None
-    check: bool = False  # whether its answer is compared with full prefill's at once
+    check: bool = False  # whether its answer is compared with full prefill's right away
     progress: bool = False  # whether each layer of its prefill is an event
     n: int = 1  # answers to it, each with a seed of its own
 
     def seeded(self) -> QueryRequest:
-        """The request with a random seed unless it has one, so that repeated sampling differs."""
+        """Return the request with a random seed unless it has one, so that repeated sampling differs."""
         given = {k: v for k, v in self.decode.items() if v is not None}
         return replace(self, decode={"seed": secrets.randbits(31)} | given)
 
 
 def each_answer(request: PreparedRequest, n: int) -> list[PreparedRequest]:
-    """The request with the seeds of n answers, as in vLLM: each one more than the one before."""
+    """Return the request once per answer, with ascending seeds, as in vLLM."""
     others = (request.decode.with_values(seed=(request.decode.seed + i) % 2**63) for i in range(1, n))
     return [request, *(replace(request, decode=decode, clock=copy(request.clock)) for decode in others)]
 
@@ -86,7 +86,7 @@ class RequestHandle:
         self._answer: Answer | None = None
 
     async def events(self) -> AsyncIterator[Event]:
-        """PrefillProgress if asked for, PrefillDone, TextDelta for each piece of text, Completed.
+        """Yield PrefillProgress if asked for, PrefillDone, TextDelta for each piece of text, Completed.
 
         Raises the error that the request failed with.
         """
@@ -105,25 +105,25 @@ class RequestHandle:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of the prompt and, once it is complete, of the answer: for the log."""
+        """Return the tokens of the prompt and, once it is complete, of the answer, for the log."""
         counts = {"prompt_tokens": len(self.prompt_ids), "cached_tokens": self.cached_tokens}
         return counts | ({"completion_tokens": len(self._answer.token_ids)} if self._answer else {})
 
     async def answer(self) -> Answer:
-        """The complete answer. Raises the error that the request failed with."""
+        """Return the complete answer. Raises the error that the request failed with."""
         (*_, last) = [event async for event in self.events()]
         assert isinstance(last, Completed)
         return last.answer
 
     async def verified(self, answer: Answer) -> Verified | None:
-        """The answer against full prefill, where that was asked for."""
+        """Return the comparison of the answer with full prefill, if it was asked for."""
         if self._verify is None:
             return None
         return await asyncio.wrap_future(self._verify(answer))
 
 
 async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Event]]:
-    """The events of all answers as they come, each with the number of its answer. Raises the first error of any."""
+    """Yield the events of all answers as they come, each with its answer's number. Raises the first error."""
     streams = [aiter(handle.events()) for handle in handles]
     upcoming = {asyncio.ensure_future(anext(each, None)): i for i, each in enumerate(streams)}
     try:
@@ -140,17 +140,14 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, E
 
 
 def served_names(model: str, served: Sequence[str]) -> tuple[str, ...]:
-    """The names that requests may use, the public ones first: `served`, or else a folder's last part."""
+    """Return the model names that requests may use, public ones first: `served`, or a folder's last part."""
     folder = Path(model)
     public = served or (folder.resolve().name if folder.is_dir() else model,)
     return tuple(dict.fromkeys((*public, model)))
 
 
 class TenantCollections:
-    """The collections of a server, as tenants may use them. The executor's one thread embeds and searches.
-
-    indexes: by name.
-    """
+    """The collections of a server, by the rights of each tenant. The executor's only thread embeds and searches."""
 
     def __init__(self, library: Collections, executor: FairExecutor, reranker: Reranker | None) -> None:
         self._library = library
@@ -159,11 +156,11 @@ class TenantCollections:
         self._reranker = reranker
 
     def names(self, tenant: Tenant) -> list[str]:
-        """The names of the collections that a tenant may use."""
+        """Return the names of the collections that a tenant may use."""
         return [name for name in self.indexes if tenant.may_use(name)]
 
     def find(self, tenant: Tenant, name: str | None) -> tuple[str, VectorIndex]:
-        """A collection by name, or the tenant's only one. Raises InputError; NotFound, also for another tenant's."""
+        """Return a collection by name, or the tenant's only one. Raises InputError, NotFound (also for others')."""
         names = self.names(tenant)
         if name is None and len(names) != 1:
             raise InputError(f"set `collection`: this API key has {', '.join(names) or 'none'}")
@@ -180,7 +177,7 @@ class TenantCollections:
         top_k: int,
         selection: PassageFilter,
     ) -> list[Passage]:
-        """The best selected passages of these collections, or of all that the tenant may use. On the executor's thread.
+        """Return the best passages of these collections, or of all that the tenant may use. Runs on the executor.
 
         Raises NotFound; InputError on a server without collections.
         """
@@ -223,7 +220,7 @@ class EngineClient(ServiceBackend):
 
     @cached_property
     def embedder(self) -> Embedder:
-        """The embedder of the settings, loaded on first use: a server without collections has no other."""
+        """Return the embedder of the settings, loaded on first use: for a server without collections."""
         return Embedder.load(self.config.retrieve.embedder)
 
     def close(self) -> None:
@@ -231,7 +228,7 @@ class EngineClient(ServiceBackend):
         self.collections.executor.stop()
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> list[RequestHandle]:
-        """Retrieve, build the prompt and queue -> an answer each of `query.n`.
+        """Retrieve, build the prompt and queue it -> one handle for each of `query.n` answers.
 
         Raises RateLimited, NotFound and other BlendserveErrors.
         """
@@ -284,7 +281,7 @@ class LocalEngineClient(EngineClient):
 
     @property
     def in_use(self) -> dict[str, int]:
-        """What requests occupy; all 0 when none is under way."""
+        """Return what running requests occupy; all 0 when none runs."""
         fetcher = self.engine.fetcher
         n_waiting, n_slots = self.scheduler.load
         return {
@@ -360,7 +357,7 @@ class LocalEngineClient(EngineClient):
 
 
 def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:
-    """A queue from another thread to this event loop: the function that adds an event, and the events."""
+    """Make a queue from another thread to this event loop -> the function that adds an event, and the events."""
     loop = asyncio.get_running_loop()
     queue = asyncio.Queue[Event]()
 

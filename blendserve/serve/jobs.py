@@ -1,7 +1,7 @@
 """Background jobs: adding documents, warming and fetching chunk KV.
 
-A job over a collection is a row of the collection's file, so that it can be asked for after the server has ended. The
-row of a job that adds documents changes in the transaction that adds one.
+A job over a collection is saved in the collection's file, so that its state can be read after a restart. A job that adds
+documents saves its progress in the transaction that adds each document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from blendserve.errors import BlendserveError, NotFound, RateLimited, VectorIndexError
 from blendserve.retrieve import VectorIndex
 
-MAX_JOBS = 1000  # remembered; above it, the namespace with most ended jobs loses its oldest one
+MAX_JOBS = 1000  # remembered; above it, the oldest ended job of the namespace with most of them is forgotten
 MAX_RUNNING = 100
 MAX_RUNNING_PER_NAMESPACE = 8  # each job holds the body of its request
 MAX_READING = 2  # files of all jobs, each in a process of its own
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def progress(self) -> str:
-        """What the job has done, and what is left."""
+        """Return what the job has done, and what is lost, as text."""
         text = f"{self.kind}: {self.computed} of {self.chunks} chunks have their KV stored"
         if not self.total_documents:
             return text
@@ -70,7 +70,7 @@ class Jobs:
     """
 
     def __init__(self, indexes: Iterable[VectorIndex] = ()) -> None:
-        """indexes: whose saved jobs are listed, too."""
+        """indexes: their saved jobs are listed, too."""
         saved = [Job(**values) for index in indexes for values in index.saved_jobs()]
         found = sorted(saved, key=lambda job: job.created)
         for job in found:
@@ -89,7 +89,7 @@ class Jobs:
         total_documents: int = 0,
         index: VectorIndex | None = None,
     ) -> Job:
-        """Start a job. index: that has its row. Raises RateLimited if too many run, in total or in this namespace."""
+        """Start a job. index: saves its state. Raises RateLimited if too many run, in total or in this namespace."""
         n_running = sum(job.state == "running" for job in self.of(namespace))
         if n_running >= MAX_RUNNING_PER_NAMESPACE or len(self._tasks) >= MAX_RUNNING:
             message = f"too many jobs are running: {n_running} of this namespace, {len(self._tasks)} in total"
@@ -104,20 +104,20 @@ class Jobs:
         return job
 
     def _forget_one(self) -> None:
-        """Forget the oldest ended job of the namespace that has most of them: no tenant pushes out others."""
+        """Forget the oldest ended job of the namespace with most of them, so that no tenant displaces others'."""
         ended = [job for job in self._jobs.values() if job.state != "running"]
         ((most, _),) = Counter(job.namespace for job in ended).most_common(1)
         del self._jobs[next(job.id for job in ended if job.namespace == most)]
 
     def get(self, namespace: str, job_id: str) -> Job:
-        """A job by id. Raises NotFound, also for a job of another namespace."""
+        """Return a job by id. Raises NotFound, also for a job of another namespace."""
         job = self._jobs.get(job_id)
         if job is None or job.namespace != namespace:
             raise NotFound(f"there is no job {job_id!r}")
         return job
 
     def of(self, namespace: str) -> list[Job]:
-        """The jobs of a namespace, newest first."""
+        """Return the jobs of a namespace, newest first."""
         return [job for job in reversed(self._jobs.values()) if job.namespace == namespace]
 
     async def finish(self) -> None:
@@ -129,7 +129,7 @@ class Jobs:
 
 
 async def _run(job: Job, work: Callable[[Job], Awaitable[None]], index: VectorIndex | None) -> None:
-    """Run a job to its end. Its state is saved at both ends, the last one before it is reported."""
+    """Run a job to its end. Its state is saved at the start, and at the end before it is reported."""
     state = "done"
     error = ""
     try:
@@ -155,7 +155,7 @@ async def _run(job: Job, work: Callable[[Job], Awaitable[None]], index: VectorIn
 
 
 async def _save(job: Job, index: VectorIndex | None) -> None:
-    """Save the state of a job. It goes on if that fails: an index that cannot be written can still be warmed."""
+    """Save the state of a job. A failure is only logged: chunks of an index that cannot be written can be warmed."""
     try:
         if index is not None:
             await uncancelled(asyncio.to_thread(index.save_job, asdict(job)))
@@ -164,7 +164,7 @@ async def _save(job: Job, index: VectorIndex | None) -> None:
 
 
 async def uncancelled(work: Awaitable[T]) -> T:
-    """Await work to its end; a cancellation in between is raised afterwards."""
+    """Await work to its end. A cancellation meanwhile is raised afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

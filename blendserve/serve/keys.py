@@ -46,13 +46,11 @@ class Tenant:
     admin: bool = False  # may read /metrics, which covers all tenants, and pin without a quota
     max_concurrent: int | None = None
     max_per_minute: int | None = None
-    tags: tuple[str, ...] | None = (
-        None  # reads documents with one of them, and changes none; None: all documents
-    )
+    tags: tuple[str, ...] | None = None  # may read only documents with one of these, and change none
 
     @property
     def selection(self) -> PassageFilter:
-        """The documents that it may read."""
+        """Return the filter of documents that the tenant may read."""
         return PassageFilter(tags=self.tags)
 
     def may_use(self, collection: str) -> bool:
@@ -60,7 +58,7 @@ class Tenant:
         return self.collections is None or collection in self.collections
 
     def require_write_access(self) -> None:
-        """Raises PermissionDenied."""
+        """Raise PermissionDenied for a key that may only read."""
         if self.read_only or self.tags is not None:
             raise PermissionDenied("this API key is read-only: use a key with write access")
 
@@ -76,7 +74,7 @@ class KeyFile:
         self.path = path
 
     def read(self) -> Entries:
-        """The entries; a missing file has none. Raises ConfigError."""
+        """Return the entries; a missing file has none. Raises ConfigError."""
         try:
             keys = json.loads(self.path.read_text())["keys"] if self.path.exists() else []
             for key in keys:
@@ -110,7 +108,7 @@ class KeyFile:
 
     @contextmanager
     def _changed(self) -> Iterator[Entries]:
-        """The entries, to be changed; they are written at the end of the block. No other process changes them inside.
+        """Yield the entries to change; they are written at the end of the block. Other processes wait meanwhile.
 
         Raises ConfigError for a file that cannot be read or written.
         """
@@ -152,7 +150,7 @@ class ApiKeys:
         self.are_needed = bool(self._file or self._single)
 
     def tenant(self, key: str) -> Tenant:
-        """The tenant of a key. Raises NotAuthenticated."""
+        """Return the tenant of a key. Raises NotAuthenticated."""
         digest = _digest(key)
         found = None
         for known, tenant in self._entries().items():  # all of them, so that the time tells nothing
@@ -165,11 +163,11 @@ class ApiKeys:
         return found
 
     def namespaces(self) -> set[str]:
-        """The namespaces of all keys."""
+        """Return the namespaces of all keys."""
         return {tenant.namespace for tenant in self._entries().values()}
 
     def _entries(self) -> Entries:
-        """All entries. The file is read again when it has changed; while it is missing or damaged, it has no keys."""
+        """Return all entries. A changed file is read again; while it is missing or damaged, its keys are not valid."""
         try:
             if self._file:
                 stat = self._file.path.stat()
@@ -200,7 +198,7 @@ class TokenBucket:
         self._used: dict[str, tuple[float, float]] = {}  # tenant -> used tokens, and the time of this count
 
     def use(self, tenant: str, n: float, per_s: float) -> None:
-        """Use `n` tokens of a bucket that is refilled by `per_s` a second."""
+        """Use `n` tokens of a bucket that is refilled by `per_s` tokens per second."""
         used = self._in_use(tenant, per_s) + n
         self._used.pop(tenant, None)
         self._used[tenant] = used, self._now()
@@ -208,7 +206,7 @@ class TokenBucket:
             del self._used[next(iter(self._used))]
 
     def wait_s(self, tenant: str, limit: float, per_s: float) -> float:
-        """Seconds until at most `limit` tokens are in use."""
+        """Return the seconds until at most `limit` tokens are in use."""
         return max(0.0, self._in_use(tenant, per_s) - limit) / per_s
 
     def _in_use(self, tenant: str, per_s: float) -> float:
@@ -234,7 +232,7 @@ class Limits:
 
     @property
     def n_running(self) -> int:
-        """Requests that are answered or uploaded now."""
+        """Return the number of requests that run or are uploaded now."""
         return self._running.total() + self._uploading.total()
 
     def take_request(self, tenant: Tenant) -> None:

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: the routes of Anthropic's Messages API.
 
-Messages, tools, search results and documents are read by the model's own chat template, as a plain chat of openai.py is.
+Messages, tools, search results and documents go through the model's own chat template, as a plain chat of openai.py.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from blendserve.serve.openai import ServedModel
 from blendserve.serve.responses import ContextDep, StreamEvent, anthropic_error, error_details, figures
 from blendserve.serve.tool_calls import Call, Schemas
 
-COUNTED = 4  # contexts; clients count prompts that do not fit, to shorten them
+COUNTED = 4  # times the context: clients also count prompts that do not fit, to shorten them
 
 router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
 
 
 @router.post("")
 async def create(body: MessagesRequest, context: ContextDep) -> Response:
-    """Answer the messages. The prompt is what the model's chat template makes of them, whatever the model's variant.
+    """Answer the messages. The prompt is always made by the model's chat template; nothing is retrieved.
 
-    `<name>:exact` reuses no KV but that of a prompt's exact beginning. A stream's events are those of Anthropic's API.
-    A `max_tokens` above what the context has left means as many as fit.
+    `<name>:exact` reuses only the KV of a prompt's exact beginning. A stream's events are those of Anthropic's API. A
+    `max_tokens` above what the context has left means as many as fit.
     """
     client = context.client
     served = ServedModel.of(client, body.model)
@@ -51,13 +51,13 @@ async def create(body: MessagesRequest, context: ContextDep) -> Response:
 
 @router.post("/count_tokens")
 async def count_tokens(body: CountRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, int]:
-    """The number of tokens of a prompt, cached or not. Raises PromptTooLong for one of COUNTED contexts."""
+    """Count the tokens of a prompt, cached or not. Raises PromptTooLong above COUNTED times the context."""
     ServedModel.of(client, body.model)
     return {"input_tokens": len(await counted_prompt(client, tenant, body.chat()))}
 
 
 async def counted_prompt(client: EngineClient, tenant: Tenant, plain: Chat | str) -> Prompt:
-    """The prompt alone. Raises InputError; PromptTooLong for one of COUNTED contexts."""
+    """Build the prompt alone. Raises InputError; PromptTooLong above COUNTED times the context."""
     if isinstance(plain, Chat):
         plain, _ = plain.without_lines(client.http.volatile_lines)
     room = COUNTED * client.max_tokens
@@ -94,7 +94,7 @@ class MessagesFormat:
         }
 
     async def events(self, handles: Sequence[RequestHandle]) -> AsyncIterator[StreamEvent]:
-        """The first event comes when the prefill is done, as it counts the cached tokens; an error is the last one."""
+        """Yield the events. The first comes after the prefill, as it has the cached tokens; an error is the last."""
         (handle,) = handles
         blocks = Blocks(self._citer)
         parser = self._parser(handle)
@@ -134,20 +134,17 @@ class MessagesFormat:
 
 
 class Blocks:
-    """The content blocks of a streamed message: thoughts, texts and calls, as they come.
-
-    With citations, each sentence is a block.
-    """
+    """The content blocks of a streamed message: thoughts, texts and calls. With citations, each sentence is a block."""
 
     def __init__(self, citer: MessageCiter) -> None:
         self._citer = citer
-        self._sentence = ""  # the text block that goes on
+        self._sentence = ""  # the open text block's text
         self._n = 0
-        self._open = ""  # the kind of the block that goes on
+        self._open = ""  # the open block's kind
         self.n_calls = 0
 
     def push(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
-        """The events of some more of the answer."""
+        """Yield the events of the next parts of the answer."""
         yield from self._push("thinking", parts.thought)
         said = self._sentence + parts.text
         starts = [start for start, _ in sentences(said)][1:] if self._citer else []
@@ -167,12 +164,13 @@ class Blocks:
             yield from self.end()
             extras = {"signature": ""} if kind == "thinking" else {}
             yield self._start({"type": kind, kind: "", **extras})
+        if text and kind == "text":
+            self._sentence += text
         if text:
-            self._sentence += text if kind == "text" else ""
             yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """The end of the block that goes on, if one does."""
+        """Yield the events that end the open block, if there is one."""
         sentence, self._sentence = self._sentence, ""
         for citation in self._citer.of_sentence(sentence) if sentence and self._citer else ():
             yield self._delta({"type": "citations_delta", "citation": citation})
@@ -202,7 +200,7 @@ def _tool_use(call: Call) -> dict[str, Any]:
 
 
 def _stop(answer: Answer, n_calls: int) -> dict[str, str | None]:
-    """Why the answer ended, and the stop sequence, if that ended it."""
+    """Return why the answer ended, with the stop sequence that ended it, if one did."""
     if answer.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if n_calls:
@@ -212,7 +210,7 @@ def _stop(answer: Answer, n_calls: int) -> dict[str, str | None]:
 
 
 def _input_usage(handle: RequestHandle) -> dict[str, int]:
-    """Tokens of the prompt: computed for this request, and read from the cache."""
+    """Return the prompt's tokens: computed for this request, and read from the cache."""
     cached = handle.cached_tokens
     counts = {"input_tokens": len(handle.prompt_ids) - cached, "cache_creation_input_tokens": 0}
     return {**counts, "cache_read_input_tokens": cached, "blended_input_tokens": handle.blended_tokens}

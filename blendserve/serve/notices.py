@@ -30,7 +30,7 @@ class Notices:
         self._logged: set[str] = set()
 
     def ignored(self, body: BaseModel) -> dict[str, Any]:
-        """{"ignored": paths of unknown fields}, {} if there are none; `ignored_total` counts those beyond MAX_NAMES."""
+        """Return {"ignored": paths of unknown fields}, or {}; beyond MAX_NAMES, `ignored_total` has their number."""
         names = [*unknown_fields(body)]
         for name in names[:MAX_NAMES]:
             pattern = re.sub(r"\.\d+\.", ".*.", name)
@@ -39,12 +39,12 @@ class Notices:
         return {"ignored": names[:MAX_NAMES], **total} if names else {}
 
     def as_extras(self, body: BaseModel) -> dict[str, Any]:
-        """The same as an `x_blendserve` of its own, for responses that have none."""
+        """Return {"x_blendserve": notices}, or {}, for responses that have no other extras."""
         ignored = self.ignored(body)
         return {"x_blendserve": ignored} if ignored else {}
 
     def long_question(self, n_tokens: int, chunk_tokens: int) -> dict[str, Any]:
-        """{"hint": advice} for a search query longer than one chunk, which probably contains passages; else {}."""
+        """Return {"hint": advice} for a query longer than a chunk, which probably contains passages; else {}."""
         if n_tokens <= chunk_tokens:
             return {}
         hint = (
@@ -61,7 +61,7 @@ class Notices:
 
 
 def unknown_fields(body: BaseModel, path: str = "") -> Iterator[str]:
-    """The paths of unknown fields that ask for something, such as `messages.0.foo`, each cut to MAX_CHARS characters."""
+    """Yield the paths of unknown fields with a value, such as `messages.0.foo`, each cut to MAX_CHARS characters."""
     for name, value in (body.model_extra or {}).items():
         is_empty = value is None or value in ({}, [])
         if not (is_empty or name in LABELS):

@@ -25,9 +25,9 @@ from blendserve.serve.openai_schemas import ChatRequest, CompletionRequest, Open
 from blendserve.serve.responses import Context, ContextDep, StreamEvent, figures
 from blendserve.serve.tool_calls import Call
 
-MAX_ANSWERS = 64  # to one request: choices of each prompt
+MAX_ANSWERS = 64  # to one request, over all its prompts
 TASK = "### Task:\n"  # the beginning of Open WebUI's own requests: titles, tags, queries, texts with their own context
-VARIANTS = (":chat", ":exact")  # of the model's names: plain prompts; those, and no approximate reuse
+VARIANTS = (":chat", ":exact")  # of the model's names: plain prompts; plain prompts without approximate reuse
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -37,18 +37,18 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response:
     """Answer a chat: a question about passages, or a plain prompt.
 
     On a server with collections, the last user message is a question; earlier turns stay in the prompt. The passages are
-    `documents`, in their order, and the parts of the message before the last `prompt.separator`. Without either, the
-    message is the query that retrieves them, alone and with the user's one before. Where nothing similar is found, and
-    for a front-end's own tasks, the chat is a plain one.
+    `documents`, in their order, and the parts of the message before the last `prompt.separator`. Without either, passages
+    are retrieved by the message alone, and by the message after the user's previous one. If nothing similar is found, and
+    for a front-end's own tasks, the chat is a plain prompt.
 
-    A server without collections, and the models `<name>:chat` and `<name>:exact`, read messages and tools by the model's
-    own chat template, with nothing added. `:exact` reuses no KV but that of a prompt's exact beginning.
+    A server without collections, and the models `<name>:chat` and `<name>:exact`, put messages and tools into the model's
+    own chat template, with nothing added. `:exact` reuses only the KV of a prompt's exact beginning.
     """
     return await _respond(context, body, asked_by_chat(context, body))
 
 
 def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
-    """What a chat asks. Raises InputError, NotFound."""
+    """Return what a chat asks of the engine. Raises InputError, NotFound."""
     last = body.messages[-1]
     client = context.client
     served = ServedModel.of(client, body.model)
@@ -64,7 +64,7 @@ def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
         )
     if body.chat_template_kwargs:
         advice = f"use the model '{client.model_names[0]}:chat'"
-        text = f"chat_template_kwargs: a question about passages has no place for this: {advice}"
+        text = f"chat_template_kwargs: not supported for a question about passages: {advice}"
         raise InputError(text, setting="chat_template_kwargs")
     *history, asked = body.in_words()
     query = replace(query, question=asked.text, history=tuple(history), queries=follow_up(said))
@@ -75,9 +75,9 @@ def asked_by_chat(context: Context, body: ChatRequest) -> Asked:
 
 @router.post("/completions")
 async def complete(body: CompletionRequest, context: ContextDep) -> Response:
-    """Answer the prompt from passages, as the last message of a chat; where chats are plain, continue it as it is.
+    """Answer the prompt from passages, as the last message of a chat; where chats are plain, continue the prompt.
 
-    echo: the text begins with the prompt, and so do the log probabilities, by full prefill.
+    echo: text and log probabilities begin with those of the prompt, computed by full prefill.
     """
     served = ServedModel.of(context.client, body.model)
     queries: list[QueryRequest] = []
@@ -88,16 +88,14 @@ async def complete(body: CompletionRequest, context: ContextDep) -> Response:
             query = replace(query, plain=prompt if isinstance(prompt, str) else tuple(prompt))
         elif body.echo:
             advice = f"use the model '{context.client.model_names[0]}:chat'"
-            raise InputError(
-                f"echo: a question about passages is no text to repeat: {advice}", setting="echo"
-            )
+            raise InputError(f"echo: a question about passages cannot be repeated: {advice}", setting="echo")
         queries.append(query)
     return await _respond(context, body, Asked.of(context, body, served, queries))
 
 
 @router.get("/models")
 async def models(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The served model by each of its public names, and the collections that this key may use."""
+    """List the served model by each of its public names, with the collections that this key may use."""
     collections = client.collections.names(tenant)
     extras = {"collections": collections, "slot_tokens": client.max_tokens}
     limits = {"max_model_len": client.max_tokens}  # vLLM's name
@@ -109,22 +107,22 @@ async def models(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
 
 @router.get("/models/{model:path}")
 async def model(model: str, client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The served model, by any of its names."""
+    """Return the served model, by any of its names."""
     served = ServedModel.of(client, model)
     return {**(await models(client, tenant))["data"][0], "id": served.name}
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as a request names it."""
+    """The model that a request names, and what its variant means."""
 
     name: str  # the public one, with its variant
-    is_plain: bool  # whether prompts are read as they are
-    is_exact: bool
+    is_plain: bool  # whether prompts are used as they are, without passages
+    is_exact: bool  # whether approximate KV is not reused
 
     @classmethod
     def of(cls, client: EngineClient, name: str | None) -> ServedModel:
-        """name: by default the public one. Raises NotFound for a name that the model does not have."""
+        """Return the model of this name, by default the public one. Raises NotFound for another name."""
         name = client.model_names[0] if name is None else name
         base = name
         variant = ""
@@ -132,17 +130,17 @@ class ServedModel:
             variant = next((each for each in VARIANTS if name.endswith(each)), "")
             base = name.removesuffix(variant)
         if base not in client.model_names:
-            raise NotFound(f"there is no model {name!r} here: this server runs {client.model_names[0]!r}")
+            raise NotFound(f"there is no model {name!r} on this server: it runs {client.model_names[0]!r}")
         is_plain = bool(variant) or not client.collections.indexes
         return cls(client.model_names[0] + variant, is_plain, variant == ":exact")
 
     def constrain(self, query: QueryRequest) -> QueryRequest:
-        """The request with the method that the model's name asks for."""
+        """Return the query with the method that the model's variant asks for."""
         return replace(query, blend={**query.blend, "method": "prefix"}) if self.is_exact else query
 
 
 def _has_passages(context: Context, query: QueryRequest) -> bool:
-    """Whether a request names passages, or collections to retrieve them from."""
+    """Return whether a request brings passages, or names collections to retrieve them from."""
     separator = context.client.config.prompt.separator
     is_cut = bool(separator) and separator in query.question
     return is_cut or query.passages is not None or query.collections is not None
@@ -150,7 +148,7 @@ def _has_passages(context: Context, query: QueryRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request of OpenAI's API asks of the engine."""
+    """The queries of a request of OpenAI's API, and what its response says besides answers."""
 
     model: str  # its name in the response
     queries: Sequence[QueryRequest]
@@ -215,22 +213,23 @@ class OpenAIFormat:
 
     def _choice(self, index: int, answer: Answer, handle: RequestHandle) -> dict[str, Any]:
         parts = self._parser(handle).whole(answer.text)
-        message = {
-            "role": "assistant",
-            "content": parts.text or (None if parts.calls else ""),
-            "refusal": None,
-            **_annotated(answer, parts.text),
-        }
-        thoughts = {"reasoning_content": parts.thought} if parts.thought else {}
-        whole = {"message": {**message, **thoughts, **_called(parts.calls)}}
-        echoed, logprobs = self._echo(index, handle)
-        choice = whole if self._is_chat else {"text": echoed + parts.text}
-        told = [*logprobs, *answer.logprobs]
-        ended = {"finish_reason": _finish_reason(answer, len(parts.calls)), "logprobs": self._logprobs(told)}
-        return {"index": index, **choice, **ended}
+        echoed, prompt_logprobs = self._echo(index, handle)
+        choice: dict[str, Any] = {"index": index}
+        if self._is_chat:
+            content = parts.text or (None if parts.calls else "")
+            message = {"role": "assistant", "content": content, "refusal": None}
+            message |= _annotated(answer, parts.text)
+            if parts.thought:
+                message["reasoning_content"] = parts.thought
+            choice["message"] = message | _called(parts.calls)
+        else:
+            choice["text"] = echoed + parts.text
+        choice["finish_reason"] = _finish_reason(answer, len(parts.calls))
+        choice["logprobs"] = self._logprobs([*prompt_logprobs, *answer.logprobs])
+        return choice
 
     def _echo(self, index: int, handle: RequestHandle) -> tuple[str, Sequence[TokenLogprob]]:
-        """The text that an answer begins with, and its log probabilities, where the prompt is repeated."""
+        """Return the prompt's text, where the answer repeats it, and the prompt's log probabilities."""
         echoed = self._echoed[index // self._n] if self._echoed else ""
         first = [TokenLogprob(handle.prompt_ids[0], nan)] if self._scores_prompt else []
         return echoed, [*first, *handle.prompt_logprobs]
@@ -268,12 +267,12 @@ class OpenAIFormat:
         yield "[DONE]"
 
     def _parser(self, handle: RequestHandle) -> AnswerParser:
-        """Plain completions have no thoughts."""
+        """Return the parser of an answer. Completions have no thoughts."""
         begins = begins_thought(self._client.tokenizer, handle.prompt_ids) if self._is_chat else None
         return AnswerParser(self._tools, begins)
 
     def _context(self, handle: RequestHandle) -> dict[str, Any]:
-        """The passages of the prompt, and notices about the request."""
+        """Return the passages of the prompt, and notices about the request."""
         context = {"passages": [asdict(p) for p in handle.passages], **self._notices}
         if self._retrieves:
             chunk_tokens = self._client.config.retrieve.chunk_tokens
@@ -302,35 +301,29 @@ class OpenAIFormat:
 
 
 def _called(calls: Sequence[Call], start: int | None = None) -> dict[str, Any]:
-    """The field of a message for the tools that the model called; {} for none.
-
-    start: of a stream's delta: number of the first call.
-    """
-    entries = [
-        {
-            **({} if start is None else {"index": start + i}),
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for i, call in enumerate(calls)
-    ]
+    """Return the field of a message with tool calls; {} for none. start: number of a stream's first call."""
+    entries = []
+    for i, call in enumerate(calls):
+        entry: dict[str, Any] = {} if start is None else {"index": start + i}
+        entry |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        entry["function"] = {"name": call.name, "arguments": call.arguments}
+        entries.append(entry)
     return {"tool_calls": entries} if entries else {}
 
 
 def _annotated(answer: Answer, said: str) -> dict[str, Any]:
-    """The field of a message for the passages that what it says rests on; {} for none."""
+    """Return the field of a message with the citations of its text; {} for none."""
     found = [{"type": "url_citation", "url_citation": each} for each in url_citations(answer, said)]
     return {"annotations": found} if found else {}
 
 
 def _finish_reason(answer: Answer, n_calls: int) -> str:
-    """`length` also for an answer that was cut behind a call."""
+    """Return why the answer ended; `length` also for an answer that was cut after a tool call."""
     return "tool_calls" if n_calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
 def chat_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log probabilities in the form of OpenAI's chats."""
+    """Return log probabilities in the format of OpenAI's chats."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
@@ -344,22 +337,26 @@ def chat_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, An
 
 
 def completion_logprobs(tokenizer: Any, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The same in the form of OpenAI's completions. Where two tokens have one text, the likelier is kept.
+    """Return log probabilities in the format of OpenAI's completions. Of tokens with equal text, the likelier is kept.
 
     The first token of a prompt has no probability: null.
     """
     texts = [tokenizer.decode([each.token]) for each in found]
-    tops = [
-        None if isnan(each.logprob) else {tokenizer.decode([i]): value for i, value in reversed(each.top)}
-        for each in found
-    ]
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for each in found:
+        if isnan(each.logprob):
+            values.append(None)
+            tops.append(None)
+        else:
+            values.append(each.logprob)
+            tops.append({tokenizer.decode([i]): value for i, value in reversed(each.top)})
     starts = [0, *accumulate(map(len, texts))][: len(texts)]
-    values = [None if isnan(each.logprob) else each.logprob for each in found]
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
 
 
 def usage_of(handles: Sequence[RequestHandle], answers: Sequence[Answer], n: int) -> dict[str, Any]:
-    """Cached: tokens of prompts whose KV was not computed for this request; blended: the approximate ones of them.
+    """Return token counts. Cached: prompt tokens whose KV was not computed for this request; blended: approximate ones.
 
     n: answers to each prompt, which counts once.
     """

@@ -32,10 +32,10 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 async def query(body: RagRequest, context: ContextDep) -> Response:
     """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
-    history: earlier messages. plain: the question is a whole chat message: stored text is found in it, and nothing is
-    retrieved. explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill,
-    and during the prefill the number of layers that have run. check: also what full prefill would have chosen in the
-    place of each token of the answer; a stream ends with it.
+    history: earlier messages. plain: the question is a whole chat message; stored text is found in it, and nothing is
+    retrieved. explain: also return how the KV of each prompt token was obtained, and why; a stream sends it after the
+    prefill, and the number of finished layers during the prefill. check: also return what full prefill would have chosen
+    in place of each token of the answer; a stream ends with it.
     """
     client = context.client
     asked = body.query(body.question, body)
@@ -55,7 +55,7 @@ async def query(body: RagRequest, context: ContextDep) -> Response:
 
 @router.get("/settings")
 async def settings(client: ClientDep, tenant: TenantDep) -> dict[str, Any]:
-    """The server's defaults, the values that a request may choose, and the rights of this key."""
+    """Return the server's defaults, the values that a request may choose, and the rights of this key."""
     config = client.config
     return {
         "version": blendserve.__version__,
@@ -118,7 +118,7 @@ class RagFormat:
                     yield {"event": "check", **check}
 
     async def _check(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
-        """Compare an answer with full prefill's: agreement, KL, and tokens with what that chose."""
+        """Return the comparison with full prefill: agreement, KL, and full prefill's token where it differs."""
         if not (found := await handle.verified(answer)):
             return {}
         texts = token_texts(self._tokenizer, found.tokens)
@@ -135,7 +135,7 @@ def explanation_json(tokenizer: Any, ids: Sequence[int], report: BlendReport) ->
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
-    """The text of each token; of a character that several tokens make, the last one has it, and the others none."""
+    """Yield the text of each token. Where several tokens make one character, the last token has it, the others ""."""
     pending: list[int] = []
     for token in ids:
         pending.append(token)

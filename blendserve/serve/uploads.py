@@ -1,4 +1,4 @@
-"""Files as documents: POST /v1/documents with a form of files, as browsers and curl send it."""
+"""Uploads of files as documents: POST /v1/documents with a form, as browsers and curl send it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from blendserve.retrieve import ReadReport, read_files
 from blendserve.serve.jobs import Job
 
 PATH, FORM = "/v1/documents", "multipart/form-data"
-MAX_FILES = 100  # of a request; a job has a line for each
+MAX_FILES = 100  # of a request; the state of its job lists them all
 MAX_NAME = 512  # characters of a file's name, which becomes the document's id
 MAX_PLACE = 60  # characters of a file's name on the disk
 FIELDS = ("files", "collection")
@@ -49,7 +49,7 @@ class UploadRoute(APIRoute):
 
 
 def is_upload_of_files(scope: Scope) -> bool:
-    """Whether a request adds files by a form."""
+    """Return whether a request uploads files in a form."""
     path: str = scope["path"]
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0]
     return path.removeprefix(scope.get("root_path", "")) == PATH and kind.strip().lower() == FORM
@@ -76,9 +76,8 @@ class Upload:
         files = list[tuple[str, Path]]()
         for n, file in enumerate(uploaded):
             name = file.filename or ""
-            place = Path(
-                folder.name, str(n), re.sub(r"[\x00-\x1f/\\]", "_", name.rpartition("/")[2])[-MAX_PLACE:]
-            )
+            safe_name = re.sub(r"[\x00-\x1f/\\]", "_", name.rpartition("/")[2])
+            place = Path(folder.name, str(n), safe_name[-MAX_PLACE:])
             place.parent.mkdir()
             with place.open("wb") as copy:
                 shutil.copyfileobj(file.file, copy)
@@ -90,13 +89,13 @@ class Upload:
         self._folder.cleanup()
 
     async def read(self, job: Job, turn: asyncio.Semaphore, add: Add) -> None:
-        """Read one file at a time, and add its documents. turn: which files of all jobs wait for.
+        """Read one file at a time, and add its documents. turn: limits how many files all jobs read at a time.
 
         Raises InputError if no file could be read.
         """
         report = ReadReport()
         child = Child()
-        job.total_documents = len(self.files)  # until it is known how many a file has
+        job.total_documents = len(self.files)  # corrected when a file has been read
         try:
             for file in self.files:
                 async with turn:
@@ -117,7 +116,7 @@ def _documents(file: tuple[str, Path], report: ReadReport, child: Child) -> list
 
 
 async def _in_thread(child: Child, read: Callable[[], list[Document]]) -> list[Document]:
-    """Read on a thread, which a cancellation ends by ending the child."""
+    """Read on a thread. A cancellation kills the child, which ends the thread."""
     task = asyncio.ensure_future(asyncio.to_thread(read))
     try:
         return await asyncio.shield(task)
@@ -128,7 +127,7 @@ async def _in_thread(child: Child, read: Callable[[], list[Document]]) -> list[D
 
 
 def _checked(form: FormData) -> tuple[str | None, list[UploadFile]]:
-    """The collection and the files of a form. Raises InputError."""
+    """Return the collection and the files of a form. Raises InputError."""
     for name, value in form.multi_items():
         if name not in FIELDS:
             raise InputError(f"a form has the fields {' and '.join(FIELDS)}, not {name[:40]!r}: leave it out")
