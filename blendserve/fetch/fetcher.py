@@ -111,16 +111,16 @@ class KVFetcher:
             yield fetch
 
     def explain(self, error: StoreError) -> str:
-        """Why the local store cannot be read, for reports. The whole message is logged once in a row."""
+        """Return why the local store cannot be read, for reports. Equal messages in a row are logged once."""
         if not isinstance(error, StoreCircuitOpen) and str(error) != self._logged:
             self._logged = str(error)
             log.warning("the KV store cannot be read: %s", error)
         return error.public_message
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
-        """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed.
+        """Prefetch the remote chunks of a queued prompt, and keep what is read until the hold is closed.
 
-        Waits for no store: the event loop calls it.
+        The event loop calls it, so it waits for no store.
         """
         keys = frozenset(request.key for request in requests)
 
@@ -154,14 +154,14 @@ class KVFetcher:
             self.remote.incoming.forget(gone)
 
     def deleted(self, keys: Iterable[ChunkKey]) -> None:
-        """Chunks were deleted: forget them, and tell the listeners, which keep token ids."""
+        """Forget deleted chunks, and tell the listeners, which keep token ids."""
         gone = frozenset(keys)
         self.forget(gone)
         for listener in self.on_delete:
             listener(gone)
 
     def locate(self, keys: Iterable[ChunkKey], remote: bool = False) -> dict[ChunkKey, str]:
-        """Where each chunk that is found would be read from. remote: look there, too, which may take a round trip.
+        """Return where each known chunk would be read from. remote: ask the source, too, which may take a round trip.
 
         Raises StoreError if there is only one place to look, and that fails.
         """
@@ -178,12 +178,12 @@ class KVFetcher:
         return found
 
     def resident(self) -> frozenset[ChunkKey]:
-        """Chunks in this process's memory or on its device (for routing between replicas)."""
+        """Return the chunks in this process's memory or on its device, for routing between replicas."""
         own = () if self.local.persistent else self.local.keys()
         return self.copies.keys().union(own)
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """The store's; for the whole also those of the caches, which are for all tenants."""
+        """Return the store's statistics; without a namespace, also those of the caches, which all tenants share."""
         stats = self.store.stats(namespace)
         return stats if namespace is not None else replace(stats, tiers=self.copies.stats())
 
@@ -242,7 +242,7 @@ class KVFetcher:
 
 @dataclass(eq=False)
 class Fetch:
-    """What one prompt got. Valid until the `with` block ends. Threads may share it."""
+    """The chunks that one prompt got. Valid until the `with` block ends. Threads may share it."""
 
     fetcher: KVFetcher
     compute: Compute | None
@@ -261,7 +261,7 @@ class Fetch:
 
     @property
     def waited_s(self) -> float:
-        """Time in which a thread waited for the link."""
+        """Return the time in which a thread waited for the link."""
         return self._transfer.deadline.waited if self._transfer else 0.0
 
     def extend(self, requests: Sequence[ChunkRequest]) -> None:
@@ -304,7 +304,7 @@ class Fetch:
                 self._miss(key, Miss(UNREACHABLE, self.trouble))
 
     def record_reading(self, seconds: float, tokens: int) -> None:
-        """The prefill read and decoded the KV of these tokens in this time, waiting excluded."""
+        """Record that the prefill read and decoded the KV of these tokens in this time, without waiting."""
         self._reading = seconds, tokens
 
     def end(self) -> None:
@@ -349,7 +349,7 @@ class Fetch:
         return found is not None
 
     def _receive(self, key: ChunkKey) -> None:
-        """What the transfer has of a chunk."""
+        """Take what the transfer has of a chunk."""
         assert self._transfer
         if kv := self._transfer.computed.get(key):
             self.views[key] = TensorView(kv)

@@ -29,7 +29,7 @@ OnLayer: TypeAlias = "Callable[[IncomingChunk], None]"
 
 @dataclass(eq=False)
 class IncomingChunk:
-    """One chunk. A source calls `begin`, `add` and `end`; readers wait for `changed`. Thread-safe."""
+    """A chunk in transit. A source calls `begin`, `add` and `end`; readers wait for `changed`. Thread-safe."""
 
     key: ChunkKey
     sizes: Mapping[str, int]  # bytes by level, the finest first
@@ -55,12 +55,12 @@ class IncomingChunk:
 
     @property
     def is_done(self) -> bool:
-        """Nothing more comes."""
+        """Return whether nothing more will arrive."""
         return self.miss is not None or self.is_whole
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that have arrived."""
+        """Return the bytes that have arrived."""
         return sum(map(len, self.segments))
 
     def start(self, level: str, patience_s: float = float("inf"), on_layer: OnLayer | None = None) -> None:
@@ -73,7 +73,7 @@ class IncomingChunk:
         self.n_asked += 1
 
     def begin(self, header: Header) -> None:
-        """A record begins to come: the first one, or another level in its place."""
+        """Note that a record begins to arrive: the first one, or another level in its place."""
         with self.changed:
             if self.miss is None:
                 self.header = header
@@ -98,7 +98,7 @@ class IncomingChunk:
             self.on_layer(self)
 
     def end(self, miss: Miss) -> None:
-        """The rest of it does not come. The first reason counts; a chunk that is whole stays."""
+        """Give up the rest of the chunk. The first reason counts; a whole chunk stays."""
         with self.changed:
             if not self.is_done:
                 self.miss = miss
@@ -106,7 +106,7 @@ class IncomingChunk:
                 self.changed.notify_all()
 
     def record(self) -> ChunkRecord:
-        """The record of a chunk that is whole."""
+        """Return the record of a whole chunk."""
         assert self.header
         return ChunkRecord(self.key, self.header, self.segments.__getitem__, self.report, trusted=True)
 
@@ -121,7 +121,7 @@ class IncomingChunks:
         self._now = now
 
     def find(self, key: ChunkKey) -> IncomingChunk | Miss | None:
-        """The chunk for one more user, why it is not read now, or None if a transfer is to ask for it."""
+        """Return the chunk for one more user, or why it is not read now, or None if it must be requested."""
         with self.changed:
             until, why = self._failed.get(key, (0.0, ""))
             if until > self._now():
@@ -133,13 +133,13 @@ class IncomingChunks:
             return chunk
 
     def create(self, key: ChunkKey, sizes: Mapping[str, int]) -> IncomingChunk:
-        """A new chunk, with one user, in place of one that was missed."""
+        """Add a chunk with one user, in place of one that was missed."""
         with self.changed:
             chunk = self._chunks[key] = IncomingChunk(key, sizes, self.changed)
             return chunk
 
     def release(self, chunk: IncomingChunk) -> bool:
-        """One user needs it no more -> whether it was the last one."""
+        """Count one user less -> whether it was the last one."""
         with self.changed:
             chunk.users -= 1
             if chunk.users <= 0 and self._chunks.get(chunk.key) is chunk:
@@ -147,18 +147,18 @@ class IncomingChunks:
             return chunk.users <= 0
 
     def has(self, chunk: IncomingChunk) -> bool:
-        """Whether this very chunk is not forgotten."""
+        """Return whether this very chunk is not forgotten."""
         return self._chunks.get(chunk.key) is chunk
 
     def refuse(self, key: ChunkKey, why: str) -> None:
-        """It was damaged: do not read it for FAILED_S."""
+        """Do not read a damaged chunk for FAILED_S."""
         with self.changed:
             now = self._now()
             self._failed = {k: failed for k, failed in self._failed.items() if failed[0] > now}
             self._failed[key] = now + FAILED_S, why
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """They were stored or deleted: the next fetch asks for them again."""
+        """Forget chunks that were stored or deleted: the next fetch requests them again."""
         with self.changed:
             for key in keys:
                 self._chunks.pop(key, None)
@@ -169,6 +169,6 @@ class IncomingChunks:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes that have arrived, of all chunks."""
         with self.changed:
             return sum(chunk.n_bytes for chunk in self._chunks.values())

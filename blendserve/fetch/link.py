@@ -1,11 +1,12 @@
-"""What is known of a link and of decoding: the rate, the round trip, decode times by level, and when to probe.
+"""Estimates a link and decoding: the rate, the round trip, decode times by level, and when to probe.
 
     seconds = round trip + bytes / rate + decoding
 
-The rate leaves out the round trip, in which nothing can come, and the time between transfers. A probe transfers a part of
-a chunk, in a thread of its own: some when an engine opens, until one takes long enough to be measured, and one after a
-request while a link is too slow or gives nothing. Each probe is twice as large as the last one, as a distant link takes a
-while to reach its rate. The next one waits for 50 times the duration of the last one, or a minute if that gave nothing.
+The rate excludes the round trip, in which nothing can arrive, and the time between transfers. A probe transfers a part
+of a chunk in its own thread. When an engine opens, probes run until one takes long enough to be measured. Later, a probe
+follows a request whose chunks did not arrive, or for which the link was too slow. Each probe is twice as large as the
+last, as a distant link takes a while to reach its rate. The next one waits 50 times as long as the last took, or a
+minute after a failed one.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LinkEstimator:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """A transfer, inside: from the request to the end of its body."""
+        """Count a transfer inside the block: from the request to the end of its body."""
         with self._lock:
             self._tick()
             if not self._transfers:
@@ -82,7 +83,7 @@ class LinkEstimator:
                 self._transfers -= 1
 
     def arrived(self, n_bytes: int) -> None:
-        """Bytes of any transfer."""
+        """Count bytes of any transfer that have arrived."""
         with self._lock:
             self._tick()
             self.n_bytes += n_bytes
@@ -91,7 +92,7 @@ class LinkEstimator:
                 self._from_s = self._pieces.popleft()[0]
 
     def forget_rate(self) -> None:
-        """The link stood still: its rate is unknown again."""
+        """Forget the rate of a link that stood still."""
         with self._lock:
             self._tick()
             self._pieces.clear()
@@ -108,7 +109,7 @@ class LinkEstimator:
 
     @property
     def state(self) -> LinkState:
-        """What is known of the link now."""
+        """Return what is known of the link now."""
         return LinkState(self.rate, self.last_rate, self.round_trip_s, self.decode_s)
 
     def _tick(self) -> None:
@@ -122,19 +123,19 @@ class LinkEstimator:
     # Decoding
 
     def record_decoding(self, level: str, seconds: float, tokens: int) -> None:
-        """These tokens at this level were decoded in this time."""
+        """Record that these tokens at this level were decoded in this time."""
         self._decode_s[level].record(seconds, tokens)
 
     def decode_s(self, level: str) -> float:
-        """Seconds a token; 0 where it was not measured."""
+        """Return the seconds per token; 0 where it was not measured."""
         return self._decode_s[level].per_token or 0.0
 
     # Probes
 
     def probe_now(self, probe: Callable[[int], ReadTime | None]) -> None:
-        """Transfer larger and larger parts of a chunk, at least two; the last one counts.
+        """Transfer growing parts of a chunk, at least two; the last one counts.
 
-        probe: of this number of bytes, fewer if the chunk has no more. Raises its BlendserveErrors.
+        probe: transfers this number of bytes, fewer if the chunk has no more. Raises its BlendserveErrors.
         """
         n_bytes = MIN_PROBE_BYTES
         while sample := self._sample(probe, n_bytes):
@@ -157,7 +158,7 @@ class LinkEstimator:
         return sample
 
     def probe_later(self, probe: Callable[[int], ReadTime | None]) -> None:
-        """Probe in a thread of its own, if one is due."""
+        """Probe in a thread, if a probe is due."""
         with self._lock:
             if self.clock.monotonic() < self._next_probe:
                 return

@@ -1,4 +1,4 @@
-"""Where chunks of another machine come from: the contract, and any store as a source.
+"""The contract of a source of chunks on another machine, and any store as a source.
 
 fetch/kdn/ has the source over HTTP, integrations/moq one over MoQ.
 """
@@ -84,7 +84,7 @@ class StoreSource:
             return self.store.contains(keys)
 
     def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
-        """Estimates, of all of them."""
+        """Estimate the sizes of all chunks."""
         per_token = self._token_bytes.per_token or 0
         return {r.key: {ANY: round(per_token * r.n_tokens) or GUESS_BYTES} for r in requests}
 

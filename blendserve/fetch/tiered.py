@@ -89,7 +89,7 @@ class TieredStore(KVStore):
         return is_here or is_there
 
     def put_local(self, key: ChunkKey, record: ChunkRecord) -> None:
-        """A chunk that was fetched, after the tables that it needs. Raises nothing."""
+        """Store a fetched chunk here, after the tables that it needs. Raises nothing."""
 
         def put() -> None:
             self.blobs.copy(record.coding.tables, self.source.blobs, self.local.blobs)
@@ -176,7 +176,7 @@ class TieredStore(KVStore):
             return replace(stats, remote=RemoteStats(**self._counts, waiting_bytes=waiting))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """The local store."""
+        """Verify the local store."""
         return self.local.verify(progress)
 
     def flush(self) -> None:
@@ -194,7 +194,7 @@ class TieredStore(KVStore):
     # Inside
 
     def _put_remote(self, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
-        """Whether it is there, or waits to be written."""
+        """Queue a chunk for the remote store -> whether it was queued."""
         if not self.remote:
             return False
         # Precomputed chunks wait for room; those of a request do not hold up the next one.
@@ -221,7 +221,7 @@ class TieredStore(KVStore):
         return stored
 
     def ask(self, store: KVStore | RemoteSource, call: Callable[[], T], default: T) -> T:
-        """What this store answers; the default if it fails. After that the remote one is not asked for a moment."""
+        """Return the result of a call to this store, or the default if it fails. A failed remote store then rests."""
         try:
             with self._breaker.call() if store is self.remote else nullcontext():
                 return call()
@@ -245,7 +245,7 @@ class TieredStore(KVStore):
             self._counts[what] += n
 
     def _warn(self, what: str, why: object) -> None:
-        """LastMessages for each reason."""
+        """Log a warning, unless the same one was logged last."""
         if self._warned.is_new(message := f"{what}: {why}"):
             log.warning("%s", message)
 
@@ -303,7 +303,7 @@ class TieredBlobs(BlobStore):
         return (store.remote is not None and store.remote.blobs.delete(hash)) or here
 
     def copy(self, hash: bytes, source: BlobReader, target: BlobStore) -> None:
-        """Copy the tables that a chunk needs. Raises StoreError."""
+        """Copy the tables that a chunk needs, unless the target has them. Raises StoreError."""
         if hash == NO_TABLES or (target, hash) in self._copied:
             return
         there = raw = None

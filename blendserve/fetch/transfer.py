@@ -107,7 +107,7 @@ class Transfer:
     # The prompt's thread
 
     def add(self, requests: Sequence[ChunkRequest]) -> None:
-        """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
+        """Start to transfer more chunks. Waits only while the source reads its directory again."""
         asked = {r.key: r for r in requests}  # a chunk that a prompt has twice has one user
         self._requests |= asked
         self._may_run_parallel = True
@@ -149,7 +149,7 @@ class Transfer:
         self.run()
 
     def get(self, key: ChunkKey) -> RecordView | Miss:
-        """A chunk that `run` has waited for. The layers of one in transit are waited for."""
+        """Return a chunk after `run`. Reading a layer that is in transit waits for it."""
         chunk = self.chunks.get(key)
         if key in self.misses or chunk is None:
             return self.misses.get(key) or Miss("absent")
@@ -207,12 +207,12 @@ class Transfer:
                 self.chunks[chunk.key] = chunk
 
     def _undecided(self) -> list[IncomingChunk]:
-        """What is in transit, and what is still to be asked for, in order."""
+        """Return the chunks in transit and those still to be requested, in order."""
         decided = self.misses.keys() | self.computed.keys()
         return [chunk for key, chunk in self.chunks.items() if key not in decided and not chunk.is_done]
 
     def _todo(self) -> list[IncomingChunk]:
-        """What is still to be asked for."""
+        """Return the chunks still to be requested."""
         return [] if self._is_over else [chunk for chunk in self._undecided() if not chunk.is_started]
 
     def _may_begin(self) -> bool:
@@ -254,7 +254,7 @@ class Transfer:
     # The prefill
 
     def _segment(self, chunk: IncomingChunk, header: Header, l: int) -> Buffer:
-        """Layer l of this very record, as soon as it is here. Raises ChunkLost."""
+        """Return layer l of this very record, as soon as it has arrived. Raises ChunkLost."""
         while True:
             with self._changed:
                 if chunk.header is header and l < len(chunk.segments):
@@ -284,7 +284,7 @@ class Transfer:
             self._changed.notify_all()
 
     def _patience(self) -> float:
-        """Seconds without a byte: a small part of what the stored KV saves, if layers tell how far a transfer is."""
+        """Return how long to wait without a byte: a small part of what stored KV saves, if layers arrive one by one."""
         left = [self._requests[chunk.key].saved_s for chunk in self._undecided()]
         saved = [seconds for seconds in left if seconds is not None]
         if not self._source.max_parallel or len(saved) < len(left) or not left:
@@ -312,7 +312,7 @@ class Transfer:
             batch = self._next()
 
     def _next(self) -> list[IncomingChunk]:
-        """The chunks that are asked for next, marked as started; none if nothing is left."""
+        """Return the chunks to request next, marked as started; none if nothing is left to request now."""
         with self._changed:
             while todo := self._todo():
                 found = self._plan(todo)
@@ -354,7 +354,7 @@ class Transfer:
         return PendingChunk(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
 
     def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
-        """The first of these that one transfer brings: all of them at a time, or as many as fit."""
+        """Return the first chunks for one transfer: all of them in parallel, or as many as fit in a batch."""
         sizes = [chunk.sizes[found.level] for chunk in todo]
         self._may_run_parallel = False  # what is left, or comes again, comes alone
         if found.is_parallel and sum(sizes) <= self._source.in_flight_bytes:
@@ -373,7 +373,7 @@ class Transfer:
         self._changed.notify_all()
 
     def _leave(self, chunks: Sequence[IncomingChunk]) -> None:
-        """This prompt does not use them."""
+        """Drop chunks that this prompt does not use."""
         for chunk in chunks:
             self._incoming.release(self.chunks.pop(chunk.key))
 
@@ -388,7 +388,7 @@ class Transfer:
         chunk.is_restarted = chunk.level != level
 
     def _end(self, batch: Sequence[IncomingChunk]) -> None:
-        """What a transfer left undone is asked for again, alone; damage is remembered."""
+        """Request again, alone, what a transfer left undone; remember damaged chunks."""
         with self._changed:
             for chunk in batch:
                 if not chunk.is_done and (chunk.n_asked >= MAX_ASKED or self._is_over):

@@ -1,4 +1,4 @@
-"""What engines read of one collection: its description, files by hash, chunks layer by layer; messages for errors."""
+"""Reads one collection: its description, files by hash, and chunks layer by layer; explains errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CollectionClient:
         self._trust = read_file(config.trust, "trust").encode() if config.trust else None
 
     def description(self) -> Collection:
-        """The description as it is now."""
+        """Read the present description."""
         collection = Collection.from_json(self.files.get(f"{self._name}.json", MAX_DESCRIPTION))
         if collection.name != self._name:
             raise InvalidReply(f"{self._name}.json describes {collection.name!r}")
@@ -52,12 +52,12 @@ class CollectionClient:
         return collection
 
     def directory(self, collection: Collection) -> Directory:
-        """The directory of this version."""
+        """Read the directory of this version."""
         n_bytes = min(collection.directory_bytes, MAX_DIRECTORY_BYTES)
         return Directory(self.get(DIRECTORY, collection.directory, n_bytes), len(collection.levels))
 
     def get(self, kind: str, hash: str, max_bytes: int) -> bytes:
-        """A file that is named by its hash."""
+        """Read a file that is named by its hash, and check it."""
         raw = self.files.get(f"{kind}/{hash}", max_bytes)
         if tables_hash(raw).hex() != hash:
             raise InvalidReply(f"{kind}/{hash} is damaged")
@@ -66,9 +66,9 @@ class CollectionClient:
     def read_chunk(self, chunk: IncomingChunk, body: ChunkFile, link: LinkEstimator) -> None:
         """Read a chunk until it is whole or its level changes.
 
-        The cost of a lying peer is bounded: nothing longer than the directory says is read, and the first wrong segment
-        ends a transfer. A connection that is cut is resumed on a new one, as long as that brings more. Raises
-        CorruptRecord, StoreVersion, too.
+        The cost of a malicious server is bounded: no more is read than the directory says, and the first wrong segment
+        ends a transfer. After a lost connection the transfer resumes on a new one, as long as that brings more bytes.
+        Also raises CorruptRecord, StoreVersion.
         """
         level = chunk.level
         name = f"{CHUNKS}/{body.hash.hex()}"

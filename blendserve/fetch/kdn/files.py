@@ -1,7 +1,7 @@
 """Files of a collection over HTTP, or from whatever fsspec reads: a folder, S3, Google Cloud Storage, Azure.
 
-A body that is longer than expected is not read, and one that is shorter is an error. `close` cuts every connection: a
-thread that waits for one gets an error. No message has the API key, nor the query of signed URLs.
+A body longer than expected is not read, and a shorter one is an error. `close` cuts every connection: a thread that waits
+for one gets an error. No message contains the API key, or the query of signed URLs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ KEY = "BLENDSERVE_COLLECTION_KEY"
 MAX_CONNECTIONS = 16  # that are kept
 IDLE_S = 60.0  # that a connection is kept
 BLOCK_BYTES = 8 << 20  # of a file that fsspec reads at a time
-NO_FILE = (401, 403, 404, 410)  # statuses; S3 says 403 of a missing file to those who may not list
+NO_FILE = (
+    401,
+    403,
+    404,
+    410,
+)  # statuses; S3 answers 403 for a missing file to a client that may not list files
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 class NoFile(Exception):
-    """The server has no such file, or not for this API key."""
+    """The server lacks the file, or hides it from this API key."""
 
 
 class InvalidReply(Exception):
@@ -44,17 +49,17 @@ CUT = (InvalidReply, ConnectionError, httpx.NetworkError, httpx.RemoteProtocolEr
 
 
 class FileBody:
-    """The rest of a file, as it comes."""
+    """The rest of a file, read as it arrives."""
 
     def __init__(self, start: int, total: int, pieces: Iterator[bytes]) -> None:
-        """start: where in the file it begins. total: bytes of the file."""
+        """start: where in the file the body begins. total: bytes of the file."""
         self.start = start
         self.total = total
         self._pieces = pieces
         self._rest = memoryview(b"")
 
     def read(self, n_bytes: int) -> bytearray:
-        """The next bytes. Raises InvalidReply if there are fewer, and what the library does."""
+        """Read the next bytes. Raises InvalidReply if there are fewer, and the library's errors."""
         part = bytearray()
         while True:
             n_left = n_bytes - len(part)
@@ -64,7 +69,7 @@ class FileBody:
                 return part
             self._rest = memoryview(next(self._pieces, b""))
             if not self._rest:
-                raise InvalidReply(f"{len(part):,} bytes where {n_bytes:,} were announced")
+                raise InvalidReply(f"{len(part):,} bytes of {n_bytes:,} that were announced")
 
 
 class HttpFiles:
@@ -91,17 +96,17 @@ class HttpFiles:
         self._is_closed = False
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """A whole file. Raises InvalidReply if it is larger, and what `open` does."""
+        """Read a whole file. Raises InvalidReply if it is larger, and the errors of `open`."""
         with self.open(name, 0, max_bytes) as body:
             if body.total > max_bytes:
-                raise InvalidReply(f"{body.total:,} bytes where at most {max_bytes:,} may be")
+                raise InvalidReply(f"{body.total:,} bytes, more than the {max_bytes:,} that are allowed")
             return bytes(body.read(body.total))
 
     @contextmanager
     def open(self, name: str, start: int, end: int, is_part: bool = False) -> Iterator[FileBody]:
-        """A file from `start` to `end`. is_part: it has more, which is not asked for.
+        """Open a file from `start` to `end`. is_part: the file goes on after `end`, and the rest is not requested.
 
-        Raises NoFile, PeerUnusable, InvalidReply, and what the library does.
+        Raises NoFile, PeerUnusable, InvalidReply, and the library's errors.
         """
         if self._is_closed:
             raise ConnectionAbortedError("the client is closed")
@@ -114,9 +119,9 @@ class HttpFiles:
     def close(self) -> None:
         """Cut all connections; later calls fail."""
         self._is_closed = True
-        for line in list(self._sockets):
+        for connection in list(self._sockets):
             with suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         """Remember each new connection."""
@@ -135,7 +140,7 @@ class FsspecFiles:
             self._files, self._root = fsspec.url_to_fs(config.url)
         except (ImportError, ValueError) as error:
             why = (
-                f"cannot be read here ({error}): `pip install '.[cloud]'` in your checkout has S3 and others"
+                f"cannot be read here ({error}): `pip install '.[cloud]'` in your checkout adds S3 and others"
             )
             raise PeerUnusable(why) from None
         self._is_closed = False
@@ -144,21 +149,21 @@ class FsspecFiles:
         """Read a whole file, as HttpFiles does."""
         raw = self._read(name, 0, max_bytes + 1)
         if len(raw) > max_bytes:
-            raise InvalidReply(f"more than {max_bytes:,} bytes")
+            raise InvalidReply(f"more than the {max_bytes:,} bytes that are allowed")
         return raw
 
     @contextmanager
     def open(self, name: str, start: int, end: int, is_part: bool = False) -> Iterator[FileBody]:
-        """Open a part of a file, as HttpFiles does. The size of the file is not asked for."""
+        """Open a part of a file, as HttpFiles does. The file's size is not requested."""
         blocks = range(start, end, BLOCK_BYTES)
         yield FileBody(start, end, (self._read(name, at, min(end, at + BLOCK_BYTES)) for at in blocks))
 
     def close(self) -> None:
-        """Later reads fail; one that runs ends by itself."""
+        """Make later reads fail; a running one ends by itself."""
         self._is_closed = True
 
     def _read(self, name: str, start: int, end: int) -> bytes:
-        """These bytes, or fewer at the end of the file."""
+        """Read these bytes; fewer at the end of the file."""
         if self._is_closed:
             raise ConnectionAbortedError("the client is closed")
         try:
@@ -173,7 +178,7 @@ Files = HttpFiles | FsspecFiles
 
 
 def _body(reply: httpx.Response) -> FileBody:
-    """Raises NoFile, PeerUnusable, InvalidReply."""
+    """Return the body of a reply. Raises NoFile, PeerUnusable, InvalidReply."""
     status = reply.status_code
     headers = reply.headers
     if status in NO_FILE:
@@ -204,5 +209,5 @@ def _without_queries(record: logging.LogRecord) -> bool:
 
 @cache
 def _authorities(file: str | None) -> ssl.SSLContext:
-    """The certificate authorities of the system, or of SSL_CERT_FILE, which OpenSSL reads. Loading them takes a while."""
+    """Load the system's certificate authorities, once per value of SSL_CERT_FILE, which OpenSSL reads itself."""
     return ssl.create_default_context()

@@ -6,8 +6,8 @@
     tables/HASH      codec tables
     chunks/HASH      a chunk at a level: length of the header 4 | header | segment 0 | segment 1 | ...      (record.py)
 
-HASH is that of the content. So a file never changes, any cache may keep it for ever, and publishers do not meet. Whoever
-knows that a description is genuine, by its signature, need not trust the server for anything else.
+HASH is the hash of the content. So a file never changes, any cache may keep it for ever, and publishers cannot disturb
+each other. A reader that has checked the description's signature need not trust the server for anything else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Hash = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * TABLES_BYTES}}}$")]  # in 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file of the index, in pieces."""
+    """A file of the index, published in pieces."""
 
     n_bytes: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     pieces: tuple[Hash, ...]
@@ -81,7 +81,7 @@ class Collection:
 
     @property
     def directory_bytes(self) -> int:
-        """The size of its directory."""
+        """Return the size of the directory."""
         return self.chunks * _row(len(self.levels)).size
 
     def to_json(self) -> bytes:
@@ -92,11 +92,13 @@ class Collection:
         """Raises ValueError for other JSON, and for other formats."""
         values = json.loads(raw)
         if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
-            raise ValueError(f"a collection of format {values['format']}, this blendserve reads {FORMAT}")
+            raise ValueError(
+                f"its format is {values['format']}, and this version of blendserve reads {FORMAT}"
+            )
         return TypeAdapter(cls).validate_python(values)
 
     def files_with(self, directory: Directory) -> Iterator[tuple[str, str, int]]:
-        """Kind, hash and size of every file that this version names."""
+        """Yield kind, hash and size of every file that this version names."""
         yield DIRECTORY, self.directory, self.directory_bytes
         yield from ((TABLES, tables.hash, tables.n_bytes) for tables in self.tables)
         for blob in self.files.values():
@@ -107,7 +109,7 @@ class Collection:
 
     @property
     def signed_bytes(self) -> bytes:
-        """What its signature is of."""
+        """Return the bytes that are signed."""
         return replace(self, signature="").to_json()
 
 
@@ -120,14 +122,14 @@ class ChunkFile:
 
 
 class Directory(Mapping[ChunkKey, tuple[ChunkFile, ...]]):
-    """The chunks of a collection, each at all levels. A row is parsed when it is looked up: large ones open at once."""
+    """The chunks of a collection, each at all levels. A row is parsed when it is looked up, so opening is fast."""
 
     def __init__(self, raw: bytes, levels: int) -> None:
-        """Raises ValueError."""
+        """Raises ValueError for bytes that are no whole rows."""
         self._raw = raw
         self._row = _row(levels)
         if len(raw) % self._row.size:
-            raise ValueError(f"a directory's rows have {self._row.size} bytes, and these are {len(raw)}")
+            raise ValueError(f"a directory of {len(raw)} bytes has no whole rows of {self._row.size} bytes")
 
     def __getitem__(self, key: ChunkKey) -> tuple[ChunkFile, ...]:
         n = bisect_left(range(len(self)), key, key=self._key)
@@ -148,7 +150,7 @@ class Directory(Mapping[ChunkKey, tuple[ChunkFile, ...]]):
 
 
 def write_directory(chunks: Mapping[ChunkKey, Sequence[ChunkFile]], levels: int) -> bytes:
-    """The directory's bytes."""
+    """Return the bytes of a directory."""
     row = _row(levels)
     rows = list[bytes]()
     for key, bodies in sorted(chunks.items()):
@@ -157,7 +159,7 @@ def write_directory(chunks: Mapping[ChunkKey, Sequence[ChunkFile]], levels: int)
 
 
 def valid_name(name: str) -> str:
-    """The name of a collection, which is part of paths and URLs. Raises InputError."""
+    """Return the name of a collection, which is part of paths and URLs. Raises InputError for an unsafe one."""
     if not re.fullmatch(NAME, name):
         raise InputError(
             f"a collection cannot be called {name!r}: take up to 64 letters, digits, dots, dashes and underscores, the "
@@ -167,7 +169,7 @@ def valid_name(name: str) -> str:
 
 
 def encode_body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
-    """The body of a chunk under this key: length of the header, header, segments."""
+    """Return the body of a chunk under this key: length of the header, header, segments."""
     record = record.for_key(key)
     header = record.header_bytes()
     return [LENGTH.pack(len(header)), header, *record.segments()]

@@ -13,11 +13,11 @@ ED25519 = "no Ed25519 key in PEM: make one by `openssl genpkey -algorithm ed2551
 
 
 class NotSigned(PeerUnusable):
-    """A description does not have the publisher's signature, or it cannot be checked."""
+    """A description lacks the publisher's signature, or the signature cannot be checked."""
 
 
 def sign(raw: bytes, private_pem: bytes) -> str:
-    """The signature, in hex; equal for equal bytes. Raises ConfigError."""
+    """Sign bytes -> the signature in hex, equal for equal bytes. Raises ConfigError."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # optional
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -31,7 +31,7 @@ def sign(raw: bytes, private_pem: bytes) -> str:
 
 
 def is_signed(raw: bytes, signature: str, public_pem: bytes) -> bool:
-    """Whether the signature of these bytes is one of this key. Raises NotSigned."""
+    """Return whether this key signed these bytes. Raises NotSigned if that cannot be checked."""
     try:
         from cryptography.exceptions import InvalidSignature  # optional
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

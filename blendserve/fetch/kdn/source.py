@@ -1,7 +1,7 @@
 """Chunks of a published collection, at the level that the fetcher chooses.
 
-The description and the directory of the collection are read when it opens and now and then anew. So a chunk that the
-collection lacks costs no request.
+Description and directory of the collection are read at the start, and again when they are FRESH_S old. So a chunk that
+the collection lacks costs no request.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.view import RecordView
 
 AUTO = "auto"
-FRESH_S = 10.0  # a description is used for this time
-PROBE_S = 0.02  # of transfer, beside the round trip, that tell a rate
-ROUND_TRIPS = 3  # the shortest counts: a service may have to read what it is asked for first
+FRESH_S = 10.0  # for which a description is used
+PROBE_S = 0.02  # least seconds of transfer, without the round trip, that tell a rate
+ROUND_TRIPS = 3  # the shortest counts, as a server may read the file from its disk first
 WORKERS = 2  # transfers at a time: with more, less is left to plan again, to compute, and to decode ahead
 SAMPLED = 256  # chunks, of which the one of median size is probed
-DECODED_LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
-BUSY = 1.2  # times what decoding takes alone: a request keeps all cores busy (research/decisions.md)
+DECODED_LAYERS = 5  # that decoding is measured on; the first, which is coded differently, does not count
+BUSY = 1.2  # factor on the time of decoding alone, as a request keeps all cores busy (research/decisions.md)
 
 
 class KdnSource:
-    """A RemoteSource of one collection; it opens whether the service answers or not."""
+    """A RemoteSource of one collection. It opens even if the server does not answer."""
 
     persistent = needs_folder = False
     batch_bytes = 0
@@ -56,7 +56,7 @@ class KdnSource:
         link: LinkEstimator | None = None,
         clock: TimeSource = time,
     ) -> None:
-        """link: what is known of the link already. clock: of pauses, of the deadline and of the link's rate."""
+        """link: an estimator that knows the link already. clock: of pauses, the deadline and the link's rate."""
         self.config = config
         self.workers = workers
         self.name = config.server
@@ -74,7 +74,7 @@ class KdnSource:
 
     @classmethod
     def from_config(cls, config: StoreBackendConfig, path: Path | None, read_only: bool) -> KdnSource:
-        """A server that cannot be reached is logged, and no error: chunks count as missing until it answers."""
+        """Open a source. If the server cannot be reached, that is logged, and chunks are misses until it answers."""
         source = cls(config.kdn)
         with suppress(StoreUnavailable):  # the breaker has logged it
             source.known()
@@ -83,14 +83,14 @@ class KdnSource:
     # The collection
 
     def known(self) -> tuple[Collection, Directory]:
-        """Description and directory, without a call while they are fresh. Raises StoreUnavailable."""
+        """Return description and directory, without a request while they are fresh. Raises StoreUnavailable."""
         return self._fresh() or self._client.ask(self._look)
 
     def _fresh(self) -> tuple[Collection, Directory] | None:
         return self._last if self._clock.monotonic() - self._looked_s < FRESH_S else None
 
     def _look(self, client: CollectionClient) -> tuple[Collection, Directory]:
-        """Read anew unless fresh. Raises what the client does."""
+        """Return description and directory, read again unless fresh. Raises the client's errors."""
         with self._looking:
             if known := self._fresh():
                 return known
@@ -124,7 +124,7 @@ class KdnSource:
     # Transfers
 
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
-        """Read these chunks at a time, each on a connection of its own, so that their layers come together."""
+        """Read these chunks concurrently, each on its own connection, so that their layers arrive together."""
         start = self._clock.monotonic()
         sizes = {chunk: chunk.sizes[chunk.level] for chunk in batch if chunk.level is not None}
         if len(sizes) == 1:
@@ -141,7 +141,7 @@ class KdnSource:
             chunk.end(Miss(UNREACHABLE, error.public_message))
 
     def _read_chunk(self, client: CollectionClient, chunk: IncomingChunk) -> None:
-        """Raises what the client does, but for what is wrong with this chunk alone."""
+        """Read one chunk. Errors of this chunk alone end the chunk; others of the client are raised."""
         if (level := chunk.level) is None:
             return
         if chunk.sizes[level] > self.in_flight_bytes:
@@ -164,7 +164,7 @@ class KdnSource:
         return self._client.interrupt(late, reading=True).public_message
 
     def _read_blob(self, client: CollectionClient, hash: bytes) -> bytes | None:
-        """Raises what the client does."""
+        """Read codec tables; None for unknown ones. Raises the client's errors."""
         sizes = {tables.hash: tables.n_bytes for tables in self._look(client)[0].tables}
         if (name := hash.hex()) not in sizes:
             return None
@@ -181,7 +181,7 @@ class KdnSource:
         return self._client.ask(partial(self._probe, keys=keys, n_bytes=n_bytes))
 
     def _probe(self, client: CollectionClient, keys: Sequence[ChunkKey], n_bytes: int) -> ReadTime | None:
-        """Raises what the client does."""
+        """Time the chunk of median size. Raises the client's errors."""
         collection, directory = self._look(client)
         if not directory:
             return None
@@ -195,7 +195,7 @@ class KdnSource:
         return sample if not keys or any(key in directory for key in keys) else None
 
     def _time_link(self, client: CollectionClient, body: ChunkFile, n_bytes: int) -> ReadTime:
-        """Time at least this number of bytes of a body, and more if they come too quickly to tell a rate."""
+        """Time at least this many bytes of a body, and more if they arrive too quickly to tell a rate."""
 
         def seconds_of(n_bytes: int) -> float:
             start = self._clock.monotonic()
@@ -212,9 +212,9 @@ class KdnSource:
             n_bytes *= 2
 
     def _time_decoding(self, client: CollectionClient, key: ChunkKey, level: str, body: ChunkFile) -> None:
-        """Decode the first layers of a chunk at a level, unless that was measured: no request has to try levels.
+        """Time decoding the first layers of a chunk at a level, once per level, so that no request has to try it.
 
-        Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.
+        Raises CorruptRecord, StoreVersion, Undecodable, and the client's errors.
         """
         if self.link.decode_s(level) or body.n_bytes > self.in_flight_bytes:
             return
@@ -229,7 +229,8 @@ class KdnSource:
             for l in range(len(chunk.segments)):
                 start = self._clock.monotonic()
                 view.layer(l)
-                times_s += [self._clock.monotonic() - start] if l or len(chunk.segments) == 1 else []
+                if l or len(chunk.segments) == 1:
+                    times_s.append(self._clock.monotonic() - start)
         seconds = min(times_s) * header.shape.n_layers / torch.get_num_threads()
         self.link.record_decoding(level, BUSY * seconds, header.shape.n_tokens)
 
@@ -249,6 +250,6 @@ class DeliveredBlobs(BlobReader):
 
 
 def _stop(chunk: IncomingChunk) -> None:
-    """Read the first layers alone."""
+    """Stop after the first layers."""
     if len(chunk.segments) >= DECODED_LAYERS:
         chunk.level = None
