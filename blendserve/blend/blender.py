@@ -321,7 +321,7 @@ class Blender:
         return not prompt.is_plain or blend.method in ("full", "prefix")
 
     def _weighs_costs(self, blend: BlendConfig) -> bool:
-        return blend.method == "auto" and self.fetcher.has_remote
+        return blend.method == "auto" and self.fetcher.remote is not None
 
 
 def drop_stored(layout: Layout, requests: Mapping[int, ChunkRequest], fetch: Fetch) -> bool:

@@ -336,7 +336,7 @@ class Engine:
             log.warning("chunks are stored as raw until the engine is restarted: %s", error)
         if CORRECTIONS.load(blend.correction).uses_prior:
             self.blender.priors.current()
-        if self.fetcher.has_remote:
+        if self.fetcher.remote:
             passages = next(self.index.scan(PROBED), []) if self.index is not None else []
             keys = [self.blender.key(ids) for ids in self.prompts.chunk_ids(passages) if ids]
             threading.Thread(target=self.fetcher.warm_up, args=(keys,), daemon=True).start()

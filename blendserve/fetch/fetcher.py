@@ -79,6 +79,7 @@ class KVFetcher:
             self.source = source or StoreSource(store)
         self.copies = copies or Copies()
         self._prefetch_bytes = prefetch_bytes
+        # None: no chunks come from other machines, so costs in a ChunkRequest do not matter.
         self.remote = Remote(self.source, planner, early_start) if self.source else None
         # The engine sets how its model's chunks are shaped: a chunk of another shape is a miss, as kernels rely on it.
         self.shape_of: ShapeOf | None = None  # None accepts every shape
@@ -86,11 +87,6 @@ class KVFetcher:
         self._open = WeakSet[Fetch]()
         self._logged = ""  # the last failure of the local store
         self._lock = threading.Lock()
-
-    @property
-    def has_remote(self) -> bool:
-        """Whether chunks may come from another machine: only then do costs in a ChunkRequest matter."""
-        return self.remote is not None
 
     @contextmanager
     def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:

@@ -27,6 +27,10 @@ class ChunkRequest:
 OnLayer: TypeAlias = "Callable[[IncomingChunk], None]"
 
 
+def keep_level(chunk: IncomingChunk) -> None:
+    """Leave a chunk at its level."""
+
+
 @dataclass(eq=False)
 class IncomingChunk:
     """A chunk in transit. A source calls `begin`, `add` and `end`; readers wait for `changed`. Thread-safe."""
@@ -46,7 +50,7 @@ class IncomingChunk:
     is_kept: bool = False  # for the local store, which it is being written to
     report: Callable[..., None] = ignore  # as of a ChunkRecord
     is_restarted: bool = False  # its level has changed in transit
-    on_layer: OnLayer | None = None  # may change `level`
+    on_layer: OnLayer = keep_level  # may change `level`
 
     @property
     def is_whole(self) -> bool:
@@ -63,7 +67,7 @@ class IncomingChunk:
         """Return the bytes that have arrived."""
         return sum(map(len, self.segments))
 
-    def start(self, level: str, patience_s: float = float("inf"), on_layer: OnLayer | None = None) -> None:
+    def start(self, level: str, patience_s: float = float("inf"), on_layer: OnLayer = keep_level) -> None:
         """Note that a transfer is about to ask for the chunk. on_layer: called after each layer but the last."""
         self.is_started = True
         self.level = level
@@ -90,11 +94,6 @@ class IncomingChunk:
             self.n_left -= len(segment)
             self.changed.notify_all()
         if not self.is_whole:
-            self.replan()
-
-    def replan(self) -> None:
-        """Let its transfer choose the level again."""
-        if self.on_layer:
             self.on_layer(self)
 
     def end(self, miss: Miss) -> None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from blendserve.errors import ChunkLost, StoreError
-from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks, keep_level
 from blendserve.fetch.link import StallDetector
 from blendserve.fetch.plan import LevelPlanner, PendingChunk, Plan, plan
 from blendserve.fetch.source import RemoteSource
@@ -184,7 +184,7 @@ class Transfer:
                 chunk.end(Miss(UNREACHABLE, "its request has ended"))
             for chunk in self.chunks.values():
                 if chunk.on_layer == self._replan:
-                    chunk.on_layer = None
+                    chunk.on_layer = keep_level
             self._changed.notify_all()
         self.chunks = {}
         self._views.clear()  # their records refer back to this

@@ -91,7 +91,7 @@ class CollectionClient:
                         at += wanted
                         wanted = parser.send(piece)
             except CUT:
-                chunk.replan()
+                chunk.on_layer(chunk)
                 if chunk.level != level:
                     return
                 if is_resumed and at <= begun_at:
