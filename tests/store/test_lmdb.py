@@ -174,11 +174,16 @@ def test_a_store_whose_folder_was_moved_is_not_made_anew_in_its_place(path: Path
 
 
 def flip_pages(_: Connection, path: Path) -> None:
-    """Flip each bit of the heads of pages, and some others: a store with damaged pages is refused, or works."""
+    """Flip bits of the heads of pages and of their first nodes, and others: a damaged store is refused, or works."""
     data, page = path / "data.mdb", 4096
     raw, draw, n_refused = data.read_bytes(), random.Random(0), 0
-    in_trees = [at for at in range(0, len(raw), page) if struct.unpack_from("<H", raw, at + 10)[0] in (1, 2)]
-    places = [(at, byte) for at in in_trees for byte in [*range(10, 32), *draw.sample(range(32, page), 8)]]
+    places = list[tuple[int, int]]()
+    for at in range(0, len(raw), page):
+        flags, _, _, node = struct.unpack_from("<HHHH", raw, at + 10)
+        if flags in (1, 2):  # in a tree
+            node = min(node, page - 8)
+            places += ((at, byte) for byte in (*range(10, 32), *range(node, node + 8)))
+            places += ((at, byte) for byte in draw.sample(range(32, page), 8))
     for at, byte in places:
         changed = bytearray(raw)
         changed[at + byte] ^= 1 << draw.randrange(8)

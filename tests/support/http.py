@@ -106,11 +106,7 @@ class Client:
         """The official client."""
         import openai  # not in the processes that only need the toy engine
 
-        where: Any = {
-            "base_url": f"{self.url}/v1",
-            "http_client": self.http,
-        }  # a new one reads all certificates
-        return openai.OpenAI(**where, api_key=self.key or "none", max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.http.post(path, json=body, headers=bearer(self.key))
@@ -188,9 +184,7 @@ class Server(Client):
         self.backend = LocalEngineClient(self.engine, collections, serve)
         port = 0 if serve.port == ServeConfig().port else serve.port
         self.listener = Listener(create_engine_app(self.backend), port)
-        super().__init__(
-            self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300, verify=False)
-        )
+        super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))
         self._tenants, self._numbers = list[Tenant](), count()
 
     def tenant(self, **rights: Any) -> Client:
