@@ -47,6 +47,7 @@ COVERED = [
         "gemma2",
         "gemma3_text",
         "gemma3_text-capped",
+        "vaultgemma",
         "llama-yarn/8",
     ),
 ]
