@@ -107,6 +107,7 @@ class Verifier:
         self._decode = decode
         self._in_short_steps = in_short_steps
         self._full: PassResult | None = None
+        self._of_full: tuple[TokenIds, Tensor] | None = None  # its answer, and its logits along it
 
     def prefill(self, blend: BlendConfig) -> Steps[Prefilled]:
         """Prefill by a method into a cache with room for the answer. Raises StoreError."""
@@ -143,25 +144,27 @@ class Verifier:
 
         Raises StoreError, also for a chunk that is not stored.
         """
-        full = yield from self.full()
-        answer = yield from self.greedy(full)
-        along = yield from self._forced(full.cache, full.logits, answer, append_each)
-        end = self._model.end_tokens
         losses: list[Loss] = []
-        reuse_kl = 0.0
         for blend in (blends[0].with_values(method="reuse"), *blends):
             done = yield from self.prefill(blend)
             if done.missing:
                 raise StoreError("a chunk of the prompt has been evicted: raise store.cap_gb")
-            if len(done.to_refine):
-                done = yield from done.refine(self._model.decoder, self._prompt.ids)
-            own = yield from self._forced(done.result.cache, done.result.logits, answer, decode_each)
-            found = loss(along, own, choices(own, end), end)
-            if blend.method == "reuse":
-                reuse_kl = found.kl
-                continue
-            losses.append(found._replace(is_worse=found.kl > reuse_kl + NO_WORSE))
-        return losses
+            losses.append((yield from self.along_full(done)))
+        reuse, *others = losses
+        return [loss._replace(is_worse=loss.kl > reuse.kl + NO_WORSE) for loss in others]
+
+    def along_full(self, done: Prefilled) -> Steps[Loss]:
+        """Compare a prefill with full prefill along full prefill's own answer."""
+        full = yield from self.full()
+        if self._of_full is None:
+            answer = yield from self.greedy(full)
+            self._of_full = answer, (yield from self._forced(full.cache, full.logits, answer, append_each))
+        answer, along = self._of_full
+        if len(done.to_refine):
+            done = yield from done.refine(self._model.decoder, self._prompt.ids)
+        own = yield from self._forced(done.result.cache, done.result.logits, answer, decode_each)
+        end = self._model.end_tokens
+        return loss(along, own, choices(own, end), end)
 
     def verify_served(self, blend: BlendConfig, tokens: TokenIds) -> Steps[Verified]:
         """Compare an answer that these settings gave, as `with_end` has it. Raises StoreError."""
