@@ -66,14 +66,14 @@ _files = StaticFiles(directory=PAGE)
 @operations.head("/health", include_in_schema=False)
 @operations.get("/health")
 async def health() -> dict[str, Any]:
-    """The process is running."""
+    """Answer as long as the process runs."""
     return {"status": "ok"}
 
 
 @operations.head("/ready", include_in_schema=False)
 @operations.get("/ready")
 async def ready(backend: BackendDep) -> JSONResponse:
-    """The server accepts requests; 503 while it shuts down."""
+    """Answer whether the server accepts requests; 503 while it shuts down."""
     if backend.is_alive:
         return JSONResponse({"status": "ready"})
     return JSONResponse({"status": "stopping"}, 503, {"Retry-After": str(RETRY_S)})
@@ -81,7 +81,7 @@ async def ready(backend: BackendDep) -> JSONResponse:
 
 @operations.get("/metrics")
 def metrics(backend: BackendDep, tenant: TenantDep) -> Response:
-    """Metrics of all tenants for Prometheus. A server with keys requires an admin's.
+    """Return metrics of all tenants for Prometheus. A server with keys requires an admin's key.
 
     Not a coroutine: it reads the store, so FastAPI runs it on a thread.
     """
@@ -92,13 +92,13 @@ def metrics(backend: BackendDep, tenant: TenantDep) -> Response:
 
 @page.get("/")
 async def page_index(request: Request) -> Response:
-    """The web page. Its figures come from the API; its files need no API key."""
+    """Return the web page. Its figures come from the API; its files need no API key."""
     return await page_file(request, "index.html")
 
 
 @page.get("/page/{name}")
 async def page_file(request: Request, name: str) -> Response:
-    """A style, script or picture of the page. Raises NotFound."""
+    """Return a style, script or picture of the page. Raises NotFound."""
     try:
         response = await _files.get_response(name, request.scope)
     except HTTPException:
@@ -108,7 +108,7 @@ async def page_file(request: Request, name: str) -> Response:
 
 
 def create_engine_app(client: EngineClient) -> FastAPI:
-    """The application of an engine, which it starts and closes.
+    """Make the application of an engine, which it starts and closes.
 
     A cluster has no page, and no routes for documents and cache, as each replica has a store of its own.
     """
@@ -139,7 +139,7 @@ def create_engine_app(client: EngineClient) -> FastAPI:
 def create_app(
     backend: ServiceBackend, routers: Sequence[APIRouter], origins: Sequence[str] = (), max_upload: int = 0
 ) -> FastAPI:
-    """The application of a server: routes, body limits, error responses and the request log.
+    """Make the application of a server: routes, body limits, error responses and the request log.
 
     origins: whose pages may send requests to a server without API keys. max_upload: bytes of a form of files.
     """
@@ -177,7 +177,7 @@ def create_app(
 
 
 def _openapi(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
-    """The OpenAPI schema with the names of the served model, so that tools that generate requests get answers."""
+    """Return the OpenAPI schema with the served model's names, so that generated requests name a known model."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for schema in app.openapi_schema["components"]["schemas"].values():
@@ -193,7 +193,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """The first validation error of a request, without the invalid value."""
+    """Respond with the first validation error of a request, without the invalid value."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
     where = problem["loc"]
@@ -214,7 +214,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """An error of the framework: an unknown route or a wrong method."""
+    """Respond to an error of the framework: an unknown route or a wrong method."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     return error_json(error_body(str(error.detail), kind), error.status_code, request.scope, error.headers)

@@ -32,7 +32,7 @@ class ServiceBackend:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server accepts requests."""
+        """Return whether the server accepts requests."""
         return not self._is_draining
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class ServiceBackend:
         """End all threads. Idempotent."""
 
     def identify(self, connection: HTTPConnection) -> Tenant:
-        """The tenant of a connection: by API key; by address without keys. Raises NotAuthenticated."""
+        """Return the tenant of a connection: by API key; by address without keys. Raises NotAuthenticated."""
         if not self.keys.are_needed:
             address = connection.client.host if connection.client else ""
             return Tenant(address, self.namespace, admin=True)
@@ -62,7 +62,7 @@ class ServiceBackend:
 
 
 def backend_of(connection: HTTPConnection) -> Any:
-    """The backend of the server that a connection belongs to."""
+    """Return the backend of the server that a connection belongs to."""
     return connection.app.state.backend
 
 
@@ -73,7 +73,7 @@ async def authenticate(
     connection: HTTPConnection,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)] = None,  # for the API's description
 ) -> Tenant:
-    """The tenant of a request, which is counted once. Raises NotAuthenticated, RateLimited.
+    """Return the tenant of a request, and count the request once. Raises NotAuthenticated, RateLimited.
 
     A coroutine, so that FastAPI runs it on the event loop. RequestBodyMiddleware calls it before it reads a body.
     """
@@ -92,7 +92,7 @@ BackendDep = Annotated[ServiceBackend, Depends(backend_of)]
 
 
 async def limited_tenant(backend: BackendDep, tenant: TenantDep) -> AsyncIterator[Tenant]:
-    """The same for routes that occupy a thread: they count as concurrent requests."""
+    """Return the tenant of a request that occupies a thread, and count it as a concurrent request."""
     with backend.limits.concurrency_slot(tenant):
         yield tenant
 

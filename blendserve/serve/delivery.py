@@ -43,7 +43,7 @@ class DeliveryBackend(ServiceBackend):
         self.files = StaticFiles(directory=folder)
 
     def check_access(self, tenant: Tenant, path: str) -> None:
-        """Raises NotFound: the same error, whether it is missing or hidden from this key."""
+        """Raise NotFound for a collection that is missing, or, with the same error, hidden from this key."""
         match = FILE.fullmatch(path)
         if (
             not match
@@ -79,19 +79,19 @@ router = APIRouter(tags=["delivery"])
 @router.head("/{name}.json", include_in_schema=False)
 @router.get("/{name}.json")
 async def description(name: str, request: Request, tenant: TenantDep) -> Response:
-    """The description of a collection."""
+    """Return the description of a collection."""
     return await _send(f"{name}.json", request, tenant)
 
 
 @router.head("/{kind}/{hash}", include_in_schema=False)
 @router.get("/{kind}/{hash}")
 async def named_file(kind: str, hash: str, request: Request, tenant: TenantDep) -> Response:
-    """A file that never changes."""
+    """Return a file that never changes."""
     return await _send(f"{kind}/{hash}", request, tenant)
 
 
 async def _send(path: str, request: Request, tenant: Tenant) -> Response:
-    """A file, or a range of it. Raises NotFound."""
+    """Return a file, or a range of it. Raises NotFound."""
     backend: DeliveryBackend = backend_of(request)
     with ExitStack() as stack:
         stack.enter_context(backend.limits.concurrency_slot(tenant))

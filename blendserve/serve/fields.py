@@ -14,7 +14,7 @@ MAX_TOOL_NAME = 64  # characters; the same
 
 
 def _reject_lone_surrogates(text: str) -> str:
-    """JSON can write lone surrogates and UTF-8 cannot. Raises ValueError."""
+    """Return a text. Raises ValueError for lone surrogates: JSON can write them and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -23,19 +23,19 @@ def _reject_lone_surrogates(text: str) -> str:
 
 
 def json_text(value: Any) -> Any:
-    """A JSON value without lone surrogates in its texts. Raises ValueError."""
+    """Return a JSON value. Raises ValueError for lone surrogates in its texts."""
     _reject_lone_surrogates(json.dumps(value, ensure_ascii=False))
     return value
 
 
 def _refuse(value: Any) -> None:
-    """Raises ValueError for a field that is set: it would change the answer, or its form."""
+    """Raise ValueError for an unsupported field that is set, as it would change the answer or its form."""
     if value is not None:
         raise ValueError("this field is not supported: leave it out")
 
 
 def no_limit(value: Any) -> Any:
-    """-1 means no limit, as in llama.cpp and LM Studio."""
+    """Return None for -1, which means no limit in llama.cpp and LM Studio."""
     return None if value == -1 else value
 
 

@@ -1,4 +1,4 @@
-"""Citations in Anthropic's form: of the documents and search results of a request that asks for them."""
+"""Citations in Anthropic's format, of the documents and search results of a request that asks for citations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MessageCiter:
         return bool(self._pieces)
 
     def of_sentence(self, sentence: str) -> list[dict[str, Any]]:
-        """The citations of a sentence."""
+        """Return the citations of a sentence."""
         found = list[dict[str, Any]]()
         for citation in self._citer.of_sentence(sentence):
             _, place, offset = self._pieces[citation.passage]
@@ -56,7 +56,7 @@ class MessageCiter:
         return found
 
     def blocks(self, text: str) -> Iterator[dict[str, Any]]:
-        """A text block for each sentence."""
+        """Yield a text block for each sentence, with its citations."""
         starts = [start for start, _ in sentences(text)][1:]
         for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
             cited = self.of_sentence(text[start:end])
@@ -64,7 +64,7 @@ class MessageCiter:
 
 
 def _of_result(result: SearchResult, n: int) -> Iterator[Piece]:
-    """n: its number among the search results."""
+    """Return the parts of a search result. n: its number among the search results."""
     place = {"type": "search_result_location", "search_result_index": n}
     if result.citations.enabled:
         named = {**place, "source": result.source, "title": result.title}
@@ -72,7 +72,7 @@ def _of_result(result: SearchResult, n: int) -> Iterator[Piece]:
 
 
 def _of_document(document: DocumentBlock, n: int) -> Iterator[Piece]:
-    """n: its number among the documents."""
+    """Return the parts of a document. n: its number among the documents."""
     place = {"document_index": n, "document_title": document.title, "file_id": None}
     title = document.title or ""
     blocks = document.source.data
@@ -93,7 +93,7 @@ def _by_blocks(blocks: Sequence[TextBlock], title: str, place: dict[str, Any]) -
 
 
 def _cut(text: str) -> Iterator[tuple[int, int]]:
-    """Parts of about PIECE characters, which end with sentences."""
+    """Cut a text into parts of about PIECE characters, which end with sentences."""
     start = 0
     for _, end in sentences(text):
         if end - start >= PIECE:

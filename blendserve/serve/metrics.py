@@ -142,8 +142,10 @@ class Metrics(HttpMetrics):
         held: Callable[[], int] = lambda: 0,
         failed: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Add metrics that are read on request: the scheduler's load (queued, running), the store's, learnt bytes, those
-        of targets of quality, by collection, held chunks, and failed writes.
+        """Add metrics that are read on request.
+
+        load: queued and running requests. learnt: bytes of learnt chunks. controllers: of quality targets, by collection.
+        held: chunks that are kept for queued requests. failed: failed writes.
         """
         for name, help, value in (
             ("queue_length", "Requests waiting for a slot", lambda: load()[0]),
@@ -201,7 +203,7 @@ class Metrics(HttpMetrics):
 
 
 class QualityCollector(Collector):
-    """The ratios that keep the target, and what checks say, by collection."""
+    """The ratios of quality targets and the results of checks, by collection."""
 
     def __init__(self, controllers: Callable[[], Controllers]) -> None:
         self._controllers = controllers
@@ -248,5 +250,5 @@ class StoreCollector(Collector):
         yield tiers
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not read the store."""
+        """Return nothing, so that registering does not read the store."""
         return ()

@@ -1,9 +1,9 @@
-"""Middleware of every server: request bodies within limits, no requests of foreign web sites, a log line for each, and
-the path prefix of a proxy.
+"""Middleware of every server: limits of request bodies, refusal of other web sites' requests, the request log, and the
+path prefix of a proxy.
 
-Bodies are read completely before a route runs, but for forms of files (uploads.py). The API key is checked first: a
-request above its tenant's rate or concurrency is refused before its body is read. While its body arrives, a request
-occupies its connection and its bytes, nothing else.
+A body is read completely before its route runs, except for uploads of files (uploads.py). The API key is checked first:
+a request above its tenant's rate or concurrency is refused before its body is read. While its body arrives, a request
+occupies only its connection and its bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ access_log = logging.getLogger("blendserve.access")
 
 
 class RequestBodyMiddleware:
-    """Reads bodies; the inner application receives each as one message. Forms of files it passes on as they arrive."""
+    """Reads bodies, so that the inner application gets each as one message. Uploads of files pass as they arrive."""
 
     def __init__(self, app: ASGIApp, backend: ServiceBackend, max_upload: int = 0) -> None:
         """max_upload: bytes of a form; 0 for a service that takes none."""
@@ -89,7 +89,7 @@ class RequestBodyMiddleware:
     async def _parts(
         self, tenant: Tenant, receive: Receive, most: int, timeout_s: float
     ) -> AsyncIterator[bytes]:
-        """The parts of a body. Raises BodyTooLarge, BodyTooSlow, ClientDisconnected."""
+        """Yield the parts of a body. Raises BodyTooLarge, BodyTooSlow, ClientDisconnected."""
         clock = Clock()
         n = 0
         has_more = True
@@ -193,7 +193,7 @@ class SameSiteMiddleware:
         return await self._app(scope, receive, send)
 
     def _check(self, host: str, origin: str | None) -> None:
-        """Raises PermissionDenied."""
+        """Raise PermissionDenied for a request from another site."""
         try:
             name = urlsplit(f"//{host}").hostname
         except ValueError:
@@ -244,7 +244,7 @@ class AccessLogMiddleware:
 
 
 def _ids(headers: Headers) -> dict[str, str]:
-    """The ids of a request, by their name in the log."""
+    """Return the ids of a request, by their name in the log."""
     given = headers.get("x-request-id", "")
     trace = TRACE.fullmatch(headers.get("traceparent", ""))
     id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -252,7 +252,7 @@ def _ids(headers: Headers) -> dict[str, str]:
 
 
 def _line(scope: Scope, status: int, elapsed_s: float) -> dict[str, Any]:
-    """The log line of a request: the path as it was sent, without its query; model and tokens of an answer."""
+    """Return the log line of a request: the path as sent, without its query; model and tokens of an answer."""
     state: dict[str, Any] = scope.get("state", {})
     path = scope.get("raw_path", b"").decode("latin-1")[:MAX_PATH]
     line = {"method": scope["method"], "path": path, "status": status}
@@ -263,7 +263,7 @@ def _line(scope: Scope, status: int, elapsed_s: float) -> dict[str, Any]:
 
 
 def usage(handles: Sequence[RequestHandle]) -> dict[str, int]:
-    """Tokens of prompts and answers, of all answers to a request."""
+    """Return the tokens of prompts and answers, summed over all answers to a request."""
     return dict(sum((Counter(handle.usage) for handle in handles), Counter()))
 
 
@@ -283,7 +283,7 @@ class PrefixMiddleware:
 
 
 def log_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a log record says: the fields of a dictionary, or a message; a bug has its traceback."""
+    """Return the fields of a log record: those of a dictionary, or its message; a bug has its traceback."""
     created = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
     line = {"time": created, "level": record.levelname.lower(), **request_ids.get()}
     line |= record.msg if isinstance(record.msg, dict) else {"message": record.getMessage()}
@@ -293,14 +293,14 @@ def log_fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A log record as one line of JSON."""
+    """Formats a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(log_fields(record), ensure_ascii=False, default=str)
 
 
 class TextFormatter(logging.Formatter):
-    """A log record as one line of `name=value` pairs; values that are not plain words are JSON."""
+    """Formats a log record as one line of `name=value` pairs; values that are not plain words are JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(f"{name}={_word(value)}" for name, value in log_fields(record).items())
@@ -316,7 +316,7 @@ def _word(value: Any) -> str:
 
 
 def log_to_stderr() -> None:
-    """Write the log, one line for each record, in place of the handlers that the command line installed.
+    """Write the log, one line per record, in place of the handlers that the command line installed.
 
     A terminal gets `name=value` pairs, a file or a collector JSON.
     """

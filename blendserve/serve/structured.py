@@ -1,4 +1,4 @@
-"""What an answer must look like: OpenAI's `response_format`, vLLM's `structured_outputs`, tools that must be called."""
+"""Structured output: OpenAI's `response_format`, vLLM's `structured_outputs`, tools that must be called."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Structured(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """Raises InputError for two of the fields, and for what cannot be compiled."""
+        """Return the grammar. Raises InputError for two of the fields, and for a grammar that cannot be compiled."""
         form = self.response_format and self.response_format.schema_of_answer
         asked = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
         fields: list[tuple[str, Callable[[Any], Grammar], Any]] = [

@@ -43,7 +43,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, Any]:
-    """The tokens of a plain prompt. Raises InputError, PromptTooLong."""
+    """Return the tokens of a plain prompt. Raises InputError, PromptTooLong."""
     ServedModel.of(client, body.model)
     plain: Any = body.prompt
     if body.messages is not None:
@@ -57,7 +57,7 @@ async def tokenize(body: TokenizeRequest, client: ClientDep, tenant: LimitedTena
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, client: ClientDep, tenant: LimitedTenantDep) -> dict[str, str]:
-    """The text of tokens, special ones included."""
+    """Return the text of tokens, special ones included."""
     ServedModel.of(client, body.model)
     if max(body.tokens) >= len(client.tokenizer):
         raise InputError(f"tokens: the tokenizer has no token {max(body.tokens)}", setting="tokens")
