@@ -158,8 +158,9 @@ class TieredStore(KVStore):
         for store in stores_of(self):
             if left := [key for key in asked if key not in found]:
                 infos = self.ask(store, partial(store.describe, left), dict[ChunkKey, ChunkInfo]())
-                is_here = store is self.local
-                found |= {key: info if is_here else replace(info, tier=REMOTE) for key, info in infos.items()}
+                if store is not self.local:
+                    infos = {key: replace(info, tier=REMOTE) for key, info in infos.items()}
+                found |= infos
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:

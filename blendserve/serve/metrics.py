@@ -169,20 +169,24 @@ class Metrics(HttpMetrics):
 
     def prefilled(self, report: BlendReport, seconds: Mapping[str, float]) -> None:
         near = [chunk for chunk in report.near if chunk["donors"]]
-        near_tokens = {kind: sum(chunk[f"tokens_{kind}"] for chunk in near) for kind in ("stored", "fresh")}
         kinds = ("exact", "kept", "reused", "recomputed", "suffix")
         tokens = {kind: getattr(report, f"tokens_{kind}") for kind in kinds}
-        hits = report.chunks_hit
-        misses = report.chunks_missing
-        corrupt = report.chunks_corrupt
+        n_learnt = sum(bool(span["learnt"]) for span in report.spans)
         counts: dict[str, Mapping[str, int]] = {
             "prompt_tokens": {**tokens, "missing": report.tokens_computed},
-            "chunks": {"hit": hits, "miss": misses, "corrupt": corrupt},
+            "chunks": {
+                "hit": report.chunks_hit,
+                "miss": report.chunks_missing,
+                "corrupt": report.chunks_corrupt,
+            },
             "chunks_hit_by_tier": report.tiers,
             "chunks_unusable": Counts(chunk["kind"] for chunk in report.unusable),
-            "near_chunks": Counts("donor" if chunk["donors"] else "none" for chunk in report.near),
-            "near_tokens": near_tokens if near else {},
-            "spans": Counts("learnt" if span["learnt"] else "precomputed" for span in report.spans),
+            "near_chunks": {"donor": len(near), "none": len(report.near) - len(near)},
+            "near_tokens": {
+                "stored": sum(chunk["tokens_stored"] for chunk in near),
+                "fresh": sum(chunk["tokens_fresh"] for chunk in near),
+            },
+            "spans": {"learnt": n_learnt, "precomputed": len(report.spans) - n_learnt},
         }
         for name, values in counts.items():
             for label, n in values.items():
