@@ -3,8 +3,9 @@
 Nothing else in the package spells these names: settings, help texts and error messages read them here. A file is
 imported when its name is first asked for. Installed packages add names through entry points of the registry's group.
 
-A dataclass may have parameters, its fields with defaults. A word gives them in brackets after the name, as in
-`deviation[1,2]` or NAME[FIELD=VALUE,FIELD=VALUE]. Values without a field belong to the first parameter.
+A dataclass may have parameters, its fields with defaults but for those of metadata INTERNAL. A word gives them in
+brackets after the name, as in `deviation[1,2]` or NAME[FIELD=VALUE,FIELD=VALUE]. Values without a field belong to the
+first parameter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 MANY = 12  # names that a message lists
+INTERNAL = {"internal": True}  # metadata of a field that no word may give
 
 
 class Registry:
@@ -140,7 +142,8 @@ def parameters(made: type) -> dict[str, Parameter]:
     """The parameters of a class, by name."""
     if not is_dataclass(made):
         return {}
-    known = [field for field in fields(made) if field.init and field.default is not MISSING]
+    given = [field for field in fields(made) if field.init and "internal" not in field.metadata]
+    known = [field for field in given if field.default is not MISSING]
     kinds = get_type_hints(made, include_extras=True) if known else {}
     return {field.name: Parameter(field.name, kinds[field.name], field.default) for field in known}
 

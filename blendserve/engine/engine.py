@@ -24,7 +24,7 @@ from blendserve.engine.documents import Documents, token_counter
 from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, TokenSequence, prefill, reference_prefill
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, split_options
+from blendserve.engine.request import PreparedRequest, Request, Search, prepare_request, with_options
 from blendserve.engine.warm_up import warm_up
 from blendserve.errors import InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
@@ -241,7 +241,8 @@ class Engine:
         question: text; with `prompt.separator`, chunks and a question (Request.split). passages: the caller's own, in
         their order; default: the index's `top_k` nearest.
         options: any field of BlendConfig (method, policy, ratio, correction, ...) or DecodeConfig (max_new_tokens,
-        temperature, top_p, seed, stop), for this question only.
+        temperature, top_p, seed, stop), for this question only, and `logprobs`: how many likeliest tokens get log
+        probabilities beside each chosen one.
 
         An answer ends where the context does. The first token is ready when this returns. Raises InputError,
         PromptTooLong, ConfigError; ModelUnsupported when a model that fails the gate is told to blend (auto does not).
@@ -249,8 +250,7 @@ class Engine:
         own = None if passages is None else arguments.own_passages(passages)
         arguments.check_text(question, "question")
         top_k = None if top_k is None else arguments.check_count(top_k, "top_k")
-        blend, decode = split_options(options)
-        return self.run(self.prepare(Request(question, own, top_k, blend=blend, decode=decode)))
+        return self.run(self.prepare(with_options(Request(question, own, top_k), options)))
 
     def prepare(
         self,

@@ -30,6 +30,7 @@ Search = Callable[[str, int, PassageFilter], Sequence[Passage]]
 
 AnyRequest = TypeVar("AnyRequest", bound="Request")
 
+MAX_LOGPROBS = 20  # likeliest tokens; as OpenAI's API has it
 MAX_BEFORE = 500  # last characters of a message that the next one may refer to
 MAX_PARTS = 1000  # chunks that a separator may cut one question into
 
@@ -260,15 +261,22 @@ def require_room(n_tokens: int, room: int, answer: int = 1, at_least: bool = Fal
         raise PromptTooLong(n_tokens, room, answer, at_least)
 
 
-def split_options(options: Options) -> tuple[Options, Options]:
-    """Options by section, BlendConfig's and DecodeConfig's. Raises ConfigError."""
+def with_options(request: Request, options: Options) -> Request:
+    """The request with options by name: fields of BlendConfig and of DecodeConfig, and `logprobs` of AnswerRules.
+
+    Raises ConfigError for an unknown name, InputError for a wrong number of log probabilities.
+    """
     sections = (BlendConfig.model_fields, DecodeConfig.model_fields)
-    known = sorted({name for fields in sections for name in fields})
+    known = sorted({"logprobs", *(name for fields in sections for name in fields)})
     for name in options:
         if name not in known:
             raise ConfigError(f"unknown option {name!r}: {nearest(name, known)}", setting=name)
     blend, decode = ({k: v for k, v in options.items() if k in fields} for fields in sections)
-    return blend, decode
+    logprobs = options.get("logprobs")
+    if logprobs is not None and (not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS):
+        message = f"logprobs cannot be {logprobs!r}: give a whole number from 0 to {MAX_LOGPROBS}"
+        raise InputError(message, setting="logprobs")
+    return replace(request, blend=blend, decode=decode, rules=replace(request.rules, logprobs=logprobs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_ITEMS = 1000
-MAX_LOGPROBS = 20  # likeliest tokens; as OpenAI's API has it
 MAX_TOOLS = 128  # as OpenAI's API has it
 MAX_TOOL_NAME = 64  # characters; the same
 

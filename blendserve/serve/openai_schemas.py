@@ -16,11 +16,10 @@ from blendserve.config import Ratio
 from blendserve.engine.chat import Chat
 from blendserve.engine.grammar import Grammar
 from blendserve.engine.prompt import ChatMessage
-from blendserve.engine.request import AnswerRules
+from blendserve.engine.request import MAX_LOGPROBS, AnswerRules
 from blendserve.errors import InputError
 from blendserve.serve.fields import (
     MAX_ITEMS,
-    MAX_LOGPROBS,
     MAX_TOOLS,
     Bias,
     Body,
@@ -226,7 +225,9 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def n_logprobs(self) -> int | None:
-        """See OpenAIRequest."""
+        """See OpenAIRequest. Raises InputError."""
+        if self.top_logprobs and not self.logprobs:
+            raise InputError("top_logprobs needs logprobs: true beside it", setting="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "passages": lambda value: engine().answer("Why?", value),
     "a passage": lambda value: engine().answer("Why?", [value]),
     "top_k": lambda value: engine().answer("Why?", top_k=value),
+    "logprobs": lambda value: engine().answer("Why?", logprobs=value),
     "precompute": lambda value: engine().precompute(value),
     "precompute a passage": lambda value: engine().precompute([value]),
     "shard": lambda value: engine().missing([Passage("A passage.")], value),

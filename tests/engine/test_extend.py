@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from blendserve.kernels.rows import Rows
 from blendserve.kv import ChunkKV, stacked
 from blendserve.models.kv_model import ModelLayers
 from blendserve.models.tokenizer import Tokenizer
-from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
+from blendserve.registry import CODECS, CORRECTIONS, INTERNAL, POLICIES, STORES, parameters
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Coding, Pair
 from blendserve.store.codecs.raw import Raw
@@ -35,7 +35,7 @@ class LastTokens(Policy):
     """Recomputes tokens with this text, then the last reusable ones."""
 
     text: str = "?"  # in no passage
-    found: tuple[int, ...] = ()
+    found: tuple[int, ...] = field(default=(), metadata=INTERNAL)
 
     def prepare(self, model: ModelLayers, tokenizer: Tokenizer, prompt: Prompt) -> Policy:
         texts = [tokenizer.decode([token]).strip() for token in prompt.ids]
@@ -126,3 +126,4 @@ def test_a_policy_reads_the_text_of_the_prompt_and_has_a_parameter() -> None:
         for policy, is_found in (("own[and]", True), ("own", False)):
             done = engine.blender.run(prompt, engine.config.blend.with_values(policy=policy))
             assert (found <= set(done.result.recomputed.tolist())) is is_found
+    assert "found" not in parameters(LastTokens)

@@ -255,3 +255,18 @@ def test_text_that_may_begin_a_stop_string_is_held_back_no_longer_than_needed() 
     pieces, stopped = stream(bundled_tokenizer(), ids, ("\n\n",))
     assert stopped
     assert [piece for piece in pieces if piece] == ["one", "\ntwo"]
+
+
+def test_an_answer_has_the_likeliest_tokens_of_each_place() -> None:
+    with toy_engine(blend={"method": "full"}) as engine:
+        answer = engine.answer(QUESTIONS[0], PASSAGES[:2], max_new_tokens=3, logprobs=5)
+        ids = [*engine.prompts.build(QUESTIONS[0], PASSAGES[:2]).ids, *answer.token_ids]
+        model: Any = engine.model.decoder.reference
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        assert engine.answer(QUESTIONS[0], PASSAGES[:2], max_new_tokens=1).logprobs == ()
+    assert len(answer.logprobs) == len(answer.token_ids) == 3
+    for at, found in enumerate(answer.logprobs, len(ids) - 4):
+        likeliest = logits[at].topk(5)
+        assert [token for token, _ in found.top] == likeliest.indices.tolist()
+        assert torch.allclose(torch.tensor([p for _, p in found.top]), likeliest.values, atol=1e-3)

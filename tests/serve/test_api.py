@@ -100,6 +100,7 @@ def test_errors_say_in_headers_what_a_client_does_next() -> None:
         ({"presence_penalty": -3}, "presence_penalty"),
         ({"logit_bias": {"7": 101}}, "logit_bias.7"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 5}, None),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"chat_template_kwargs": {"a": 1}}, None),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, None),

@@ -30,7 +30,7 @@ from blendserve.engine.request import (
     Observer,
     Request,
     TextDelta,
-    split_options,
+    with_options,
 )
 from blendserve.models.loader import LoadedModel
 from blendserve.store import KVStore, MemoryStore
@@ -138,8 +138,7 @@ def submit(
     batch: BatchEngine, question: str, passages: Sequence[Passage], tenant: str = "", **options: Any
 ) -> Listener:
     """options: fields of BlendConfig and DecodeConfig."""
-    blend, decode = split_options(options)
-    plan = batch.engine.prepare(Request(question, tuple(passages), blend=blend, decode=decode))
+    plan = batch.engine.prepare(with_options(Request(question, tuple(passages)), options))
     listener = Listener()
     batch.scheduler.submit(batch.sequence(plan, listener, tenant))
     return listener

@@ -301,9 +301,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Python 3.10 has no transformers that recurrent layers can run on (models/recurrent.py).
 HAS_RECURRENT = hasattr(Cache, "get_conv_state")
-FAMILIES_HERE = {kind for kind, family in FAMILIES.items() if HAS_RECURRENT or not family.recurrent}
-TINY = {name: settings for name, settings in TINY.items() if name.partition("-")[0] in FAMILIES_HERE}
-CHECKPOINTS = {name: made for name, made in CHECKPOINTS.items() if name.partition("-")[0] in FAMILIES_HERE}
+LEFT_OUT = {kind for kind, family in FAMILIES.items() if family.recurrent and not HAS_RECURRENT}
+FAMILIES_HERE = set(FAMILIES) - LEFT_OUT
+TINY = {name: settings for name, settings in TINY.items() if name.partition("-")[0] not in LEFT_OUT}
+CHECKPOINTS = {name: made for name, made in CHECKPOINTS.items() if name.partition("-")[0] not in LEFT_OUT}
 # One of each kind of difference, for properties that take many examples.
 KINDS = [
     *("llama-yarn", "mistral-window", "gemma2", "gemma3_text"),
