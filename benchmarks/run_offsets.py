@@ -74,8 +74,7 @@ def _loss(
     decode = DecodeConfig(max_new_tokens=config.new_tokens, temperature=0.0)
     verifier = Verifier(model, blender, Prompt.plain(tuple(ids), tuple(runs)), decode)
     blend = BlendConfig(method="blend", policy="query", ratio=config.ratio, correction="none")
-    answer = run(verifier.greedy(run(verifier.full())))
-    loss = run(verifier.verify(run(verifier.prefill(blend)), answer)).loss
+    loss = run(verifier.along_full(run(verifier.prefill(blend))))
     return {"kl": loss.kl, "agreement": loss.agreement}
 
 
