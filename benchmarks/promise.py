@@ -1,7 +1,7 @@
 """What the default promises, against fixed ratios: agreement, KL, and answers, on questions that nothing was tuned on.
 
     python -m benchmarks.promise --data FOLDER --model NAME --set 2wikimqa_open --minutes 4 --out FOLDER
-    python -m benchmarks.promise --out FOLDER --report
+    python -m benchmarks.promise --out FOLDER --report --record benchmarks/results/promise.json
 
 A run goes on where the last one stopped. The promise answers each question at the ratio that the questions before it
 chose, as a server does whose answers are all checked. FOLDER of the data has 2wikimqa/, musique/ and
@@ -31,6 +31,7 @@ from blendserve.evaluate.formats import Example
 from blendserve.evaluate.tasks import f1
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.runner import append_each
+from blendserve.provenance import environment
 from blendserve.quality.controller import RatioController
 from blendserve.quality.evidence import MeasuredPrompt
 from blendserve.quality.fidelity import Verifier, choices, forced, kl
@@ -43,6 +44,8 @@ SETS = {  # file, and whether passages are retrieved
     "hotpotqa": ("reading/hotpot_70.json", False),
 }
 RULE = "deviation@0.15"
+EXACT = "exact"
+FIXED = ("reuse", "0.05", "0.15", RULE)
 FITTED = 200  # passages whose KV is stored first, to fit the prior on
 TOP_K = 8
 TARGET = Target(0.1)
@@ -99,13 +102,16 @@ def open_engine(folder: Path, passages: Sequence[Passage], model: str) -> Engine
 
 
 def run_set(engine: Engine, file: Path, examples: Sequence[Example], is_open: bool, until: float) -> None:
-    """Measure the questions that a file does not have, until a time."""
+    """Measure the questions that a file does not have, until a time. Their chunks may be evicted afterwards."""
+    store = engine.blender.store
+    store.pin(list(store.keys()), pinned=False)
     for example in examples[len(lines(file)) :]:
         if time.perf_counter() >= until:
             break
         own = None if is_open else example.contexts
         prompt = engine.prepare(Request(example.question, own, blend={"ratio": 0.0})).prompt
         values = {"id": example.id, **measure(engine, prompt, example.answers)}
+        store.pin([engine.blender.writer.key(chunk.ids) for chunk in prompt.chunks], pinned=False)
         with file.open("a") as out:
             out.write(json.dumps(values, default=float) + "\n")
 
@@ -125,22 +131,24 @@ def losses(question: dict[str, Any]) -> MeasuredPrompt:
 
 def promised(asked: Sequence[dict[str, Any]]) -> list[str]:
     """The method that answers each question, by checks of the questions before it."""
-    controller, chosen = RatioController(TARGET), list[str]()
+    controller = RatioController(TARGET)
+    chosen = list[str]()
     for question in asked:
-        chosen.append("exact" if controller.ratio is None else f"{controller.ratio:g}")
+        chosen.append(EXACT if controller.ratio is None else f"{controller.ratio:g}")
         controller.add(controller.ratio, losses(question))
-    print(f"  at the end: {controller.report().summary}; {', '.join(map(str, Counter(chosen).items()))}")
     return chosen
 
 
-def row(asked: Sequence[dict[str, Any]], methods: Sequence[str]) -> dict[str, float]:
+def row(asked: Sequence[dict[str, Any]], methods: Sequence[str]) -> dict[str, Any]:
     """Summarise questions, each answered by its method."""
     exact = {"kl": 0.0, "agreement": 1.0, "own_agreement": 1.0}
     given = [q["methods"].get(m) or {**exact, "f1": q["f1"]} for q, m in zip(asked, methods, strict=True)]
-    reuse, kls = [q["methods"]["reuse"]["kl"] for q in asked], [x["kl"] for x in given]
+    reuse = [q["methods"]["reuse"]["kl"] for q in asked]
+    kls = [x["kl"] for x in given]
     shares = [a / b for a, b in zip(kls, reuse, strict=True)]
     return {
         "agreement": fmean(x["agreement"] for x in given),
+        "agreement_worst": min(x["agreement"] for x in given),
         "own_agreement": fmean(x["own_agreement"] for x in given),
         "kl": fmean(kls),
         "kl_share": sum(kls) / sum(reuse),
@@ -150,20 +158,30 @@ def row(asked: Sequence[dict[str, Any]], methods: Sequence[str]) -> dict[str, fl
         "share_above_1": sum(share > 1 for share in shares),
         "worse": sum(a > b + NO_WORSE for a, b in zip(kls, reuse, strict=True)),
         "f1_minus_full": fmean(x["f1"] - q["f1"] for x, q in zip(given, asked, strict=True)),
+        "ratios": dict(Counter(methods)),
     }
 
 
-def report(out: Path) -> None:
+def summarise(out: Path) -> dict[str, Any]:
+    """What was measured, by file: the model with the data set -> questions, F1 of full prefill, a row of each method."""
+    found = dict[str, Any]()
     for file in sorted(out.glob("*.jsonl")):
         asked = lines(file)
-        print(
-            f"\n{file.stem}: {len(asked)} questions, F1 of full prefill {fmean(q['f1'] for q in asked):.3f}"
-        )
-        for name in ("reuse", "0.05", "0.15", RULE, "promise"):
-            methods = promised(asked) if name == "promise" else [name] * len(asked)
-            print(
-                f"  {name:15}", " ".join(f"{key} {value:.3f}" for key, value in row(asked, methods).items())
-            )
+        rows = {name: row(asked, [name] * len(asked)) for name in FIXED}
+        rows["promise"] = row(asked, promised(asked))
+        found[file.stem] = {"questions": len(asked), "f1": fmean(q["f1"] for q in asked), "methods": rows}
+    return found
+
+
+def report(sets: dict[str, Any]) -> None:
+    for name, found in sets.items():
+        print(f"\n{name}: {found['questions']} questions, F1 of full prefill {found['f1']:.3f}")
+        for method, values in found["methods"].items():
+            print(f"  {method:15}", *(f"{key} {_shown(value)}" for key, value in values.items()))
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
@@ -177,9 +195,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="Number of questions of the data set")
     parser.add_argument("--minutes", type=float, default=4.0, help="Minutes after which no question begins")
     parser.add_argument("--report", action="store_true", help="Print what was measured")
+    parser.add_argument("--record", type=Path, help="With --report: write it to this file, too")
     options = parser.parse_args()
     if options.report:
-        report(options.out)
+        report(sets := summarise(options.out))
+        if options.record:
+            found = {"environment": environment(), "sets": sets}
+            options.record.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         return
     until = time.perf_counter() + 60 * options.minutes
     file, is_open = SETS[options.set]

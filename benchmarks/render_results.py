@@ -5,9 +5,12 @@ The part between the two marks of a page is generated; a test compares it. The p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from blendserve.bench.harness import Column, read_result, select, summarize
 from blendserve.bench.runner import load_bench
@@ -30,41 +33,30 @@ METHODS = {
     "transformers": "transformers, full prefill",
     "full": "blendserve, full prefill",
     "deviation@0.15": "CacheBlend's rule, 15% recomputed",
-    "query+prior@0.05": "**`query` + `prior`, 5% recomputed**",
+    "query+prior@0.15": "**`query` + `prior`, 15% recomputed, the default**",
+    "query+prior@0.05": "`query` + `prior`, 5% recomputed",
     "reuse": "full reuse, 0% recomputed",
 }
-DEFAULT = "query+prior@0.05"
+DEFAULT = "query+prior@0.15"
+FEWER = "query+prior@0.05"
+PROMISE = RESULTS / "promise.json"
+PROMISED = {"promise": "default", "0.05": "5%", "0.15": "15%", "deviation@0.15": "CacheBlend's rule, 15%"}
 ON_GPU = {**METHODS, "query@0.15": "`query`, 15% recomputed, no correction"}
 
 
 class Machine(NamedTuple):
-    """A row of the README: what a user should see, and the result that says so."""
+    """A row of the README: what a user should see, and the result of `bench ttft` that says so."""
 
     title: str
-    command: str
     file: str  # in benchmarks/results
-    full: dict[str, Any]  # labels of full prefill
-    blended: dict[str, Any]
-
-
-def _bench_ttft(
-    title: str, file: str, context: int = 3072, command: str = "blendserve bench ttft"
-) -> Machine:
-    labels = [{"source": "warm", "method": method, "context": context} for method in ("full", DEFAULT)]
-    return Machine(title, command, file, *labels)
+    context: int = 3072
 
 
 MACHINES = (
-    _bench_ttft("2 cores, AVX512-BF16", "ttft.jsonl"),
-    Machine(
-        *("2 cores, AVX2", "python -m benchmarks plain", "plain.jsonl"),
-        *({"client": "LangChain", "sent": sent} for sent in ("full prefill", "own API")),
-    ),
-    _bench_ttft("2 cores, AMX", "ttft_amx.jsonl"),
-    _bench_ttft(
-        *("H200, 8B model, 16,384 tokens", "gpu/ttft_host.jsonl", 16384),
-        "blendserve bench suite configs/bench/gpu.yaml",
-    ),
+    Machine("2 cores, AVX512-BF16", "ttft.jsonl"),
+    Machine("2 cores, AVX2", "ttft_avx2.jsonl"),
+    Machine("2 cores, AMX", "ttft_amx.jsonl"),
+    Machine("H200, 8B model, 16,384 tokens", "gpu/ttft_host.jsonl", 16384),
 )
 
 
@@ -100,7 +92,8 @@ def results_part(suite: Suite, results: Path) -> str:
         shown = suite.result(run, results) is not None
         lines.append(f"![{title}](plots/{name}.svg)" if shown else f"- {title}: {UNKNOWN}.")
     lines += methods_part(suite, results)
-    return "\n".join([*lines, *engines_part(suite, results), *gpu_part(Suite.read(GPU_SUITE), GPU_RESULTS)])
+    lines += [*promise_part(), *engines_part(suite, results)]
+    return "\n".join([*lines, *gpu_part(Suite.read(GPU_SUITE), GPU_RESULTS)])
 
 
 def engines_part(suite: Suite, results: Path) -> list[str]:
@@ -178,34 +171,81 @@ def methods_part(suite: Suite, results: Path) -> list[str]:
 
 
 def readme_part(suite: Suite, results: Path) -> str:
-    """Three figures with what they are against, and the TTFT of each machine."""
-    ttft, quality = suite.result("ttft", results), suite.result("quality_2wikimqa", results)
-    theirs, ours, blended = (
-        ("", "", "")
-        if ttft is None
-        else (
-            f"{_seconds(ttft, {'source': 'warm', 'method': method}):.1f} s"
-            for method in ("transformers", "full", DEFAULT)
-        )
+    """The TTFT of each machine, and what the default keeps."""
+    titles = (
+        "time to first token, 3,072 tokens",
+        "transformers",
+        "full prefill",
+        "default, 15%",
+        "5%",
     )
-    lines = ["| 6 chunks of 512 tokens | before | blended | against |", "|---|---|---|---|"]
-    lines += [f"| time to first token | {theirs or UNKNOWN} | **{blended}** | transformers |"]
-    lines += [f"| time to first token | {ours or UNKNOWN} | **{blended}** | our own full prefill |"]
-    lines += [f"| KL share, 2WikiMQA | 1 | **{_kl_share(quality, DEFAULT)}** | cached KV pasted unchanged |"]
-    lines += ["", "| time to first token | command | full prefill | blended |", "|---|---|---|---|"]
-    for machine in MACHINES:
-        lines.append(f"| {machine.title} | `{machine.command}` | {' | '.join(_times(machine, results))} |")
-    return "\n".join(lines)
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {machine.title} | {' | '.join(_times(machine, results))} |" for machine in MACHINES]
+    return "\n".join([*lines, *kept_part()])
 
 
-def _times(machine: Machine, results: Path) -> tuple[str, str]:
-    """Seconds to the first token by full prefill, and blended."""
+def kept_part() -> list[str]:
+    """What the default kept of full prefill's answers, by model: over the questions of all data sets."""
+    if not PROMISE.exists():
+        return []
+    title = "| default, questions | tokens as full prefill's | KL share | worse than pasted KV | F1 minus full's |"
+    lines = ["", title, "|---|---|---|---|---|"]
+    for model, sets in _promised().items():
+        n = [found["questions"] for found in sets.values()]
+        rows = [found["methods"]["promise"] for found in sets.values()]
+
+        def mean(name: str, n: list[int] = n, rows: list[dict[str, Any]] = rows) -> float:
+            return float(np.average([row[name] for row in rows], weights=n))
+
+        shares = [row["kl_share"] for row in rows]
+        worse = f"{sum(row['worse'] for row in rows)} of {sum(n)}"
+        cells = (f"{mean('agreement'):.2f}", f"{min(shares):.2f} to {max(shares):.2f}", worse)
+        lines.append(f"| {model}, {sum(n)} | {' | '.join(cells)} | {mean('f1_minus_full'):+.3f} |")
+    return lines
+
+
+def promise_part() -> list[str]:
+    """What the default and fixed ratios kept, by model and data set."""
+    if not PROMISE.exists():
+        return []
+    about = (
+        "**What the default keeps** (`python -m benchmarks.promise`), by questions that nothing was tuned on: "
+        "agreement with full prefill's tokens, mean (worst prompt); KL share, mean / median / 95th percentile / worst; "
+        "prompts worse than full reuse; F1 minus full prefill's. Each question has the ratio that checks of those before "
+        "it proved."
+    )
+    lines = ["", about, "", f"| model, questions | {' | '.join(PROMISED.values())} |"]
+    lines.append("|---" * (1 + len(PROMISED)) + "|")
+    for model, sets in _promised().items():
+        for data, found in sets.items():
+            cells = (_kept(found["methods"][method]) for method in PROMISED)
+            lines.append(f"| {model}, {found['questions']} of {data} | {' | '.join(cells)} |")
+    place = json.loads(PROMISE.read_text("utf-8"))["environment"]
+    return [*lines, "", f"Commit {place['commit']}, {place['machine']}."]
+
+
+def _kept(row: dict[str, Any]) -> str:
+    shares = " / ".join(f"{row[name]:.2f}" for name in ("kl_share", "median", "p95", "worst"))
+    agreement = f"{row['agreement']:.3f} ({row['agreement_worst']:.2f})"
+    return f"{agreement}; {shares}; {row['worse']}; {row['f1_minus_full']:+.3f}"
+
+
+def _promised() -> dict[str, dict[str, Any]]:
+    """model -> data set -> what benchmarks/promise.py measured."""
+    found = dict[str, dict[str, Any]]()
+    for name, values in json.loads(PROMISE.read_text("utf-8"))["sets"].items():
+        model, data = name.rsplit("-", 1)
+        found.setdefault(model, {})[data] = values
+    return found
+
+
+def _times(machine: Machine, results: Path) -> Iterator[str]:
+    """Seconds to the first token by transformers, full prefill, the default, and with fewer tokens recomputed."""
     file = results / machine.file
-    if not file.exists():
-        return UNKNOWN, UNKNOWN
-    result = read_result(file)
-    full, blended = (_seconds(result, where) for where in (machine.full, machine.blended))
-    return f"{full:.2f} s", f"{blended:.2f} s"
+    result = read_result(file) if file.exists() else None
+    for method in ("transformers", "full", DEFAULT, FEWER):
+        where = {"source": "warm", "method": method, "context": machine.context}
+        yield UNKNOWN if result is None else f"{_seconds(result, where):.2f} s"
 
 
 def _seconds(result: dict[str, Any], where: dict[str, Any]) -> float:
