@@ -37,7 +37,7 @@ _MAX_CONTEXT = 1 / 3  # of a passage's tokens, for the path of its section and a
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
+class _PassageHead:
     """What a passage has besides its own text: a title, and the header of the table that it begins in."""
 
     title: str
@@ -80,7 +80,7 @@ class _Splitter:
                 yield self._passage(start, end, n)
                 n += 1
 
-    def _context(self, start: int) -> _Context:
+    def _context(self, start: int) -> _PassageHead:
         """Return title and table header of a passage that begins at `start`.
 
         The header, then the section's path, is left out if it would take more than _MAX_CONTEXT of the tokens.
@@ -96,10 +96,10 @@ class _Splitter:
             raise self._no_room(context)
         return context
 
-    def _measured(self, title: str, head: str) -> _Context:
+    def _measured(self, title: str, head: str) -> _PassageHead:
         if (title, head) not in self.overheads:
             self.overheads[title, head] = self.count(Passage(head, title, f"{self.doc_id}:0", self.doc_id))
-        return _Context(title, head, self.overheads[title, head])
+        return _PassageHead(title, head, self.overheads[title, head])
 
     def _end(self, start: int) -> int:
         """Return the end of the passage that begins at `start`."""
@@ -149,7 +149,7 @@ class _Splitter:
         text = self.context.head + self.text[start:end].rstrip()
         return Passage(text, self.context.title, f"{self.doc_id}:{n}", self.doc_id)
 
-    def _no_room(self, context: _Context) -> ConfigError:
+    def _no_room(self, context: _PassageHead) -> ConfigError:
         return ConfigError(
             f"chunk_tokens={self.max_tokens} leaves no room for text: the title and separators of document "
             f"{self.doc_id!r} take {context.overhead} tokens: raise chunk_tokens or shorten the title",
