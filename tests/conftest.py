@@ -24,9 +24,8 @@ os.environ.setdefault("BLENDSERVE_AUTOTUNE", "0")  # the table's first backend c
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which a folder's conftest may do
 os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = os.fspath(
-    Path(__file__).parent
-)  # each client would read all certificates of the system
+# a folder without certificates: each client would read all those of the system
+os.environ["SSL_CERT_DIR"] = os.fspath(Path(__file__).parent)
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src", "moq", "vllm"):  # imported from this checkout
     sys.path.append(str(INTEGRATIONS / folder))

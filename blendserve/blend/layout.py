@@ -63,9 +63,8 @@ class Segment:
     view: ChunkView | None = None  # where KV is read from, whether the method uses it or not
     offset: int = 0  # where the segment starts in the view
     source: str = ""  # local | remote | computed
-    unused: str = (
-        ""  # why it is fresh, although it is stored and the method would reuse it: one of the reasons above
-    )
+    # why it is fresh, although it is stored and the method would reuse it: one of the reasons above
+    unused: str = ""
     is_seam: bool = False  # fresh, as a state map begins behind it
     donor: ChunkKey | None = None  # the stored chunk that the view belongs to, of a run
     # why the chunk's own KV, or that of a chunk found in a plain prompt, is not here
