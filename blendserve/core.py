@@ -70,9 +70,8 @@ class PassageFilter:
     """Which passages a search may find."""
 
     min_score: float = -1.0  # least similarity to the question
-    filter: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the document's metadata: a value, or one of a list
+    # of the document's metadata: a value, or one of a list
+    filter: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] | None = (
         None  # the metadata field `tags` of its document has one of these; None: any
     )

@@ -14,10 +14,11 @@ from blendserve.errors import ServeError
 
 LISTENING = re.compile(rb"^Listening on (\S+)$", re.MULTILINE)
 POLL_S = 0.05
+# what is measured does not depend on evidence, and no check runs beside it
 FIXED = (
     "--set",
     "blend.ratio=0.05",
-)  # what is measured does not depend on evidence, and no check runs beside it
+)
 
 
 def serve_command(*options: str) -> list[str]:

@@ -26,9 +26,8 @@ from blendserve.core import Steps, TokenIds
 from blendserve.kv import ChunkKV
 from blendserve.models.kv_cache import KVCache
 
-Key: TypeAlias = tuple[
-    str, TokenIds
-]  # of a prefix: its owner and tokens. An owner is a namespace, or one with a scope
+# of a prefix: its owner and tokens. An owner is a namespace, or one with a scope
+Key: TypeAlias = tuple[str, TokenIds]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,8 @@ Tokenize = Callable[[str, bool, int], Tokenized]
 class Chat:
     """Messages and tools of a client, as chat templates take them."""
 
-    messages: tuple[
-        Mapping[str, Any], ...
-    ]  # role, content and, for tools, tool_calls or tool_call_id and name
+    # role, content and, for tools, tool_calls or tool_call_id and name
+    messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # as in OpenAI's API
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
 

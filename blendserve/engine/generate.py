@@ -256,9 +256,8 @@ def _scored_prefill(request: PreparedRequest, model: DecoderModel, cache: KVCach
         for start in range(0, len(ids), SCORED_ROWS):
             stop = start + SCORED_ROWS
             logits = model.logits(hidden[start:stop])
-            pairs = zip(
-                logits, ids[start + 1 : stop + 1], strict=False
-            )  # the last one's next token is the answer's
+            # the last one's next token is the answer's
+            pairs = zip(logits, ids[start + 1 : stop + 1], strict=False)
             found += [logprob_of(row, token, n_top) for row, token in pairs]
             yield
     plan = plan_full_prefill(request.prompt, request.blend, "log probabilities of the prompt were asked for")

@@ -238,6 +238,7 @@ CASES: dict[str, Callable[..., Args]] = {  # by operation
 # Shapes of published models, where the sizes of synthetic ones hide what a kernel cannot do
 
 _ROWS = (1, 8, 9, 33)
+# query heads per kv head; dims
 _HEADS = (
     (1, 64),
     (2, 80),
@@ -247,7 +248,7 @@ _HEADS = (
     (6, 192),
     (7, 64),
     (8, 256),
-)  # query heads per kv head; dims
+)
 _OUTS_OF_INPUTS = (  # hidden and inner sizes that are no multiples of 64, and odd vocabularies in front and behind
     *((960, 600), (32_001, 120), (600, 1_000), (577, 90), (90, 577)),
     *((2_560, 80), (49_153, 80), (80, 1_001), (1_001, 1_152)),

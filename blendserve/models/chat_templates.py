@@ -24,6 +24,7 @@ MAX_NUMBER = 1_000_000  # of an argument; the digits of a width in a format are 
 MAX_BITS = 10_000  # of a number
 WIDE_FORMAT = re.compile(r"\*|\d{6,}")
 GROWING = {"replace", "join", "center", "indent", "format", "batch", "slice", "wordwrap", "tojson"}
+# filters and methods of a text
 GROWING |= {
     "ljust",
     "rjust",
@@ -31,7 +32,7 @@ GROWING |= {
     "expandtabs",
     "format_map",
     "translate",
-}  # filters and methods of a text
+}
 
 
 class TemplateLimit(TemplateError):

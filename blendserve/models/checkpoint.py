@@ -68,9 +68,8 @@ def check_folder(folder: Path) -> None:
         )
     check_settings(read_json(folder / CONFIG), folder / CONFIG)
     if (folder / GENERATION).exists():
-        read_json(
-            folder / GENERATION
-        )  # transformers would ignore one that is broken, and with it the end tokens
+        # transformers would ignore one that is broken, and with it the end tokens
+        read_json(folder / GENERATION)
 
 
 def check_hub(name: str) -> None:

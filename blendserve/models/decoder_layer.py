@@ -32,9 +32,8 @@ class DecoderLayer:
     before_mlp: Norm | None
     mlp: Function | None  # an MLP, or the module of a mixture of experts
     after_mlp: Norm | None
-    beside_mlp: (
-        tuple[Norm, Function] | None
-    )  # norm of the MLP's output; experts that read what the MLP's norm reads
+    # norm of the MLP's output; experts that read what the MLP's norm reads
+    beside_mlp: tuple[Norm, Function] | None
     layer_input: tuple[Function, Function, Norm, Activation] | None  # of the layer's own embedding
     scale: Tensor | None  # of what the layer gives
 

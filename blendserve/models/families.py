@@ -53,9 +53,8 @@ class Family:
     # in its place the norm of queries, keys and embeddings, without weights, and the last
     plain_norm: OtherNorm | None = None
     post_eps: str | None = None  # setting with the epsilon of the norms after attention and MLP
-    names: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of modules that are called otherwise than Llama's
+    # of modules that are called otherwise than Llama's
+    names: Mapping[str, str] = field(default_factory=dict)
     mlp: str | None = "mlp"  # None: a layer is one part alone, attention, a mixer or an MLP
     mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
@@ -90,9 +89,8 @@ class Family:
     rope_bases: bool = False  # config.layer_rope_theta has one for each layer; 0 = no RoPE
     layer_inputs: bool = False  # each layer has embeddings of its own, if config.hidden_size_per_layer_input
     layer_scale: str | None = None  # a number in the weights, of what each layer gives
-    scales: Mapping[str, Setting] = field(
-        default_factory=dict
-    )  # of what linear layers and the mixer give, by name; "attention_input": of what attention reads
+    # of what linear layers and the mixer give, by name; "attention_input": of what attention reads
+    scales: Mapping[str, Setting] = field(default_factory=dict)
     embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)", or the flag "mup_enabled" of that
     residual_scale: Setting | None = None
     logits_scale: str | None = None

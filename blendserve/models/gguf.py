@@ -30,11 +30,12 @@ SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=T
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 MAX_DIMS = 4
+# by the numbers of `enum ggml_type` in ggml.h
 PLAIN = {
     0: torch.float32,
     1: torch.float16,
     30: torch.bfloat16,
-}  # by the numbers of `enum ggml_type` in ggml.h
+}
 BLOCKS = {kind.form: (name, kind.inputs, kind.n_bytes) for name, kind in KINDS.items()}
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 

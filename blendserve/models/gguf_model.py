@@ -25,9 +25,8 @@ from blendserve.models.gguf_tokenizer import NAMES, read_tokenizer, token_ids
 from blendserve.models.refusals import check_supported
 from blendserve.models.weights import QuantisedMatrix, Weights
 
-Roles = dict[
-    str, tuple[str, set[tuple[int, ...]]]
-]  # the file's module -> ours, and the shapes its weights may have
+# the file's module -> ours, and the shapes its weights may have
+Roles = dict[str, tuple[str, set[tuple[int, ...]]]]
 # Read(name of a setting below the architecture's, default) -> its number or text. Without a default it must be there.
 Read = Callable[..., Any]
 
@@ -61,9 +60,8 @@ class Dense:
     flags: tuple[str, ...] = ()  # of FLAGS
     settings: Mapping[str, str] = field(default_factory=dict)  # -> the file's, None where it has none
     more: Callable[[Read, dict[str, Any]], dict[str, Any]] | None = None  # settings that are computed
-    called: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the file's modules -> what other files call them
+    # the file's modules -> what other files call them
+    called: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()  # modules that a file may lack
 
 

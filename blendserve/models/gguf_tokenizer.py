@@ -120,9 +120,8 @@ def _add_special(backend: Any, metadata: dict[str, Any], special: dict[str, str]
     named = dict.fromkeys([*special.values(), *control])
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in named])
     own = [token for token, kind in types if kind == USER_DEFINED and token not in named]
-    own = [
-        token for token in own if backend.token_to_id(token) is not None
-    ]  # Gemma's spaces are written otherwise
+    # Gemma's spaces are written otherwise
+    own = [token for token in own if backend.token_to_id(token) is not None]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
 
 

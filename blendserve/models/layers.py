@@ -45,9 +45,8 @@ class RopeAngles:
         kind = parameters.get("rope_type", "default")
         if kind == "default":
             share = parameters.get("partial_rotary_factor", family.rope_share)
-            n = (
-                head_dim if family.latent else int(head_dim * share)
-            )  # latent attention stores the rotated part alone
+            # latent attention stores the rotated part alone
+            n = head_dim if family.latent else int(head_dim * share)
             steps = torch.arange(0, n, 2, dtype=torch.float) / n
             self._frequencies = 1.0 / (parameters["rope_theta"] ** steps)
             self._scale = 1.0

@@ -94,9 +94,8 @@ class DecoderModel:
         self.n_layers = layer_count(config, family)
         by_layer = getattr(config, "num_attention_heads_per_layer", None)
         self.query_heads: list[int] = by_layer or [config.num_attention_heads] * self.n_layers
-        self.kv_shapes, self.kv_sources = kv_layout(
-            config, family
-        )  # of the layers that keep KV; whose KV each layer reads
+        # of the layers that keep KV; whose KV each layer reads
+        self.kv_shapes, self.kv_sources = kv_layout(config, family)
         self.recurrent = frozenset(l for l in range(self.n_layers) if is_recurrent(config, family, l))
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
@@ -127,9 +126,8 @@ class DecoderModel:
             for l, turn in enumerate(self._turns)
             if turn is not None
         }
-        self.attention_layer = next(
-            l for l in range(self.n_layers) if l not in self.recurrent
-        )  # the first one
+        # the first one
+        self.attention_layer = next(l for l in range(self.n_layers) if l not in self.recurrent)
 
     @classmethod
     def of(cls, reference: nn.Module) -> DecoderModel:

@@ -220,9 +220,8 @@ class DecodeRunner:
         """
         self._n_steps += 1
         if self._capture and self._n_steps > EAGER_STEPS and self._model.can_capture:
-            rows_of_all = [(0, 0, self._caches[0].capacity - 1)] * len(
-                self._caches
-            )  # token, position and place
+            # token, position and place
+            rows_of_all = [(0, 0, self._caches[0].capacity - 1)] * len(self._caches)
             for b, at, (token,) in steps:
                 rows_of_all[b] = token, at, at
             self._rows.copy_(torch.tensor(rows_of_all).T)

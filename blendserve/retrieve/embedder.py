@@ -189,9 +189,8 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def model_folder(name: str) -> Path:
     """Return the folder of the model's files: a bundled one, a local one, or a snapshot in the hub's cache."""
     if bundled := BUNDLED.get(name):
-        spec = find_spec(
-            bundled.partition("==")[0].replace("-", "_")
-        )  # its files are data: it is not imported
+        # its files are data: it is not imported
+        spec = find_spec(bundled.partition("==")[0].replace("-", "_"))
         places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
         found = next((file.parent for place in places for file in place.rglob("modules.json")), None)
         if found is None:

@@ -22,6 +22,7 @@ FORMAT = 7
 KEPT_JOBS = 100  # of each namespace
 KEPT_CHANGES = 100_000  # documents added or deleted; who was away for more loads the index anew
 REBUILD = "build it again with `blendserve index build`"
+# tables; those that refer to others first
 CONTENTS = (
     "gone",
     "vectors",
@@ -29,7 +30,7 @@ CONTENTS = (
     "passages",
     "documents",
     "manifest",
-)  # tables; those that refer to others first
+)
 # A number is never used twice: a larger one was added later.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS manifest (settings TEXT NOT NULL, stamp TEXT NOT NULL, revision INTEGER NOT NULL);

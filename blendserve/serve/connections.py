@@ -76,9 +76,8 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        is_read = (
-            self.conn.their_state is not h11.SEND_BODY
-        )  # else the client may go on sending a refused body
+        # else the client may go on sending a refused body
+        is_read = self.conn.their_state is not h11.SEND_BODY
         self._watch_head(is_idle=is_read)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -42,9 +42,8 @@ MAX_SHOWN = 64  # characters of a foreign host in an error
 MAX_PATH = 256  # characters of a path in the log
 
 REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)  # of a client or proxy
-TRACE = re.compile(
-    r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
-)  # the header of W3C Trace Context
+# the header of W3C Trace Context
+TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 
 request_ids: ContextVar[dict[str, str]] = ContextVar("request_ids", default={})  # noqa: B039
 """Ids of the request that this task serves, by their name in the log; none outside of any."""

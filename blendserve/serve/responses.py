@@ -41,10 +41,11 @@ ERRORS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.BlendserveError, 400, "invalid_request_error", None),
 )
 ANTHROPIC = "/v1/messages"  # beginning of the paths whose errors have Anthropic's format
+# OpenAI's type or code -> type
 ANTHROPIC_TYPES = {
     "server_error": "api_error",
     "body_too_large": "request_too_large",
-}  # OpenAI's type or code -> type
+}
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
 MATCHED, QUALITY = "X-Blendserve-Matched", "X-Blendserve-Quality"
 MAX_SCOPE = 512  # characters

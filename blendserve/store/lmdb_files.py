@@ -26,9 +26,8 @@ def open_files(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
     elsewhere knows of this reader, so its snapshot may change underneath it (and fail checksums).
     """
     data = path / "data.mdb"
-    exists = (
-        data.exists() and data.stat().st_size > 0
-    )  # a writer that was killed at once leaves an empty file
+    # a writer that was killed at once leaves an empty file
+    exists = data.exists() and data.stat().st_size > 0
     if read_only:
         if not exists:
             raise unavailable(path, "does not exist: precompute one, or set store.location")

@@ -56,10 +56,11 @@ SEVERAL_PROCESSES = (
     "ray_routing",
 )
 SLOW = {HOSTILE, *(f"benchmarks.{name}" for name in SEVERAL_PROCESSES)}
+# vLLM needs an environment and weights of its own: tests/vllm
 ELSEWHERE = {
     "serving",
     "benchmarks.vllm_connector",
-}  # vLLM needs an environment and weights of its own: tests/vllm
+}
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name not in ELSEWHERE]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
 Run = Callable[[str], Result]

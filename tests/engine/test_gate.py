@@ -33,9 +33,8 @@ from tests.support.tokenizers import bundled_tokenizer
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
 SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
 FP32, BF16 = torch.float32, torch.bfloat16
-DENSE_HYBRIDS = [
-    name for name in HYBRIDS if not tiny_decoder(name).has_experts
-]  # bf16 sends rows to other experts
+# bf16 sends rows to other experts
+DENSE_HYBRIDS = [name for name in HYBRIDS if not tiny_decoder(name).has_experts]
 
 
 def failed(decoder: DecoderModel) -> set[str]:

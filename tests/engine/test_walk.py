@@ -22,6 +22,7 @@ from tests.support.kernel_switches import threads
 MAX_FILES, MAX_STAYS = 10, 12
 PACKAGE = Path(blendserve.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
+# nouns, settings and names
 GROUND = (
     "core.py",
     "config/",
@@ -29,7 +30,7 @@ GROUND = (
     "registry.py",
     "errors.py",
     "forks.py",
-)  # nouns, settings and names
+)
 SIDE_ROOMS = (
     *("retrieve/", "fetch/", "store/", "kernels/", "quality/", "blend/prefix_cache.py"),
     *("engine/arguments.py", "engine/gate.py", "engine/sampler.py"),

@@ -22,11 +22,12 @@ from tests.support.kernel_switches import threads
 gguf: Any = pytest.importorskip("gguf")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 OUTPUTS, INPUTS = 142, 512  # the last strip is not full
+# where a block has fp16 scales; else at its beginning
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
-}  # where a block has fp16 scales; else at its beginning
+}
 
 
 def level(name: str) -> Level:

@@ -39,13 +39,14 @@ from tests.support.kernels import DTYPES, TABLE, Options, Way, compare, same, wa
 
 WAYS = list(ways())
 NATIVE = [way for way in WAYS if way.is_native]
+# what a GPU has backends of its own for
 ON_GPU = {
     "attend",
     "attend_at",
     "attend_chunks",
     "place",
     "add_norm",
-}  # what a GPU has backends of its own for
+}
 
 
 def word(x: Any) -> str:

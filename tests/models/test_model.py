@@ -122,9 +122,8 @@ def check_state_maps(decoder: DecoderModel) -> None:
             assert torch.equal(composed.inputs, after.inputs)
             if after.memory.numel():
                 assert distance(mixer.after(state, *made).memory, after.memory) > 1e-3
-        whole = mixer.after(
-            states[1], *mixer.packed(after)
-        )  # a state in place of a map forgets what stood before
+        # a state in place of a map forgets what stood before
+        whole = mixer.after(states[1], *mixer.packed(after))
         assert_near(whole.memory, after.memory)
 
 
@@ -179,9 +178,8 @@ def check_norms_and_rotation(decoder: DecoderModel) -> None:
             turned = heads.transpose(0, 1)[..., :width]
             cos, expected = own_rotation(decoder, l, positions, turned)
             cos = cos.repeat(1, width // cos.shape[-1])  # gpt-oss has each angle once
-            bound = (
-                0.02 if "v2" in decoder.config.model_type else 0.0
-            )  # its complex numbers have other last bits
+            # its complex numbers have other last bits
+            bound = 0.02 if "v2" in decoder.config.model_type else 0.0
             for mine, theirs in ((ropes[l].cos, cos), (decoder.rotate(turned, ropes[l]), expected)):
                 assert distance(mine, theirs) <= bound
     assert torch.equal(

@@ -69,9 +69,8 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str)
         logits = graph(keys, values, rows)
         expected = append_each(decoder, [Row(alone[1], 20 + i, 8 + i), Row(alone[3], 33 + i, 7)])
         assert_near(logits[[1, 3]], expected, 1e-4)
-    assert_near(
-        keys[0][:, :, :39], stacked(alone[0].keys)[:, :, :39], 1e-9
-    )  # a slot that has no row keeps its KV
+    # a slot that has no row keeps its KV
+    assert_near(keys[0][:, :, :39], stacked(alone[0].keys)[:, :, :39], 1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama", *KINDS, "gemma4_text-shared"])

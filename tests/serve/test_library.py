@@ -163,9 +163,8 @@ def test_documents_that_are_embedded_when_the_server_stops_are_saved(
         assert held.reached.wait(PATIENT_S)
         stop = threading.Thread(target=server.listener.close)
         stop.start()
-        eventually(
-            lambda: "blendserve.serve.jobs" in {record.name for record in caplog.records}
-        )  # the job has ended
+        # the job has ended
+        eventually(lambda: "blendserve.serve.jobs" in {record.name for record in caplog.records})
         held.release.set()
         stop.join()
     saved = {p.doc_id for p in index(tmp_path / "a", server.engine.prompts, []).passages}

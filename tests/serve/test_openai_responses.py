@@ -57,9 +57,8 @@ def test_an_answer_is_that_of_a_chat(server: Server, model: str | None) -> None:
 
 def test_the_official_client_reads_it_whole_and_streamed(server: Server) -> None:
     fields: dict[str, Any] = {"model": MODEL, "input": "Who sat on the mat?", "max_output_tokens": 9}
-    fields |= {
-        "extra_body": {"x_blendserve": {"method": "full"}}
-    }  # over an index, the first answer stores chunks
+    # over an index, the first answer stores chunks
+    fields |= {"extra_body": {"x_blendserve": {"method": "full"}}}
     whole = server.openai.responses.create(**fields)
     with server.openai.responses.stream(**fields) as events:
         found: list[Any] = list(events)

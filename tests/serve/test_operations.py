@@ -226,9 +226,8 @@ def test_the_dashboard_has_every_metric_and_no_other_name_or_label() -> None:
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     samples = {name: {name + end for end in SAMPLES[kind]} for name, kind in families.items()}
     names = {name for possible in samples.values() for name in possible}
-    kinds = re.findall(
-        r"^\| `\w+` \| ([^|]+) \|", METRICS.read_text(), re.MULTILINE
-    )  # such as counter: `kind`
+    # such as counter: `kind`
+    kinds = re.findall(r"^\| `\w+` \| ([^|]+) \|", METRICS.read_text(), re.MULTILINE)
     labels = {"le", *(label for kind in kinds for label in re.findall(r"`(\w+)`", kind))}
     for expression in expressions:
         assert set(NAME.findall(expression)) <= names, expression

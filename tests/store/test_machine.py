@@ -221,9 +221,8 @@ class StoreMachine(RuleBasedStateMachine):
         """Another program changes the records of a chunk: in another way after every change, as drawn ways repeat."""
         if key in self.damaged or key not in self.model.chunks or not self.model.chunks[key].n_tokens:
             return
-        ways = [
-            one for one in DAMAGES if not (one.readable and self.place.server)
-        ]  # a layer too many stays there
+        # a layer too many stays there
+        ways = [one for one in DAMAGES if not (one.readable and self.place.server)]
         damage = ways[(7 * len(self.model.history) + n) % len(ways)]
         self.close()
         self.place.damage(key, damage)

@@ -35,10 +35,11 @@ def size(codec: Predict, kv: ChunkKV) -> int:
 
 def test_a_predictable_layer_costs_little() -> None:
     codec, kv = Predict.with_tables(2, tables()), related(60, 99)
+    # the same numbers, elsewhere
     keys, values = (
         stacked(kv.keys)[[0, 2, 1, 3]],
         stacked(kv.values)[[0, 3, 1, 2]],
-    )  # the same numbers, elsewhere
+    )
     assert size(codec, kv) < 0.6 * size(codec, replace(kv, keys=keys, values=values))
 
 

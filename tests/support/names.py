@@ -66,12 +66,13 @@ FOREIGN = frozenset(  # names of other programs, by program
         *("create_retrieval_chain", "create_stuff_documents_chain", "excluded_llm_metadata_keys"),
         *("inference_mode", "logits_to_keep", "page_content", "api_base_url", "response_metadata"),
         *("proxy_read_timeout", "client_max_body_size", "/etc/nginx/conf.d", "--cacert"),  # nginx and curl
+        # systemd
         *(
             "TimeoutStopSec",
             "/etc/systemd/system",
             "/etc/blendserve.env",
             "/var/lib/blendserve/indexes",
-        ),  # systemd
+        ),
         "/llm",  # an example of a prefix
         *("time.sleep", "n_c", "response.metadata", "blendserve serves as plain vLLM: ..."),
     ]

@@ -63,9 +63,8 @@ class Peer(socketserver.ThreadingTCPServer):
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                self.connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16
-                )  # sent is nearly received
+                # sent is nearly received
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
                 with suppress(OSError):
                     while first := self.rfile.readline().decode():
                         while self.rfile.readline().strip():

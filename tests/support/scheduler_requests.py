@@ -89,9 +89,8 @@ class Sent:
     tenant: str
     question: Question
     cost: float
-    cancel_at: (
-        int | None
-    )  # the layer of its prefill before which it is cancelled; from REFINING on, of its refining
+    # the layer of its prefill before which it is cancelled; from REFINING on, of its refining
+    cancel_at: int | None
     turn: int  # the number of admissions before it was submitted
     request: WatchedSequence = field(init=False)
     state: Literal["waits", "prefills", "runs", "ended"] = "waits"

@@ -28,12 +28,13 @@ KEY = "BLENDSERVE_COLLECTION_KEY"
 MAX_CONNECTIONS = 16  # that are kept
 IDLE_S = 60.0  # that a connection is kept
 BLOCK_BYTES = 8 << 20  # of a file that fsspec reads at a time
+# statuses; S3 answers 403 for a missing file to a client that may not list files
 NO_FILE = (
     401,
     403,
     404,
     410,
-)  # statuses; S3 answers 403 for a missing file to a client that may not list files
+)
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 

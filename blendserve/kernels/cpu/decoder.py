@@ -28,9 +28,8 @@ class LayerTensors(NamedTuple):
 
     matrices: tuple[Weight, ...]  # q, k, v, o, gate, up, down
     biases: tuple[Tensor | None, ...]  # of these
-    norms: tuple[
-        Tensor | None, ...
-    ]  # before attention, of q, of k, after attention, before the MLP, after it
+    # before attention, of q, of k, after attention, before the MLP, after it
+    norms: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
