@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
@@ -44,8 +45,10 @@ METHODS = {
 }
 SHOWN = {"full": "full prefill", "blend": "blended"}  # the two methods of a question
 NAME_WIDTH, BAR_WIDTH = 12, 30
-CHARACTERS = 46_000  # of the corpus, about 11,000 tokens
-# The corpus takes 0.3 GB of KV, 0.6 on a CPU whose fastest number format is float32.
+CHARACTERS = 46_000  # of the corpus, about 11,000 tokens, which take 0.3 GB of KV
+SLOW_CPU_CHARACTERS = (
+    26_000  # the same on a CPU without fast bf16 products, which computes a third as many a second
+)
 CONFIG = Config(
     retrieve={"top_k": CHUNKS},
     store={"cap_gb": 1.0},
@@ -174,8 +177,9 @@ def _open(index: Path, config: Config, model: LoadedModel) -> Engine:
     try:
         return Engine.open(index, config, model)
     except (IndexMissing, IndexMismatch):
+        limit = min(CHARACTERS, SLOW_CPU_CHARACTERS) if model.decoder.dtype == torch.float32 else CHARACTERS
         with console.progress("Embedding", "characters") as update:
-            return Engine.build(index, language_reference(limit=CHARACTERS), config, update, model)
+            return Engine.build(index, language_reference(limit=limit), config, update, model)
 
 
 def _precompute(engine: Engine) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, in_stacks
+from blendserve.blend.chunk_kv import ChunkComputer, ChunkKeys, chunk_shape, in_stacks
 from blendserve.blend.donors import DonorIndex
 from blendserve.core import Steps, TokenIds
 from blendserve.errors import StoreCircuitOpen, StoreError
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.write_queue import write_behind
 from blendserve.kv import ChunkKV
-from blendserve.store import ChunkKey, ChunkRecord
+from blendserve.store import ChunkKey, ChunkRecord, Miss, open_view, read_record
 from blendserve.store.base import Progress
 from blendserve.store.codecs.base import Codec
+from blendserve.store.view import decode
 
 MIN_LEASE_S = 30.0
 LEASE_MARGIN = 4.0  # times the expected computing time: a process has other work, too
@@ -234,10 +235,27 @@ class ChunkWriter:
         """Bytes of a chunk of that many tokens, as stored."""
         return self.codec.expected_bytes(self.chunks.model.chunk_bytes(n_tokens))
 
+    def as_computed(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
+        """The KV of chunks as computing them gives it: read where this machine keeps the very numbers, else computed."""
+        read = {ids: kv for ids in chunks if (kv := self._read_exactly(ids))}
+        computed = self.chunks.stream(ids for ids in chunks if ids not in read)
+        return (read.get(ids) or next(computed) for ids in chunks)
+
     def stored_bytes(self) -> dict[ChunkKey, int]:
         """Bytes of each stored chunk of the namespace."""
         infos = self._store.describe(self._store.keys(self.key.namespace))
         return {key: info.n_bytes for key, info in infos.items()}
+
+    def _read_exactly(self, ids: TokenIds) -> ChunkKV | None:
+        """A stored chunk's KV; None for a chunk that is not stored here, is damaged, or was coded with a loss."""
+        store = self._fetcher.local
+        with suppress(StoreError):
+            record = read_record(store, self.key(ids))
+            shape = chunk_shape(self.chunks.model, len(ids))
+            view = open_view(record, store.blobs.get, shape) if record else Miss("absent")
+            if record and not isinstance(view, Miss) and view.is_lossless:
+                return decode(record)
+        return None
 
     def _admits(self, ids: TokenIds) -> bool:
         return self._store.admits(self.key(ids), self.expected_bytes(len(ids)))

@@ -15,7 +15,7 @@ content (store/blobs.py), one for each model and chunk context.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Span, TokenIds, run
 from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior, Ropes
-from blendserve.kv import KVShape, Layers, join_layers, map_layers
+from blendserve.kv import ChunkKV, KVShape, Layers, join_layers, map_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.kv_model import KVModel
 from blendserve.models.model import DecoderModel
@@ -44,6 +44,9 @@ from blendserve.store.codecs.base import Pair
 
 LayerOf = Callable[[int], Pair]
 """Number of a layer -> keys before RoPE and values [K, S, D] of some tokens there."""
+
+KVOf = Callable[[Sequence[TokenIds]], Iterable[ChunkKV]]
+"""Chunks -> the KV of each"""
 
 NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
 FIT_TOKENS = 16_384  # more tokens change little
@@ -174,15 +177,25 @@ class PriorStore(StoredPriors):
         self._prefix = prefix
         self._context = context
 
-    def learn(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> None:
-        """Fit priors on a corpus and store them, unless the store has some. Raises StoreError."""
-        if self.current() is None and (made := self.fit(chunks, progress)) is not None:
+    def learn(
+        self,
+        chunks: Sequence[TokenIds],
+        progress: Progress = lambda done, total: None,
+        alone: KVOf | None = None,
+    ) -> None:
+        """Fit priors on a corpus and store them, unless the store has some. The arguments of `fit`. Raises StoreError."""
+        if self.current() is None and (made := self.fit(chunks, progress, alone)) is not None:
             self.put(made)
 
-    def fit(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> Priors | None:
+    def fit(
+        self,
+        chunks: Sequence[TokenIds],
+        progress: Progress = lambda done, total: None,
+        alone: KVOf | None = None,
+    ) -> Priors | None:
         """Fit priors on a corpus, in prompts made of its chunks; None if it is too small.
 
-        `progress(tokens done, tokens in all)`.
+        `progress(tokens done, tokens in all)`. alone: returns the KV that chunks have alone; default: computes it.
         """
         model = self._model
         first = int(self._context == self._prefix)  # the first chunk is exact, then
@@ -191,16 +204,16 @@ class PriorStore(StoredPriors):
         done = 0
         if total < MIN_TOKENS:
             return None
-        computer = ChunkComputer(model, self._context)
+        alone = alone or ChunkComputer(model, self._context).stream
         fit = LeastSquares(model)
         full = BlendConfig(method="full", **FULL_REUSE)
         for prompt in prompts:
             cache = run(blend_prefill(model, PrefillPlan.of(lay_out(prompt), full))).cache
-            alone = computer.stream([chunk.ids for chunk in prompt.chunks[first:]])
+            kvs = alone([chunk.ids for chunk in prompt.chunks[first:]])
             spans = prompt.spans[first:]
             ropes = model.rope(torch.arange(len(prompt), device=model.device))
             within = [partial(_layer_at, model, cache, ropes, span) for span in spans]
-            fit.add(spans, [TensorView(kv).layer for kv in alone], within)
+            fit.add(spans, [TensorView(kv).layer for kv in kvs], within)
             done += len(prompt)
             progress(done, total)
         return fit.solve()

@@ -195,7 +195,7 @@ class Engine:
         """Learn from stored chunks what `precompute` learns at its end."""
         begin_computing()
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
-            self.blender.priors.learn(chunks, learning)
+            self.blender.priors.learn(chunks, learning, self.blender.writer.as_computed)
 
     def calibrate(
         self,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from blendserve.blend import priors
+from blendserve.blend.blender import Blender
 from blendserve.blend.priors import NAME, Priors, PriorStore, prompts_of
 from blendserve.core import TokenIds
+from blendserve.kv import ChunkKV
+from blendserve.store.codecs.base import Codec
+from blendserve.store.codecs.int8 import Int8
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.memory import MemoryStore
 from tests.support.blending import assert_near, distance, model_kv, some_ids
 from tests.support.models import tiny_decoder
@@ -108,3 +116,31 @@ def test_unusable_ones_are_ignored(learnt: MemoryStore, fitted: Priors) -> None:
         store = MemoryStore(ROOMY)
         store.blobs.put(NAME, info.owner, raw)
         assert known(store).current() is None
+
+
+@pytest.mark.parametrize("codec", [Raw(), Int8()], ids=["raw", "int8"])
+def test_chunks_whose_kv_is_kept_exactly_are_read_and_others_computed(codec: Codec, fitted: Priors) -> None:
+    store = FaultyStore(MemoryStore(ROOMY))
+    blender = Blender(DECODER, "reader", store, PREFIX, PREFIX, codec=codec)
+    writer = blender.writer
+    writer.precompute(CORPUS[3:])
+    store.damaged = {writer.key(CORPUS[5])}
+    store.damaged_layer = 1
+    computed = list[TokenIds]()
+    compute = writer.chunks.compute
+
+    def counted(chunks: Sequence[TokenIds]) -> list[ChunkKV]:
+        computed.extend(chunks)
+        return compute(chunks)
+
+    with patch.object(writer.chunks, "compute", counted):
+        made = blender.priors.fit(CORPUS, alone=writer.as_computed)
+        if codec.is_lossless:
+            assert set(computed) <= {*CORPUS[:3], CORPUS[5]}
+        store.down = True
+        (kv,) = writer.as_computed([CORPUS[9]])
+    assert made is not None
+    for l in range(1, DECODER.n_layers):
+        assert all(map(torch.equal, made.layer(l), fitted.layer(l)))
+    (expected,) = compute([CORPUS[9]])
+    assert all(map(torch.equal, kv.values, expected.values))
