@@ -193,8 +193,11 @@ def _random_blocks(generator: Any, kind: str, sizes: tuple[int, ...]) -> Any:
     form = KINDS[kind]
     shape = sizes[0] * sizes[1] // form.inputs, form.n_bytes
     blocks = np.frombuffer(generator.bytes(shape[0] * shape[1]), np.uint8).reshape(shape).copy()
-    for at in {"Q6_K": (208,)}.get(kind, (0, 2) if form.has_min else (0,)):
-        blocks[:, at : at + 2] = np.array([SCALE], np.float16).view(np.uint8)
+    mean_code = (2 ** sum(form.planes) - 1) / 2
+    # Of codes, and of minima. Weights with a mean make a model whose logits change their sign by a rounding.
+    factors = SCALE, SCALE * mean_code
+    for at, factor in zip({"Q6_K": (208,)}.get(kind, (0, 2)), factors[: 1 + form.has_min], strict=False):
+        blocks[:, at : at + 2] = np.array([factor], np.float16).view(np.uint8)
     return blocks.reshape(sizes[0], -1)
 
 
