@@ -184,6 +184,16 @@ def _shown(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def record(file: Path, sets: dict[str, Any]) -> None:
+    """Put these sets into the file, each with where it was measured. The file's sets of more questions stay."""
+    kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    place = environment()
+    for name, found in sets.items():
+        if name not in kept or found["questions"] >= kept[name]["questions"]:
+            kept[name] = {"environment": place, **found}
+    file.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n", "utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,13 +205,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="Number of questions of the data set")
     parser.add_argument("--minutes", type=float, default=4.0, help="Minutes after which no question begins")
     parser.add_argument("--report", action="store_true", help="Print what was measured")
-    parser.add_argument("--record", type=Path, help="With --report: write it to this file, too")
+    parser.add_argument("--record", type=Path, help="With --report: put it into this file, too")
     options = parser.parse_args()
     if options.report:
         report(sets := summarise(options.out))
         if options.record:
-            found = {"environment": environment(), "sets": sets}
-            options.record.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            record(options.record, sets)
         return
     until = time.perf_counter() + 60 * options.minutes
     file, is_open = SETS[options.set]

@@ -216,12 +216,15 @@ def promise_part() -> list[str]:
     )
     lines = ["", about, "", f"| model, questions | {' | '.join(PROMISED.values())} |"]
     lines.append("|---" * (1 + len(PROMISED)) + "|")
+    places = dict[str, list[str]]()
     for model, sets in _promised().items():
         for data, found in sets.items():
             cells = (_kept(found["methods"][method]) for method in PROMISED)
             lines.append(f"| {model}, {found['questions']} of {data} | {' | '.join(cells)} |")
-    place = json.loads(PROMISE.read_text("utf-8"))["environment"]
-    return [*lines, "", f"Commit {place['commit']}, {place['machine']}."]
+            place = "commit {commit}, {machine}".format(**found["environment"])
+            places.setdefault(place, []).append(f"{model} {data}")
+    measured = [f"- {', '.join(sets)}: {place}." for place, sets in places.items()]
+    return [*lines, "", "Measured at:", "", *measured]
 
 
 def _kept(row: dict[str, Any]) -> str:
@@ -233,7 +236,7 @@ def _kept(row: dict[str, Any]) -> str:
 def _promised() -> dict[str, dict[str, Any]]:
     """model -> data set -> what benchmarks/promise.py measured."""
     found = dict[str, dict[str, Any]]()
-    for name, values in json.loads(PROMISE.read_text("utf-8"))["sets"].items():
+    for name, values in json.loads(PROMISE.read_text("utf-8")).items():
         model, data = name.rsplit("-", 1)
         found.setdefault(model, {})[data] = values
     return found
