@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blendserve.bench.harness import Column, read_result, select, summarize
+from blendserve.bench.harness import Column, Summary, read_result, select, summarize
 from blendserve.bench.runner import load_bench
 from blendserve.bench.suite import Suite, Verdict
 from blendserve.errors import InputError
@@ -41,6 +41,14 @@ DEFAULT = "query+prior@0.15"
 FEWER = "query+prior@0.05"
 PROMISE = RESULTS / "promise.json"
 PROMISED = {"promise": "default", "0.05": "5%", "0.15": "15%", "deviation@0.15": "CacheBlend's rule, 15%"}
+QUANTISED = {
+    "as it is": "**blendserve**",
+    "int8 inputs": "**blendserve, int8 inputs**",
+    "llama.cpp": "llama.cpp, repacked",
+    "llama.cpp flash": "llama.cpp, repacked, flash attention",
+    "llama.cpp mapped": "llama.cpp, mapped",
+    "llama.cpp mapped flash": "llama.cpp, mapped, flash attention",
+}
 ON_GPU = {**METHODS, "query@0.15": "`query`, 15% recomputed, no correction"}
 
 
@@ -92,8 +100,49 @@ def results_part(suite: Suite, results: Path) -> str:
         shown = suite.result(run, results) is not None
         lines.append(f"![{title}](plots/{name}.svg)" if shown else f"- {title}: {UNKNOWN}.")
     lines += methods_part(suite, results)
-    lines += [*promise_part(), *engines_part(suite, results)]
+    lines += [*promise_part(), *quantised_part(results), *engines_part(suite, results)]
     return "\n".join([*lines, *gpu_part(Suite.read(GPU_SUITE), GPU_RESULTS)])
+
+
+def quantised_part(results: Path) -> list[str]:
+    """What each GGUF file takes and gives, by engine."""
+    lines = list[str]()
+    for file in sorted(results.glob("quantised_*.jsonl")):
+        result = read_result(file)
+        config, place = result["config"], result["environment"]
+        about = (
+            f"{config['shape']}, {config['kind']}, random weights, {config['context']:,} tokens of passages"
+        )
+        where = (
+            f"{config['threads']} threads, {describe(place['machine'])}, commit {place['versions']['commit']}"
+        )
+        lines += [
+            "",
+            f"**Quantised weights** (`python -m benchmarks quantised`), {about}; {where}; medians (range).",
+            "",
+        ]
+        lines += [
+            "| engine | memory MB | first token, full prefill | blended | tokens a second |",
+            "|---" * 5 + "|",
+        ]
+        for engine, name in QUANTISED.items():
+            labels = {"engine": engine}
+            memory = summarize(select(result, Column("", "memory_bytes", 1e-6), labels)).median
+            speed = summarize([1 / seconds for seconds in select(result, Column("", "token_s"), labels)])
+            cells = (
+                f"{memory:,.0f}",
+                _spread(summarize(select(result, Column("", "full_s"), labels)), " s"),
+                _spread(summarize(select(result, Column("", "blended_s"), labels)), " s")
+                if "llama" not in engine
+                else "-",
+                _spread(speed, "", 1),
+            )
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _spread(found: Summary, unit: str, digits: int = 2) -> str:
+    return f"{found.median:.{digits}f}{unit} ({found.low:.{digits}f} to {found.high:.{digits}f})"
 
 
 def engines_part(suite: Suite, results: Path) -> list[str]:

@@ -125,10 +125,13 @@ def serve_page(index: Path, model: str, host: str, port: int) -> None:
         serve(engine, Collections({index.name: engine.index}), http, key)
 
 
-def open_demo(index: Path = INDEX, model: str = CONFIG.model.name) -> Engine:
-    """The demo's engine; its index is built and its KV precomputed where that is missing."""
+def open_demo(index: Path = INDEX, model: str = CONFIG.model.name, characters: int | None = None) -> Engine:
+    """The demo's engine; its index is built and its KV precomputed where that is missing.
+
+    characters: of the corpus, at most; by default what suits this CPU.
+    """
     config = CONFIG.replace("model.name", model)
-    engine = _open(index, config, load_model(config.model))
+    engine = _open(index, config, load_model(config.model), characters)
     _precompute(engine)
     return engine
 
@@ -172,12 +175,13 @@ def compare(engine: Engine, question: str) -> list[DemoRow]:
     return rows
 
 
-def _open(index: Path, config: Config, model: LoadedModel) -> Engine:
+def _open(index: Path, config: Config, model: LoadedModel, characters: int | None = None) -> Engine:
     """The index in this folder, built anew where there is none of this model."""
     try:
         return Engine.open(index, config, model)
     except (IndexMissing, IndexMismatch):
-        limit = min(CHARACTERS, SLOW_CPU_CHARACTERS) if model.decoder.dtype == torch.float32 else CHARACTERS
+        is_slow = model.decoder.dtype == torch.float32
+        limit = characters or min(CHARACTERS, SLOW_CPU_CHARACTERS if is_slow else CHARACTERS)
         with console.progress("Embedding", "characters") as update:
             return Engine.build(index, language_reference(limit=limit), config, update, model)
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from blendserve import console
-from blendserve.demo import CONFIG, INDEX, open_demo
+from blendserve.demo import CHARACTERS, CONFIG, INDEX, open_demo
 from blendserve.models.sources import BUNDLED
 from blendserve.quality.evidence import PROMPTS, SHIPPED, read_shipped, write_shipped
 
@@ -26,7 +26,10 @@ def main() -> None:
     parser.add_argument("--index", type=Path, help="Folder of the demo's index")
     options = parser.parse_args()
     index = options.index or INDEX.with_name(f"demo-{options.model}")
-    with open_demo(index, options.model) as engine, console.progress("Measuring", "prompts") as measured:
+    with (
+        open_demo(index, options.model, CHARACTERS) as engine,
+        console.progress("Measuring", "prompts") as measured,
+    ):
         found = engine.calibrate(options.prompts, progress=measured, limit=options.limit)
         write_shipped(SHIPPED, {**read_shipped(SHIPPED), engine.quality.shipped_owner: found})
     print(f"{len(found.samples)} prompts of {options.model} in {SHIPPED}")
