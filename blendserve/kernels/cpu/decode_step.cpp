@@ -57,7 +57,7 @@ class Worker {
     Worker(const DecodeStepArgs& call, Shared& shared_numbers, Stage* all_stages, char* attention_memory)
         : c(call), s(shared_numbers), stages(all_stages), states(attention_memory),
           normed(c.n_rows * c.dim), total(normed.size()), scaled_added(normed.size()), head(c.n_rows * c.head_dim),
-          both(2 * c.n_rows * LANES) {
+          both(2 * c.n_rows * STRIP) {
         calls.reserve(c.n_rows), rows.reserve(c.n_rows);  // rows refer to calls
     }
 
@@ -131,7 +131,6 @@ class Worker {
         if (w.form) call.prepared = prepare(call);
         return call;
     }
-    void run(const LinearArgs& call, int64_t o) const { (call.weights.form ? blendserve_gemv_strip : gemvs[c.n_rows])(call, o); }
 
     // What a stage's rows are for strips, once per stage and thread: all of its matrices have the same.
     const float* prepare(const LinearArgs& call) {
@@ -154,7 +153,7 @@ class Worker {
         const elem_t* norms[] = {layer.q_norm, layer.k_norm, nullptr};
         elem_t* out = head.data();
         LinearArgs call = linear(x, c.dim, weights[kind], biases[kind], out - h * dim, dim, (kind ? c.kv_heads : c.heads) * dim, c.dim);
-        for (int64_t o = h * dim; o < (h + 1) * dim; o += LANES) run(call, o);
+        for (int64_t o = h * dim; o < (h + 1) * dim; o += STRIP) few_rows(call, o);
         if (norms[kind]) norm_rows(out, nullptr, norms[kind], nullptr, out, dim);
         const RopeTable* rope = layer.rope < 0 ? nullptr : c.ropes + layer.rope;
         for (int64_t r = 0; r < c.n_rows; ++r) {
@@ -200,7 +199,7 @@ class Worker {
     void outputs(Matrix w, const elem_t* bias, const elem_t* x, int64_t inputs, elem_t* out, int64_t outputs) {
         split(outputs, strip_bytes(w.form, inputs), [&](int64_t item, int64_t from, int64_t end) {
             LinearArgs call = linear(x ? x : norm(item), inputs, w, bias, out, outputs, outputs, inputs);
-            for (int64_t o = from; o < end; o += LANES) run(call, o);
+            for (int64_t o = from; o < end; o += STRIP) few_rows(call, o);
         });
     }
 
@@ -208,28 +207,27 @@ class Worker {
     void feed(const LayerWeights& layer) {
         split(c.inner, strip_bytes(layer.gate.form, c.dim) + strip_bytes(layer.up.form, c.dim), [&](int64_t item, int64_t from, int64_t end) {
             const elem_t* x = norm(item);
-            elem_t *gates = both.data(), *ups = gates + c.n_rows * LANES;
-            for (int64_t o = from; o < end; o += LANES) {
-                LinearArgs gate = linear(x, c.dim, layer.gate, layer.gate_bias, gates - o, LANES, c.inner, c.dim);
-                LinearArgs up = linear(x, c.dim, layer.up, layer.up_bias, ups - o, LANES, c.inner, c.dim);
-                run(gate, o);
-                run(up, o);
-                Mask mask = tail_mask(c.inner - o);
-                for (int64_t r = 0; r < c.n_rows; ++r) {
-                    F32 x = load(gates + r * LANES, mask), by = load(ups + r * LANES, mask);
-                    store(s.activated.data() + r * c.inner + o, mask, c.gelu ? gelu_mul(x, by) : silu_mul(x, by));
-                }
+            elem_t *gates = both.data(), *ups = gates + c.n_rows * STRIP;
+            for (int64_t o = from; o < end; o += STRIP) {
+                few_rows(linear(x, c.dim, layer.gate, layer.gate_bias, gates - o, STRIP, c.inner, c.dim), o);
+                few_rows(linear(x, c.dim, layer.up, layer.up_bias, ups - o, STRIP, c.inner, c.dim), o);
+                for (int64_t r = 0; r < c.n_rows; ++r)
+                    for (int64_t i = 0; i < STRIP && o + i < c.inner; i += LANES) {
+                        Mask mask = tail_mask(c.inner - o - i);
+                        F32 x = load(gates + r * STRIP + i, mask), by = load(ups + r * STRIP + i, mask);
+                        store(s.activated.data() + r * c.inner + o + i, mask, c.gelu ? gelu_mul(x, by) : silu_mul(x, by));
+                    }
             }
         });
     }
 
-    // A stage over outputs in items of whole vectors, of so many bytes of weights; item(number, first output, end).
+    // A stage over outputs in items of whole strips, of so many bytes of weights each; item(number, first output, end).
     template <class Item>
     void split(int64_t outputs, int64_t bytes, Item item) {
-        int64_t groups = divide_up(outputs, LANES);
+        int64_t groups = divide_up(outputs, STRIP);
         int64_t size = std::max<int64_t>(1, ITEM_BYTES / bytes);
         stage(divide_up(groups, size), [&](int64_t i, int64_t) {
-            item(i, i * size * LANES, std::min(groups, (i + 1) * size) * LANES);
+            item(i, i * size * STRIP, std::min(groups, (i + 1) * size) * STRIP);
         });
     }
 

@@ -1,7 +1,7 @@
 // A linear layer of up to 8 rows: one vector of outputs at a time, its weights transposed as they are loaded.
 #pragma once
 
-#include "common.h"
+#include "strips.h"
 
 namespace {
 
@@ -46,5 +46,11 @@ void gemv(const LinearArgs& c, int64_t o) {
 
 using Gemv = void (*)(const LinearArgs&, int64_t);
 constexpr Gemv gemvs[MAX_GEMV_ROWS + 1] = {nullptr, gemv<1>, gemv<2>, gemv<3>, gemv<4>, gemv<5>, gemv<6>, gemv<7>, gemv<8>};
+
+// Up to 8 rows times outputs [o, o + STRIP) of strips or of numbers.
+inline void few_rows(const LinearArgs& c, int64_t o) {
+    if (c.weights.form) return blendserve_gemv_strip(c, o);
+    for (int64_t at = o; at < std::min(o + STRIP, c.outputs); at += LANES) gemvs[c.rows](c, at);
+}
 
 }  // namespace

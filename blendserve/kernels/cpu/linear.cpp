@@ -24,7 +24,7 @@ thread_local Workspace transposed_x, prepared_rows, panel_numbers;
 
 void gemv_rows(const LinearArgs& c) {
     constexpr int64_t SHARE = 1 << 19;  // bytes of weights that are worth an item of their own
-    int64_t groups = divide_up(c.outputs, LANES);
+    int64_t groups = divide_up(c.outputs, STRIP);
     int64_t items = std::min(groups, divide_up(std::clamp<int64_t>(groups * strip_bytes(c.weights.form, c.inputs) / SHARE, 1, 4 * c.threads),
                                                c.threads) * c.threads);
     LinearArgs call = c;
@@ -33,10 +33,9 @@ void gemv_rows(const LinearArgs& c) {
         blendserve_prepare_rows(c, prepared);
         call.prepared = prepared;
     }
-    Gemv gemv = c.weights.form ? blendserve_gemv_strip : gemvs[c.rows];
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(c.threads))
     for (int64_t item = 0; item < items; ++item)
-        for (int64_t g = groups * item / items; g < groups * (item + 1) / items; ++g) gemv(call, g * LANES);
+        for (int64_t g = groups * item / items; g < groups * (item + 1) / items; ++g) few_rows(call, g * STRIP);
 }
 
 // The V vectors of rows of a strip, from x turned [words][LANES V], times N outputs from o; as words, to

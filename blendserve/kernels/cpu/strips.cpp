@@ -124,14 +124,20 @@ inline void add_int8(const int8_t* x, int64_t x_row, const U32* v, F32* sums) {
     });
 #else  // sums of 16 bits, as many quads as they hold; 8 bits are two times four
     constexpr int BITS = F::TABLE ? 8 : F::BITS, EVERY = BITS <= 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 8;
-    U32 some[R], high[R], ones = SIMD(set1_epi16)(1), sixteen = SIMD(set1_epi16)(16);
+    U32 some[R], high[R], ones = SIMD(set1_epi16)(1), sixteen = SIMD(set1_epi16)(16), four = broadcast_u32(0x0f0f0f0f);
     unrolled<QUADS>([&](auto q) {
-        U32 quad = quad_of<F, FIRST + q>(v), low = BITS == 8 ? quad & broadcast_u32(0x0f0f0f0f) : quad;
+        U32 low, upper;
+        if constexpr (F::BITS == 8) {
+            low = plane<4, 0, FIRST + q, 0, 0>(v) & four, upper = plane<4, 4, FIRST + q, 0, 0>(v) & four;
+        } else {
+            U32 quad = quad_of<F, FIRST + q>(v);
+            low = BITS == 8 ? quad & four : quad, upper = shift_right<4>(quad) & four;
+        }
         for (int r = 0; r < R; ++r) {
             U32 product = SIMD(maddubs_epi16)(low, inputs(r, q));
             some[r] = q % EVERY ? SIMD(add_epi16)(some[r], product) : product;
             if (BITS == 8) {
-                product = SIMD(maddubs_epi16)(shift_right<4>(quad) & broadcast_u32(0x0f0f0f0f), inputs(r, q));
+                product = SIMD(maddubs_epi16)(upper, inputs(r, q));
                 high[r] = q % EVERY ? SIMD(add_epi16)(high[r], product) : product;
             }
             if (q % EVERY != EVERY - 1 && q != QUADS - 1) continue;
@@ -143,44 +149,52 @@ inline void add_int8(const int8_t* x, int64_t x_row, const U32* v, F32* sums) {
     for (int r = 0; r < R; ++r) sums[r] = SIMD(cvtepi32_ps)(whole[r]);
 }
 
-// R rows times outputs [o, o + LANES).
+// R rows times outputs [o, o + STRIP), a piece of LANES of them after the other in each block.
 template <class F, int R, bool IS_INT8>
 void gemv_strip(const LinearArgs& c, int64_t o) {
+    constexpr int PIECES = STRIP / LANES, AHEAD = 2048;  // bytes
     const char* block = strip_of(c.weights, c.inputs, o);
     int64_t row = PreparedRow::floats(c.inputs);
     PreparedRow first(const_cast<float*>(c.prepared), c.inputs);
-    F32 sum[R] = {};
+    F32 sums[PIECES][R] = {};
     for (int64_t k = 0; k < c.inputs; k += F::SUPER, block += F::BYTES) {
-        StripBlock<F> b(block, static_cast<int>(o % STRIP));
-        for (int u = 0; u < F::UNITS; ++u) {
-            U32 v[F::BITS];
-            b.load_unit(u, v);
-            unrolled<F::PARTS>([&](auto p) {
-                int64_t at = k + u * UNIT + p * F::GROUP;
-                float totals[R];
-                for (int r = 0; r < R; ++r) {
-                    totals[r] = first.sums[r * row + at / 16];
-                    if (F::GROUP == 32) totals[r] += first.sums[r * row + at / 16 + 1];
-                }
-                F32 scale = b.scale(u * F::PARTS + p), part[R];
-                if constexpr (IS_INT8) {
-                    constexpr float OFFSET = F::TABLE ? -128 : -F::OFFSET;
-                    add_int8<F, R, p>(first.inputs + at, 4 * row, v, part);
+        // With AVX2 the sums take so long that too few lines are read ahead.
+        for (int64_t at = 0; PIECES > 1 && at < F::BYTES; at += LINE) _mm_prefetch(block + AHEAD + at, _MM_HINT_T0);
+        for (int piece = 0; piece < PIECES; ++piece) {
+            StripBlock<F> b(block, piece * LANES);
+            F32 sum[R];
+            std::copy_n(sums[piece], R, sum);
+            for (int u = 0; u < F::UNITS; ++u) {
+                U32 v[F::BITS];
+                b.load_unit(u, v);
+                unrolled<F::PARTS>([&](auto p) {
+                    int64_t at = k + u * UNIT + p * F::GROUP;
+                    float totals[R];
                     for (int r = 0; r < R; ++r) {
-                        part[r] = part[r] * broadcast(first.scales[r * row + at / UNIT]);
-                        if (OFFSET) part[r] = part[r] + broadcast(OFFSET * totals[r]);
+                        totals[r] = first.sums[r * row + at / 16];
+                        if (F::GROUP == 32) totals[r] += first.sums[r * row + at / 16 + 1];
                     }
-                } else {
-                    add_exact<F, R, p>(c.x + at, c.x_row, v, totals, part);
-                }
-                for (int r = 0; r < R; ++r) {
-                    sum[r] = fma(part[r], scale, sum[r]);
-                    if (F::MIN) sum[r] = fnma(b.min(u * F::PARTS + p), broadcast(totals[r]), sum[r]);
-                }
-            });
+                    F32 scale = b.scale(u * F::PARTS + p), part[R];
+                    if constexpr (IS_INT8) {
+                        constexpr float OFFSET = F::TABLE ? -128 : -F::OFFSET;
+                        add_int8<F, R, p>(first.inputs + at, 4 * row, v, part);
+                        for (int r = 0; r < R; ++r) {
+                            part[r] = part[r] * broadcast(first.scales[r * row + at / UNIT]);
+                            if (OFFSET) part[r] = part[r] + broadcast(OFFSET * totals[r]);
+                        }
+                    } else {
+                        add_exact<F, R, p>(c.x + at, c.x_row, v, totals, part);
+                    }
+                    for (int r = 0; r < R; ++r) {
+                        sum[r] = fma(part[r], scale, sum[r]);
+                        if (F::MIN) sum[r] = fnma(b.min(u * F::PARTS + p), broadcast(totals[r]), sum[r]);
+                    }
+                });
+            }
+            std::copy_n(sum, R, sums[piece]);
         }
     }
-    store_gemv<R>(c, o, sum);
+    for (int piece = 0; piece < PIECES && o + piece * LANES < c.outputs; ++piece) store_gemv<R>(c, o + piece * LANES, sums[piece]);
 }
 
 template <class F, int R>

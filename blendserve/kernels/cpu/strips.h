@@ -63,9 +63,9 @@ auto by_form(int64_t form, Fn fn) {
     }
 }
 
-// Bytes of a strip of such weights; of form 0, of LANES outputs.
+// Bytes of STRIP outputs of such weights.
 inline int64_t strip_bytes(int64_t form, int64_t inputs) {
-    if (!form) return LANES * inputs * static_cast<int64_t>(sizeof(elem_t));
+    if (!form) return STRIP * inputs * static_cast<int64_t>(sizeof(elem_t));
     return by_form(form, [&](auto f) { return inputs / decltype(f)::SUPER * decltype(f)::BYTES; });
 }
 
@@ -172,6 +172,6 @@ struct PreparedRow {
 
 // strips.cpp. The weights of STRIP outputs of a strip as rows of numbers, rounded once.
 void blendserve_strip_numbers(const Matrix& weights, int64_t inputs, int64_t o, elem_t* to, int64_t to_row);
-// Rows of x as PreparedRow, and up to 8 of them times outputs [o, o + LANES).
+// Rows of x as PreparedRow, and up to 8 of them times outputs [o, o + STRIP).
 void blendserve_prepare_rows(const LinearArgs& args, float* to);
 void blendserve_gemv_strip(const LinearArgs& args, int64_t o);
