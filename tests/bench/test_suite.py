@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.render_results import CLAIMS, README, RESULTS, RESULTS_PAGE, rendered, results_part
+from benchmarks.render_results import PAGES as RENDERED
 from blendserve.bench.suite import Claim, Suite, run_suite
 from blendserve.errors import ConfigError, InputError
 from tests.support.commands import cli
@@ -120,7 +121,7 @@ def test_the_pages_in_the_repository_are_the_rendered_ones(tmp_path: Path) -> No
     """Results that are there, and results that are missing."""
     suite = Suite.read(CLAIMS)
     assert len({claim.says for claim in suite.claims}) == len(suite.claims) > 15
-    for page in (RESULTS_PAGE, README):
+    for page in RENDERED:
         assert page.read_text("utf-8") == rendered(page, suite, RESULTS), (
             "python -m benchmarks.render_results"
         )
