@@ -110,7 +110,8 @@ def results_part(suite: Suite, results: Path) -> str:
 def quantised_part(suite: Suite, results: Path) -> str:
     """What each GGUF file takes and gives, by engine."""
     titles = "| file | engine | memory MB | first token, full prefill | blended | tokens a second |"
-    lines, places = [titles, "|---" * 6 + "|"], set[str]()
+    lines = [titles, "|---" * 6 + "|"]
+    places = set[str]()
     for file in sorted(results.glob("quantised_*.jsonl")):
         result = read_result(file)
         config, place = result["config"], result["environment"]
