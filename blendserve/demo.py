@@ -85,7 +85,7 @@ def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[DemoRow]:
     with _step(2, "Index Python's language reference"):
         engine = _open(index, config, loaded)
         if _is_slow(loaded):
-            _say("less of it than elsewhere: this CPU has no fast bf16 products")
+            _say("a shorter part of it, as this CPU has no fast bf16 products")
         _say(f"{len(engine.index or ())} chunks of up to {config.retrieve.chunk_tokens} tokens in {index}")
     with engine:
         if model == CONFIG.model.name:

@@ -183,7 +183,7 @@ class PriorStore(StoredPriors):
         progress: Progress = lambda done, total: None,
         alone: KVOf | None = None,
     ) -> None:
-        """Fit priors on a corpus and store them, unless the store has some. The arguments of `fit`. Raises StoreError."""
+        """Fit priors on a corpus and store them, unless the store has some. Arguments as in `fit`. Raises StoreError."""
         if self.current() is None and (made := self.fit(chunks, progress, alone)) is not None:
             self.put(made)
 
@@ -195,7 +195,7 @@ class PriorStore(StoredPriors):
     ) -> Priors | None:
         """Fit priors on a corpus, in prompts made of its chunks; None if it is too small.
 
-        `progress(tokens done, tokens in all)`. alone: returns the KV that chunks have alone; default: computes it.
+        `progress(tokens done, tokens in all)`. alone: returns the KV of chunks, each computed alone; default: computes it.
         """
         model = self._model
         first = int(self._context == self._prefix)  # the first chunk is exact, then
