@@ -195,7 +195,7 @@ class PriorStore(StoredPriors):
     ) -> Priors | None:
         """Fit priors on a corpus, in prompts made of its chunks; None if it is too small.
 
-        `progress(tokens done, tokens in all)`. alone: returns the KV of chunks, each computed alone; default: computes it.
+        `progress(tokens done, tokens in all)`. alone: returns KV of chunks, each computed alone; default: computes it.
         """
         model = self._model
         first = int(self._context == self._prefix)  # the first chunk is exact, then
